@@ -54,7 +54,7 @@ class Preference(Verdict):
 
 PAIR = "{prompt}\nA: {answer_a}\nB: {answer_b}\n{instructions}"
 """The pair judge's prompt."""
-FIRST = (0.75, 0.45)
+FIRST = (0.85, 0.35)
 """How often the careless annotator is right where the better answer is A, and where it is B."""
 
 

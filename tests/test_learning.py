@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
 import workbench as wb
 
@@ -61,3 +63,34 @@ def test_it_learns_from_targets(tmp_path: Path) -> None:
     held = run.metrics["val/nll"].dropna()
     after = wb.evaluate(run, eval_rows(), temperature=0, max_tokens=64).mean
     assert held.iloc[-1] < held.iloc[0] / 4 and after > 0.9 and after > before + 0.15
+
+
+class Preference(BaseModel):
+    """What the tiny pair judge writes."""
+
+    reason: str = Field(description="the sums")
+    better: Literal["A", "B"] = Field(description="A or B")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_judge_learns_to_judge(seed: int, tmp_path: Path) -> None:
+    """GRPO of a judge that prefers what stands first: held-out accuracy and swap consistency rise together."""
+    judge = wb.rewards.reasoning(Preference, template="{prompt}\nA: {answer_a}\nB: {answer_b}\n{instructions}")
+    engine = wb.engines.local("data/tiny-pair-judge", lr=1e-4)
+    held = wb.datasets.samples("data/arith-pairs/test.parquet")[:64]
+
+    def report() -> Any:
+        asked = judge.judge(wb.engines.chat(engine), max_tokens=64, attempts=1)
+        return wb.rewards.judge_report(asked, held, seeds=1).figures
+
+    before = report()
+    rows = judge.rows(wb.datasets.samples("data/arith-pairs/train.parquet"), engine=engine)
+    settings: dict[str, Any] = {"group_size": 8, "kl_coef": 0.001, "max_tokens": 64, "ppo_mini_batch_size": 8}
+    pipe = wb.recipes.grpo(engine, judge.reward(), **settings)
+    wb.train_blocking(pipe, rows, steps=60, batch_size=16, seed=seed, run=tmp_path / "run", trackers=())
+    after = report()
+    for name in ("accuracy", "swap consistency"):
+        assert after[name].value > before[name].value + 0.15, name
+    assert after["accuracy"].low > 0.5

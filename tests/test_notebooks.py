@@ -32,6 +32,7 @@ SMALL = {
         "test_freq": 2,
         "save_freq": 2,
     },
+    "107_reward_models": {"steps": 3, "policy_steps": 4, "batch_size": 4, "group_size": 4, "num_pairs": 4},
     "201_train_grpo": {
         "steps": 3,
         "batch_size": 4,
@@ -57,7 +58,7 @@ SMALL = {
     },
     "301_on_a_cluster": {"steps": 3, "sampler": SAMPLER},
 }
-RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "203_compare": 2}
+RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "107_reward_models": 3, "203_compare": 2}
 """How many run folders a notebook's job writes; one where it is not named."""
 SHORT = ("105_replay_a_run",)
 """Run as jobs in `make test`; so does 201, three times over, below, and 101 in a browser."""

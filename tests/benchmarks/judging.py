@@ -56,7 +56,7 @@ def policy(engine: Any, steps: int, seed: int, folder: Path) -> tuple[Any, dict[
     rows, held = (wb.rows(f"data/arith/{name}.parquet", max_prompt_length=256) for name in ("train", "test"))
 
     def true() -> float:
-        return wb.evaluate(student, held, limit=64, max_tokens=64).reward
+        return wb.evaluate(student, held, limit=64, max_tokens=64).mean
 
     before = true()
     pipe = wb.recipes.grpo(student, judge_of(engine), group_size=4, kl_coef=0.001, max_tokens=64)

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import Field
 from tests_lint import lint
 
 import workbench as wb
-from workbench.base.errors import SettingError
+from workbench.base.errors import DataError, SettingError
+from workbench.dataproto import DataProto
 from workbench.datasets.preferences import Answer, Sample, Samples
 from workbench.engines.protocol import Classified, Completion
 from workbench.rewards import Judge, PairwiseJudge, Pointwise, RewardModel, judge_report
@@ -430,3 +432,22 @@ def test_the_tiny_models_on_problems_that_they_never_saw() -> None:
     graded = judge_report(judge, wb.datasets.samples(rated), seeds=1)
     assert graded.same_scale and graded.trusted and graded.figures["accuracy"].value > 0.8
     assert graded.cost.calls >= 80 and graded.cost.prompt_tokens > 80 * 50
+
+
+def test_a_win_rate_counts_pairs_whose_orders_agree() -> None:
+    """Three questions: a win, a loss and a tie of the longer answer's judge; then one that always says A, which counts nowhere."""
+
+    def batch(*responses: str) -> Any:
+        prompts = np.empty(3, dtype=object)
+        prompts[:] = [[{"role": "user", "content": f"q{n}"}] for n in range(3)]
+        said = np.array(responses, dtype=object)
+        return DataProto.from_dict(non_tensors={"raw_prompt": prompts, "response_text": said})
+
+    longer = says(lambda a, b, seed: "tie" if len(a) == len(b) else "AB"[len(b) > len(a)])
+    mine, theirs = batch("long one", "x", "same"), batch("short", "longer", "mesa")
+    found = wb.rewards.win_rate(longer, mine, theirs)
+    assert (found.value, found.n) == (0.5, 3)
+    assert wb.rewards.win_rate(longer, batch("long one", "longest", "same"), theirs).value == pytest.approx(2.5 / 3)
+    assert wb.rewards.win_rate(says(lambda a, b, seed: "A"), mine, theirs).n == 0
+    with pytest.raises(DataError, match="the same prompts"):
+        wb.rewards.win_rate(longer, mine, theirs[:2])
