@@ -426,8 +426,9 @@ def reward_model(
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:
-    """The recipe function called `name`, such as "grpo". Raises `SettingError` for an unknown name, with the nearest one."""
-    known = {one: globals()[one] for one in __all__ if one not in ("by_name", "with_rollout_correction")}
+    """The recipe of reinforcement learning called `name`, such as "grpo". Raises `SettingError` for an unknown name, with the nearest."""
+    others = ("by_name", "reward_model", "sft", "with_rollout_correction")
+    known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))
     return cast(Callable[..., Pipeline], known[name])
