@@ -54,28 +54,6 @@ def judged(reward: Any, output: str, truth: Any) -> Score:
 # --- the seed's listings --------------------------------------------------------------------------
 
 
-def calculate_reward(predicted_score: float, true_score: float | None) -> float:
-    """The seed's linear reward, as it is written there."""
-    if true_score is None:
-        return 0.0
-    abs_error = abs(predicted_score - true_score)
-    max_error = 4
-    reward = 1.0 - (abs_error / max_error)
-    return max(0.0, reward)
-
-
-def pointwise_reward(predicted_score: float, true_score: float | None) -> float:
-    """The seed's exponential reward, as it is written there."""
-    if true_score is None:
-        return 0.0
-    abs_error = abs(predicted_score - true_score)
-    max_error = 4
-    k = 2.0
-    error_ratio = abs_error / max_error
-    reward = math.exp(-k * error_ratio)
-    return float(reward)
-
-
 class YourTemplate(BasePromptTemplate):
     score: int = Field(description="评分结果 (0-4分)")
 
@@ -102,13 +80,13 @@ class YourTemplate(BasePromptTemplate):
 @pytest.mark.parametrize("truth", range(5))
 @pytest.mark.parametrize("said", range(5))
 def test_rewards_are_those_of_the_seed(said: int, truth: int) -> None:
-    """Both of its functions, over every pair of scores; errors 0..4 give 1, .6065, .3679, .2231, .1353."""
+    """Both of its formulas (tests/compat/test_compat_seed_002.py runs its own text), over every pair of scores; errors 0..4 give 1, .6065, .3679, .2231, .1353."""
     judge = wb.rewards.reasoning(Helpful, label="helpfulness")
     output = f"<think>because</think><score>{said}</score>"
     score = judged(judge.reward(2.0), output, truth)
-    assert score.value == pytest.approx(pointwise_reward(said, truth))
+    assert score.value == pytest.approx(math.exp(-2 * abs(said - truth) / 4))
     assert score.value == pytest.approx([1, 0.6065, 0.3679, 0.2231, 0.1353][abs(said - truth)], abs=5e-5)
-    assert judged(judge.reward("linear"), output, truth).value == pytest.approx(calculate_reward(said, truth))
+    assert judged(judge.reward("linear"), output, truth).value == pytest.approx(1 - abs(said - truth) / 4)
     assert judged(judge.reward("exact"), output, truth).value == (said == truth)
     assert score.parts == {"accuracy": float(said == truth), "format": 1.0, "error": abs(said - truth)}
     assert (score.answer, score.why) == (str(said), "because")
