@@ -33,7 +33,9 @@ SHOWN = ("accuracy", "swap consistency", "says the first")
 
 def judge_of(engine: Any, temperature: float = 0.0) -> Any:
     """The engine as a judge."""
-    return JUDGE.judge(wb.engines.chat(engine), temperature=temperature, max_tokens=64, attempts=1)
+    return JUDGE.judge(
+        wb.engines.chat(engine), temperature=temperature, max_tokens=64, attempts=1, on_failure="value=0"
+    )
 
 
 def figures(engine: Any, pairs: Any, temperature: float) -> dict[str, float]:
@@ -69,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--policy", type=int, default=0, help="steps of a policy under the judge, before and after")
     options = parser.parse_args()
     torch.set_num_threads(2)
@@ -76,7 +79,7 @@ def main() -> None:
     print("| seed | sampling | " + " | ".join(f"{name} before → after" for name in SHOWN) + " | s/step |")
     print("|---|---|" + "---|" * (len(SHOWN) + 1))
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.seeds):
+        for seed in range(options.first, options.first + options.seeds):
             raw = wb.engines.local("data/tiny-pair-judge")
             engine, run = trained(seed, options.steps, Path(folder))
             seconds = median(row["timing_s/step"] for row in run.rows[1:])
