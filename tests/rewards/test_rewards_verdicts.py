@@ -314,6 +314,20 @@ def test_a_judge_goes_back_with_the_very_prompts_that_it_learned_from() -> None:
     assert set(model.asked) == {row["prompt"][0]["content"] for row in pairwise.rows(PAIRS)[:2]}
 
 
+def test_a_judge_is_read_as_it_was_paid() -> None:
+    """Reasoning by the chat template fills the schema's field, and a score outside the scale is no verdict, also later."""
+    judge = wb.rewards.reasoning(YourTemplate, label="x", scale=(0, 4), think="template")
+    asked = wb.rewards.reasoning(Better, think="template")
+    row = {"prompt": "q", "prompt_text": "q", "response": "yes", "ground_truth": None, "uid": 0, "columns": {}}
+    (score,) = judge.judge(Says(lambda text, seed: "thought</think><score>9</score>"), attempts=1).judge([row])
+    assert score.status is Status.INFRA_ERROR and "0 to 4" in score.why
+    better = re.compile(r"Answer A:\n<<<\w+\nyes")
+    model = Says(lambda text, seed: f"so</think><better>{'A' if better.search(text) else 'B'}</better>")
+    found = asked.judge(model).judge([row, {**row, "response": "no"}])
+    assert [one.value for one in found] == [1.0, -1.0]
+    assert asked.judge(model).source == asked.template
+
+
 def test_a_step_of_training_shows_accuracy_error_and_format(tiny: str) -> None:
     """One GRPO step of the tiny model as a judge: the metrics are there from the first step on."""
     engine = wb.engines.local(tiny, lr=1e-4, threads=1)

@@ -280,13 +280,14 @@ def _numbers(cells: Any, *without: str) -> dict[str, float]:
     """The fields of a mapping that are numbers, or texts of numbers."""
     found = {}
     for name, cell in (cells or {}).items():
-        value = _number(cell)
+        value = finite(cell)
         if value is not None and name not in without:
             found[str(name)] = value
     return found
 
 
-def _number(cell: Any) -> float | None:
+def finite(cell: Any) -> float | None:
+    """A finite number, or a text of one, as a float; None for anything else."""
     try:
         value = float(cell) if isinstance(cell, int | float | str) else math.nan
     except ValueError:
@@ -329,7 +330,7 @@ def _helpsteer_pair(cells: Record, place: str, number: int) -> Sample:
     """`preference_strength` and `overall_preference` are above 0 where the second answer is better."""
     names = ("response_1", "response_2") if "response_1" in cells else ("response1", "response2")
     strength = next((name for name in ("preference_strength", "overall_preference") if name in cells), None)
-    found = None if strength is None else _number(cells[strength])
+    found = None if strength is None else finite(cells[strength])
     best = None if found is None else (0, 1) if found == 0 else (1,) if found > 0 else (0,)
     prompt = cells.get("prompt", cells.get("context"))
     margin = {} if found is None else {"margin": abs(found)}
@@ -361,7 +362,7 @@ def _pair(cells: Record, place: str, number: int) -> Sample:
     models = [[*_several(cells.get(f"{name}_model", ()))] for name in ("chosen", "rejected")]
     if isinstance(cells.get("models"), list):
         models = [cells["models"][: len(chosen)], cells["models"][len(chosen) :]]
-    scores = [_number(cells.get(name)) for name in ("score_chosen", "score_rejected")]
+    scores = [finite(cells.get(name)) for name in ("score_chosen", "score_rejected")]
     answers = []
     for kind, texts in enumerate((chosen, rejected)):
         for text, model in zip_longest(texts, models[kind][: len(texts)], fillvalue=""):

@@ -282,8 +282,7 @@ class Judge(BaseReward):
     that they cannot contain. If the judge's output is not a verdict, it is asked again, up to `attempts` times in all;
     then the row is *infra_error*, never a 0. An empty response is *no_answer* with value 0, without a call.
 
-    `written(prompt, response)` writes the prompt in place of the template (`ReasoningJudge.judge` gives it). `asking` are fields of
-    `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
+    `asking` are fields of `AskSettings`. Extra: `judge_prompt`, `judge_output`, `verdict`, `judge_tokens`, `truncated`.
 
     Example:
         >>> Judge(wb.engines.openai("http://localhost:8000/v1", "judge"), temperature=0.0)  # doctest: +SKIP
@@ -298,7 +297,6 @@ class Judge(BaseReward):
         schema: type[BaseModel] = Pointwise,
         prompt: str = POINTWISE,
         value: Callable[[Any], float] | None = None,
-        written: Callable[..., str] | None = None,
         rate_limit: RateLimit | None = None,
         on_failure: str = "mask",
         name: str = "judge",
@@ -306,7 +304,6 @@ class Judge(BaseReward):
     ) -> None:
         super().__init__(name, on_failure)
         self.model = model
-        self._written = written
         self.schema = schema
         self.prompt = prompt
         self.asking = AskSettings.from_parameters(asking)
@@ -327,9 +324,11 @@ class Judge(BaseReward):
 
     def filled(self, **texts: str) -> str:
         """The judge's prompt with `texts`: question and answers."""
-        if self._written is not None:
-            return self._written(*(text for name, text in texts.items() if name != "ground_truth"))
         return filled(self.prompt, self.schema, texts)
+
+    def parsed(self, output: str) -> BaseModel:
+        """The verdict in the judge's output. Raises `Unparseable` where there is none."""
+        return parse(output, self.schema)
 
     async def ask(self, text: str) -> tuple[float, BaseModel, Completion]:
         """Ask the judge `text` until it gives a verdict: (value, verdict, completion). Raises the last attempt's error."""
@@ -344,7 +343,7 @@ class Judge(BaseReward):
                     error = TimeoutError(f"the judge gave no answer in {self.asking.timeout:g} s")
                     continue
             try:
-                verdict = parse(answer.text, self.schema)
+                verdict = self.parsed(answer.text)
             except Unparseable as cause:
                 error, cause.output = cause, answer.text
             else:

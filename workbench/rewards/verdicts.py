@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.base.config import require
 from workbench.base.errors import DataError, RewardError, SettingError, first_line, unknown
-from workbench.datasets.preferences import Sample, Samples
+from workbench.datasets.preferences import Sample, Samples, finite
 from workbench.datasets.rows import Rows
 from workbench.engines.protocol import ChatModel, switches_of
 from workbench.rewards.base import BaseReward
@@ -27,6 +27,7 @@ from workbench.rewards.judge import (
     choice_of,
     fill,
     filled,
+    instructions,
     parse,
     scale_of,
 )
@@ -60,8 +61,6 @@ class BasePromptTemplate(BaseModel):
     @classmethod
     def schema(cls, enable_thinking: bool = False, **kwargs: Any) -> str:  # type: ignore[override] # RM-Gallery's name
         """How to answer: one tag per field; with `enable_thinking` without the reasoning, which the chat template asks for."""
-        from workbench.rewards.judge import instructions
-
         return instructions(cls, without=("reason",) if enable_thinking else ())
 
     @classmethod
@@ -272,15 +271,13 @@ class ReasoningJudge:
         if self.kind == "listwise":
             raise SettingError("a listwise judge as a reward", expected="a pointwise or pairwise one", found="listwise")
         low, high = self.scale
-
-        def text(question: str, *answers: str) -> str:
-            return self.text(question, answers)
-
+        made: _Asks
         if self.kind == "pairwise":
-            return PairwiseJudge(model, schema=self.schema, written=text, **asking)
-        return Judge(
-            model, schema=self.schema, written=text, value=lambda said: (said.score - low) / (high - low), **asking
-        )
+            made = _Compares(model, schema=self.schema, **asking)
+        else:
+            made = _Asks(model, schema=self.schema, value=lambda said: (said.score - low) / (high - low), **asking)
+        made.kit = self
+        return made
 
     def read(self, output: str) -> tuple[BaseModel, Any]:
         """(verdict, what it says) of an output: a number, `A`, `B` … or `tie`. Raises `Unparseable` where there is none."""
@@ -303,6 +300,32 @@ class ReasoningJudge:
     def __repr__(self) -> str:
         truth = f", label={self.label!r}" if self.label else ""
         return f"reasoning({self.schema.__name__}{truth}): {self.kind}, reasons in the {self.think}"
+
+
+class _Asks(Judge):
+    """A judge that asks and reads as the `ReasoningJudge` it is made of: what it is paid for in training is what it says later."""
+
+    kit: ReasoningJudge
+
+    @property
+    def source(self) -> str:
+        """The prompt template."""
+        return self.kit.template
+
+    def filled(self, **texts: str) -> str:
+        """The very prompt of `ReasoningJudge.rows`."""
+        return self.kit.text(texts["prompt"], [text for name, text in texts.items() if name.startswith("response")])
+
+    def parsed(self, output: str) -> BaseModel:
+        """The verdict, as the reward of training reads it."""
+        return self.kit.read(output)[0]
+
+    def __repr__(self) -> str:
+        return f"{self.kit!r}; asked: {self.model.describe()}"
+
+
+class _Compares(_Asks, PairwiseJudge):
+    """The same of two answers."""
 
 
 def _kind(schema: type[BaseModel], kind: str | None) -> str:
@@ -422,11 +445,7 @@ def _truth(row: Mapping[str, Any], kind: str) -> Any:
     """The truth of a row as verdicts have it; None where there is none."""
     truth = row.get("ground_truth")
     if kind == "pointwise":
-        try:
-            number = float(truth) if isinstance(truth, int | float | str) else math.nan
-        except ValueError:
-            return None
-        return number if math.isfinite(number) else None
+        return finite(truth)
     if kind == "listwise" and isinstance(truth, list | tuple):
         return [str(one) for one in truth] or None
     return truth if isinstance(truth, str) and (truth == "tie" or (len(truth) == 1 and truth in LETTERS)) else None
