@@ -42,17 +42,20 @@ from workbench.agents.tools import (
     MCPTool,
     PythonTool,
     Search,
+    Terminal,
+    Tests,
     function_tool,
     mcp_tools,
+    terminal_rows,
 )
 
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
     "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
     "GymInteraction", "HermesParser", "Interaction", "KimiParser", "LockStep", "Loops", "MCPServer", "MCPTool", "PythonTool",
-    "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Tool", "ToolAgent",
+    "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Terminal", "Tests", "Tool", "ToolAgent",
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
     "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",
-    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "tool_parser",
-    "truncate", "verifiers_rows",
+    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "terminal_rows",
+    "tool_parser", "truncate", "verifiers_rows",
 ]  # fmt: skip

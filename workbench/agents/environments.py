@@ -19,7 +19,6 @@ from workbench.agents.tools.functions import in_thread
 from workbench.base.config import require
 from workbench.base.errors import ForeignError, SettingError, describe
 
-
 Show = Callable[..., str]
 """Function (observation) or (observation, environment) → the text that the model reads."""
 
@@ -107,7 +106,9 @@ class GymInteraction(BaseInteraction):
 
     def _chosen(self, text: str, space: Any) -> Any:
         """The action that a text names; `ValueError`, for the model, where it names none of a discrete `space`."""
-        discrete = isinstance(getattr(space, "n", None), int | np.integer) and callable(getattr(space, "contains", None))
+        discrete = isinstance(getattr(space, "n", None), int | np.integer) and callable(
+            getattr(space, "contains", None)
+        )
         read = self._action or (int if discrete else str.strip)
         action = read(text)
         if discrete and not space.contains(action):

@@ -24,6 +24,8 @@ from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status
 from workbench.sandbox.workspaces import LocalWorkspace
 
 T = TypeVar("T")
+_CHOSEN_TOOLS = "/etc/alternatives"
+"""Links by which some systems choose among programs of one name (awk, vi, c++)."""
 
 
 class _Language(NamedTuple):
@@ -202,7 +204,8 @@ def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ..
     if not chosen.is_absolute() or not os.access(chosen, os.X_OK) or chosen.is_dir():
         do = "give python= the path of an interpreter, or leave it out"
         raise SandboxError("python of the sandbox", expected="a program that can be run", found=str(chosen), do=do)
-    readable = [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
+    readable = [_CHOSEN_TOOLS] if Path(_CHOSEN_TOOLS).is_dir() else []
+    readable += [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": "/box",
