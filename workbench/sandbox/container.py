@@ -100,7 +100,11 @@ class Containers:
             made = await self._ahead.pop(0)
         else:
             made = await self.started(chosen)
-        await made.write(files or {})
+        try:
+            await made.write(files or {})
+        except BaseException:
+            await made.close()
+            raise
         return made
 
     async def started(self, image: str) -> ContainerWorkspace:

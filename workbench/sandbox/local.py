@@ -190,8 +190,12 @@ class LocalSandbox(SyncDoors):
         if image is not None:
             do = "use sandbox.container(), or leave the image out"
             raise SandboxError(f"image {image!r} of a workspace in the {self!r}", expected="none", found=image, do=do)
-        made = await asyncio.to_thread(LocalWorkspace, self)
-        await made.write(files or {})
+        made = LocalWorkspace(self)
+        try:
+            await made.write(files or {})
+        except BaseException:
+            await made.close()
+            raise
         return made
 
 
