@@ -30,6 +30,7 @@ from workbench.agents.protocol import (
     Turn,
 )
 from workbench.agents.stepping import EpisodeStepper
+from workbench.agents.tasksets import verifiers_reward
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.agents.tools import (
@@ -57,5 +58,5 @@ __all__ = [
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
     "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",
     "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "terminal_rows",
-    "tool_parser", "truncate", "verifiers_rows",
+    "tool_parser", "truncate", "verifiers_reward", "verifiers_rows",
 ]  # fmt: skip

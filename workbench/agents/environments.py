@@ -15,6 +15,7 @@ from uuid import uuid4
 import numpy as np
 
 from workbench.agents.interactions import BaseInteraction, Said, last_message, maybe_awaited
+from workbench.agents.tasksets import ENDPOINT, taskset_of, taskset_rows
 from workbench.agents.tools.functions import in_thread
 from workbench.base.config import require
 from workbench.base.errors import ForeignError, SettingError, describe
@@ -109,11 +110,14 @@ class GymInteraction(BaseInteraction):
         discrete = isinstance(getattr(space, "n", None), int | np.integer) and callable(
             getattr(space, "contains", None)
         )
-        read = self._action or (int if discrete else str.strip)
-        action = read(text)
+        action: Any = text.strip()
+        if self._action is not None:
+            action = self._action(text)
+        elif discrete and re.fullmatch(r"[-+]?\d{1,18}", action):
+            action = int(action)
         if discrete and not space.contains(action):
             start = int(getattr(space, "start", 0))
-            raise ValueError(f"{action!r}; expected a whole number from {start} to {start + int(space.n) - 1}")
+            raise ValueError(f"{describe(action)}; expected a whole number from {start} to {start + int(space.n) - 1}")
         return action
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -155,14 +159,21 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
-_COLOURED = re.compile(r"\x1b\[(?:\d+;)*?(?:[349]|10)([0-7])(?:;\d+)*m(.*?)\x1b\[0?m", re.DOTALL)
+_COLOURED = re.compile(r"\x1b\[(?:\d+;)*?(?:[349]|10)([0-7])(?:;\d+)*m([^\x1b]*)\x1b\[0?m")
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def _without_colours(text: str) -> str:
     """A terminal's text without its escape codes: what a colour said is said in tags, because it may be the only sign."""
-    named = _COLOURED.sub(lambda found: f"<{(name := _COLOURS[int(found[1])])}>{found[2]}</{name}>", text)
-    return _ESCAPE.sub("", named)
+
+    def tagged(found: re.Match[str]) -> str:
+        name = _COLOURS[int(found[1])]
+        return f"<{name}>{found[2]}</{name}>"
+
+    found = 1
+    while found:  # from the inside: a colour on a colour
+        text, found = _COLOURED.subn(tagged, text)
+    return _ESCAPE.sub("", text)
 
 
 def environment_rows(
@@ -203,12 +214,13 @@ def environment_rows(
 
 
 class VerifiersInteraction(BaseInteraction):
-    """A `MultiTurnEnv` of the `verifiers` package (0.1, its v0 interface) as simulated user, for rows of `verifiers_rows`.
+    """A `MultiTurnEnv` of the `verifiers` package up to 0.1 (its v0 interface) as simulated user, for `verifiers_rows`.
 
     `setup_state`, `is_completed`, `env_response`, `rubric.score_rollout` and `cleanup` are called as in its own rollout,
     with either signature, (state) or (messages, state), sync or async. The rubric scores once, at the end or when
-    `calculate_score` is called; other turns have score 0. The model's tool calls reach it as text only. Environments of
-    verifiers' v1 interface (task sets that drive a harness over HTTP) have no such turns and are refused.
+    `calculate_score` is called; other turns have score 0. The model's tool calls reach it as text only. Environments of the
+    current `verifiers` (v1: task sets that drive a harness over HTTP) have no such turns and are refused: `agents.Harness`
+    lets them play, and `verifiers_reward` scores tasks that need no harness.
 
     Raises `SettingError` for an object without `env_response`, `is_completed` or `rubric`.
     """
@@ -217,8 +229,12 @@ class VerifiersInteraction(BaseInteraction):
         super().__init__({"name": name})
         missing = [one for one in ("env_response", "is_completed", "rubric") if not hasattr(env, one)]
         if missing:
-            expected = "a MultiTurnEnv of verifiers' v0 interface"
-            raise SettingError(f"environment {type(env).__name__} has no {', '.join(missing)}", expected=expected)
+            expected, do = "a MultiTurnEnv of verifiers' v0 interface", None
+            if taskset_of(env) is not None:
+                do = f"this is of its v1 interface: {ENDPOINT}; or, where no harness is needed, reward=verifiers_reward(env)"
+            raise SettingError(
+                f"environment {type(env).__name__} has no {', '.join(missing)}", expected=expected, do=do
+            )
         self.env = env
         self._instances: dict[str, Any] = {}
 
@@ -285,7 +301,13 @@ def _extra(state: Mapping[str, Any]) -> dict[str, Any]:
 def verifiers_rows(
     env: Any, number: int = -1, *, name: str = "verifiers", data_source: str = "verifiers"
 ) -> list[dict[str, Any]]:
-    """The first `number` rows (−1: all) of a verifiers environment's data set, in verl's schema, for `VerifiersInteraction`."""
+    """The first `number` rows (−1: all) of a verifiers environment's data set, in verl's schema.
+
+    Those of a v0 environment are for `VerifiersInteraction`. `env` may be a task set of the v1 interface, or an environment
+    that has one: its rows have the task's data as JSON, `extra_info.task`, for a harness, and `verifiers_reward` scores them.
+    """
+    if (taskset := taskset_of(env)) is not None:
+        return taskset_rows(taskset, number, data_source)
     rows = []
     for index, record in enumerate(islice(env.get_dataset(), number if number >= 0 else None)):
         prompt = [dict(one) for one in _messages(record["prompt"])]
