@@ -29,6 +29,12 @@ REASONING: Mapping[str, str] = {
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
+    "<mm:think>": "</mm:think>",
+    "<think:opensource>": "</think:opensource>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel>thought": "<channel|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
 """The tags between which models reason."""
 Found = tuple[int, int, tuple[FunctionCall, ...] | None]
@@ -318,7 +324,8 @@ def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ..
 
 def _call_of(found: Mapping[str, Any], written: str) -> FunctionCall:
     own = found["function"] if isinstance(found.get("function"), Mapping) else found  # OpenAI's own nesting
-    name, given, key = own.get("name"), own.get("arguments", own.get("parameters")), found.get("id")
+    name, given = own.get("name", own.get("tool_name")), own.get("arguments", own.get("parameters"))
+    key = found.get("id", found.get("tool_call_id"))
     text = arguments_text({} if given is None else given, written)
     return FunctionCall(name if isinstance(name, str) else "", text, key if isinstance(key, str) else None)
 
@@ -364,7 +371,7 @@ def parameters_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str,
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """A parameter that was written as text, as its `schema` has it; text where it does not fit."""
-    kinds = set(_kinds(schema))
+    kinds = kinds_of(schema)
     if not kinds or kinds == {"string"}:
         return text
     if kinds <= {"array", "object"}:
@@ -375,6 +382,11 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     except (ValueError, RecursionError):
         return text
     return text if "string" in kinds and found is not None and not isinstance(found, bool | int | float) else found
+
+
+def kinds_of(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows; empty where it says none."""
+    return set(_kinds(schema))
 
 
 def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:
