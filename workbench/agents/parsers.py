@@ -95,7 +95,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
 
 
 def calls_of(
-    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: bool = False, cut: bool = False
+    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: str = "", cut: bool = False
 ) -> list[FunctionCall]:
     """The tool calls that a parser finds in a model's turn. Raises what the parser raises, and `TypeError` for no calls.
 
@@ -103,11 +103,11 @@ def calls_of(
         parser: one that is none of this module's is given the text without reasoning (`outside_reasoning`).
         text: the turn, with its special tokens.
         tools: the tools' schemas.
-        reasoning: whether the prompt has opened the model's reasoning.
+        reasoning: the tag with which the prompt has opened the model's reasoning, or empty.
         cut: whether the turn ended at a limit of tokens: of this module's parsers, calls that would read otherwise, had the
             model written on, are left out, and so are those after a call that cannot be read.
     """
-    text = next(iter(REASONING)) + text if reasoning else text
+    text = reasoning + text
     if not isinstance(parser, FindsCalls):
         text = outside_reasoning(text)
     calls = list(parser.extract_tool_calls(text, tools)[1])
@@ -138,10 +138,15 @@ def outside_reasoning(text: str) -> str:
     return "".join([*kept, text[place:]])
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Whether a generation prompt ends inside reasoning."""
+def without_tags(text: str) -> str:
+    """A text without the tags of reasoning, and with what stands between them."""
+    return _MARK.sub("", text)
+
+
+def opens_reasoning(prompt: str) -> str:
+    """The tag that opened the reasoning in which a generation prompt ends; empty where it ends outside."""
     marks = _MARK.findall(prompt)
-    return bool(marks) and marks[-1] in REASONING
+    return marks[-1] if marks and marks[-1] in REASONING else ""
 
 
 def parser_names() -> tuple[str, ...]:
