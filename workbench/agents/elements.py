@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from workbench.agents.parsers import (
+    AT_LINE,
     DECODER,
     MAX_DEPTH,
     FindsCalls,
@@ -293,8 +294,8 @@ class PythonicParser(FindsCalls):
 
     _CALL = re.compile(r"\s*([A-Za-z_][\w.]{0,63})\(")
     _OPEN = re.compile(
-        r"(?:<\|(?:python|tool_call)_start\|>\s*\[?|<function_calls>\s*|^[ \t]*```tool_code[ \t]*\n|^[ \t]*\[(?=\s*[A-Za-z_][\w.]{0,63}\(\s*(?:\)|\w+\s*=)))"
-        rf"(?={_CALL.pattern})",
+        rf"(?:<\|(?:python|tool_call)_start\|>\s*\[?|<function_calls>\s*|{AT_LINE}```tool_code[ \t]*\n"
+        rf"|{AT_LINE}\[(?=\s*[A-Za-z_][\w.]{{0,63}}\(\s*(?:\)|\w+\s*=)))(?={_CALL.pattern})",
         re.M,
     )
     _BETWEEN = re.compile(r"\s*[,;\n]")
@@ -344,7 +345,7 @@ class Gemma3Parser(PythonicParser):
     """Parser of a program's calls in a block of `tool_code` or `python`, each alone or in `print(…)` (Gemma 3)."""
 
     _OPEN = re.compile(
-        r"^[ \t]*```(?:tool_code|python|py)?[ \t]*\n\s*\[?\s*(?:print\()?(?=[A-Za-z_][\w.]{0,63}\(\s*(?:\)|\w+\s*=))"
+        rf"{AT_LINE}```(?:tool_code|python|py)?[ \t]*\n\s*\[?\s*(?:print\()?(?=[A-Za-z_][\w.]{{0,63}}\(\s*(?:\)|\w+\s*=))"
         rf"|{PythonicParser._OPEN.pattern}",
         re.M,
     )

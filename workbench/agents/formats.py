@@ -5,6 +5,7 @@ Names are those of vLLM's `--tool-call-parser`, beside verl's. The formats are w
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -16,9 +17,9 @@ from workbench.agents.parsers import (
     TaggedJson,
     arguments_text,
     as_written,
+    behind_reasoning,
     calls_in_json,
     loose_json,
-    outside_reasoning,
     register_parser,
 )
 from workbench.agents.protocol import FunctionCall
@@ -151,7 +152,7 @@ class LlamaParser(NamedJson):
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """Find the tool calls in a model's text; returns (the text without them, the calls)."""
-        alone = self._whole(outside_reasoning(text))
+        alone = self._whole(behind_reasoning(text))
         return ("", alone) if alone else super().extract_tool_calls(text, tools)
 
     def _whole(self, text: str) -> list[FunctionCall]:
@@ -194,20 +195,20 @@ class JsonListParser(TaggedJson):
     _BETWEEN = re.compile(r"[\s,]*")
 
     def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        return self._in_turn(written.removeprefix("\0")) or calls_in_json(written, many=True)
+        return calls_in_json(written, many=True)
 
-    def _in_turn(self, written: str) -> tuple[FunctionCall, ...]:
-        """The calls of several objects one after the other; none for anything else."""
-        calls: list[FunctionCall] = []
-        place = len(written) - len(written.lstrip())
-        while place < len(written):
-            try:
-                end = DECODER.raw_decode(written, place)[1]
-            except (ValueError, RecursionError):
-                return ()
-            calls += calls_in_json(written[place:end], many=True)
-            place = cast(re.Match[str], self._BETWEEN.match(written, end)).end()
-        return tuple(calls)
+    def _body(self, text: str, start: int) -> tuple[str | None, int]:
+        """As `TaggedJson._body`; objects one after the other are one list."""
+        objects, place = list[str](), start
+        with contextlib.suppress(ValueError, RecursionError):
+            while text.startswith("{", place):
+                end = DECODER.raw_decode(text, place)[1]
+                objects.append(text[place:end])
+                place = cast(re.Match[str], self._BETWEEN.match(text, end)).end()
+        if len(objects) < 2 or text.startswith("{", place):
+            return super()._body(text, start)
+        closed = self.CLOSE.match(text, place)
+        return f"[{','.join(objects)}]", closed.end() if closed else place
 
 
 @register_parser("apertus")
