@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import math
@@ -92,10 +93,18 @@ def checked_tools(tools: Any) -> list[Tool]:
             do = f"decorate it with @function_tool, or give function_tool({named(tool)})"
         elif not all(callable(getattr(tool, name, None)) for name in _TOOL) or not getattr(tool, "name", None):
             do = f"it needs a name and {', '.join(_TOOL)}: a subclass of BaseTool has them"
+        elif plain := [name for name in _TOOL[1:] if not_async(getattr(tool, name))]:
+            expected, do = f"`async def {plain[0]}`, as in BaseTool", "write `async` before it"
+            raise SettingError(f"tool {tool.name!r}", expected=expected, found="a method that is not async", do=do)
         else:
             continue
         raise SettingError(f"tools[{place}]", expected="a tool", found=describe(tool), do=do)
     return listed
+
+
+def not_async(method: Any) -> bool:
+    """Whether a method is written without `async`; False for other callables, of which it is not known."""
+    return (inspect.ismethod(method) or inspect.isfunction(method)) and not inspect.iscoroutinefunction(method)
 
 
 def named(one: Any) -> str:
@@ -184,10 +193,7 @@ class OpenTools:
     async def _instance(self, tool: Tool) -> str:
         async with self._creating.setdefault(tool.name, asyncio.Lock()):  # parallel calls share the instance
             if tool.name not in self._instances:
-                created = self._kwargs(tool, "create")
-                # verl hands them over under one name, its own tools read them by theirs
-                made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
-                self._instances[tool.name] = made
+                self._instances[tool.name] = await self._created(tool)
         return self._instances[tool.name]
 
     async def save(self) -> dict[str, Any]:
@@ -204,6 +210,18 @@ class OpenTools:
         for name, snapshot in saved.items():
             tool = self._box.tools[name]
             await tool.restore(await self._instance(tool), snapshot)  # type: ignore[attr-defined]
+
+    async def _created(self, tool: Tool) -> str:
+        """Create the episode's instance; returns its id. One whose creation fails or takes too long is released at once."""
+        asked, given = f"{self._episode}-{tool.name}", self._kwargs(tool, "create")
+        try:
+            # verl hands them over under one name, its own tools read them by theirs
+            made = await tool.create(asked, create_kwargs=given, **given)
+        except BaseException:
+            with contextlib.suppress(Exception):  # it may know nothing of the instance
+                await to_its_end(within(tool.release(asked, **self._kwargs(tool, "release")), END_SECONDS))
+            raise
+        return str((made if isinstance(made, str) else made[0]) or asked)  # verl's up to 0.4 return the id alone
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
         """The row's arguments for a tool's method. Parquet gives every row all keys: those that are None are left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any
 from workbench.agents.protocol import AgentLoopOutput, Turn
 from workbench.base.errors import DataError
 from workbench.base.seeds import derive
-from workbench.engines.protocol import Request, Sample, Sampler, SamplingSettings
+from workbench.engines.protocol import Bounded, Request, Sample, Sampler, SamplingSettings
 
 
 class LockStep:
@@ -100,14 +101,20 @@ class Episode:
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
 
     async def generate(self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any]) -> Sample:
-        """Sample the next turn after the token ids `ids`. Raises `DataError` if the first prompt is empty or too long."""
+        """Sample the next turn after the token ids `ids`.
+
+        The turn ends where the sampler's longest sequence does. A turn for which nothing is left there is empty, with the
+        finish reason `length`; asking for another after it raises `DataError`, and so does a first prompt that is empty or
+        too long.
+        """
         turn, self.turn = self.turn, self.turn + 1
-        if turn == 0 and not 0 < len(ids) <= (self.max_prompt_length or len(ids)):
-            what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
-            expected = f"1 to {self.max_prompt_length or 'any number of'} tokens"
-            do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
-            raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
+        room = self.room(ids)
+        if turn == 0:
+            self._check_prompt(ids, room)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
+        if room <= 0:
+            return self._full(ids)
+        settings = settings.replace(max_tokens=int(min(settings.max_tokens, room)))
         request = Request(tuple(ids), settings, self.seed(turn, self.attempt))
         began = time.perf_counter()
         try:
@@ -118,6 +125,26 @@ class Episode:
         self.samples.append(found)
         self.versions.append(found.version)
         return found
+
+    def room(self, ids: Sequence[int]) -> float:
+        """How many tokens the sampler can write after `ids`; infinity where its limit is not known."""
+        longest = self.sampler.max_length if isinstance(self.sampler, Bounded) else None
+        return math.inf if longest is None else longest - len(ids)
+
+    def _check_prompt(self, ids: Sequence[int], room: float) -> None:
+        longest = min(self.max_prompt_length or math.inf, len(ids) + room - 1)
+        if not 0 < len(ids) <= longest:
+            what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
+            expected = f"1 to {'any number of' if longest == math.inf else int(longest)} tokens"
+            do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
+            raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
+
+    def _full(self, ids: Sequence[int]) -> Sample:
+        if self.samples and not self.samples[-1].ids and self.samples[-1].finish_reason == "length":
+            what, do = f"row {self.row} (uid {self.uid}): its agent loop samples on", "end at finish_reason 'length'"
+            raise DataError(what, found=f"{len(ids)} tokens, which fill the sampler's longest sequence", do=do)
+        self.samples.append(Sample((), (), "length", self.sampler.version))
+        return self.samples[-1]
 
     def with_log_probs(self, output: AgentLoopOutput) -> AgentLoopOutput:
         """The output with the log-probs of what was sampled, where it has none: turns may be left out, the last one cut.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from workbench.agents.plain import plain
@@ -141,9 +141,20 @@ class AgentLoopOutput:
     """The transcript."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
+    extra_fields: InitVar[Mapping[str, Any] | None] = None
+    """verl's name of `extra`."""
+    multi_modal_data: InitVar[Mapping[str, Any] | None] = None
+    """Only empty: a loop has text alone, and so has `routed_experts`."""
+    routed_experts: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, extra_fields: Any, multi_modal_data: Any, routed_experts: Any) -> None:
         what = "an agent loop's output"
+        for name, value in (("multi_modal_data", multi_modal_data), ("routed_experts", routed_experts)):
+            if value is not None and not (isinstance(value, Mapping) and not any(value.values())):
+                raise DataError(f"{name} of {what}", expected="none: text alone", found=describe(value))
+        extra = {**(extra_fields or {}), **self.extra}
+        object.__setattr__(self, "extra", extra)
+        object.__setattr__(self, "extra_fields", extra)
         given = () if self.response_logprobs is None else ("response_logprobs",)
         for name in ("prompt_ids", "response_ids", "response_mask", *given, "turns"):
             value = getattr(self, name)

@@ -57,8 +57,8 @@ class EpisodeState:
 class ToolAgent(AgentLoopBase):
     """Agent loop with tools and simulated users, as verl's `tool_agent`, made of objects instead of configuration files.
 
-    An episode ends when a turn makes no call and no user answers it, when the response has no room, and at the limits of
-    turns and calls (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
+    An episode ends when a turn makes no call and no user answers it, when the response or the sampler's longest sequence has
+    no room, and at the limits of turns and calls (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
     ends the episode as `abort`, and it is not scored.
 
     Args:
@@ -201,8 +201,9 @@ class ToolAgent(AgentLoopBase):
         if self.format == "react" and self._box.tools:
             messages[0]["content"] = instructions(self._box.schemas) + str(messages[0]["content"])
             sampling["stop"] = tuple(dict.fromkeys((*sampling.get("stop", ()), STOP)))
-        said = Transcript(self.tokens.prompt(messages), int(sampling["max_tokens"]))
-        return EpisodeState(row, sampling, messages, said, *self.opened(row))
+        prompt_ids = self.tokens.prompt(messages)
+        limit = int(min(sampling["max_tokens"], self.episode.room(prompt_ids)))
+        return EpisodeState(row, sampling, messages, Transcript(prompt_ids, limit), *self.opened(row))
 
     def _offered(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that a row's `tool_config` lists as `available_tools`, or all."""

@@ -75,7 +75,7 @@ class EpisodeRollout(Rollout):
         super().__init__(
             sampler, group_size=group_size, sampling=sampling, purpose=purpose, greedy_baseline=greedy_baseline
         )
-        self.loops = Loops(agent, default_agent)
+        self.loops = Loops(agent, default_agent, response_length=self.sampling.max_tokens)
         if not isinstance(sampler, Late) or sampler.opened:  # a recorded step's engine is opened at its first use
             self.loops.named(None).prepare(sampler)
         self.default_agent = default_agent
