@@ -69,11 +69,6 @@ async def to_its_end(work: Awaitable[T]) -> T:
         raise
 
 
-def _limit(tool: Tool, seconds: float) -> float | None:
-    """The time limit of a tool's work: None for a tool that is `bounded`, whose calls wait for their turn to be run."""
-    return None if getattr(tool, "bounded", False) else seconds
-
-
 _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
 
 
@@ -176,10 +171,11 @@ class OpenTools:
             kind = type(arguments).__name__
             return self._failed(call, "invalid", f"Error: the arguments of {call.name} are a {kind}, not a JSON object")
         began = time.perf_counter()
+        seconds = getattr(tool, "seconds_per_call", self._box._seconds)  # a sub-agent has none
         try:
-            return self._answered(call, await within(self._executed(tool, arguments), _limit(tool, self._box._seconds)))
+            return self._answered(call, await within(self._executed(tool, arguments), seconds))
         except TimeoutError as error:
-            status = "late" if time.perf_counter() - began >= self._box._seconds else "error"
+            status = "late" if time.perf_counter() - began >= (seconds or math.inf) else "error"
             return self._failed(call, status, f"Error when executing tool {call.name}: {error}")
         except Exception as error:  # noqa: BLE001 - a failing tool is an answer to the model
             return self._failed(call, "error", f"Error when executing tool {call.name}: {first_line(error)}")
@@ -259,7 +255,7 @@ class OpenTools:
             tool = self._box.tools[name]
             with self._noting(f"calc_reward of {name}"):
                 asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                found = await within(asked, _limit(tool, END_SECONDS))
+                found = await within(asked, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
                 if isinstance(found, Score):
                     self.scores[name] = found.to_json()
                 total = float(found.value if isinstance(found, Score) else found)

@@ -89,6 +89,10 @@ class Episode:
     told: set[int] = field(default_factory=set)
     """Numbers of the samples that `with_log_probs` has found in a sequence: no other sequence has them."""
     versions: list[int] = field(default_factory=list)
+    others: list[AgentLoopOutput] = field(default_factory=list)
+    """Sequences of sub-agents, which come before the episode's own."""
+    called: dict[int, int] = field(default_factory=dict)
+    """Turns that were sampled before a sub-agent was called → the number of the last call then."""
 
     @property
     def name(self) -> str:

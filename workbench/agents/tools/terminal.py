@@ -99,7 +99,8 @@ class Terminal(BaseTool):
         "description": "Runs a shell command in your working folder, without network. Files stay from call to call.",
         "parameters": {"command": {"type": "string", "description": "The command, for bash"}},
     }
-    bounded = True
+    seconds_per_call: ClassVar[float | None] = None
+    """The agent's limit does not count: a command has its own, and may wait for its turn to be run."""
 
     def __init__(
         self, sandbox: Workspaces, config: Mapping[str, Any] | None = None, tool_schema: Any = None, **settings: Any
