@@ -492,8 +492,8 @@ class ToolAgent(AgentLoopBase):
             now = replace(now, past=[*now.past, Part(now.messages, now.transcript)], messages=chat, transcript=one)
         turns = now.transcript.turns
         now.state = AgentState.GENERATING
-        if is_asked(now.turns[-2:-1]):
-            now.state = AgentState.TERMINATED  # the summary was one too many
+        if turns and is_asked(now.turns[-2:-1]):
+            now.state = AgentState.TERMINATED  # its summary was one too many
         elif turns and turns[-1].role == "assistant":
             last = turns[-1]
             now.calls = self.parsed(now, now.transcript.ids[last.first : last.last + 1])

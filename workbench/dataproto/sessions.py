@@ -36,6 +36,22 @@ def episodes(batch: DataProto) -> list[list[int]]:
     return list(found.values())
 
 
+def sequence_of(batch: DataProto, row: int) -> tuple[int, list[int]] | None:
+    """(number of a row's episode, rows of that episode in order); None in a batch whose rows are episodes each."""
+    if SESSION not in batch:
+        return None
+    return next((number, rows) for number, rows in enumerate(episodes(batch)) if row in rows)
+
+
+def row_name(batch: DataProto, row: int) -> str:
+    """`row 7`, or `row 7 (episode 3, sequence 2 of 3)`."""
+    found = sequence_of(batch, row)
+    if found is None:
+        return f"row {row}"
+    number, rows = found
+    return f"row {row} (episode {number}, sequence {rows.index(row) + 1} of {len(rows)})"
+
+
 def alike(parts: Sequence[DataProto]) -> list[DataProto]:
     """Batches to concatenate: if one has the column `session`, all have it; where it was missing each row is an episode."""
     if not any(SESSION in part for part in parts):
