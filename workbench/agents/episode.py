@@ -106,7 +106,11 @@ class Episode:
             do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
             raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
-        request = Request(tuple(ids), settings, self.seed(turn, self.attempt))
+        return await self.draw(ids, settings, self.seed(turn, self.attempt))
+
+    async def draw(self, ids: Sequence[int], settings: SamplingSettings, seed: int) -> Sample:
+        """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples."""
+        request = Request(tuple(ids), settings, seed)
         began = time.perf_counter()
         try:
             waves = self.lock_step
