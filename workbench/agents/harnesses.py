@@ -136,7 +136,8 @@ class Harness(AgentLoopBase):
                 extra, trouble = await self._played(room, session, row)
         if session.failure is not None:
             raise session.failure
-        return self._outputs(session, row, extra, trouble)
+        found = self._outputs(session, row, extra, trouble)
+        return found if len(found) > 1 else found[0]
 
     async def _played(self, room: _Room, session: PolicySession, row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """(the harness's result, what went wrong or "")."""
@@ -191,7 +192,9 @@ class Harness(AgentLoopBase):
                 *command, **streams, env=env, cwd=folder, start_new_session=True
             )
         except OSError as error:
-            raise SettingError("the harness's command", expected="a program that can be started", found=error) from error
+            raise SettingError(
+                "the harness's command", expected="a program that can be started", found=error
+            ) from error
         try:
             code = await asyncio.wait_for(process.wait(), self.seconds)
         except TimeoutError:
@@ -205,16 +208,14 @@ class Harness(AgentLoopBase):
     def _outputs(
         self, session: PolicySession, row: Mapping[str, Any], extra: Mapping[str, Any], trouble: str
     ) -> list[AgentLoopOutput]:
-        found = session.sequences()
-        if not found and not trouble:
+        answered = bool(session.recording.leaves())
+        if not answered and not trouble:
             trouble = "the harness ended without an answer of the policy"
-        if trouble and session.reason is not None and found:  # it could not go on, because a limit refused it
+        if trouble and session.reason is not None and answered:  # it could not go on, because a limit refused it
             extra, trouble = {**extra, "stopped": trouble}, ""
         extra = {**extra, "errors": [trouble] if trouble else []}
-        if trouble:
-            found = session.sequences("abort", **extra) or [self._silent(row, extra)]
-            return [one if one.finish_reason == "abort" else _aborted(one) for one in found]
-        return session.sequences(**extra)
+        found = session.sequences(**extra) or [self._silent(row, extra)]
+        return [replace(one, finish_reason="abort") for one in found] if trouble else found
 
     def _silent(self, row: Mapping[str, Any], extra: Mapping[str, Any]) -> AgentLoopOutput:
         """The output of an episode in which nothing was asked."""
@@ -301,7 +302,3 @@ def _result(found: Any) -> dict[str, Any]:
     if isinstance(found, int | float) and not isinstance(found, bool):
         return {"reward": float(found)}
     return {} if found is None else {"result": plain(found, describe)}
-
-
-def _aborted(output: AgentLoopOutput) -> AgentLoopOutput:
-    return replace(output, finish_reason="abort")

@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ from workbench.agents.episode import Episode
 from workbench.agents.formats import parser_of
 from workbench.agents.parsers import REASONING, calls_of, checked_parser, tool_parser
 from workbench.agents.protocol import AgentLoopOutput, ToolParser
-from workbench.agents.recording import Node, Recording, chain
+from workbench.agents.recording import Node, Recording
 from workbench.agents.tokens import TurnTokens
 from workbench.base import runtime
-from workbench.base.errors import DataError, SettingError
+from workbench.base.errors import SettingError
 from workbench.base.loopback import Asked, serving
 from workbench.base.seeds import derive
 from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
@@ -189,7 +189,7 @@ class PolicySession:
     """What the engine raised."""
     reason: str | None = None
     """`turns` or `length` where a limit has refused a request."""
-    _pending: dict[str, list[_Pending]] = field(default_factory=dict)
+    _pending: dict[tuple[Any, ...], list[_Pending]] = field(default_factory=dict)
     _count: int = 0
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -198,18 +198,18 @@ class PolicySession:
 
         Raises `openai_form.Refusal`, which has the HTTP status and OpenAI's error, for what an endpoint would refuse.
         """
-        request = chat_request(json.dumps({**asked, "stream": False}).encode())
+        request = chat_request({**asked, "stream": False})
         return (await self.answer(request)).sent(request)  # type: ignore[return-value]
 
     async def answer(self, asked: ChatRequest, connection: Asked | None = None) -> Reply:
         """Answer a request, and record it. Raises `Refusal`."""
         tools = json.dumps(asked.tools, sort_keys=True)
-        own = [asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, dict(asked.sampling)]
-        name = json.dumps([chain(asked.messages, tools, reasoning=True)[-1], own])
-        same = self._pending.setdefault(name, [])
+        parent, taken, name = self.recording.before(asked.messages, tools)
+        own = (asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, *sorted(asked.sampling.items()))
+        same = self._pending.setdefault((name, own), [])
         pending = next((one for one in same if one.lost), None)
         if pending is None:
-            task = asyncio.ensure_future(self._sampled(asked, tools, len(same)))
+            task = asyncio.ensure_future(self._sampled(asked, parent, taken, name, len(same)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             pending = _Pending(task, connection)
@@ -227,11 +227,13 @@ class PolicySession:
                 node.delivered = True
         return reply
 
-    async def _sampled(self, asked: ChatRequest, tools: str, again: int) -> tuple[Reply, list[Node]]:
+    async def _sampled(
+        self, asked: ChatRequest, parent: Node | None, taken: int, name: str, again: int
+    ) -> tuple[Reply, list[Node]]:
+        """The answers to a request that goes on after `parent`, the last of its first `taken` messages."""
         number, self._count = self._count, self._count + 1
         self._at_a_limit()
         tokens, roles = self.policy.of(asked.tools)
-        parent, taken, name = self.recording.before(asked.messages, tools)
         new = asked.messages[taken:]
         if parent is not None and any(one["role"] not in roles for one in new):
             parent, new = None, asked.messages
@@ -241,7 +243,7 @@ class PolicySession:
             self._fits(heard)
         else:
             heard = tokens.delta([dict(one) for one in new], parent.sample.ids)
-        ids = [*(one for node in before for one in (*node.heard, *node.sample.ids)), *heard]
+        ids = [*(parent.ids if parent else ()), *heard]
         prompt = len(before[0].heard) if before else len(heard)
         settings = self._settings(asked, self._room(len(ids), prompt))
         read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
@@ -258,7 +260,9 @@ class PolicySession:
         for sample, seed in zip(samples, seeds, strict=True):
             said, text = self.policy.message(asked, tokens, sample, seed)
             nodes.append(Node(parent, tuple(heard), tuple(new), name, number, sample, said, text))
-            reason = "tool_calls" if said.get("tool_calls") else "length" if sample.finish_reason == "length" else "stop"
+            reason = (
+                "tool_calls" if said.get("tool_calls") else "length" if sample.finish_reason == "length" else "stop"
+            )
             answers.append(Answer(said, reason, len(sample.ids), sample))
         if any(sample.finish_reason == "abort" for sample in samples):
             raise Refusal(500, "the engine gave up sampling this answer")

@@ -51,6 +51,11 @@ class Node:
             node = node.parent
         return found[::-1]
 
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of its sequence, itself at the end."""
+        return [one for node in self.path for one in (*node.heard, *node.sample.ids)]
+
 
 def chain(messages: Iterable[Message], first: str = "", *, reasoning: bool = False) -> list[str]:
     """The names of a chat's beginnings: the n-th is that of its first n + 1 messages, after what `first` names.
@@ -153,10 +158,8 @@ class Recording:
                     said.log_probs[first:] = [0.0] * len(node.sample.ids)
                 learnt.add(id(node))
             said.reason = reason if reason and leaf is leaves[-1] else leaf.sample.finish_reason
-            output = said.output(episode, **extra)
-            versions = [node.sample.version for node in path]
-            between = {"min_version": min(versions), "max_version": max(versions)}
-            found.append(replace(output, version=versions[0], metrics={**output.metrics, **between}))
+            own = replace(episode, versions=[node.sample.version for node in path])
+            found.append(said.output(own, **extra))
         return found
 
 

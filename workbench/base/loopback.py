@@ -39,9 +39,7 @@ def _detail(status: int, why: str) -> Any:
 
 
 @contextmanager
-def serving(
-    answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int, str], Any] = _detail
-) -> Iterator[str]:
+def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int, str], Any] = _detail) -> Iterator[str]:
     """Context manager: serves HTTP at 127.0.0.1 while the block runs, and yields `127.0.0.1:port`.
 
     `answer` gets the request in the connection's thread, and gives (HTTP status, value sent as JSON); an iterator of

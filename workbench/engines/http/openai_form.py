@@ -73,10 +73,11 @@ class ChatRequest:
     top_logprobs: int = 0
 
 
-def chat_request(body: bytes) -> ChatRequest:
-    """Read the body of a `POST /v1/chat/completions`. Raises `Refusal` (400) for what is wrong or cannot be done here."""
+def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
+    """Read a request for chat completions: the body of a POST, or its fields. Raises `Refusal` (400) for what is wrong or
+    cannot be done here."""
     try:
-        asked = json.loads(body)
+        asked = json.loads(body) if isinstance(body, bytes) else dict(body)
     except (ValueError, RecursionError) as cause:
         raise Refusal(400, f"the body is not JSON: {first_line(cause)}") from cause
     if not isinstance(asked, dict):
