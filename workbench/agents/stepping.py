@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.loop import AgentLoopBase
-from workbench.agents.protocol import AgentLoopOutput, FunctionCall, ToolCall, Turn
+from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.base import runtime
 from workbench.base.config import require
@@ -43,7 +43,8 @@ class EpisodeStepper(Shown):
         row: the row's object columns.
         recorded: the episode as it was sampled; None: it has not begun.
         row_number: the row's number in the rollout.
-        batch_of: function from an output to a batch of the one row, with the rollout's columns.
+        number: the episode's number in the rollout: the row's, unless episodes are several rows.
+        batch_of: function from the episode's sequences to a batch of their rows, with the rollout's columns.
         log_probs: function (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
         lent: returns a context manager inside which the engine has the weights that this episode is sampled with.
     """
@@ -54,10 +55,11 @@ class EpisodeStepper(Shown):
         episode: Episode,
         sampling: Mapping[str, Any],
         row: Mapping[str, Any],
-        recorded: AgentLoopOutput | None = None,
+        recorded: Sequences | None = None,
         *,
         row_number: int,
-        batch_of: Callable[[AgentLoopOutput], DataProto],
+        number: int,
+        batch_of: Callable[[Sequences], DataProto],
         log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -65,20 +67,21 @@ class EpisodeStepper(Shown):
             what = f"the agent loop of row {row_number} cannot be stepped turn by turn"
             do = "look at the whole transcript: views.transcript(batch, row)"
             raise SettingError(what, expected="a ToolAgent, or a subclass of it", found=loop, do=do)
-        self.row = row_number
-        """The row's number in the rollout."""
+        self.row, self.number = row_number, number
+        """The row's number in the rollout, and the episode's."""
         self._batch_of, self._log_probs, self._lent = batch_of, log_probs, lent
         self._openings = itertools.count(1)
         self._loop = loop.bound(episode)
+        if recorded is not None and len(recorded) > 1:
+            what = f"the episode of row {row_number} is {len(recorded)} sequences and cannot be stepped"
+            raise SettingError(what, do="look at the whole transcript: views.transcript(batch, row)")
         self._now, self._fits = self._loop.start(sampling, **row), True
-        self._output: AgentLoopOutput | None = recorded
+        self._outputs: Sequences | None = recorded
         if recorded is not None:
-            said = replace(self._now.transcript, prompt_ids=recorded.prompt_ids, reason=recorded.finish_reason)
-            said.ids, said.mask = list(recorded.response_ids), list(recorded.response_mask)
-            said.log_probs, said.turns = list(recorded.response_logprobs), list(recorded.turns)
+            said = _transcript(self._now.transcript, recorded[-1])
             self._now, self._fits = self._at(said), False
             self._now.state = AgentState.TERMINATED
-            episode.versions = [recorded.version] * said.count("assistant")
+            episode.versions = [recorded[-1].version] * said.count("assistant")
 
     # --- the episode so far ---------------------------------------------------------------
 
@@ -105,7 +108,12 @@ class EpisodeStepper(Shown):
     @property
     def output(self) -> AgentLoopOutput:
         """The episode so far, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
-        return self._output or self._now.transcript.output(self._loop.episode)
+        return self.outputs[-1]
+
+    @property
+    def outputs(self) -> Sequences:
+        """The sequences of the episode so far: one, unless its context was compacted or sub-agents had their own."""
+        return self._outputs or (self._now.transcript.output(self._loop.episode),)
 
     @property
     def tokenizer(self) -> Any:
@@ -115,7 +123,7 @@ class EpisodeStepper(Shown):
     @property
     def batch(self) -> DataProto:
         """The episode as a batch of one row with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
-        return self._batch_of(self.output)
+        return self._batch_of(self.outputs)
 
     # --- forwards -------------------------------------------------------------------------
 
@@ -199,7 +207,7 @@ class EpisodeStepper(Shown):
             known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
             found = f"turn {to!r}" if count else "no turns"
             raise PipelineError("no such turn to go back to in this episode", expected=known, found=found)
-        self._now, self._output, self._fits = self._at(self._now.transcript.first(to)), None, False
+        self._now, self._outputs, self._fits = self._at(self._now.transcript.first(to)), None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
@@ -207,13 +215,13 @@ class EpisodeStepper(Shown):
 
         If a simulated user's turn is replaced, the score that came with it is kept. If `say` raises, nothing changes.
         """
-        kept = self._now, self._output, self._fits
+        kept = self._now, self._outputs, self._fits
         said = self.turns
         self.back(turn)
         try:
             self.say(text, end=end)
         except SettingError:
-            self._now, self._output, self._fits = kept
+            self._now, self._outputs, self._fits = kept
             raise
         if said[turn:] and said[turn].role == "user":
             turns, scored = self._now.transcript.turns, said[turn - 1]
@@ -256,13 +264,13 @@ class EpisodeStepper(Shown):
         episode, said = self._loop.episode, self._now.transcript
         episode.turn = said.count("assistant")
         episode.versions = episode.versions[: episode.turn]
-        self._output = None
+        self._outputs = None
         kept = said.copy()
         try:
             with self._lent() if samples else nullcontext():
                 runtime.run(work())
         except BaseException:  # interrupted half-way: as if the turn had not begun
-            self._now, self._output, self._fits = self._at(kept), None, False
+            self._now, self._outputs, self._fits = self._at(kept), None, False
             raise
 
     async def _turn(self) -> None:
@@ -277,7 +285,7 @@ class EpisodeStepper(Shown):
         if self._now.state is AgentState.TERMINATED:
             await self._opened(always=True)
             self._now.state = AgentState.TERMINATED
-            self._output = await self._loop.finish(self._now)
+            self._outputs = (await self._loop.finish(self._now),)
             self._fits = False
 
     async def _opened(self, always: bool) -> None:
@@ -334,6 +342,13 @@ class EpisodeStepper(Shown):
         more = await self._loop.generate((*context, *said.ids), self._now.sampling, max_tokens=room)
         whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
         return Sample(*whole, more.finish_reason, more.version)
+
+
+def _transcript(empty: Transcript, output: AgentLoopOutput) -> Transcript:
+    """A recorded sequence as a transcript."""
+    lists: dict[str, Any] = {"ids": list(output.response_ids), "mask": list(output.response_mask)}
+    lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns)}
+    return replace(empty, prompt_ids=output.prompt_ids, reason=output.finish_reason, **lists)
 
 
 def call_text(call: ToolCall) -> str:
