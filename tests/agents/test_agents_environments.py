@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import random
 from typing import Any
 
 import pytest
+import torch
 
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.interactions import interacting
+from workbench.agents.tasksets import verifiers_reward
 from workbench.base.errors import ForeignError, SettingError
+from workbench.dataproto import DataProto
+from workbench.stages import Reward
 
 
 class Guessing:
@@ -89,6 +95,86 @@ def test_gyms_older_four_a_cut_episode_and_a_wrong_shape() -> None:
             assert [one.stop for one in replies] == [False, False, False, True] and replies[3].extra["truncated"]
 
     asyncio.run(play())
+
+
+class Shown(Guessing):
+    """A game with a text mode, whose colours say what is where, and a discrete space."""
+
+    render_mode = "ansi"
+
+    class action_space:
+        n, start = 2, 0
+        contains = staticmethod(lambda action: action in (0, 1))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.at = 0
+        return 4, {}
+
+    def step(self, action: int) -> Any:
+        self.at = action
+        return action, float(action), action == 1, False, {}
+
+    def render(self) -> str:
+        cells = ["S", "G"]
+        cells[self.at] = f"\x1b[1;4{self.at + 2}m{cells[self.at]}\x1b[0m"
+        return "\x1b[2K" + "".join(cells)
+
+
+def test_the_model_reads_what_the_environment_renders_and_rows_agree() -> None:
+    async def play(game: GymInteraction, *texts: str) -> list[Any]:
+        [row] = environment_rows(game, 1)
+        async with interacting({game.name: game}, row) as session:
+            assert game.opening(session.instance_id) == row["prompt"][0]["content"]
+            return [await session.respond(said(one)) for one in texts]
+
+    game = GymInteraction(Shown, action=["stay", "go right"], name="line")
+    assert environment_rows(game, 1)[0]["prompt"][0]["content"] == "<green>S</green>G"
+    assert environment_rows(game, 1)[0]["extra_info"]["interaction_kwargs"] == {"name": "line", "seed": 0}
+    lost, stay, won = asyncio.run(play(game, "gone right", "First GO RIGHT, no: stay.", "go right"))
+    assert lost.text == "This is no action: 'gone right'; expected one of stay, go right" and not lost.stop
+    assert (stay.text, stay.score) == ("<green>S</green>G", 0.0)
+    assert (won.text, won.score, won.stop) == ("S<yellow>G</yellow>", 1.0, True)
+    by_number = GymInteraction(Shown, show=lambda observation, env: f"{observation} of {len(env.render())}")
+    high, no, yes = asyncio.run(play(by_number, "7", "right", " 1 "))
+    assert high.text == "This is no action: 7; expected a whole number from 0 to 1"
+    assert no.text == "This is no action: 'right'; expected a whole number from 0 to 1" and (yes.text, yes.stop) == (
+        "1 of 17",
+        True,
+    )
+    bare = GymInteraction(Shown, show=repr, action={"left": 0})
+    assert environment_rows(bare, 1)[0]["prompt"][0]["content"] == "4"
+    with pytest.raises(SettingError, match="at least one name"):
+        GymInteraction(Shown, action=[])
+
+
+def test_gymnasiums_own_games_are_read_and_won() -> None:
+    gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed: its own games are not played")
+
+    async def play(game: GymInteraction, row: dict[str, Any], texts: list[str]) -> list[Any]:
+        async with interacting({"gym": game}, row) as session:
+            return [await session.respond(said(one)) for one in texts]
+
+    names = ["left", "down", "right", "up"]
+    lake = GymInteraction(lambda: gymnasium.make("FrozenLake-v1", render_mode="ansi", is_slippery=False), action=names)
+    [row] = environment_rows(lake, 1)
+    assert row["prompt"][0]["content"].strip().splitlines() == ["<red>S</red>FFF", "FHFH", "FFFH", "HFFG"]
+    way = ["I go down", "Down", "right", "right", "down", "right"]
+    replies = asyncio.run(play(lake, row, ["fly", *way]))
+    assert "expected one of left, down, right, up" in replies[0].text
+    assert [one.strip() for one in replies[1].text.strip().splitlines()] == [
+        "(Down)",
+        "SFFF",
+        "<red>F</red>HFH",
+        "FFFH",
+        "HFFG",
+    ]
+    assert replies[-1].stop and replies[-1].score == 1.0 and "<red>G</red>" in replies[-1].text
+    taxi = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))
+    cab = GymInteraction(lambda: gymnasium.make(taxi, render_mode="ansi"))
+    rows = environment_rows(cab, 2, seed=5)
+    assert all("<yellow>" in one["prompt"][0]["content"] and "\x1b" not in one["prompt"][0]["content"] for one in rows)
+    moved, no = asyncio.run(play(cab, rows[0], ["1", "6"]))
+    assert "(North)" in moved.text and "from 0 to 5" in no.text
 
 
 # --- verifiers --------------------------------------------------------------------------------------
@@ -196,3 +282,66 @@ def test_the_older_form_with_messages_and_pairs_and_no_such_environment() -> Non
     asyncio.run(play())
     with pytest.raises(SettingError, match="has no env_response, is_completed, rubric"):
         VerifiersInteraction(object())
+
+
+def test_the_current_interface_gives_rows_and_rewards_and_names_the_endpoint() -> None:
+    vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed: its tasks are not loaded")
+
+    class Data(vf.TaskData):
+        answer: str
+
+    class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
+        @vf.reward(weight=2.0)
+        async def right(self, task: Any, trace: Any) -> float:
+            return float(task.answer in trace.last_reply)
+
+        @vf.metric
+        async def tools(self, trace: Any) -> float:
+            return len(trace.tool_messages)
+
+    class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+        INFINITE = True
+
+        def load(self) -> Any:
+            for n in itertools.count():
+                yield Sum(Data(prompt=f"{n} + 1?", answer=str(n + 1), system_prompt="Be short."), self.config.task)
+
+    class Boxed(Sum):
+        @vf.reward
+        async def file(self, runtime: Any) -> float:
+            return 1.0
+
+    class InBox(Sums):
+        def load(self) -> Any:
+            yield Boxed(Data(prompt=[vf.UserMessage(content="Write it.")], answer="x"), self.config.task)
+
+    sums, boxed = Sums(vf.TasksetConfig(id="sums")), InBox(vf.TasksetConfig(id="boxed"))
+    rows = verifiers_rows(sums, 3)
+    assert rows[2]["prompt"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 1?"}]
+    assert rows[2]["reward_model"]["ground_truth"] == "3" and json.loads(rows[2]["extra_info"]["task"])["answer"] == "3"
+    assert verifiers_rows(boxed, 1)[0]["prompt"] == [{"role": "user", "content": "Write it."}]
+    with pytest.raises(SettingError, match="which has no last one"):
+        verifiers_rows(sums)
+    with pytest.raises(SettingError, match=r"v1 interface: .*OpenAI endpoint, which agents.Harness serves"):
+        VerifiersInteraction(sums)
+    with pytest.raises(SettingError, match=r"file that looks into the harness's container; .*agents.Harness"):
+        verifiers_reward(boxed)
+    score = verifiers_reward(sums)
+    turns = [
+        {"role": "assistant", "text": "call"},
+        {"role": "tool", "text": "3"},
+        {"role": "assistant", "text": "It is 3."},
+    ]
+    found = asyncio.run(score("callIt is 3.", rows[2]["prompt"], rows[2]["extra_info"], turns))
+    assert found.value == 2.0 and found.parts == {"right": 2.0, "tools": 1.0}
+    assert asyncio.run(score("4", "2 + 1?", {"index": 2})).value == 0.0
+    columns = {"response_text": ["3", "9"], "raw_prompt": [one["prompt"] for one in rows[1:]]}
+    columns |= {"extra_info": [one["extra_info"] for one in rows[1:]]}
+    size = torch.ones(2, 1, dtype=torch.long)
+    batch = DataProto.from_dict({"responses": size, "response_mask": size}, columns)
+    assert Reward(score)(batch).batch["reward"].tolist() == [0.0, 0.0]
+
+
+def test_what_has_no_tasks_has_no_reward() -> None:
+    with pytest.raises(SettingError, match="env of verifiers_reward; expected a task set"):
+        verifiers_reward(Echoing())

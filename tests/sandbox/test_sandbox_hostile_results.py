@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from workbench.sandbox import Phase, Result
-from workbench.sandbox.local import _fetch
+from workbench.sandbox.boxes import fetch
 
 
 def test_a_folder_at_a_fetched_name_costs_no_descriptor(tmp_path: Path) -> None:
     (tmp_path / "result.json").mkdir()
     (tmp_path / "plain").write_bytes(b"x")
     before = len(os.listdir("/proc/self/fd"))
-    found = [_fetch(tmp_path, name) for name in ("result.json", "plain", "missing", "plain/x") * 5]
+    found = [fetch(tmp_path, name) for name in ("result.json", "plain", "missing", "plain/x") * 5]
     assert found == [None, b"x", None, None] * 5 and len(os.listdir("/proc/self/fd")) == before
 
 

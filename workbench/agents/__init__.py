@@ -33,6 +33,7 @@ from workbench.agents.protocol import (
     Turn,
 )
 from workbench.agents.stepping import EpisodeStepper
+from workbench.agents.tasksets import verifiers_reward
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.agents.tools import (
@@ -45,17 +46,21 @@ from workbench.agents.tools import (
     MCPTool,
     PythonTool,
     Search,
+    Terminal,
+    Tests,
     function_tool,
     mcp_tools,
+    terminal_rows,
 )
 
 __all__ = [
-    "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
-    "Endpoint", "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
-    "GymInteraction", "Harness", "HermesParser", "Interaction", "KimiParser", "Limits", "LockStep", "Loops", "MCPServer", "MCPTool", "PolicySession", "PythonTool",
-    "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Tool", "ToolAgent",
-    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
-    "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool", "interacting", "load_interactions",
-    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "tool_parser",
-    "truncate", "verifiers_rows",
+    "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus", "Endpoint",
+    "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
+    "GymInteraction", "Harness", "HermesParser", "Interaction", "KimiParser", "Limits", "LockStep", "Loops", "MCPServer",
+    "MCPTool", "PolicySession", "PythonTool", "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn",
+    "Terminal", "Tests", "Tool", "ToolAgent", "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox",
+    "Transcript", "Turn", "TurnTokens", "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows",
+    "function_tool", "interacting", "load_interactions", "load_tools", "mcp_tools", "parser_names", "parser_of", "register",
+    "register_agent_loop", "register_parser", "terminal_rows", "tool_parser", "truncate", "verifiers_reward",
+    "verifiers_rows",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, first_line, nearest
 from workbench.base.shown import encodable
+from workbench.rewards.score import Score
 
 T = TypeVar("T")
 SIDES = ("left", "right", "middle")
@@ -65,6 +66,11 @@ async def to_its_end(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+def _limit(tool: Tool, seconds: float) -> float | None:
+    """The time limit of a tool's work: None for a tool that is `bounded`, whose calls wait for their turn to be run."""
+    return None if getattr(tool, "bounded", False) else seconds
 
 
 _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
@@ -142,6 +148,8 @@ class OpenTools:
         self._creating: dict[str, asyncio.Lock] = {}
         self.seconds = 0.0
         self.errors: list[str] = []
+        self.scores: dict[str, dict[str, Any]] = {}
+        """Tool → its `Score` of the whole episode as a dict, of tools whose `calc_reward` returns one."""
 
     async def call(self, call: FunctionCall) -> ToolCall:
         """Run one tool call. A tool's exception is not raised: the call gets an error text for the model and reward 0.0."""
@@ -160,7 +168,7 @@ class OpenTools:
             return self._failed(call, "invalid", f"Error: the arguments of {call.name} are a {kind}, not a JSON object")
         began = time.perf_counter()
         try:
-            return self._answered(call, await within(self._executed(tool, arguments), self._box._seconds))
+            return self._answered(call, await within(self._executed(tool, arguments), _limit(tool, self._box._seconds)))
         except TimeoutError as error:
             status = "late" if time.perf_counter() - began >= self._box._seconds else "error"
             return self._failed(call, status, f"Error when executing tool {call.name}: {error}")
@@ -170,13 +178,32 @@ class OpenTools:
             self.seconds += time.perf_counter() - began
 
     async def _executed(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        instance = await self._instance(tool)
+        return await tool.execute(instance, arguments, **self._kwargs(tool, "execute"))
+
+    async def _instance(self, tool: Tool) -> str:
         async with self._creating.setdefault(tool.name, asyncio.Lock()):  # parallel calls share the instance
             if tool.name not in self._instances:
                 created = self._kwargs(tool, "create")
                 # verl hands them over under one name, its own tools read them by theirs
                 made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
                 self._instances[tool.name] = made
-        return await tool.execute(self._instances[tool.name], arguments, **self._kwargs(tool, "execute"))
+        return self._instances[tool.name]
+
+    async def save(self) -> dict[str, Any]:
+        """Tool → a snapshot of its state, of the open tools that can be saved (`snapshot` and `restore`)."""
+        can = [
+            (name, one)
+            for name, one in self._instances.items()
+            if callable(getattr(self._box.tools[name], "snapshot", None))
+        ]
+        return {name: await self._box.tools[name].snapshot(one) for name, one in can}  # type: ignore[attr-defined]
+
+    async def load(self, saved: Mapping[str, Any]) -> None:
+        """Open these tools with the states that `save` returned."""
+        for name, snapshot in saved.items():
+            tool = self._box.tools[name]
+            await tool.restore(await self._instance(tool), snapshot)  # type: ignore[attr-defined]
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
         """The row's arguments for a tool's method. Parquet gives every row all keys: those that are None are left out."""
@@ -214,10 +241,14 @@ class OpenTools:
             tool = self._box.tools[name]
             with self._noting(f"calc_reward of {name}"):
                 asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                found = float(await within(asked, END_SECONDS))
-                if not math.isfinite(found):
-                    raise ValueError(f"the tool's reward of the episode is {found}, not a finite number")
-                rewards[name] = found
+                found = await within(asked, _limit(tool, END_SECONDS))
+                if isinstance(found, Score):
+                    self.scores[name] = found.to_json()
+                total = float(found.value if isinstance(found, Score) else found)
+                if not math.isfinite(total):
+                    raise ValueError(f"the tool's reward of the episode is {total}, not a finite number")
+                if not isinstance(found, Score) or found.scored:
+                    rewards[name] = total
             with self._noting(f"release of {name}"):
                 await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
         return rewards

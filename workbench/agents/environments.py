@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -11,9 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 from workbench.agents.interactions import BaseInteraction, Said, last_message, maybe_awaited
+from workbench.agents.tasksets import ENDPOINT, taskset_of, taskset_rows
 from workbench.agents.tools.functions import in_thread
+from workbench.base.config import require
 from workbench.base.errors import ForeignError, SettingError, describe
+
+Show = Callable[..., str]
+"""Function (observation) or (observation, environment) → the text that the model reads."""
 
 
 class GymInteraction(BaseInteraction):
@@ -21,15 +29,22 @@ class GymInteraction(BaseInteraction):
 
     Takes Gymnasium's step results (observation, reward, terminated, truncated, info) and Gym's older four. The score of a
     turn is its reward, `calculate_score` their sum. The row's `interaction_kwargs` may have `seed` and `options` for
-    `reset`; the first observation belongs in the prompt (`environment_rows`).
+    `reset`; the first observation belongs in the prompt (`environment_rows`)::
+
+        game = GymInteraction(lambda: gymnasium.make("FrozenLake-v1", render_mode="ansi"), action=["left", "down", "right", "up"])
+        rows = environment_rows(game, 64, system="Reach G. Answer left, down, right or up.")
 
     Args:
         make: function without arguments that returns a new environment.
         name: the name by which rows select this simulated user.
-        action: function from the model's text to an action; if it raises `ValueError`, the model is told, without a step.
-        show: function from an observation to text.
-        threads: run `make`, `reset`, `step` and `close` in threads, one at a time but not always the same; False: in the
-            event loop's thread, for an environment that is bound to a thread.
+        action: the names of a discrete space's actions, in their order, or a mapping of names to actions: the last name in
+            the model's text is its action, in any case. Or a function from the text to an action; if it raises `ValueError`,
+            the model is told, without a step, and so it is of a number outside a discrete space. None: a whole number for a
+            discrete space, else the text.
+        show: function from an observation, or from (observation, environment), to text; None: what `render` returns in
+            the text modes (`render_mode` "ansi"), with `<red>…</red>` for its colours, else the observation.
+        threads: run `make`, `reset`, `step`, `show` and `close` in threads, one at a time but not always the same; False: in
+            the event loop's thread, for an environment that is bound to a thread.
     """
 
     def __init__(
@@ -37,35 +52,38 @@ class GymInteraction(BaseInteraction):
         make: Callable[[], Any],
         *,
         name: str = "gym",
-        action: Callable[[str], Any] = str.strip,
-        show: Callable[[Any], str] = str,
+        action: Callable[[str], Any] | Sequence[str] | Mapping[str, Any] | None = None,
+        show: Show | None = None,
         threads: bool = True,
     ) -> None:
         super().__init__({"name": name})
-        self._make, self._action, self._show, self._threads = make, action, show, threads
+        self.make, self.show, self._threads = make, show, threads
+        self._action = action if action is None or callable(action) else _by_words(action)
         self._instances: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Make an environment and reset it with the row's `seed` and `options`; returns the conversation's id."""
-        env, instance_id = await self._run(self._make), instance_id or str(uuid4())
+        env, instance_id = await self._run(self.make), instance_id or str(uuid4())
         self._instances[instance_id] = state = {"env": env, "rewards": [], "over": False}
-        state["observation"], state["info"] = await self._run(_reset, env, kwargs.get("seed"), kwargs.get("options"))
+        observation, state["info"] = await self._run(_reset, env, kwargs.get("seed"), kwargs.get("options"))
+        state["opening"] = await self._run(_shown, self.show, observation, env)
         return instance_id
 
     def opening(self, instance_id: str) -> str:
         """The first observation of the conversation `instance_id`, as text."""
-        return self._show(self._instances[instance_id]["observation"])
+        return self._instances[instance_id]["opening"]
 
     async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
         """Step the environment by the last assistant message; returns (whether it is over, observation, reward, extra)."""
         state = self._instances[instance_id]
+        env = state["env"]
         if state["over"]:
             return True, "The episode is over.", 0.0, {}
         try:
-            action = self._action(last_message(messages))
+            action = self._chosen(last_message(messages), getattr(env, "action_space", None))
         except ValueError as error:
             return False, f"This is no action: {error}", 0.0, {"action": None}
-        found = await self._run(state["env"].step, action)
+        found = await self._run(env.step, action)
         if not isinstance(found, tuple) or len(found) not in (4, 5):
             expected = "a tuple (observation, reward, terminated, truncated, info)"
             what = f"the result of the environment's step in interaction {self.name!r}"
@@ -75,7 +93,8 @@ class GymInteraction(BaseInteraction):
         state["over"] = any(map(bool, ended))
         names = ("terminated", "truncated") if len(ended) == 2 else ("done",)
         flags = dict(zip(names, map(bool, ended), strict=True))
-        return state["over"], self._show(observation), float(reward), {**flags, "action": action, "info": info}
+        text = await self._run(_shown, self.show, observation, env)
+        return state["over"], text, float(reward), {**flags, "action": action, "info": info}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """The sum of the conversation's rewards so far."""
@@ -86,51 +105,122 @@ class GymInteraction(BaseInteraction):
         if state := self._instances.pop(instance_id or "", None):
             await self._run(_close, state["env"])
 
+    def _chosen(self, text: str, space: Any) -> Any:
+        """The action that a text names; `ValueError`, for the model, where it names none of a discrete `space`."""
+        discrete = isinstance(getattr(space, "n", None), int | np.integer) and callable(
+            getattr(space, "contains", None)
+        )
+        action: Any = text.strip()
+        if self._action is not None:
+            action = self._action(text)
+        elif discrete and re.fullmatch(r"[-+]?\d{1,18}", action):
+            action = int(action)
+        if discrete and not space.contains(action):
+            start = int(getattr(space, "start", 0))
+            raise ValueError(f"{describe(action)}; expected a whole number from {start} to {start + int(space.n) - 1}")
+        return action
+
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await in_thread(function, *args) if self._threads else function(*args)
 
 
+def _by_words(actions: Sequence[str] | Mapping[str, Any]) -> Callable[[str], Any]:
+    """The function that reads an action by its name: the last one that stands in a text as a word of its own."""
+    listed = actions if isinstance(actions, Mapping) else {name: number for number, name in enumerate(actions)}
+    known = {str(name).lower(): action for name, action in listed.items()}
+    require(bool(known), "action of a GymInteraction", expected="at least one name", found=actions)
+    longest = sorted(known, key=len, reverse=True)
+    pattern = re.compile(rf"(?<!\w)({'|'.join(map(re.escape, longest))})(?!\w)")
+
+    def read(text: str) -> Any:
+        if not (found := pattern.findall(text.lower())):
+            raise ValueError(f"{text.strip()[:100]!r}; expected one of {', '.join(map(str, listed))}")
+        return known[found[-1]]
+
+    return read
+
+
+def _shown(show: Show | None, observation: Any, env: Any) -> str:
+    """An observation as the model reads it."""
+    if show is not None:
+        return show(observation, env) if _takes_two(show) else show(observation)
+    if getattr(env, "render_mode", None) in ("ansi", "ansi_list"):
+        found = env.render()
+        return _without_colours("".join(found) if isinstance(found, list) else str(found))
+    return str(observation)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError):  # one argument; or a builtin that does not say
+        return False
+    return not isinstance(function, type)  # str takes more, and means other things by them
+
+
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_COLOURED = re.compile(r"\x1b\[(?:\d+;)*?(?:[349]|10)([0-7])(?:;\d+)*m([^\x1b]*)\x1b\[0?m")
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+
+
+def _without_colours(text: str) -> str:
+    """A terminal's text without its escape codes: what a colour said is said in tags, because it may be the only sign."""
+
+    def tagged(found: re.Match[str]) -> str:
+        name = _COLOURS[int(found[1])]
+        return f"<{name}>{found[2]}</{name}>"
+
+    found = 1
+    while found:  # from the inside: a colour on a colour
+        text, found = _COLOURED.subn(tagged, text)
+    return _ESCAPE.sub("", text)
+
+
 def environment_rows(
-    make: Callable[[], Any],
+    game: GymInteraction | Callable[[], Any],
     number: int,
     *,
     name: str = "gym",
     seed: int = 0,
     system: str = "",
-    show: Callable[[Any], str] = str,
+    show: Show | None = None,
     data_source: str = "workbench/environment",
 ) -> list[dict[str, Any]]:
     """Rows in verl's schema for `GymInteraction`: each prompt is the first observation of an environment with its own seed.
 
     Args:
-        make: function without arguments that returns a new environment.
+        game: the `GymInteraction` that plays them, whose `name` and `show` hold; or its `make`.
         number: how many rows.
-        name: name of the `GymInteraction` that plays them.
+        name: name of the `GymInteraction`, where `game` is a function.
         seed: row i is played from `reset(seed=seed + i)`.
         system: a system message before the observation; empty: none.
-        show: function from an observation to text.
+        show: how observations become text, where `game` is a function.
         data_source: the rows' `data_source`.
     """
+    make = game
+    if isinstance(game, GymInteraction):
+        make, name, show = game.make, game.name, game.show
     rows = []
     for index in range(number):
         env = make()
         try:
-            observation, _ = _reset(env, seed + index, None)
+            text = _shown(show, _reset(env, seed + index, None)[0], env)
         finally:
             _close(env)
         prompt = [{"role": "system", "content": system}] if system else []
-        chat = [*prompt, {"role": "user", "content": show(observation)}]
+        chat = [*prompt, {"role": "user", "content": text}]
         rows.append(_row(data_source, chat, "", index, {"name": name, "seed": seed + index}))
     return rows
 
 
 class VerifiersInteraction(BaseInteraction):
-    """A `MultiTurnEnv` of the `verifiers` package (0.1, its v0 interface) as simulated user, for rows of `verifiers_rows`.
+    """A `MultiTurnEnv` of the `verifiers` package up to 0.1 (its v0 interface) as simulated user, for `verifiers_rows`.
 
     `setup_state`, `is_completed`, `env_response`, `rubric.score_rollout` and `cleanup` are called as in its own rollout,
     with either signature, (state) or (messages, state), sync or async. The rubric scores once, at the end or when
-    `calculate_score` is called; other turns have score 0. The model's tool calls reach it as text only. Environments of
-    verifiers' v1 interface (task sets that drive a harness over HTTP) have no such turns and are refused.
+    `calculate_score` is called; other turns have score 0. The model's tool calls reach it as text only. Environments of the
+    current `verifiers` (v1: task sets that drive a harness over HTTP) have no such turns and are refused: `agents.Harness`
+    lets them play, and `verifiers_reward` scores tasks that need no harness.
 
     Raises `SettingError` for an object without `env_response`, `is_completed` or `rubric`.
     """
@@ -139,8 +229,12 @@ class VerifiersInteraction(BaseInteraction):
         super().__init__({"name": name})
         missing = [one for one in ("env_response", "is_completed", "rubric") if not hasattr(env, one)]
         if missing:
-            expected = "a MultiTurnEnv of verifiers' v0 interface"
-            raise SettingError(f"environment {type(env).__name__} has no {', '.join(missing)}", expected=expected)
+            expected, do = "a MultiTurnEnv of verifiers' v0 interface", None
+            if taskset_of(env) is not None:
+                do = f"this is of its v1 interface: {ENDPOINT}; or, where no harness is needed, reward=verifiers_reward(env)"
+            raise SettingError(
+                f"environment {type(env).__name__} has no {', '.join(missing)}", expected=expected, do=do
+            )
         self.env = env
         self._instances: dict[str, Any] = {}
 
@@ -207,7 +301,13 @@ def _extra(state: Mapping[str, Any]) -> dict[str, Any]:
 def verifiers_rows(
     env: Any, number: int = -1, *, name: str = "verifiers", data_source: str = "verifiers"
 ) -> list[dict[str, Any]]:
-    """The first `number` rows (−1: all) of a verifiers environment's data set, in verl's schema, for `VerifiersInteraction`."""
+    """The first `number` rows (−1: all) of a verifiers environment's data set, in verl's schema.
+
+    Those of a v0 environment are for `VerifiersInteraction`. `env` may be a task set of the v1 interface, or an environment
+    that has one: its rows have the task's data as JSON, `extra_info.task`, for a harness, and `verifiers_reward` scores them.
+    """
+    if (taskset := taskset_of(env)) is not None:
+        return taskset_rows(taskset, number, data_source)
     rows = []
     for index, record in enumerate(islice(env.get_dataset(), number if number >= 0 else None)):
         prompt = [dict(one) for one in _messages(record["prompt"])]

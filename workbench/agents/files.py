@@ -17,16 +17,17 @@ from workbench.agents.tools.base import BaseTool
 from workbench.agents.tools.mcp_servers import MCPTool, mcp_tools
 from workbench.agents.tools.schema import same_arguments, tool_schema
 from workbench.agents.tools.shipped import Gsm8kAnswer, PythonTool, Search
+from workbench.agents.tools.terminal import Terminal
 from workbench.base.config import read_yaml
 from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, unknown
 from workbench.rewards.files import MAX_BYTES, ROOTS, allowed_roots, check_roots
-from workbench.sandbox.protocol import Sandbox
 
 TOOLS: Mapping[str, type] = {
     "calculator": Calculator,
     "python": PythonTool,
     "gsm8k_answer": Gsm8kAnswer,
     "search": Search,
+    "terminal": Terminal,
     "verl.tools.gsm8k_tool.Gsm8kTool": Gsm8kAnswer,
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": PythonTool,
     "verl.tools.search_tool.SearchTool": Search,
@@ -95,9 +96,7 @@ def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> 
     return _entries(path, "interaction", "interaction", made, alone=True)
 
 
-def load_tools(
-    path: str | Path, *, sandbox: Sandbox | None = None, roots: Sequence[str | Path] = ()
-) -> dict[str, BaseTool]:
+def load_tools(path: str | Path, *, sandbox: Any = None, roots: Sequence[str | Path] = ()) -> dict[str, BaseTool]:
     """Load tools from a yaml file; returns name → tool.
 
     Each entry of `tools` has verl's form (`class_name`, `config: {type: native | mcp, …}`, `tool_schema`; for MCP `mcp:
@@ -106,15 +105,13 @@ def load_tools(
 
     Args:
         path: the yaml file.
-        sandbox: where a `python` tool runs its code.
+        sandbox: where a `python` or `terminal` tool runs.
         roots: further folders from which your own classes may be imported (see `find_class`).
     """
     return _entries(path, "tools", "tool", lambda entry: _tools(entry, sandbox, roots, Path(path).parent))
 
 
-def _tools(
-    entry: Mapping[str, Any], sandbox: Sandbox | None, roots: Sequence[str | Path], folder: Path
-) -> list[BaseTool]:
+def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], folder: Path) -> list[BaseTool]:
     for name in entry:
         if name not in _OF_A_TOOL:
             raise SettingError(unknown("key of a tool", name, _OF_A_TOOL))
@@ -130,7 +127,7 @@ def _tools(
     if kind == "mcp":
         return list(_from_servers(entry, config, folder))
     made: BaseTool
-    if issubclass(cls, PythonTool):
+    if issubclass(cls, PythonTool | Terminal):
         if sandbox is None:
             raise SettingError("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local() to load_tools")
         made = cls(sandbox, config, schema)

@@ -219,7 +219,7 @@ class Tool(Protocol):
         raise NotImplementedError(f"{type(self).__name__} does not define `async def execute`")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The tool's reward of the whole episode; 0 by default."""
+        """The tool's reward of the whole episode, or a `rewards.Score` of it; 0 by default."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:

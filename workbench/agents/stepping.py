@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,10 @@ from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Sample
 
+Ran = tuple[tuple[str, str], ...]
+"""Calls that were run, in order: (tool, arguments)."""
+_KEPT = 32
+"""Saved states of tools that a stepper and its forks keep."""
 _WHO = {
     AgentState.PENDING: "assistant",
     AgentState.GENERATING: "assistant",
@@ -34,7 +38,8 @@ class EpisodeStepper(Shown):
     `episode(row)` of a `Stepper` makes one: at the end of the sampled episode if the rollout has run, else before the first
     turn. A notebook cell shows its transcript. The model's turns are sampled with the rollout's seeds, so the same episode
     comes out again unless something is changed. After `back`, tools and the simulated user are made anew when they are next
-    needed and get the earlier calls again, so that their state fits; the transcript keeps the earlier answers.
+    needed and get the earlier calls again, so that their state fits; the transcript keeps the earlier answers. A tool that
+    has `snapshot` and `restore` is put back as it was instead, where this stepper or a fork of it has been there before.
 
     Args:
         loop: the row's `ToolAgent`; other loops have no turns to step and raise `SettingError`.
@@ -71,6 +76,7 @@ class EpisodeStepper(Shown):
         """The row's number in the rollout, and the episode's."""
         self._batch_of, self._log_probs, self._lent = batch_of, log_probs, lent
         self._openings = itertools.count(1)
+        self._saved: dict[Ran, dict[str, Any]] = {}
         self._loop = loop.bound(episode)
         if recorded is not None and len(recorded) > 1:
             what = f"the episode of row {row_number} is {len(recorded)} sequences and cannot be stepped"
@@ -279,6 +285,8 @@ class EpisodeStepper(Shown):
             await self._opened(always=self._now.user is not None or self.next_role == "tool")
             if self.next_role is not None:
                 await self._loop.advance(self._now)
+        if self._fits and self.turns and self.turns[-1].role == "tool":
+            await self._save()
         await self._ended()
 
     async def _ended(self) -> None:
@@ -303,12 +311,14 @@ class EpisodeStepper(Shown):
 
     async def _asked_again(self) -> None:
         """Ask tools and user what they were asked before, except for answers that were written by hand."""
-        now, turns = self._now, self._now.transcript.turns
-        for count, (turn, answer) in enumerate(itertools.zip_longest(turns, turns[1:]), 1):
-            if turn.role != "assistant" or (answer is not None and answer.edited):
-                continue
+        now = self._now
+        known, saved = await self._restored()
+        done = 0
+        for count, turn, answer in self._asked_before():
             for call in (call for call in turn.calls if call.ran):
-                await now.tools.call(FunctionCall(call.name, call.arguments))
+                done += 1
+                if done > known or call.name not in saved:
+                    await now.tools.call(FunctionCall(call.name, call.arguments))
             replied = turn.score is not None or (answer is not None and answer.role == "user")
             if not replied or now.user is None:
                 continue
@@ -316,6 +326,34 @@ class EpisodeStepper(Shown):
                 await now.user.ask(self._loop.chat(now, count))
             except Exception as error:  # noqa: BLE001 - a row's user, not the notebook
                 now.errors.append(f"asked again: {first_line(error)}")
+        if done > known:
+            await self._save()
+
+    def _asked_before(self) -> Iterator[tuple[int, Turn, Turn | None]]:
+        """(number of turns, assistant's turn, its answer) of all turns so far whose answer was not written by hand."""
+        turns = self._now.transcript.turns
+        for count, (turn, answer) in enumerate(itertools.zip_longest(turns, turns[1:]), 1):
+            if turn.role == "assistant" and not (answer is not None and answer.edited):
+                yield count, turn, answer
+
+    def _ran(self) -> Ran:
+        ran = [call for _, turn, _ in self._asked_before() for call in turn.calls if call.ran]
+        return tuple((call.name, call.arguments) for call in ran)
+
+    async def _save(self) -> None:
+        """Keep the state of tools that can be saved."""
+        if saved := await self._now.tools.save():
+            self._saved[self._ran()] = saved
+            for oldest in list(self._saved)[:-_KEPT]:
+                del self._saved[oldest]
+
+    async def _restored(self) -> tuple[int, dict[str, Any]]:
+        """(how many of the calls that were run are done, tool → state) by the last saved state on the way, now restored."""
+        ran = self._ran()
+        known = next((count for count in range(len(ran), 0, -1) if ran[:count] in self._saved), 0)
+        saved = self._saved.get(ran[:known], {})
+        await self._now.tools.load(saved)
+        return known, saved
 
     def _answered(self, texts: Sequence[str]) -> AgentState:
         if self.next_role == "user":

@@ -261,7 +261,8 @@ class ToolAgent(AgentLoopBase):
         errors = [*episode.errors, *episode.tools.errors]
         errors += [episode.user.trouble] if episode.user and episode.user.trouble else []
         episode.transcript.tool_seconds = episode.tools.seconds
-        return episode.transcript.output(self.episode, tool_totals=rewards, errors=errors)
+        scores = {"tool_scores": episode.tools.scores} if episode.tools.scores else {}
+        return episode.transcript.output(self.episode, tool_totals=rewards, errors=errors, **scores)
 
     async def close(self, episode: EpisodeState) -> dict[str, float]:
         """Release an episode's tools and simulated user; returns tool name → reward. A second call does nothing."""

@@ -8,22 +8,24 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
-from workbench.sandbox import memory, tiers
+from workbench.sandbox import boxes, memory, tiers
 from workbench.sandbox.process import Limits, contained
 from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status_of
+from workbench.sandbox.workspaces import LocalWorkspace
 
-MAX_FETCHED = 16 << 20
-"""Largest file in bytes that `fetch_files` brings back."""
+T = TypeVar("T")
+_CHOSEN_TOOLS = "/etc/alternatives"
+"""Links by which some systems choose among programs of one name (awk, vi, c++)."""
 
 
 class _Language(NamedTuple):
@@ -80,7 +82,7 @@ class LocalSandbox(SyncDoors):
             raise SandboxError(unknown("tier of isolation", tier, tiers.TIERS))
         self.memory_limit_mb = memory_limit_mb
         self.output_limit = output_limit
-        self._disk_limit_mb = disk_limit_mb
+        self.disk_limit_mb = disk_limit_mb
         self.python, self._readable, self._environment = _interpreter(python, packages)
         self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
         build = ("/usr/bin/g++", "-std=c++17", "-O1", "main.cpp", "-o", "main.out")
@@ -123,9 +125,12 @@ class LocalSandbox(SyncDoors):
     async def execute(self, program: Program) -> Result:
         """Run one program in a fresh process and folder. A cancellation ends its processes."""
         stop = threading.Event()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self.execute_in, self.tier, program, stop)
+        return await self.in_turn(stop, self.execute_in, self.tier, program, stop)
+
+    async def in_turn(self, stop: threading.Event, work: Callable[..., T], *args: Any) -> T:
+        """Do `work` in one of the sandbox's threads, as many as programs may run at a time; a cancellation sets `stop`."""
         try:
-            return await work
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
         except asyncio.CancelledError:
             stop.set()
             raise
@@ -137,83 +142,61 @@ class LocalSandbox(SyncDoors):
             return Result(status="SandboxError", message=found, where=tier)
         language, stop = self._languages[program.language], stop or threading.Event()
         most = program.memory_limit_mb if program.memory_limit_mb > 0 else self.memory_limit_mb
-        with _folders() as (box, root):
-            _write(box, {**program.files, language.file: program.code.encode("utf-8", "surrogatepass")})
-
-            def phase(command: tuple[str, ...], memory_mb: int, seconds: float, stdin: str = "") -> Phase:
-                sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self._disk_limit_mb}
-                limits = Limits(seconds=seconds, **sizes)
-                shown: dict[str, Any] = {"readable": self._readable, "environment": self._environment}
-                given = stdin.encode("utf-8", "surrogatepass")
-                with ExitStack() as stack:
-                    try:
-                        group = stack.enter_context(memory.group(memory_mb))
-                    except OSError as error:
-                        return Phase(status="Error", stderr=f"cannot make a control group: {error}")
-                    front = tiers.command(tier, group, box=box, root=root, limits=limits, **shown)
-                    return contained([*front, *command], given, box, limits, stop, group)
-
+        with ExitStack() as stack:
+            box, root = (stack.enter_context(boxes.folder(kind)) for kind in ("box", "root"))
+            boxes.write(box, {**program.files, language.file: program.code.encode("utf-8", "surrogatepass")})
+            phase = partial(self.phase, tier, box, root, stop)
             built = ran = None
             if language.build:  # a compiler needs more room than the program that it makes
                 built = phase(language.build, max(most, 2048), program.compile_timeout)
             if built is None or built.return_code == 0:
                 ran = phase(language.run, most, program.run_timeout, program.stdin or "")
-            files = {name: body for name in program.fetch_files if (body := _fetch(box, name)) is not None}
+            files = {name: body for name in program.fetch_files if (body := boxes.fetch(box, name)) is not None}
         broken = next((one.stderr for one in (built, ran) if one and one.status == "Error"), "")
         return Result(status=status_of(built, ran), run=ran, compile=built, files=files, message=broken, where=tier)
 
+    def phase(
+        self,
+        tier: str,
+        box: Path,
+        root: Path,
+        stop: threading.Event,
+        command: Sequence[str],
+        memory_mb: int,
+        seconds: float,
+        stdin: str = "",
+        **environment: str,
+    ) -> Phase:
+        """Run one command in the folder `box`, with `root` as an empty one to mount over, and wait for its end."""
+        sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self.disk_limit_mb}
+        limits = Limits(seconds=seconds, **sizes)
+        shown: dict[str, Any] = {"readable": self._readable, "environment": {**self._environment, **environment}}
+        given = stdin.encode("utf-8", "surrogatepass")
+        with ExitStack() as stack:
+            try:
+                group = stack.enter_context(memory.group(memory_mb))
+            except OSError as error:
+                return Phase(status="Error", stderr=f"cannot make a control group: {error}")
+            front = tiers.command(tier, group, box=box, root=root, limits=limits, **shown)
+            return contained([*front, *command], given, box, limits, stop, group)
 
-@contextmanager
-def _folders() -> Iterator[tuple[Path, Path]]:
-    """A folder for the program and an empty one to mount over, both removed afterwards whatever is in them."""
-    made = [Path(tempfile.mkdtemp(prefix=f"workbench-{kind}-")) for kind in ("box", "root")]
-    try:
-        if os.geteuid() == 0:
-            for folder in made:
-                os.chown(folder, tiers.UID, tiers.UID)
-        yield made[0], made[1]
-    finally:
-        for folder in made:
-            _remove(folder)
+    async def workspace(
+        self, files: Mapping[str, bytes | str] | None = None, *, image: str | None = None
+    ) -> LocalWorkspace:
+        """Open a folder with these files for many commands (`sandbox.Workspace`), each isolated as a program is.
 
-
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except (OSError, RecursionError):
-        # folders without rights, or nested deeper than Python recurses: the system's own tools can
-        for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*tool, "--", str(folder)], check=False, capture_output=True)
-
-
-def _write(box: Path, files: Mapping[str, bytes]) -> None:
-    for name, body in files.items():
-        path = box / PurePosixPath(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
-    if os.geteuid() == 0:
-        for path in box.rglob("*"):
-            os.chown(path, tiers.UID, tiers.UID)
-
-
-def _fetch(box: Path, name: str) -> bytes | None:
-    """A plain file of the box; None for what is missing, too big, or reached through a link."""
-    *folders, last = PurePosixPath(name).parts
-    opened = [os.open(box, os.O_RDONLY | os.O_DIRECTORY)]
-    try:
-        for part in folders:
-            opened.append(os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened[-1]))
-        opened.append(os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1]))
-        found = os.fstat(opened[-1])
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FETCHED:
-            return None
-        with open(opened[-1], "rb", closefd=False) as reader:
-            return reader.read(MAX_FETCHED)
-    except OSError:
-        return None
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
+        Raises `SandboxError` for an `image`: programs here see this machine's system.
+        """
+        if image is not None:
+            do = "use sandbox.container(), or leave the image out"
+            raise SandboxError(f"image {image!r} of a workspace in the {self!r}", expected="none", found=image, do=do)
+        made = LocalWorkspace(self)
+        try:
+            await made.write(files or {})
+        except BaseException:
+            await made.close()
+            raise
+        return made
 
 
 def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ...], dict[str, str]]:
@@ -225,7 +208,8 @@ def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ..
     if not chosen.is_absolute() or not os.access(chosen, os.X_OK) or chosen.is_dir():
         do = "give python= the path of an interpreter, or leave it out"
         raise SandboxError("python of the sandbox", expected="a program that can be run", found=str(chosen), do=do)
-    readable = [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
+    readable = [_CHOSEN_TOOLS] if Path(_CHOSEN_TOOLS).is_dir() else []
+    readable += [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": "/box",

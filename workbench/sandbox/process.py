@@ -147,7 +147,7 @@ def _until(
                 return "memory"
             inside = memory.tmp(tree)
             made = inside.f_files - inside.f_ffree if inside else 0
-            if _too_big(box, (limits.disk_mb << 20) - _deleted(tree, box), made):
+            if too_big(box, (limits.disk_mb << 20) - _deleted(tree, box), made):
                 return "disk"
         _move(selector, min(deadline, watch) - now)
     return "memory" if group and group.met() else None
@@ -233,7 +233,7 @@ def _deleted(tree: Sequence[int], box: Path) -> int:
     return sum(sizes.values())
 
 
-def _too_big(box: Path, limit: int, entries: int) -> bool:
+def too_big(box: Path, limit: int, entries: int = 0) -> bool:
     """Whether a folder holds too many bytes, entries (with `entries` elsewhere) or levels. Never follows a link."""
     waiting, size = [str(box)], 0
     while waiting:

@@ -7,9 +7,10 @@ from workbench.agents.tools.functions import FunctionTool, function_tool, tool
 from workbench.agents.tools.mcp_servers import MCPServer, MCPTool, mcp_tools
 from workbench.agents.tools.schema import check_arguments, tool_schema
 from workbench.agents.tools.shipped import Corpus, Gsm8kAnswer, PythonTool, Search
+from workbench.agents.tools.terminal import Terminal, Tests, terminal_rows
 
 __all__ = [
     "BaseTool", "CalculationError", "Calculator", "Corpus", "FunctionTool", "Gsm8kAnswer", "MCPServer", "MCPTool",
-    "PythonTool", "Search", "by_name", "calculate", "check_arguments", "function_tool", "load_tools", "mcp_tools",
-    "tool", "tool_schema",
+    "PythonTool", "Search", "Terminal", "Tests", "by_name", "calculate", "check_arguments", "function_tool", "load_tools", "mcp_tools",
+    "terminal_rows", "tool", "tool_schema",
 ]  # fmt: skip

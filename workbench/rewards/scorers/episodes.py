@@ -97,6 +97,30 @@ def harness() -> Callable[..., Score]:
     return scorer
 
 
+def by_tool(tool: str = "terminal") -> Callable[..., Score]:
+    """Make a scorer: the `Score` that `tool` gave the whole episode (its `calc_reward`), such as a terminal's hidden tests.
+
+    An episode that never called the tool is *no_answer*; where the tool failed at every call, or when it was to score, the
+    row is *infra_error*.
+    """
+
+    @bounded
+    def scorer(turns: Sequence[Mapping[str, Any]] = (), agent_extra: Mapping[str, Any] | None = None) -> Score:
+        found = dict(agent_extra or {})
+        if (record := dict(found.get("tool_scores") or {}).get(tool)) is not None:
+            return Score.from_json(record)
+        if tool in (totals := dict(found.get("tool_totals") or {})):
+            return Score(value=float(totals[tool]))
+        calls = [call for turn in turns for call in turn.get("calls", ()) if call.get("name") == tool]
+        ran = [call for call in calls if call.get("status") in ("ok", "refused", "error", "late")]
+        if not ran:
+            return no_answer(f"no call of {tool}")
+        errors = [str(one) for one in found.get("errors") or () if tool in str(one)]
+        return failed(f"{tool} gave no score: {(errors or [ran[-1].get('result', '')])[0]}"[:300])
+
+    return scorer
+
+
 def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: float = 1e-6) -> Callable[..., Score]:
     """Make a scorer of the last call of `tool`: 1 where its last line of output is the ground truth, `partial` where the
     program ran and printed something else, 0 where it failed (*crashed*) or there was no such call (*no_answer*).

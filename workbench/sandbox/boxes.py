@@ -1,0 +1,134 @@
+"""Folders that sandboxed programs write to, and how we read and write there: whatever lies in them, no link is followed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from workbench.base.errors import SandboxError, SettingError
+from workbench.sandbox import tiers
+
+MAX_FETCHED = 16 << 20
+"""Largest file in bytes that `fetch` brings back."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+def make(kind: str) -> Path:
+    """A new empty folder that belongs to the user that programs run as."""
+    made = Path(tempfile.mkdtemp(prefix=f"workbench-{kind}-"))
+    if os.geteuid() == 0:
+        os.chown(made, tiers.UID, tiers.UID)
+    return made
+
+
+@contextlib.contextmanager
+def folder(kind: str) -> Iterator[Path]:
+    """A new folder, removed afterwards whatever is in it."""
+    made = make(kind)
+    try:
+        yield made
+    finally:
+        remove(made)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder and all that is in it."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        # folders without rights, or nested deeper than Python recurses: the system's own tools can
+        for tool in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*tool, "--", str(folder)], check=False, capture_output=True)
+
+
+def copied(folder: Path, target: Path) -> None:
+    """Copy a folder with all that is in it (links, times, owners) to `target`, which does not exist yet.
+
+    Raises `SandboxError` where something cannot be copied.
+    """
+    command = ["cp", "-a", "--reflink=auto", "--", str(folder), str(target)]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
+    if found.returncode:
+        remove(target)
+        raise SandboxError("a folder of the sandbox could not be copied", found=found.stderr.strip()[:300])
+
+
+def checked(name: str) -> PurePosixPath:
+    """A file's name as a relative path. Raises `SettingError` for one that leads out of the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise SettingError("file of a sandbox", expected="a relative path inside its folder", found=repr(name))
+    return path
+
+
+def write(box: Path, files: Mapping[str, bytes | str]) -> None:
+    """Write files into a box; what is in their way there (links, files, folders) is removed, a `#!` makes a file a program."""
+    for name, body in files.items():
+        *folders, last = checked(name).parts
+        with _opened(box, folders, make_them=True) as inside:
+            _clear(inside, last)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            content = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
+            with open(os.open(last, flags, 0o755 if content[:2] == b"#!" else 0o644, dir_fd=inside), "wb") as file:
+                file.write(content)
+                if os.geteuid() == 0:
+                    os.fchown(file.fileno(), tiers.UID, tiers.UID)
+
+
+def fetch(box: Path, name: str) -> bytes | None:
+    """A plain file of the box; None for what is missing, too big, or reached through a link."""
+    *folders, last = PurePosixPath(name).parts
+    try:
+        with _opened(box, folders) as inside:
+            file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_FETCHED:
+            return None
+        with open(file, "rb", closefd=False) as reader:
+            return reader.read(MAX_FETCHED)
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _opened(box: Path, folders: list[str], *, make_them: bool = False) -> Iterator[int]:
+    """The descriptor of a folder of the box, which is reached through no link."""
+    opened = [os.open(box, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        for part in folders:
+            if make_them:
+                _make(opened[-1], part)
+            opened.append(os.open(part, _FOLDER, dir_fd=opened[-1]))
+        yield opened[-1]
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _make(inside: int, name: str) -> None:
+    """Make sure that there is a folder `name`; anything else of this name is removed."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
+            return
+        os.unlink(name, dir_fd=inside)
+    os.mkdir(name, 0o755, dir_fd=inside)
+    if os.geteuid() == 0:
+        os.chown(name, tiers.UID, tiers.UID, dir_fd=inside, follow_symlinks=False)
+
+
+def _clear(inside: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=inside)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        shutil.rmtree(name, dir_fd=inside)
