@@ -71,7 +71,7 @@ def test_a_longest_answer_beyond_the_model_is_what_is_left(engine: Any, address:
     ("body", "why"),
     [
         ({"messages": ASKED, "stream": True}, "asks for stream"),
-        ({"messages": ASKED, "tools": [{}]}, "asks for tools"),
+        ({"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]}, "asks for tools"),
         ({"messages": ASKED, "temperature": -1}, "temperature"),
         ({}, "messages"),
         ([1], "expected a JSON object"),

@@ -1,7 +1,8 @@
 """Agents: multi-turn episodes with tools and simulated users, each one masked sequence of tokens.
 
 Loops (`ToolAgent`, `SingleTurn`, your own), tools that a model calls (`function_tool`, the shipped ones, `mcp_tools` of MCP
-servers), parsers of its calls, simulated users (`BaseInteraction`) and Gym-like or `verifiers` environments as users. They
+servers), parsers of its calls, simulated users (`BaseInteraction`) and Gym-like or `verifiers` environments as users; and
+harnesses, other people's programs, which ask the policy at an `endpoint` (`Harness`). They
 are sampled by `stages.EpisodeRollout`; rewards over episodes are in `rewards`.
 """
 
@@ -10,6 +11,7 @@ from workbench.agents.environments import GymInteraction, VerifiersInteraction, 
 from workbench.agents.episode import Episode, LockStep, Transcript
 from workbench.agents.files import load_interactions, load_tools
 from workbench.agents.formats import KimiParser, Qwen3CoderParser, ToolArgsParser, parser_of
+from workbench.agents.harnesses import Harness
 from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, RemoteInteraction, interacting
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop
 from workbench.agents.parsers import (
@@ -19,6 +21,7 @@ from workbench.agents.parsers import (
     register_parser,
     tool_parser,
 )
+from workbench.agents.policy_server import Endpoint, Limits, PolicySession, endpoint
 from workbench.agents.protocol import (
     AgentLoopOutput,
     FunctionCall,
@@ -53,11 +56,12 @@ from workbench.agents.tools import (
 
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
-    "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
-    "GymInteraction", "HermesParser", "Interaction", "KimiParser", "LockStep", "Loops", "MCPServer", "MCPTool", "PythonTool",
-    "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "SubAgent", "Terminal", "Tests", "Tool", "ToolAgent",
+    "Endpoint", "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer",
+    "Gsm8kInteraction", "GymInteraction", "Harness", "HermesParser", "Interaction", "KimiParser", "Limits",
+    "LockStep", "Loops", "MCPServer", "MCPTool", "PolicySession", "PythonTool", "Qwen3CoderParser", "ReActParser",
+    "RemoteInteraction", "Search", "SingleTurn", "SubAgent", "Terminal", "Tests", "Tool", "ToolAgent",
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
-    "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",
-    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "sub_agent",
-    "terminal_rows", "tool_parser", "truncate", "verifiers_reward", "verifiers_rows",
+    "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool", "interacting",
+    "load_interactions", "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop",
+    "register_parser", "sub_agent", "terminal_rows", "tool_parser", "truncate", "verifiers_reward", "verifiers_rows",
 ]  # fmt: skip

@@ -119,7 +119,11 @@ class Episode:
         if room <= 0:
             return self._full(ids)
         settings = settings.replace(max_tokens=int(min(settings.max_tokens, room)))
-        request = Request(tuple(ids), settings, self.seed(turn, self.attempt))
+        return await self.draw(ids, settings, self.seed(turn, self.attempt))
+
+    async def draw(self, ids: Sequence[int], settings: SamplingSettings, seed: int) -> Sample:
+        """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples."""
+        request = Request(tuple(ids), settings, seed)
         began = time.perf_counter()
         try:
             waves = self.lock_step

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,22 +16,47 @@ MAX_REQUEST = 64 << 20
 """Bytes of a request body."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A request to a server of this machine."""
+
+    method: str
+    """`GET` or `POST`."""
+    path: str
+    headers: Mapping[str, str]
+    """Values by name, whatever the case of the name."""
+    body: bytes
+    """`b""` of a GET."""
+    gone: Callable[[], bool]
+    """Whether whoever asked has closed the connection: nobody will read the answer."""
+
+
+Answer = Callable[[Asked], tuple[int, Any]]
+
+
+def _detail(status: int, why: str) -> Any:
+    return {"detail": why}
+
+
 @contextmanager
-def serving(answer: Callable[[str, str, bytes], tuple[int, Any]], *, name: str, port: int = 0) -> Iterator[str]:
+def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int, str], Any] = _detail) -> Iterator[str]:
     """Context manager: serves HTTP at 127.0.0.1 while the block runs, and yields `127.0.0.1:port`.
 
-    `answer` gets method, path and body (`b""` of a GET) in the connection's thread, and gives (HTTP status, value sent as JSON).
-    Anybody who can log in to this machine can reach the server: it is for one's own notebooks, not a public service. What a page
-    in a browser sends is refused (403): it has an `Origin`, or the `Host` of a name that was bound to loopback; so is a body of
-    more than `MAX_REQUEST` bytes (413). `name` is the thread's.
+    `answer` gets the request in the connection's thread, and gives (HTTP status, value sent as JSON); an iterator of
+    JSON values is sent as server-sent events, and `[DONE]` after them. Anybody who can log in to this machine can reach the server:
+    it is for one's own notebooks, not a public service. What a page in a browser sends is refused (403): it has an `Origin`, or
+    the `Host` of a name that was bound to loopback; so is a body of more than `MAX_REQUEST` bytes (413). `refusal` gives
+    what is then sent, from status and reason. `name` is the thread's.
     """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+        wbufsize = -1  # head and body leave in one packet
 
         def do_GET(self) -> None:
             if not self._from_a_page():
-                self._send(*answer("GET", self.path, b""))
+                self._send(*answer(self._asked("GET", b"")))
 
         def do_POST(self) -> None:
             if self._from_a_page():
@@ -39,7 +67,10 @@ def serving(answer: Callable[[str, str, bytes], tuple[int, Any]], *, name: str, 
                 return self._refuse(400, "Content-Length is no number of bytes")
             if size > MAX_REQUEST:
                 return self._refuse(413, f"the request has {size} bytes; expected at most {MAX_REQUEST}")
-            self._send(*answer("POST", self.path, self.rfile.read(size)))
+            self._send(*answer(self._asked("POST", self.rfile.read(size))))
+
+        def _asked(self, method: str, body: bytes) -> Asked:
+            return Asked(method, self.path, self.headers, body, lambda: _closed(self.connection))  # type: ignore[arg-type]
 
         def _from_a_page(self) -> bool:
             """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
@@ -52,21 +83,44 @@ def serving(answer: Callable[[str, str, bytes], tuple[int, Any]], *, name: str, 
 
         def _refuse(self, status: int, why: str) -> None:
             self.close_connection = True  # its body is not read
-            self._send(status, {"detail": why})
+            self._send(status, refusal(status, why))
 
         def _send(self, status: int, reply: Any) -> None:
-            body = json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            streams = isinstance(reply, Iterator)
+            body = b"" if streams else json.dumps(reply).encode()
+            try:
+                self.send_response(status)
+                self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+                self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", str(len(body)))))
+                self.end_headers()
+                self.wfile.write(body)
+                for event in reply if streams else ():
+                    self._chunk(f"data: {json.dumps(event)}\n\n")
+                if streams:
+                    self._chunk("data: [DONE]\n\n")
+                    self._chunk("")
+                self.wfile.flush()
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True  # whoever asked has left
+
+        def _chunk(self, text: str) -> None:
+            body = text.encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
+            self.wfile.flush()
 
         def log_message(self, format: str, *args: Any) -> None:
             """Requests are not printed into the notebook."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, name=name, daemon=True)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 1024  # a batch's episodes all come at once
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Who closes a connection is no news."""
+            if not isinstance(sys.exc_info()[1], ConnectionError):
+                super().handle_error(request, client_address)
+
+    server = Server(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     try:
         yield f"127.0.0.1:{server.server_address[1]}"
@@ -74,3 +128,12 @@ def serving(answer: Callable[[str, str, bytes], tuple[int, Any]], *, name: str, 
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

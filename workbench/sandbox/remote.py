@@ -18,7 +18,7 @@ from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
-from workbench.base.loopback import serving
+from workbench.base.loopback import Asked, serving
 from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
 
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {
@@ -158,12 +158,12 @@ def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
     Who can reach it, and what is refused: see `base.loopback.serving`.
     """
 
-    def answered(method: str, path: str, body: bytes) -> tuple[int, Any]:
-        if method == "GET":
-            return (200, "pong") if path == "/v1/ping" else (404, {"detail": "Not Found"})
-        if path != "/run_code":
-            return 404, {"detail": f"no such path: {path[:100]!r}; expected /run_code"}
-        return answer(sandbox, body)
+    def answered(asked: Asked) -> tuple[int, Any]:
+        if asked.method == "GET":
+            return (200, "pong") if asked.path == "/v1/ping" else (404, {"detail": "Not Found"})
+        if asked.path != "/run_code":
+            return 404, {"detail": f"no such path: {asked.path[:100]!r}; expected /run_code"}
+        return answer(sandbox, asked.body)
 
     with serving(answered, name="workbench-sandbox", port=port) as address:
         yield f"http://{address}"

@@ -77,6 +77,26 @@ def episode(
     return _of(task, scorer)
 
 
+def harness() -> Callable[..., Score]:
+    """Make a scorer that takes the harness's own `reward` (`agents.Harness`); parts: the numbers among its `metrics`.
+
+    An episode to which the harness gave no finite number is *infra_error*.
+    """
+
+    @bounded
+    def scorer(agent_extra: Mapping[str, Any] | None = None) -> Score:
+        given = agent_extra or {}
+        value = _number(given.get("reward"))
+        if value is None:
+            return failed(f"the harness gave no reward; its result has {', '.join(map(str, given)) or 'nothing'}")
+        metrics = given.get("metrics")
+        named = metrics.items() if isinstance(metrics, Mapping) else ()
+        parts = {str(name): number for name, one in named if (number := _number(one)) is not None}
+        return Score(value=value, parts=parts, why="as the harness said")
+
+    return scorer
+
+
 def by_tool(tool: str = "terminal") -> Callable[..., Score]:
     """Make a scorer: the `Score` that `tool` gave the whole episode (its `calc_reward`), such as a terminal's hidden tests.
 
@@ -129,6 +149,10 @@ def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: floa
 
     scorer.unscorable = lambda ground_truth, **_: "" if as_text(ground_truth) else no_truth(ground_truth).why  # type: ignore[attr-defined]
     return scorer
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _of(task: Task, scorer: Callable[..., Score]) -> Callable[..., Score]:

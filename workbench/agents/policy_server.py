@@ -1,0 +1,420 @@
+"""The policy behind an OpenAI-compatible address of this machine, for harnesses that play episodes by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.agents.episode import Episode
+from workbench.agents.formats import parser_of
+from workbench.agents.parsers import REASONING, calls_of, checked_parser, tool_parser
+from workbench.agents.protocol import AgentLoopOutput, ToolParser
+from workbench.agents.recording import Node, Recording
+from workbench.agents.tokens import TurnTokens
+from workbench.base import runtime
+from workbench.base.errors import SettingError
+from workbench.base.loopback import Asked, serving
+from workbench.base.seeds import derive
+from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
+from workbench.engines.protocol import Bounded, Sample, Sampler, SamplingSettings, switches_of
+
+_LONGEST = 1 << 20
+"""Longest sequence in tokens where neither the model nor the rollout has a limit."""
+
+
+@dataclass
+class Limits:
+    """Limits of an episode behind an endpoint; a request beyond them is refused (400), and the finish reason says so."""
+
+    max_assistant_turns: int | None = None
+    """Most answers in an episode, of all its sequences together."""
+    max_tokens: int | None = None
+    """Longest response of a sequence in tokens: all that follows its prompt."""
+
+
+class PolicyTokens:
+    """How a sampler's messages become token ids, and its answers messages: one for all episodes of an endpoint."""
+
+    def __init__(self, sampler: Sampler, parser: ToolParser | str | None) -> None:
+        self.sampler = sampler
+        self.tokenizer = sampler.tokenizer
+        self._parser = checked_parser(parser, format="function_calling", tools=True)
+        self._made: dict[str, tuple[TurnTokens, frozenset[str]]] = {}
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnTokens, frozenset[str]]:
+        """(what tokenizes with these tools, the roles whose messages the template can append to a conversation)."""
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._made:
+            switches = {"tools": tools, **switches_of(self.sampler)}
+            roles = [role for role in ("user", "tool") if self._appends(role, switches)]
+            self._made[key] = TurnTokens(self.tokenizer, roles=roles, **switches), frozenset(roles)
+        return self._made[key]
+
+    def _appends(self, role: str, switches: Mapping[str, Any]) -> bool:
+        try:
+            TurnTokens(self.tokenizer, roles=[role], **switches)
+        except SettingError:
+            return False
+        return True
+
+    def for_template(self, message: Mapping[str, Any], recording: Recording) -> dict[str, Any]:
+        """A message as the chat template wants it: arguments of calls as objects; where it writes no calls, as the model
+        itself wrote them."""
+        if not message.get("tool_calls"):
+            return dict(message)
+        if "tool_calls" not in str(getattr(self.tokenizer, "chat_template", "")):
+            written = recording.as_written(message)
+            if written is None:
+                why = "an assistant's message has tool_calls that the model did not make, and its chat template writes none"
+                raise Refusal(400, why, None, "messages")
+            return {"role": "assistant", "content": written}
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+    def message(self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int) -> tuple[dict[str, Any], str]:
+        """(an answer as a message, the text as the model wrote it)."""
+        ids = list(sample.ids)
+        written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        said: dict[str, Any] = {"content": text}
+        if asked.tools and asked.calls and (found := self._calls(asked, tokens, sample, written)):
+            said["content"], calls = found
+            said["tool_calls"] = [
+                {
+                    "id": call.tool_call_id or f"call_{derive(seed, number):016x}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(calls[: None if asked.parallel else 1])
+            ]
+        thought, said["content"] = split_reasoning(said["content"], tokens.reasoning)
+        said["content"] = _before(said["content"], asked.sampling.get("stop", ()))
+        if thought:
+            said["reasoning_content"] = thought
+        if said.get("tool_calls"):
+            said["content"] = said["content"].strip() or None
+        return said, text
+
+    def _calls(
+        self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, written: list[int]
+    ) -> tuple[str, list[Any]] | None:
+        """(the text without its calls, the calls); None where there are none."""
+        if self._parser is None:
+            self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
+        text = self.tokenizer.decode(written, skip_special_tokens=False)
+        begun = {"reasoning": tokens.reasoning, "cut": sample.finish_reason == "length"}
+        try:
+            calls = calls_of(self._parser, text, asked.tools, **begun)
+            content = self._parser.extract_tool_calls(text, asked.tools)[0] if calls else ""
+        except Exception:  # noqa: BLE001 - what a model wrote is data, whatever it does to a parser: then it is text
+            return None
+        return (_without(self.tokenizer, content), calls) if calls else None
+
+
+def _without(tokenizer: Any, text: str) -> str:
+    """A text without the tokenizer's special tokens."""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return text
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """A text without the stop text that ended it."""
+    return next((text[: -len(one)] for one in stops if one and text.endswith(one)), text)
+
+
+def _object(text: str) -> Any:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
+    """(the reasoning that a model's text begins with, the rest); `opened`: the prompt has begun the reasoning."""
+    start = text.lstrip()
+    for tag, end in REASONING.items():
+        inside = start.startswith(tag)
+        if inside or (opened and end in text):
+            thought, _, rest = (start[len(tag) :] if inside else text).partition(end)
+            return thought.strip(), rest.lstrip("\n")
+    return (text.strip(), "") if opened else ("", text)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request, under way or answered, that whoever repeats it may get the answer of."""
+
+    answers: asyncio.Future[tuple[Reply, list[Node]]]
+    asked: Asked | None
+
+    @property
+    def lost(self) -> bool:
+        """Whether whoever asked has left without the answer."""
+        return self.asked is not None and self.asked.gone()
+
+
+@dataclass(eq=False)
+class PolicySession:
+    """One episode behind an endpoint: its key, and what was asked and answered so far. Made by `Endpoint.session`.
+
+    Seeds: an answer's is derived from `Episode.seed` of its place in its sequence, the token ids that the model read, the
+    request's own `seed`, and how often the same was asked before. So the same harness gets the same tokens, whichever of its
+    parallel requests comes first.
+    """
+
+    base_url: str
+    """For `OPENAI_BASE_URL`: the address with the key in its path."""
+    api_key: str
+    """For `OPENAI_API_KEY`: the key, which works with the endpoint's own address, too."""
+    model: str
+    episode: Episode
+    policy: PolicyTokens
+    sampling: Mapping[str, Any] | None
+    limits: Limits
+    recording: Recording
+    failure: Exception | None = None
+    """What the engine raised."""
+    reason: str | None = None
+    """`turns` or `length` where a limit has refused a request."""
+    _pending: dict[tuple[Any, ...], list[_Pending]] = field(default_factory=dict)
+    _count: int = 0
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    async def chat(self, **asked: Any) -> dict[str, Any]:
+        """Answer a chat request of this process without HTTP: OpenAI's arguments (`messages`, `tools`, …), its reply as a dict.
+
+        Raises `openai_form.Refusal`, which has the HTTP status and OpenAI's error, for what an endpoint would refuse.
+        """
+        request = chat_request({**asked, "stream": False})
+        return (await self.answer(request)).sent(request)  # type: ignore[return-value]
+
+    async def answer(self, asked: ChatRequest, connection: Asked | None = None) -> Reply:
+        """Answer a request, and record it. Raises `Refusal`."""
+        tools = json.dumps(asked.tools, sort_keys=True)
+        parent, taken, name = self.recording.before(asked.messages, tools)
+        own = (asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, *sorted(asked.sampling.items()))
+        same = self._pending.setdefault((name, own), [])
+        pending = next((one for one in same if one.lost), None)
+        if pending is None:
+            task = asyncio.ensure_future(self._sampled(asked, parent, taken, name, len(same)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            pending = _Pending(task, connection)
+            same.append(pending)
+        pending.asked = connection
+        try:
+            reply, nodes = await asyncio.shield(pending.answers)
+        except Exception:
+            if pending in same:
+                same.remove(pending)
+            raise
+        if pending.asked is connection and not pending.lost:
+            pending.asked = None
+            for node in nodes:
+                node.delivered = True
+        return reply
+
+    async def _sampled(
+        self, asked: ChatRequest, parent: Node | None, taken: int, name: str, again: int
+    ) -> tuple[Reply, list[Node]]:
+        """The answers to a request that goes on after `parent`, the last of its first `taken` messages."""
+        number, self._count = self._count, self._count + 1
+        self._at_a_limit()
+        tokens, roles = self.policy.of(asked.tools)
+        new = asked.messages[taken:]
+        if parent is not None and any(one["role"] not in roles for one in new):
+            parent, new = None, asked.messages
+        before = [] if parent is None else parent.path
+        if parent is None:
+            heard = tokens.prompt([self.policy.for_template(one, self.recording) for one in new])
+            self._fits(heard)
+        else:
+            heard = tokens.delta([dict(one) for one in new], parent.sample.ids)
+        ids = [*(parent.ids if parent else ()), *heard]
+        prompt = len(before[0].heard) if before else len(heard)
+        settings = self._settings(asked, self._room(len(ids), prompt))
+        read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
+        first = derive(self.episode.seed(len(before)), read, asked.seed, again)
+        seeds = [derive(first, place) if place else first for place in range(asked.n)]
+        try:
+            samples = await asyncio.gather(*(self.episode.draw(ids, settings, seed) for seed in seeds))
+        except Exception as cause:
+            self.failure = cause
+            raise
+        if parent is not None:
+            parent.delivered = True
+        nodes, answers = [], []
+        for sample, seed in zip(samples, seeds, strict=True):
+            said, text = self.policy.message(asked, tokens, sample, seed)
+            nodes.append(Node(parent, tuple(heard), tuple(new), name, number, sample, said, text))
+            reason = (
+                "tool_calls" if said.get("tool_calls") else "length" if sample.finish_reason == "length" else "stop"
+            )
+            answers.append(Answer(said, reason, len(sample.ids), sample))
+        if any(sample.finish_reason == "abort" for sample in samples):
+            raise Refusal(500, "the engine gave up sampling this answer")
+        self.recording.add(nodes)
+        self.reason = None
+        return Reply(f"chatcmpl-{first:016x}", self.model, len(ids), answers, self.policy.tokenizer), nodes
+
+    def _at_a_limit(self) -> None:
+        most = self.limits.max_assistant_turns
+        said = sum(node.delivered for node in self.recording.nodes) if most is not None else 0
+        if most is not None and said >= most:
+            self.reason = "turns"
+            raise Refusal(400, f"the episode has had its {most} answers (max_assistant_turns)", "turn_limit_exceeded")
+
+    def _fits(self, prompt: Sequence[int]) -> None:
+        most = self.episode.max_prompt_length
+        if most is not None and len(prompt) > most:
+            raise _too_long(f"the prompt has {len(prompt)} tokens; the rows' max_prompt_length is {most}")
+
+    def _room(self, length: int, prompt: int) -> int:
+        """Most tokens of an answer after `length` tokens, of which `prompt` are the sequence's prompt. Raises `Refusal`."""
+        longest = (self.policy.sampler.max_length if isinstance(self.policy.sampler, Bounded) else None) or _LONGEST
+        room = min(longest - length, (self.limits.max_tokens or _LONGEST) - (length - prompt))
+        if room < 1:
+            self.reason = "length"
+            raise _too_long(
+                f"the messages have {length} tokens, {length - prompt} after the sequence's prompt; the model reads {longest}, "
+                f"and a response may have {self.limits.max_tokens or longest}"
+            )
+        return room
+
+    def _settings(self, asked: ChatRequest, room: int) -> SamplingSettings:
+        given = dict(asked.sampling if self.sampling is None else self.sampling)
+        given["stop"] = tuple(dict.fromkeys((*given.get("stop", ()), *asked.sampling["stop"])))
+        return SamplingSettings(**{**given, "max_tokens": min(asked.max_tokens or room, room)})
+
+    def sequences(self, reason: str | None = None, **extra: Any) -> list[AgentLoopOutput]:
+        """The episode so far, as a rollout's outputs (`Recording.sequences`); `extra` is added to each."""
+        limit = self.limits.max_tokens or _LONGEST
+        return self.recording.sequences(self.episode, limit, reason or self.reason, **extra)
+
+    def close(self) -> None:
+        """End what is still being sampled."""
+        for task in tuple(self._tasks):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+
+def _too_long(why: str) -> Refusal:
+    return Refusal(400, why, "context_length_exceeded", "messages")
+
+
+class Endpoint:
+    """The address of a policy; each episode has a session there, with a key of its own. Made by `endpoint`."""
+
+    def __init__(self, sampler: Sampler, parser: ToolParser | str | None, model: str) -> None:
+        self.address = ""
+        """`127.0.0.1:port`."""
+        self.model = model
+        """The name that `/v1/models` tells; a request may give any other."""
+        self._policy = PolicyTokens(sampler, parser)
+        self._sessions: dict[str, PolicySession] = {}
+
+    @property
+    def base_url(self) -> str:
+        """The address for clients that give an episode's key as their API key."""
+        return f"http://{self.address}/v1"
+
+    @contextmanager
+    def session(
+        self,
+        episode: Episode | None = None,
+        *,
+        sampling: SamplingSettings | Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
+        keep_reasoning: bool = True,
+    ) -> Iterator[PolicySession]:
+        """Context manager: an episode, whose key is known while the block runs.
+
+        Args:
+            episode: sampler and seeds; None: this endpoint's sampler and run seed 0.
+            sampling: settings that hold whatever a request asks for, all but `max_tokens`; None: the request's own.
+            limits: see `Limits`.
+            keep_reasoning: whether a sequence goes on with an answer's reasoning where the client left it out of the messages;
+                else the chat without it is a new sequence, as the template writes it.
+        """
+        key = secrets.token_urlsafe(18)
+        if isinstance(sampling, SamplingSettings):
+            sampling = sampling.to_dict()
+        session = PolicySession(
+            f"http://{self.address}/e/{key}/v1",
+            key,
+            self.model,
+            episode or Episode(self._policy.sampler),
+            self._policy,
+            sampling,
+            limits or Limits(),
+            Recording(reasoning=not keep_reasoning),
+        )
+        self._sessions[key] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[key]
+            session.close()
+
+    def answer(self, asked: Asked) -> tuple[int, Any]:
+        """Answer an HTTP request, in its connection's thread."""
+        try:
+            path = asked.path.partition("?")[0].rstrip("/")
+            bearer = (asked.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
+            key, path = path[3:].split("/", 1) if path.startswith("/e/") and "/" in path[3:] else (bearer, path[1:])
+            session = self._sessions.get(key)
+            if session is None:
+                why = "unknown key of an episode: give a session's api_key, or its base_url, while the episode goes on"
+                raise Refusal(401, why, "invalid_api_key")
+            if (asked.method, path) == ("GET", "v1/models"):
+                return 200, {"object": "list", "data": [self._described()]}
+            if (asked.method, path) != ("POST", "v1/chat/completions"):
+                found = f"{asked.method} /{path[:100]}"
+                raise Refusal(404, f"no such path: {found}; expected POST /v1/chat/completions or GET /v1/models")
+            request = chat_request(asked.body)
+            return 200, runtime.run(session.answer(request, asked)).sent(request)
+        except CancelledError:
+            refusal = Refusal(401, "the episode is over", "invalid_api_key")
+        except Exception as cause:  # noqa: BLE001 - whatever an engine raises, who asked is answered
+            refusal = refusal_of(cause)
+        return refusal.status, refusal.body
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self.model, "object": "model", "created": 0, "owned_by": "workbench"}
+
+
+@contextmanager
+def endpoint(
+    engine: Sampler, *, parser: ToolParser | str | None = None, model: str = "policy", port: int = 0
+) -> Iterator[Endpoint]:
+    """Context manager: an OpenAI-compatible address of the policy on this machine, which records what it samples.
+
+    Serves `/v1/chat/completions` (`tools`, `n`, `stream`, `logprobs`, `stop`, …) and `/v1/models` to those who have an episode's
+    key. A conversation with the policy as rows to train on::
+
+        with agents.endpoint(engine, parser="hermes") as e, e.session() as episode:
+            client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+            client.chat.completions.create(model=e.model, messages=[{"role": "user", "content": "2 + 2?"}])
+            outputs = episode.sequences()
+
+    A stream is sent when the answer is whole: the sampler gives it at once. Log-probs are of the sampled tokens alone. A call
+    cannot be forced (`tool_choice` is `auto` or `none`). `recipes.grpo(engine, reward, agent=Harness(…))` plays whole
+    batches so. `parser` finds the calls in the model's text (None: by the chat template); `model` is the name in
+    `/v1/models`. Who can reach the server: see `base.loopback.serving`.
+    """
+    made = Endpoint(engine, parser, model)
+    with serving(made.answer, name="workbench-policy", port=port, refusal=refused) as address:
+        made.address = address
+        yield made

@@ -1,0 +1,264 @@
+"""OpenAI's form of chat completions: requests read, replies, streams and errors written; for every server of this package."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.base.errors import WorkbenchError, first_line
+from workbench.engines.protocol import Sample
+
+MAX_N = 128
+"""Most answers to one request."""
+_LEGACY = ("functions", "function_call", "logit_bias", "frequency_penalty", "presence_penalty", "modalities", "audio")
+_IGNORED = ("", 0, False, None, {}, [], ["text"], "auto", "none")
+_SAMPLING = ("temperature", "top_p", "top_k")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Refusal(Exception):
+    """A request that is not answered: an HTTP status, and an error in OpenAI's form, which says why."""
+
+    def __init__(self, status: int, why: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.body = error(why, code, param, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def error(
+    why: str, code: str | None = None, param: str | None = None, kind: str = "invalid_request_error"
+) -> dict[str, Any]:
+    """An error in OpenAI's form."""
+    return {"error": {"message": why, "type": kind, "param": param, "code": code}}
+
+
+def refused(status: int, why: str) -> dict[str, Any]:
+    """What is sent for a request that is not even read (`base.loopback.serving`)."""
+    return Refusal(status, why).body
+
+
+def refusal_of(cause: Exception) -> Refusal:
+    """What is answered where a request could not be: 400 for what is wrong with it, 500 for anything else."""
+    if isinstance(cause, Refusal):
+        return cause
+    wrong = isinstance(cause, WorkbenchError | ValueError | TypeError | KeyError | RecursionError)
+    return Refusal(400 if wrong else 500, first_line(cause, 400))
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request for chat completions, checked."""
+
+    messages: tuple[dict[str, Any], ...]
+    """Contents are texts; calls have their arguments as JSON text."""
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: bool = True
+    """Whether tool calls are looked for in the answer (`tool_choice` is not `none`)."""
+    parallel: bool = True
+    """Whether an answer may have more than one call."""
+    n: int = 1
+    max_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """`temperature`, `top_p`, `top_k` as far as they are given, and `stop`."""
+    seed: int | None = None
+    model: str = ""
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with its usage."""
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
+    """Read a request for chat completions: the body of a POST, or its fields. Raises `Refusal` (400) for what is wrong or
+    cannot be done here."""
+    try:
+        asked = json.loads(body) if isinstance(body, bytes) else dict(body)
+    except (ValueError, RecursionError) as cause:
+        raise Refusal(400, f"the body is not JSON: {first_line(cause)}") from cause
+    if not isinstance(asked, dict):
+        raise Refusal(400, f"the request is of type {type(asked).__name__}; expected a JSON object")
+    for name in _LEGACY:
+        if asked.get(name) not in _IGNORED:
+            raise Refusal(400, f"the request asks for {name}, which this server does not do", "unsupported", name)
+    wanted = asked.get("response_format") or {"type": "text"}
+    if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
+        why = "the request asks for response_format, which this server does not do; expected none, or text"
+        raise Refusal(400, why, "unsupported", "response_format")
+    messages = asked.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
+    stop = asked.get("stop") or ()
+    options = asked.get("stream_options") or {}
+    return ChatRequest(
+        messages=tuple(_message(one, place) for place, one in enumerate(messages)),
+        tools=_tools(asked.get("tools")),
+        calls=_choice(asked.get("tool_choice")),
+        parallel=asked.get("parallel_tool_calls") is not False,
+        n=_number(asked, "n", 1, MAX_N) or 1,
+        max_tokens=_number(asked, "max_completion_tokens", 1) or _number(asked, "max_tokens", 1),
+        sampling={
+            **{name: asked[name] for name in _SAMPLING if asked.get(name) is not None},
+            "stop": (stop,) if isinstance(stop, str) else tuple(str(one) for one in stop),
+        },
+        seed=_number(asked, "seed"),
+        model=str(asked.get("model") or ""),
+        stream=bool(asked.get("stream")),
+        usage=bool(isinstance(options, Mapping) and options.get("include_usage")),
+        logprobs=bool(asked.get("logprobs")),
+        top_logprobs=_number(asked, "top_logprobs", 0, 20) or 0,
+    )
+
+
+def _number(asked: Mapping[str, Any], name: str, least: int | None = None, most: int | None = None) -> int | None:
+    value = asked.get(name)
+    if value is None:
+        return None
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least) or (most is not None and value > most):
+        bounds = " ".join([f"≥ {least}"] * (least is not None) + [f"and ≤ {most}"] * (most is not None))
+        raise Refusal(400, f"{name}: expected a whole number {bounds}".strip() + f"; found {value!r}"[:80], None, name)
+    return int(value)
+
+
+def _choice(given: Any) -> bool:
+    if given not in (None, "auto", "none"):
+        why = f"tool_choice: expected auto or none (this server forces no call); found {given!r}"[:200]
+        raise Refusal(400, why, "unsupported", "tool_choice")
+    return given != "none"
+
+
+def _tools(given: Any) -> tuple[dict[str, Any], ...]:
+    for place, one in enumerate(given or ()):
+        named = isinstance(one, Mapping) and isinstance(one.get("function"), Mapping) and one["function"].get("name")
+        if not named:
+            raise Refusal(400, f"tools[{place}]: expected {{type: function, function: {{name, …}}}}", None, "tools")
+    return tuple(dict(one) for one in given or ())
+
+
+def _message(given: Any, place: int) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
+        found = given.get("role") if isinstance(given, Mapping) else type(given).__name__
+        raise Refusal(400, f"{where}: expected a role out of {', '.join(_ROLES)}; found {found!r}"[:200], None, where)
+    made = {"role": given["role"], "content": _text(given.get("content"), where)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(given.get(name), str):
+            made[name] = given[name]
+    if "reasoning_content" not in made and isinstance(given.get("reasoning"), str):  # newer vLLM's name of it
+        made["reasoning_content"] = given["reasoning"]
+    if given["role"] == "assistant" and given.get("tool_calls"):
+        made["tool_calls"] = [_call(one, where) for one in given["tool_calls"]]
+    return made
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for one in parts:
+        kind = one.get("type") if isinstance(one, Mapping) else type(one).__name__
+        if kind not in ("text", "refusal") or not isinstance(one.get(kind), str):
+            raise Refusal(400, f"{where}: expected text, or parts of type text; found {kind!r}"[:200], None, where)
+    return "".join(one[one["type"]] for one in parts)
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Refusal(400, f"{where}.tool_calls: expected {{id, type: function, function: {{name, arguments}}}}")
+    said = function.get("arguments")
+    text = said if isinstance(said, str) else json.dumps(said if said is not None else {})
+    return {
+        "id": str(given.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": text},
+    }
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the answers to a chat request."""
+
+    message: Mapping[str, Any]
+    """`role`, `content`, and where there are some `tool_calls` and `reasoning_content`."""
+    finish_reason: str
+    """OpenAI's: `stop`, `length`, `tool_calls`."""
+    tokens: int
+    sample: Sample | None = None
+    """The tokens with their log-probs; None where they are not known."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answers to a chat request, to be sent as one JSON object or as a stream."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    answers: Sequence[Answer]
+    tokenizer: Any = None
+    """For the texts of single tokens (`logprobs`)."""
+
+    def sent(self, asked: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """The reply as the request wants it: an object, or an iterator of a stream's objects."""
+        return self._stream(asked) if asked.stream else self._whole(asked)
+
+    def _whole(self, asked: ChatRequest) -> dict[str, Any]:
+        choices = [
+            {"index": number, "message": {"role": "assistant", **one.message}, **self._ends(asked, one)}
+            for number, one in enumerate(self.answers)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+
+    def _stream(self, asked: ChatRequest) -> Iterator[dict[str, Any]]:
+        head, more = self._head("chat.completion.chunk"), {"usage": None} if asked.usage else {}
+        for number, one in enumerate(self.answers):
+            for delta in _deltas(one.message):
+                choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None}
+                yield {**head, "choices": [choice], **more}
+            yield {**head, "choices": [{"index": number, "delta": {}, **self._ends(asked, one)}], **more}
+        if asked.usage:
+            yield {**head, "choices": [], "usage": self._usage()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
+
+    def _usage(self) -> dict[str, int]:
+        written = sum(one.tokens for one in self.answers)
+        asked = self.prompt_tokens
+        return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
+
+    def _ends(self, asked: ChatRequest, one: Answer) -> dict[str, Any]:
+        told = asked.logprobs and one.sample is not None
+        return {"finish_reason": one.finish_reason, "logprobs": self._log_probs(asked, one) if told else None}
+
+    def _log_probs(self, asked: ChatRequest, one: Answer) -> dict[str, Any]:
+        """The log-probs of the answer's own tokens; no other token's are known."""
+        content = []
+        assert one.sample is not None
+        for token, value in zip(one.sample.ids, one.sample.log_probs, strict=True):
+            text = str(self.tokenizer.decode([token]))
+            own = {"token": text, "logprob": value, "bytes": list(text.encode())}
+            content.append({**own, "top_logprobs": [own] if asked.top_logprobs else []})
+        return {"content": content, "refusal": None}
+
+
+def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """An answer in pieces: its words one by one, its calls whole."""
+    yield {"role": "assistant", "content": ""}
+    for name in ("reasoning_content", "content"):
+        yield from ({name: piece} for piece in _pieces(message.get(name) or ""))
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        yield {"tool_calls": [{"index": number, **call}]}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    return iter(re.findall(r"\s*\S+\s*\Z|\s*\S+|\s+", text))
