@@ -5,6 +5,7 @@ servers), parsers of its calls, simulated users (`BaseInteraction`) and Gym-like
 are sampled by `stages.EpisodeRollout`; rewards over episodes are in `rewards`.
 """
 
+from workbench.agents.branching import Estimate, Tree, TreeNode
 from workbench.agents.calls import Toolbox, truncate
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.episode import Episode, LockStep, Transcript
@@ -48,10 +49,10 @@ from workbench.agents.tools import (
 
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
-    "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
+    "Episode", "EpisodeState", "EpisodeStepper", "Estimate", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
     "GymInteraction", "HermesParser", "Interaction", "KimiParser", "LockStep", "Loops", "MCPServer", "MCPTool", "PythonTool",
     "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Tool", "ToolAgent",
-    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
+    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Tree", "TreeNode", "Turn", "TurnTokens",
     "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",
     "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "tool_parser",
     "truncate", "verifiers_rows",

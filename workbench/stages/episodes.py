@@ -93,6 +93,14 @@ class EpisodeRollout(Rollout):
         self._refuse_media(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
+        outputs = self._played(batch, rows, range(len(rows)), self._teller(batch, rows))
+        return self._finished(batch, self._columns(outputs), rows, agent_metrics(outputs))
+
+    def _played(
+        self, batch: DataProto, rows: torch.Tensor, played: Sequence[int], tell: Callable[..., None]
+    ) -> list[AgentLoopOutput]:
+        """The whole episodes of the output's rows `played`; `rows` are the prompts of all of them."""
+        each = self.group_size + self.greedy_baseline
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
         loops = [
             self.loops.named(name, f"row {row} (uid {uid})")
@@ -100,10 +108,10 @@ class EpisodeRollout(Rollout):
         ]
         for loop in {id(one): one for one in loops}.values():
             loop.prepare(self.sampler)
-        waves = LockStep(self.sampler, range(len(rows))) if self.deterministic else None
-        tell = self._teller(batch, rows)
+        waves = LockStep(self.sampler, played) if self.deterministic else None
 
-        async def run(index: int, row: int) -> AgentLoopOutput:
+        async def run(index: int) -> AgentLoopOutput:
+            row = int(rows[index])
             loop, episode = loops[row], self._episode(batch, row, index, index % each)
             episode.lock_step = waves
             columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
@@ -120,12 +128,12 @@ class EpisodeRollout(Rollout):
             tell(index, _sample(output), _objects(output))
             return output
 
-        outputs = runtime.run(_all([run(index, row) for index, row in enumerate(rows.tolist())]))
+        outputs = runtime.run(_all(list(map(run, played))))
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
-        return self._finished(batch, self._columns(outputs), rows, agent_metrics(outputs))
+        return outputs
 
     def _episode(self, batch: DataProto, row: int, index: int, sample: int) -> Episode:
         meta = batch.meta_info
@@ -151,20 +159,27 @@ class EpisodeRollout(Rollout):
         each = self.group_size + self.greedy_baseline
         if not isinstance(row, int) or not 0 <= row < each * len(batch):
             raise IndexError(f"row {row} is not in this rollout's output, rows 0 to {each * len(batch) - 1}")
-        place, sample = divmod(row, each)
+        output = None if recorded is None else recorded_output(recorded, row)
+        return self._stepper(batch, row, output, lent)
+
+    def _stepper(
+        self, batch: DataProto, row: int, output: AgentLoopOutput | None, lent: Lent | None = None
+    ) -> EpisodeStepper:
+        """An `EpisodeStepper` for this row of the output, at the end of `output` where there is one."""
+        place, sample = divmod(row, self.group_size + self.greedy_baseline)
         loop = self.loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
         loop.prepare(self.sampler)
         one = batch.select_idxs(torch.tensor([place]))
 
-        def batch_of(output: AgentLoopOutput) -> DataProto:
-            return self.written(one.with_meta(**self._facts()), self._columns([output]))
+        def batch_of(outputs: Sequence[AgentLoopOutput]) -> DataProto:
+            return self.written(one.repeat(len(outputs)).with_meta(**self._facts()), self._columns(outputs))
 
         return EpisodeStepper(
             loop,
             self._episode(batch, place, row, sample),
             self._sampling(sample).to_dict(),
             {name: batch.non_tensor_batch[name][place] for name in batch.non_tensor_batch},
-            None if recorded is None else recorded_output(recorded, row),
+            output,
             row_number=row,
             batch_of=batch_of,
             log_probs=self._log_probs,
@@ -207,7 +222,8 @@ def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = Fals
     sampling = rollout.sampling.replace(temperature=0.0) if greedy else rollout.sampling
     changes: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "purpose": "validation"}
     if isinstance(rollout, EpisodeRollout):
-        return type(rollout)(**{**rollout.made_with, "greedy_baseline": False, **changes})
+        changes |= {"greedy_baseline": False} if rollout.greedy_baseline else {}
+        return type(rollout)(**{**rollout.made_with, **changes})
     return Rollout(rollout.sampler, **changes)
 
 
