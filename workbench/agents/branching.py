@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -102,7 +102,9 @@ class Tree(Shown):
         if turn not in self.points:
             expected = f"one of turns {', '.join(map(str, self.points))}"
             do = f"branch there, too: turns={sorted({*self.points, turn})}" if isinstance(turn, int) else None
-            raise PipelineError("this tree was not branched at that turn", expected=expected, found=describe(turn), do=do)
+            raise PipelineError(
+                "this tree was not branched at that turn", expected=expected, found=describe(turn), do=do
+            )
         return Estimate.of(self._rewards(self._drawn(turn)))
 
     @property
@@ -180,9 +182,7 @@ class Tree(Shown):
             number += 1
             value = self._recorded() if until is None else self.value(until)
             below = [0, *(row for row in below if self.starts[row] > point)]
-            yield TreeNode(
-                number, trunk, point, said[point:until], tuple(below), value, value.minus(before), True
-            )
+            yield TreeNode(number, trunk, point, said[point:until], tuple(below), value, value.minus(before), True)
             trunk = number
 
 

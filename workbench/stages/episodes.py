@@ -124,9 +124,7 @@ class EpisodeRollout(Rollout):
                     waves.leave(index)
             if not isinstance(output, AgentLoopOutput):
                 raise ForeignError(f"{place}: " + message("expected an AgentLoopOutput", found=describe(output)))
-            output = episode.with_log_probs(output).within(self.sampling.max_tokens)
-            tell(index, _sample(output), _objects(output))
-            return output
+            return self._received(tell, index, episode.with_log_probs(output))
 
         outputs = runtime.run(_all(list(map(run, played))))
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
@@ -134,6 +132,12 @@ class EpisodeRollout(Rollout):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
         return outputs
+
+    def _received(self, tell: Callable[..., None], index: int, output: AgentLoopOutput) -> AgentLoopOutput:
+        """A finished episode, cut to `max_tokens`, after a reward that waits for it was told."""
+        output = output.within(self.sampling.max_tokens)
+        tell(index, _sample(output), _objects(output))
+        return output
 
     def _episode(self, batch: DataProto, row: int, index: int, sample: int) -> Episode:
         meta = batch.meta_info
@@ -163,20 +167,27 @@ class EpisodeRollout(Rollout):
         return self._stepper(batch, row, output, lent)
 
     def _stepper(
-        self, batch: DataProto, row: int, output: AgentLoopOutput | None, lent: Lent | None = None
+        self,
+        batch: DataProto,
+        row: int,
+        output: AgentLoopOutput | None,
+        lent: Lent | None = None,
+        waves: LockStep | None = None,
     ) -> EpisodeStepper:
         """An `EpisodeStepper` for this row of the output, at the end of `output` where there is one."""
         place, sample = divmod(row, self.group_size + self.greedy_baseline)
         loop = self.loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
         loop.prepare(self.sampler)
         one = batch.select_idxs(torch.tensor([place]))
+        episode = self._episode(batch, place, row, sample)
+        episode.lock_step = waves
 
         def batch_of(outputs: Sequence[AgentLoopOutput]) -> DataProto:
             return self.written(one.repeat(len(outputs)).with_meta(**self._facts()), self._columns(outputs))
 
         return EpisodeStepper(
             loop,
-            self._episode(batch, place, row, sample),
+            episode,
             self._sampling(sample).to_dict(),
             {name: batch.non_tensor_batch[name][place] for name in batch.non_tensor_batch},
             output,
