@@ -63,6 +63,12 @@ class TreeNode:
     recorded: bool
     """Whether it belongs to the episode that was branched."""
 
+    @property
+    def places(self) -> str:
+        """Its turns by their numbers: `2` or `2 to 4`; empty where it has none."""
+        last = self.first + len(self.turns) - 1
+        return f"{self.first} to {last}" if last > self.first else str(self.first) if self.turns else ""
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Tree(Shown):
@@ -125,7 +131,7 @@ class Tree(Shown):
         for node in kept:
             before = self.value(node.first)
             gained = node.value.minus(before)
-            said = {"turns": _places(node), "role": node.turns[0].role, "text": node.turns[0].text}
+            said = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
             values = {"before": before.mean, "before_error": before.error}
             values |= {"after": node.value.mean, "after_error": node.value.error}
             lines.append(said | values | {"advantage": gained.mean, "error": gained.error, "n": before.count})
@@ -139,7 +145,7 @@ class Tree(Shown):
             {
                 "node": node.number,
                 "parent": node.parent,
-                "turns": _places(node),
+                "turns": node.places,
                 "recorded": node.recorded,
                 "text": " ⏎ ".join(turn.text for turn in node.turns),
                 "leaves": len(node.leaves),
@@ -184,9 +190,3 @@ class Tree(Shown):
             below = [0, *(row for row in below if self.starts[row] > point)]
             yield TreeNode(number, trunk, point, said[point:until], tuple(below), value, value.minus(before), True)
             trunk = number
-
-
-def _places(node: TreeNode) -> str:
-    """Its turns by their numbers: `2` or `2 to 4`; empty where it has none."""
-    last = node.first + len(node.turns) - 1
-    return str(node.first) if last == node.first else f"{node.first} to {last}" if last > node.first else ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.functional.advantages import Groups, Pair, per_group
+from workbench.functional.advantages import Groups, Pair
 
 
 def node_numbers(sources: Tensor, starts: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
@@ -80,9 +80,14 @@ class Tree:
 
 def _roots(tree: Tree) -> tuple[Tensor, Tensor]:
     """The mean score and the deviation (n − 1) of each group's scored leaves."""
-    leaves, number = tree.leaves, int(tree.leaves.groups.max()) + 1 if len(tree.leaves.groups) else 1
-    mean = per_group(leaves.scores, leaves.groups) / per_group(leaves.scored.double(), leaves.groups).clamp(min=1)
-    return mean, torch.zeros(number, dtype=torch.float64).scatter(0, leaves.groups, leaves.deviation())
+    leaves = tree.leaves
+    number = int(leaves.groups.max()) + 1 if len(leaves.groups) else 1
+    total, count = (
+        torch.zeros(number, dtype=torch.float64).index_add(0, leaves.groups, one)
+        for one in (leaves.scores, leaves.scored.double())
+    )
+    deviation = torch.zeros(number, dtype=torch.float64).scatter(0, leaves.groups, leaves.deviation())
+    return total / count.clamp(min=1), deviation
 
 
 def tree_turn(
