@@ -65,7 +65,9 @@ def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.
         name = doc.bold(places) if node.recorded else places
         shown = doc.Either(["  " * level, name], doc.Span(name, f"padding-left:{1.4 * level:g}em;white-space:nowrap"))
         share = (node.value.mean - low) / ((high - low) or 1.0)
-        value = doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5)
+        value = doc.Span(
+            doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
+        )
         rows.append([shown, f"{len(node.leaves)}", value, _signed(node.credit), _said(node)])
     return rows
 
