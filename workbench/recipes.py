@@ -24,6 +24,7 @@ from workbench.stages import (
     CrossEntropy,
     EpisodeRollout,
     FilterGroups,
+    LearntOnce,
     LogProb,
     Overlong,
     Pairs,
@@ -33,6 +34,7 @@ from workbench.stages import (
     Rollout,
     RolloutCorrection,
     Targets,
+    TreeRollout,
     Update,
     ValueLoss,
     Values,
@@ -42,7 +44,7 @@ from workbench.stages.targets import TRUTH
 
 __all__ = [
     "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
-    "reward_model", "rloo", "sft", "with_rollout_correction",
+    "reward_model", "rloo", "sft", "tree_grpo", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -107,6 +109,7 @@ def _policy_gradient(
     advantage: Stage,
     *,
     greedy_baseline: bool = False,
+    branching: Mapping[str, Any] | None = None,
     after_reward: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
     critic: Any = None,
     value_loss: ValueLoss | None = None,
@@ -114,7 +117,7 @@ def _policy_gradient(
     **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
     """What all recipes share; `after_reward` adds stages behind the reward, given those before. An advantage with a KL
-    controller of its own keeps it."""
+    controller of its own keeps it. `branching`: settings of a `TreeRollout` in place of the rollout."""
     given = {**DEFAULTS, **settings}
     sampling = _sampling(given["sampling"], **{name: given[name] for name in ("temperature", "top_p", "max_tokens")})
     rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
@@ -126,6 +129,8 @@ def _policy_gradient(
     loss = PolicyLoss(**{name: value for name, value in given.items() if name in own})
     agent, temperature = given["agent"], sampling.temperature or 1.0
     first = Rollout(engine, **rollout) if agent is None else EpisodeRollout(engine, agent=agent, **rollout)
+    if branching is not None:
+        first = TreeRollout(engine, agent=agent, group_size=given["group_size"], sampling=sampling, **branching)
     stages: list[Stage] = [first, Reward(reward)]
     stages += [*after_reward([*stages]), LogProb(engine, entropy=True, temperature=temperature)]
     if given["kl_coef"]:
@@ -354,6 +359,53 @@ def ppo(
     value_loss = ValueLoss(cliprange_value=cliprange_value)
     own = {"critic": critic, "value_loss": value_loss, "critic_warmup": critic_warmup}
     return _policy_gradient(engine, reward, advantage, **own, **settings)
+
+
+TREE_CREDIT: Mapping[str, Callable[..., Any]] = {
+    "turn": F.tree_turn,
+    "arpo": F.arpo,
+    "tree_rl": F.tree_rl,
+    "tree_grpo": F.tree_grpo,
+}
+"""How `tree_grpo` shares a leaf's reward among the turns that led to it: name → estimator."""
+
+
+@_recipe(kl_coef=0.0)
+def tree_grpo(
+    engine: Any,
+    reward: Any = None,
+    *,
+    credit: str = "turn",
+    branches: int = 1,
+    branch_turns: str = "entropy",
+    learn_once: bool = True,
+    **settings: Unpack[PolicyGradientSettings],
+) -> Pipeline:
+    """GRPO over trees: episodes are branched at turns, the rows of a prompt are the leaves, and turns have their own advantages.
+
+    Shared turns are sampled once, and learnt once. The settings that are not listed here are explained at `grpo`; `agent` is
+    needed, a `ToolAgent`.
+
+    Args:
+        credit: `turn`: a turn's advantage is the value after it minus that before, by the group's deviation; `arpo`
+            (https://arxiv.org/abs/2507.19849): GRPO's of the leaves, averaged on shared tokens; `tree_rl`
+            (https://arxiv.org/abs/2506.11902): global plus local advantage by √leaves; `tree_grpo`
+            (https://arxiv.org/abs/2509.21240): GRPO's within the tree plus that within the prompt. Those are the papers'
+            formulas. What differs from all of them: there is one round of branching, at whole turns; ARPO branches while it
+            samples, by the rise of the entropy behind a tool's answer, TreeRL at tokens, and Tree-GRPO at random turns.
+        branches: continuations of each episode that is sampled whole; `group_size` counts all.
+        branch_turns: where to branch: `entropy`, `random` or `every` (`stages.TreeRollout`).
+        learn_once: a shared turn is in the loss of one row only; False: of every row that has it, as in the papers.
+
+    Example:
+        >>> pipe = wb.recipes.tree_grpo(engine, agent=agent, credit="arpo", group_size=8)  # doctest: +SKIP
+    """
+    require(credit in TREE_CREDIT, "credit", expected=", ".join(TREE_CREDIT), found=credit)
+    require(settings.get("agent") is not None, "agent", expected="a ToolAgent: turns are branched", found=None)
+    trees = {"branches": branches, "branch_turns": branch_turns}
+    once: list[Stage] = [LearntOnce()] if learn_once else []
+    advantage = Advantage(TREE_CREDIT[credit])
+    return _policy_gradient(engine, reward, advantage, branching=trees, after_reward=lambda _: once, **settings)
 
 
 @_recipe()

@@ -16,6 +16,7 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
+from workbench.agents import ToolAgent, load_tools
 from workbench.base.errors import RunError
 from workbench.cli import main
 from workbench.dataproto import DataProto
@@ -177,13 +178,9 @@ def test_a_first_pass_with_dropout_or_in_half_precision_is_left_out(inexact: dic
 
 
 def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
-    from workbench.agents.files import load_tools
-    from workbench.agents.parsers import tool_parser
-    from workbench.agents.tool_agent import ToolAgent
-
     def make(engine: Any) -> wb.Pipeline:
         tools = load_tools(ROOT / "data/arith-tools/tools.yaml")
-        agent = ToolAgent(list(tools.values()), parser=tool_parser("hermes"), max_assistant_turns=3)
+        agent = ToolAgent(list(tools.values()), parser="hermes", max_assistant_turns=3)
         pipe = wb.recipes.grpo(engine, agent=agent, group_size=3, max_tokens=70)
         return pipe.insert_after("reward", TurnScores(tool_weight=0.5))
 
@@ -197,6 +194,26 @@ def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
         trace, "rollout", "response_mask", lambda b: b["attention_mask"][:, -b["responses"].shape[1] :]
     )
     assert "response_mask" in names(audit_trace(changed))
+
+
+@pytest.mark.parametrize("credit", ["turn", "arpo", "tree_rl", "tree_grpo"])
+def test_trees_of_episodes_agree(train: Callable[..., wb.Run], credit: str) -> None:
+    def make(engine: Any) -> wb.Pipeline:
+        agent = ToolAgent(load_tools(ROOT / "data/arith-tools/tools.yaml"), parser="hermes", max_assistant_turns=3)
+        settings = {"group_size": 4, "branch_turns": "every", "learn_once": credit != "tree_rl"}
+        return wb.recipes.tree_grpo(engine, agent=agent, credit=credit, max_tokens=70, **settings)
+
+    run = train(make, "data/tiny-arith-tools", "data/arith-tools/train.parquet")
+    found = run.audit()
+    assert found.agrees and not found.unaudited, found
+    assert {"advantages", "returns"} <= found.columns and "tree/sampled_tokens" in found.metrics
+    assert sum(row["tree/branched"] for row in run.rows[1:]) > 0, "something was shared"
+    wrong = with_column(run.traces[1], "advantage", "advantages", lambda b: 1.01 * b["advantages"])
+    assert "advantages" in names(audit_trace(wrong))
+    if credit == "turn":
+        assert "loss_mask" in found.columns
+        twice = with_column(run.traces[1], "learnt_once", "loss_mask", lambda b: b["response_mask"])
+        assert "loss_mask" in names(audit_trace(twice))
 
 
 def test_dynamic_sampling_agrees(train: Callable[..., wb.Run]) -> None:

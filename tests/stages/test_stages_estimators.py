@@ -21,6 +21,7 @@ STAGES: dict[str, Callable[[], Advantage]] = {
         for one in (
             F.grpo, F.grpo_passk, F.rloo, F.opo, F.gpg, F.maxrl, F.reinforce_plus_plus, F.reinforce_plus_plus_baseline, F.remax,
             F.gae, F.optimal_token_baseline, F.tir_optimal_token_baseline,
+            F.tree_turn, F.tree_rl, F.arpo, F.tree_grpo,
         )
     },
     "dr_grpo": lambda: Advantage(F.grpo, norm_by_std=False),

@@ -6,6 +6,7 @@ harnesses, other people's programs, which ask the policy at an `endpoint` (`Harn
 are sampled by `stages.EpisodeRollout`; rewards over episodes are in `rewards`.
 """
 
+from workbench.agents.branching import Estimate, Tree, TreeNode
 from workbench.agents.calls import Toolbox, truncate
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.episode import Episode, LockStep, Transcript
@@ -56,12 +57,13 @@ from workbench.agents.tools import (
 
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
-    "Endpoint", "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer",
-    "Gsm8kInteraction", "GymInteraction", "Harness", "HermesParser", "Interaction", "KimiParser", "Limits",
-    "LockStep", "Loops", "MCPServer", "MCPTool", "PolicySession", "PythonTool", "Qwen3CoderParser", "ReActParser",
-    "RemoteInteraction", "Search", "SingleTurn", "SubAgent", "Terminal", "Tests", "Tool", "ToolAgent",
-    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
-    "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool", "interacting",
-    "load_interactions", "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop",
-    "register_parser", "sub_agent", "terminal_rows", "tool_parser", "truncate", "verifiers_reward", "verifiers_rows",
+    "Endpoint", "Episode", "EpisodeState", "EpisodeStepper", "Estimate", "FunctionCall", "FunctionTool",
+    "Gsm8kAnswer", "Gsm8kInteraction", "GymInteraction", "Harness", "HermesParser", "Interaction", "KimiParser",
+    "Limits", "LockStep", "Loops", "MCPServer", "MCPTool", "PolicySession", "PythonTool", "Qwen3CoderParser",
+    "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "SubAgent", "Terminal", "Tests", "Tool", "ToolAgent",
+    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Tree", "TreeNode", "Turn",
+    "TurnTokens", "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool",
+    "interacting", "load_interactions", "load_tools", "mcp_tools", "parser_names", "parser_of", "register",
+    "register_agent_loop", "register_parser", "sub_agent", "terminal_rows", "tool_parser", "truncate",
+    "verifiers_reward", "verifiers_rows",
 ]  # fmt: skip

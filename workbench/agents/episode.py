@@ -80,6 +80,8 @@ class Episode:
     """How many turns were sampled."""
     attempt: int = 0
     """Number of the try at the next turn: another number gives another seed."""
+    branches: tuple[tuple[int, int], ...] = ()
+    """(turn, number) for each time that it was branched: the model's turns from there on have seeds of that number."""
     opening: int = 0
     """How often an `EpisodeStepper` has made its tools and its simulated user anew."""
     seconds: float = 0.0
@@ -101,8 +103,9 @@ class Episode:
         return f"{self.purpose}-{self.step}-{self.uid}-{self.sample}-{self.row}{again}"
 
     def seed(self, turn: int, attempt: int = 0) -> int:
-        """The seed of one turn, derived from (run seed, purpose, step, uid, sample, turn, attempt)."""
-        return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
+        """The seed of one turn, derived from (run seed, purpose, step, uid, sample, turn, attempt), and where it was branched."""
+        branches = [one for one in self.branches if turn >= one[0]]
+        return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt, *branches)
 
     async def generate(self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any]) -> Sample:
         """Sample the next turn after the token ids `ids`.

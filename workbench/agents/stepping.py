@@ -51,7 +51,7 @@ class EpisodeStepper(Shown):
         recorded: the episode as it was sampled; None: it has not begun.
         row_number: the row's number in the rollout.
         number: the episode's number in the rollout: the row's, unless episodes are several rows.
-        batch_of: function from the episode's sequences to a batch of their rows, with the rollout's columns.
+        batch_of: function from episodes, each of its sequences, to a batch of their rows, with the rollout's columns.
         log_probs: function (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
         lent: returns a context manager inside which the engine has the weights that this episode is sampled with.
     """
@@ -66,7 +66,7 @@ class EpisodeStepper(Shown):
         *,
         row_number: int,
         number: int,
-        batch_of: Callable[[Sequences], DataProto],
+        batch_of: Callable[[Sequence[Sequences]], DataProto],
         log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -76,7 +76,9 @@ class EpisodeStepper(Shown):
             raise SettingError(what, expected="a ToolAgent, or a subclass of it", found=loop, do=do)
         self.row, self.number = row_number, number
         """The row's number in the rollout, and the episode's."""
-        self._batch_of, self._log_probs, self._lent = batch_of, log_probs, lent
+        self._log_probs, self._lent = log_probs, lent
+        self.batch_of = batch_of
+        """Function from episodes, each of its sequences, to a batch with the rollout's columns."""
         self._openings = itertools.count(1)
         self._saved: dict[Ran, dict[str, Any]] = {}
         self._loop = loop.bound(episode)
@@ -131,7 +133,7 @@ class EpisodeStepper(Shown):
     @property
     def batch(self) -> DataProto:
         """The episode as a batch of a row for each sequence, with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
-        return self._batch_of(self.outputs)
+        return self.batch_of([self.outputs])
 
     # --- forwards -------------------------------------------------------------------------
 
@@ -250,6 +252,33 @@ class EpisodeStepper(Shown):
         twin._fits = False
         return twin
 
+    def branch(self, turn: int | None = None, n: int = 8) -> tuple[EpisodeStepper, ...]:
+        """Draw `n` continuations from turn `turn` (None: the next one) to the episode's end, all at once.
+
+        Turn `turn` is the first that is drawn again; those before are shared. Every continuation has tools and a simulated
+        user of its own, brought to that place as after `back`, and seeds of its own, the same each time. This stepper stays
+        where it is. Returns the continuations, as steppers. Raises `PipelineError` if there is no such turn.
+        """
+        require(isinstance(n, int) and n >= 1, "n", expected="a whole number ≥ 1", found=n)
+        start = self.fork().back(len(self.turns) if turn is None else turn)
+        made, said = [start.fork() for _ in range(n)], sum(one.role == "assistant" for one in start.turns)
+        for number, one in enumerate(made):
+            one._loop.episode.branches += ((said, number),)
+        with self._lent():
+            runtime.run_all(EpisodeStepper.finished, made)
+        return tuple(made)
+
+    async def finished(self) -> Sequences:
+        """`run` for many at once: await the episode's end; returns its sequences. Released where it is cancelled or breaks."""
+        try:
+            while self.next_role is not None:
+                self._counted()
+                await self._turn()
+        except BaseException:
+            await self._loop.close(self._now)
+            raise
+        return self.outputs
+
     def close(self) -> None:
         """Release the tools and the simulated user, as at the end of an episode. Later steps make them anew."""
         runtime.run(self._loop.close(self._now))
@@ -277,17 +306,21 @@ class EpisodeStepper(Shown):
             raise PipelineError("this episode is over", found=found, do="go back by back(to=…) or replace(turn, text)")
 
     def _do(self, work: Callable[[], Any], samples: bool) -> None:
-        episode, said = self._loop.episode, self._now.said
-        episode.turn = sum(one.count("assistant") for one in said)
-        episode.versions = episode.versions[: episode.turn]
-        self._outputs = None
-        kept = [one.copy() for one in said]
+        self._counted()
+        kept = [one.copy() for one in self._now.said]
         try:
             with self._lent() if samples else nullcontext():
                 runtime.run(work())
         except BaseException:  # interrupted half-way: as if the turn had not begun
             self._now, self._outputs, self._fits = self._at(kept), None, False
             raise
+
+    def _counted(self) -> None:
+        """Tell the episode how many turns it has, before the next."""
+        episode = self._loop.episode
+        episode.turn = sum(one.count("assistant") for one in self._now.said)
+        episode.versions = episode.versions[: episode.turn]
+        self._outputs = None
 
     async def _turn(self) -> None:
         count = len(self.turns)

@@ -81,6 +81,10 @@ COLUMNS: Mapping[str, Column] = _declare(
         "tool_rewards": ("object", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
         "agent_extra": ("object", "What else the row's agent loop gave, as a dict."),
         "session": ("object", "Number of the row's episode; there where an episode of the batch is several rows."),
+        "nodes": (
+            "int B T",
+            "Node of the prompt's tree of responses that each token belongs to, from 1; rows share nodes.",
+        ),
         "response_text": ("object", "The response decoded, special tokens left out."),
         "multi_modal_inputs": (
             "object",

@@ -28,6 +28,7 @@ from workbench.functional.losses import (
 )
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
 from workbench.functional.returns import discounted_returns, explained_variance, gae
+from workbench.functional.trees import arpo, learnt_once, node_numbers, tree_grpo, tree_rl, tree_turn
 
 __all__ = [
     "AGGREGATIONS",
@@ -37,6 +38,7 @@ __all__ = [
     "Surrogate",
     "ValueLoss",
     "aggregate",
+    "arpo",
     "bradley_terry",
     "discounted_returns",
     "entropy_from_logits",
@@ -48,12 +50,14 @@ __all__ = [
     "grpo",
     "grpo_passk",
     "kl_penalty",
+    "learnt_once",
     "log_probs_from_logits",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
     "maxrl",
+    "node_numbers",
     "opo",
     "optimal_token_baseline",
     "ppo_clip",
@@ -63,5 +67,8 @@ __all__ = [
     "response_lengths",
     "rloo",
     "tir_optimal_token_baseline",
+    "tree_grpo",
+    "tree_rl",
+    "tree_turn",
     "value_loss",
 ]

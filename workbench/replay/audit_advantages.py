@@ -35,6 +35,7 @@ from workbench.replay.audit_formulas import (
     shares,
     size,
 )  # fmt: skip
+from workbench.replay.audit_trees import TREES
 
 # --- advantages -----------------------------------------------------------------------------------------
 
@@ -350,5 +351,6 @@ ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], E
     "gdpo": _gdpo,
     "optimal_token_baseline": _token_baseline(packed=False),
     "tir_optimal_token_baseline": _token_baseline(packed=True),
+    **TREES,
 }
 """Estimator → its slow form: of the view, mask, token rewards and scored rows."""

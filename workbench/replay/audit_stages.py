@@ -40,6 +40,7 @@ from workbench.replay.audit_formulas import (
     size,
     spread,
 )  # fmt: skip
+from workbench.replay.audit_trees import trees
 
 # --- rollout ------------------------------------------------------------------------------------------
 
@@ -59,6 +60,8 @@ def rollout(v: View) -> Claims:
         yield Left("multi_modal_inputs", "needs the model's processor")
     if "turns" in b:
         yield from _episodes(v)
+    if "nodes" in b:
+        yield from trees(v, counted=not joined)
     if not joined:
         yield from _repeated(v)
         yield from measured_lengths(b)

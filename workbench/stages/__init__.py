@@ -12,11 +12,12 @@ from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
 from workbench.stages.supervised import BradleyTerry, CrossEntropy
 from workbench.stages.targets import Pairs, Targets
+from workbench.stages.trees import LearntOnce, TreeRollout
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LogProb",
+    "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LearntOnce", "LogProb",
     "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout",
-    "RolloutCorrection", "Stage", "Targets", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
+    "RolloutCorrection", "Stage", "Targets", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
     "validation_rollout",
 ]  # fmt: skip

@@ -27,14 +27,22 @@ INPUTS: Mapping[str, str] = {
     "rewards": "token_level_scores",
     **{
         name: name
-        for name in ("scored", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
+        for name in (
+            "scored",
+            "nodes",
+            "values",
+            "old_log_probs",
+            "ref_log_prob",
+            "sum_pi_squared",
+            "rollout_is_weights",
+        )
     },
     "baselines": "reward_baselines",
     "components": "",
 }
 """What an estimator may ask for, by the name of its argument (a shape suffix such as `_BT` is dropped), and the column that
 it comes from. `scores` [B] is the sum of a row's token rewards, `groups` [B] int64 numbers the uids, `rewards` is
-`token_level_rewards` [B, T], `baselines` [B] is a greedy response's reward, `components` [B, K] are the reward's named parts
+`token_level_rewards` [B, T], `nodes` [B, T] the trees of `TreeRollout`, `baselines` [B] is a greedy response's reward, `components` [B, K] are the reward's named parts
 that `parts` lists. `mask` is `loss_mask` where the batch has it: without the tokens that a rollout correction rejected.
 Settings follow as other arguments."""
 

@@ -97,11 +97,18 @@ class EpisodeRollout(Rollout):
         self._refuse_media(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
-        loops = self._loops_of(batch)
-        waves = LockStep(self.sampler, range(len(rows))) if self.deterministic else None
-        tell = self._teller(batch, rows)
+        every = self._played(batch, rows, range(len(rows)), self._teller(batch, rows))
+        return self._finished(batch, self._columns(every), rows[_numbers(every)], agent_metrics(_flat(every)))
 
-        async def run(index: int, row: int) -> Sequences:
+    def _played(
+        self, batch: DataProto, rows: torch.Tensor, played: Sequence[int], tell: Callable[..., None]
+    ) -> list[Sequences]:
+        """The whole episodes of these numbers (`played`); `rows` are the prompts of all of them."""
+        each, loops = self.group_size + self.greedy_baseline, self._loops_of(batch)
+        waves = LockStep(self.sampler, played) if self.deterministic else None
+
+        async def run(index: int) -> Sequences:
+            row = int(rows[index])
             loop, episode = loops[row], self._episode(batch, row, index, index % each)
             episode.lock_step = waves
             columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
@@ -113,16 +120,20 @@ class EpisodeRollout(Rollout):
                 if waves is not None:
                     waves.leave(index)
             given = sequences(output, place)
-            found = tuple(episode.with_log_probs(one).within(self.sampling.max_tokens) for one in given)
-            tell(index, _sample(found[-1]), whole_episode([_objects(one) for one in found]))
-            return found
+            return self._received(tell, index, [episode.with_log_probs(one) for one in given])
 
-        every = runtime.run(_all([run(index, row) for index, row in enumerate(rows.tolist())]))
+        every = runtime.run(_all(list(map(run, played))))
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
-        return self._finished(batch, self._columns(every), rows[_numbers(every)], agent_metrics(_flat(every)))
+        return every
+
+    def _received(self, tell: Callable[..., None], index: int, given: Sequence[AgentLoopOutput]) -> Sequences:
+        """A finished episode, its sequences cut to `max_tokens`, after a reward that waits for it was told."""
+        found = tuple(one.within(self.sampling.max_tokens) for one in given)
+        tell(index, _sample(found[-1]), whole_episode([_objects(one) for one in found]))
+        return found
 
     def _loops_of(self, batch: DataProto) -> list[AgentLoopBase]:
         """The agent loop of each of P rows, prepared."""
@@ -161,21 +172,35 @@ class EpisodeRollout(Rollout):
         if not isinstance(row, int) or not 0 <= row < most:
             raise IndexError(f"row {row} is not in this rollout's output, rows 0 to {most - 1}")
         number = row if recorded is None else episode_number(recorded, row)
-        place, sample = divmod(number, each)
+        return self._stepper(batch, row, number, None if recorded is None else recorded_episode(recorded, row), lent)
+
+    def _stepper(
+        self,
+        batch: DataProto,
+        row: int,
+        number: int,
+        recorded: Sequences | None,
+        lent: Lent | None = None,
+        waves: LockStep | None = None,
+    ) -> EpisodeStepper:
+        """An `EpisodeStepper` for the episode of this number, at the end of `recorded` where there is one."""
+        place, sample = divmod(number, self.group_size + self.greedy_baseline)
         loop = self.loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
         loop.prepare(self.sampler)
         one = batch.select_idxs(torch.tensor([place]))
+        episode = self._episode(batch, place, number, sample)
+        episode.lock_step = waves
 
-        def batch_of(outputs: Sequences) -> DataProto:
-            same = one.select_idxs([0] * len(outputs)).with_meta(**self._facts())
-            return self.written(same, self._columns([outputs]))
+        def batch_of(every: Sequence[Sequences]) -> DataProto:
+            same = one.select_idxs([0] * len(_flat(every))).with_meta(**self._facts())
+            return self.written(same, self._columns(every))
 
         return EpisodeStepper(
             loop,
-            self._episode(batch, place, number, sample),
+            episode,
             self._sampling(sample).to_dict(),
             {name: batch.non_tensor_batch[name][place] for name in batch.non_tensor_batch},
-            None if recorded is None else recorded_episode(recorded, row),
+            recorded,
             row_number=row,
             number=number,
             batch_of=batch_of,
@@ -225,7 +250,8 @@ def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = Fals
     sampling = rollout.sampling.replace(temperature=0.0) if greedy else rollout.sampling
     changes: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "purpose": "validation"}
     if isinstance(rollout, EpisodeRollout):
-        return type(rollout)(**{**rollout.made_with, "greedy_baseline": False, **changes})
+        changes |= {"greedy_baseline": False} if rollout.greedy_baseline else {}
+        return type(rollout)(**{**rollout.made_with, **changes})
     return Rollout(rollout.sampler, **changes)
 
 

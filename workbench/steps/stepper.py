@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from workbench.agents.branching import Tree, only_sequence
 from workbench.agents.stepping import EpisodeStepper
-from workbench.base.config import source_of
+from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, PipelineError, describe
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
@@ -28,6 +29,7 @@ from workbench.dataproto.same import unchanged
 from workbench.engines.protocol import Losable, Stateful
 from workbench.stages.episodes import EpisodeRollout
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.reward import Reward
 from workbench.stages.stage import Stage, used
 from workbench.steps.compare import Comparison, compare
 from workbench.steps.snapshots import Price, Snapshots, SnapshotSettings
@@ -293,6 +295,54 @@ class Stepper(Shown):
         changed = replace(phase, batch=outcome.batch, metrics=metrics, settings=settings, rows=outcome.rows)
         position = self._trace.names.index(stage.name)
         return self.fork().back(to=stage.name).from_trace(self._trace.first(position).add(changed))
+
+    def branch(
+        self,
+        row: int | EpisodeStepper,
+        turn: int | None = None,
+        n: int = 8,
+        *,
+        turns: Sequence[int] | str = (),
+        reward: Any = None,
+    ) -> Tree:
+        """Draw `n` continuations of an episode from a turn, or from each of several, score them, and return the `Tree`.
+
+        How much did that call help? `s.branch(3, turns="all").credit()` has the value before and after each turn of row 3's
+        episode, and the difference, with standard errors. Turn `turn` is the first that is drawn again, with other seeds; at a
+        tool's or user's turn these answer once more and the model's next turn is the first. Turns before are shared; tools are
+        brought to their state by the earlier calls. This stepper stays where it is.
+
+        Args:
+            row: number of the row in the rollout's output, or an episode that `episode` returned, run to its end.
+            turn: number of the turn; None: the first, unless `turns` are given.
+            n: continuations of each turn.
+            turns: several turns, or `"all"`: every turn of the model.
+            reward: scores the continuations; None: the pipeline's reward. Rows that it cannot score leave the means.
+
+        Raises `PipelineError` where the rollout has no agent or a turn is not there, `SettingError` for an agent that cannot be
+        stepped.
+
+        Example:
+            >>> s.branch(0, turn=2, n=8)  # doctest: +SKIP
+        """
+        recorded = row if isinstance(row, EpisodeStepper) else self.episode(row)
+        if recorded.next_role is not None:
+            if recorded is row:
+                what, found = "this episode is not over", f"{recorded.next_role} turn next"
+                raise PipelineError(what, found=found, do="run() it first")
+            recorded.run()
+        model = [place for place, one in enumerate(recorded.turns) if one.role == "assistant"]
+        if isinstance(turns, str):
+            require(turns == "all", "turns", expected="numbers of turns, or 'all'", found=turns)
+            turns = model
+        chosen = [*turns, *([turn] if turn is not None else [])] or [0]
+        drawn = {one: recorded.branch(one, n) for one in dict.fromkeys(chosen)}
+        outputs = [
+            (only_sequence(one.outputs),)
+            for one in (recorded, *(one for place in sorted(drawn) for one in drawn[place]))
+        ]
+        stage = self._pipeline["reward"] if reward is None else Reward(reward)
+        return Tree.of(recorded, drawn, stage(recorded.batch_of(outputs)).batch)
 
     def _agents(self) -> EpisodeRollout:
         for stage in self._pipeline:

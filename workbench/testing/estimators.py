@@ -25,14 +25,15 @@ T = 6
 
 
 def a_batch(rows: int = 8, *, group: int = 4, seed: int = 0, **changes: Any) -> DataProto:
-    """Rows with every column that an estimator may read: tool text between tokens, an empty response, one row not scored."""
+    """Rows with every column that an estimator may read: tool text between tokens, an empty response, one row not
+    scored; the first token of two neighbours is one node of a tree."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
 
     lengths = (torch.arange(rows) * 2 + 3) % (T + 1)
-    there = (torch.arange(T) < lengths[:, None]).long()
+    there, number = (torch.arange(T) < lengths[:, None]).long(), torch.arange(rows)[:, None]
     mask = there * (torch.arange(T) != 1).long()
     last = (mask * torch.arange(T)).amax(-1, keepdim=True)
     reward = (random(rows) * 2).round()
@@ -51,6 +52,7 @@ def a_batch(rows: int = 8, *, group: int = 4, seed: int = 0, **changes: Any) -> 
         "sum_pi_squared": old.exp().square() + random(rows, T) * (1 - old.exp()).square(),
         "rollout_is_weights": 2 * random(rows, T),
         "reward_baselines": random(rows),
+        "nodes": there * torch.where(torch.arange(T) < 1, 1 + number // 2, 1 + rows + number),
         "uid": [f"u{row // group}" for row in range(rows)],
     }
     return DataProto.from_single_dict({**columns, **changes})

@@ -1,6 +1,7 @@
 """The table of which function shows which class: names only, imported when an object is first shown."""
 
 _DOCUMENTS = {
+    "workbench.agents.branching:Tree": "trees:tree",
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",

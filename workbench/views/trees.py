@@ -1,0 +1,96 @@
+"""A tree of continuations: its turns with values and credit, as text and as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workbench.views import document as doc
+from workbench.views.rewards import BAD
+
+if TYPE_CHECKING:
+    from workbench.agents.branching import Estimate, Tree, TreeNode
+
+_GOOD = "color:rgb(46,160,67)"
+_SAID = 90
+"""Characters of a turn that are shown."""
+
+
+def tree(made: Tree) -> doc.Part:
+    """The view of a `Tree`: what each stretch of the recorded episode was worth, then all nodes."""
+    nodes = made.nodes
+    rewards = [float(one) for one, told in zip(made.batch["reward"], made.batch["scored"], strict=True) if told]
+    low, high = min((*rewards, 0.0)), max((*rewards, 1.0))
+    left = len(made.leaves) - len(rewards)
+    points = ", ".join(map(str, made.points))
+    said = [
+        f"row {made.leaves[0].row}: {doc.counted(len(made.leaves) - 1, 'continuation')}",
+        f"from turn{'s' * (len(made.points) > 1)} {points}",
+        *([f"{left} of {len(made.leaves)} leaves not scored, in no mean"] if left else []),
+    ]
+    return (
+        doc.line(doc.bold(" · ".join(said))),
+        doc.Table(["turns", "recorded", "value before", "value after", "advantage"], _stretches(made, nodes)),
+        doc.Fold(
+            f"all nodes: {len(nodes)}",
+            lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
+            opened=True,
+        ),
+        doc.line(
+            doc.faint("value ± standard error · credit: value − mean of the other continuations from its first turn")
+        ),
+    )
+
+
+def _stretches(made: Tree, nodes: Sequence[TreeNode]) -> list[list[doc.Part]]:
+    """A row for each stretch of the recorded episode."""
+    rows: list[list[doc.Part]] = []
+    for node in (one for one in nodes if one.recorded and one.parent is not None):
+        before = made.value(node.first)
+        gained = node.value.minus(before)
+        rows.append([node.places, _said(node), _number(before), _number(node.value), _signed(gained)])
+    return rows
+
+
+def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.Part]]:
+    depth: dict[int | None, int] = {None: -1}
+    rows: list[list[doc.Part]] = []
+    for node in nodes:
+        level = depth[node.number] = depth[node.parent] + 1
+        places = node.places or "the prompt"
+        places = (
+            f"turn {places}" if node.places and len(node.turns) == 1 else f"turns {places}" if node.places else places
+        )
+        name = doc.bold(places) if node.recorded else places
+        shown = doc.Either(["  " * level, name], doc.Span(name, f"padding-left:{1.4 * level:g}em;white-space:nowrap"))
+        share = (node.value.mean - low) / ((high - low) or 1.0)
+        value = doc.Span(
+            doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
+        )
+        rows.append([shown, f"{len(node.leaves)}", value, _signed(node.credit), _said(node)])
+    return rows
+
+
+def _said(node: TreeNode) -> doc.Part:
+    """What the node's turns say, the tools' paler."""
+    parts: list[doc.Part] = []
+    for turn in node.turns:
+        text = doc.one_line(" ".join(turn.text.split()), _SAID)
+        parts += [*([" ⏎ "] if parts else []), text if turn.role == "assistant" else doc.faint(text)]
+    return doc.Either(parts, doc.wrapped(parts))
+
+
+def _number(one: Estimate) -> str:
+    known = not math.isnan(one.error) and one.error > 0
+    return doc.number(one.mean, ".3g") + (f" ± {one.error:.2g}" if known else "")
+
+
+def _signed(one: Estimate) -> doc.Part:
+    """A difference with its sign; coloured where it is beyond two standard errors."""
+    if math.isnan(one.mean):
+        return "–"
+    error = f" ± {one.error:.2g}" if one.error > 0 else ""
+    clear = not math.isnan(one.error) and abs(one.mean) > 2 * one.error
+    style = (_GOOD if one.mean > 0 else BAD) if clear else ""
+    return doc.Span(f"{one.mean:+.3g}{error}", f"{style};white-space:nowrap" if style else "white-space:nowrap")
