@@ -25,7 +25,7 @@ DATA ?= data/gsm8k
 GSM8K ?= runs/gsm8k
 published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
 
-.PHONY: train test tests test-all quick durations scorecard lint format lab bench bench-engine browser sandbox cluster gpu doctor gsm8k clean
+.PHONY: train test tests test-all quick durations scorecard lint format lab docs bench bench-engine browser sandbox cluster gpu doctor gsm8k clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -78,6 +78,9 @@ format: $(DEV)
 
 lab: $(READY)  ## JupyterLab on the first notebook
 	$(BIN)/jupyter lab notebooks/101_one_step.ipynb
+
+docs: $(DEV)  ## the documentation site in build/site, offline; ARGS=--execute runs the notebooks first, some fifteen minutes
+	$(ONE) $(BIN)/python tools/site.py $(ARGS)
 
 bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, how fast the shelf, rewards and looks are
 	$(BIN)/python tests/benchmarks/learning.py

@@ -1,13 +1,11 @@
-"""The front-door page of the design, line for line, as far as it is built; and the README's screen of Python."""
+"""The front-door page of the design, line for line, as far as it is built; the README's code is run by test_docs.py."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 
 import pytest
-from tests_patience import LONG
 
 import workbench as wb
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
@@ -61,22 +59,3 @@ def test_the_front_door_on_a_cluster() -> None:
         rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
         s = wb.Stepper(pipe8, rows.batch(2)).run()
         assert s.trace.metrics["actor/grad_norm"] > 0 and pipe8[0].learners()[0].version == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cluster", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_readme_runs(tmp_path: Path, cluster: bool) -> None:
-    text = Path("README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    blocks = [block for block in blocks if cluster or "wb.cluster(" not in block]
-    assert len(blocks) > 4
-    source = "\n".join(blocks).replace('"runs/mine"', repr(str(tmp_path / "mine"))).replace("steps=40", "steps=2")
-    source = source.replace('"fig.pdf"', repr(str(tmp_path / "fig.pdf")))
-    script = tmp_path / "readme.py"
-    body = source.replace("await wb.train(", "wb.train_blocking(")
-    script.write_text("if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()))
-    import subprocess
-    import sys
-
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LONG, check=False)
-    assert done.returncode == 0, done.stderr

@@ -1,0 +1,85 @@
+"""The guide: the site builds with every link right, and what its pages say to type runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests_patience import LONG
+
+ROOT = Path(__file__).parents[1]
+GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+RUN = [page for page in GUIDE if "```python" in page.read_text()]
+LONGER = ("cluster", "jobs")
+"""Pages that start a cluster, or a notebook as a job: half a minute each."""
+ALL = """
+import contextlib, io, runpy, sys
+for page in sys.argv[1:]:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(page, run_name="__main__")
+    except BaseException:
+        sys.stderr.write(f"{page}, after it had printed:\\n{said.getvalue()[-2000:]}\\n")
+        raise
+"""
+
+
+def blocks(path: Path) -> str:
+    """A page's blocks of Python as one script; in a script a training call needs no `await`."""
+    text = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+    body = text.replace("await wb.train(", "wb.train_blocking(").replace("steps=40", "steps=2")
+    return "if __name__ == '__main__':\n" + "\n".join("    " + line for line in body.splitlines()) + "\n"
+
+
+def run(pages: list[Path], folder: Path) -> None:
+    """Run pages one after the other, from a folder with the repository's data and notebooks."""
+    for name in ("data", "notebooks"):
+        (folder / name).symlink_to(ROOT / name)
+    scripts = [folder / f"{page.stem}.py" for page in pages]
+    for page, script in zip(pages, scripts, strict=True):
+        script.write_text(blocks(page) if page.suffix == ".md" else page.read_text())
+    (folder / "all.py").write_text(ALL)
+    command = [sys.executable, "all.py", *map(str, scripts)]
+    found = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=found, capture_output=True, text=True, timeout=LONG, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_readme_and_the_pages_run(tmp_path: Path) -> None:
+    by_hand = ROOT / "docs" / "guide" / "grpo_by_hand.py"
+    run([ROOT / "README.md", by_hand, *(page for page in RUN if page.stem not in LONGER)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONGER)
+def test_a_page_that_takes_longer_runs(name: str, tmp_path: Path) -> None:
+    run([ROOT / "docs" / "guide" / f"{name}.md"], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_site_builds_with_every_link_right(tmp_path: Path) -> None:
+    """Links, anchors, pages left out of the navigation and names that the reference does not find are errors."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, str(ROOT / "tools" / "site.py"), "--build", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "site"
+    recipes = (site / "reference" / "recipes.html").read_text()
+    assert 'id="workbench.recipes.grpo"' in recipes and "norm_adv_by_std" in recipes
+    assert "rollout_log_probs" in (site / "reference" / "glossary.html").read_text()
+    assert (site / "notebooks" / "101_one_step.html").exists()
+    loaded = re.findall(r'(?:src|href)="(https?://[^"]+)"', (site / "index.html").read_text())
+    assert [one for one in loaded if "squidfunk" not in one] == []  # offline: only the theme's own credit is a link
+
+
+def test_every_page_is_in_the_navigation_and_short() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for page in GUIDE:
+        assert f"guide/{page.name}" in listed and len(page.read_text().splitlines()) < 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 70
