@@ -500,7 +500,8 @@ def test_what_a_loop_of_ones_own_must_return(engine: Any, rows: Any) -> None:
         return stage(batch_of(rows, 1)).batch
 
     with pytest.raises(
-        ForeignError, match=r"agent loop 'returns', row 0 \(uid .*\): expected an AgentLoopOutput; found N"
+        ForeignError,
+        match=r"agent loop 'returns', row 0 \(uid .*\): expected an AgentLoopOutput, or a list of them; found N",
     ):
         rolled(None)
     with pytest.raises(

@@ -126,15 +126,18 @@ def test_only_the_last_row_of_a_session_is_compared() -> None:
     )
     found = Advantage(F.grpo, norm_by_std=False, sessions="session")(batch).batch
     assert found["advantages"].tolist() == [[-0.5, -0.5], [-0.5, 0], [0.5, 0.5], [0, 0]]
-    assert Advantage(F.grpo, norm_by_std=False)(batch).batch["advantages"][0, 0] != -0.5
+    assert torch.equal(Advantage(F.grpo, norm_by_std=False)(batch).batch["advantages"], found["advantages"])
+    alone = Advantage(F.grpo, norm_by_std=False, sessions=None)
+    assert alone(batch).batch["advantages"][0, 0] == pytest.approx(9 - 10 / 3)
     # the last row of x is rejected whole: its other row still has the session's advantage
     kept = batch.with_columns({"loss_mask": torch.tensor([[1, 1], [0, 0], [1, 1], [1, 1]])})
     rejected = Advantage(F.grpo, norm_by_std=False, sessions="session")(kept).batch
     assert rejected["advantages"].tolist() == [[-0.5, -0.5], [0, 0], [0.5, 0.5], [0, 0]]
-    moved = Advantage(F.grpo, sessions="session").with_function(F.rloo)
-    assert moved.sessions == "session" and moved.settings()["sessions"] == "session"
-    with pytest.raises(PipelineError, match="sessions='session' with estimator gae; expected one that reads scores"):
-        Advantage(F.gae, sessions="session")
+    moved = Advantage(F.grpo, sessions="mine").with_function(F.rloo)
+    assert moved.sessions == "mine" and moved.settings()["sessions"] == "mine"
+    assert "sessions" not in Advantage(F.grpo).settings() and alone.settings()["sessions"] is None
+    with pytest.raises(PipelineError, match="sessions='mine' with estimator gae; expected one that reads scores"):
+        Advantage(F.gae, sessions="mine")
 
 
 def test_empty_responses_and_rows_that_were_not_scored_are_in_no_critic_metric() -> None:

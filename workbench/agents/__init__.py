@@ -30,6 +30,7 @@ from workbench.agents.protocol import (
     Turn,
 )
 from workbench.agents.stepping import EpisodeStepper
+from workbench.agents.sub_agents import SubAgent, sub_agent
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.agents.tools import (
@@ -50,9 +51,9 @@ __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
     "Episode", "EpisodeState", "EpisodeStepper", "FunctionCall", "FunctionTool", "Gsm8kAnswer", "Gsm8kInteraction",
     "GymInteraction", "HermesParser", "Interaction", "KimiParser", "LockStep", "Loops", "MCPServer", "MCPTool", "PythonTool",
-    "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "Tool", "ToolAgent",
+    "Qwen3CoderParser", "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "SubAgent", "Tool", "ToolAgent",
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Turn", "TurnTokens",
     "VerifiersInteraction", "agent_loop", "environment_rows", "function_tool", "interacting", "load_interactions",
-    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "tool_parser",
+    "load_tools", "mcp_tools", "parser_names", "parser_of", "register", "register_agent_loop", "register_parser", "sub_agent", "tool_parser",
     "truncate", "verifiers_rows",
 ]  # fmt: skip

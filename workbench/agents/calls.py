@@ -168,10 +168,11 @@ class OpenTools:
             kind = type(arguments).__name__
             return self._failed(call, "invalid", f"Error: the arguments of {call.name} are a {kind}, not a JSON object")
         began = time.perf_counter()
+        seconds = getattr(tool, "seconds_per_call", self._box._seconds)  # a sub-agent has none
         try:
-            return self._answered(call, await within(self._executed(tool, arguments), self._box._seconds))
+            return self._answered(call, await within(self._executed(tool, arguments), seconds))
         except TimeoutError as error:
-            status = "late" if time.perf_counter() - began >= self._box._seconds else "error"
+            status = "late" if time.perf_counter() - began >= (seconds or math.inf) else "error"
             return self._failed(call, status, f"Error when executing tool {call.name}: {error}")
         except Exception as error:  # noqa: BLE001 - a failing tool is an answer to the model
             return self._failed(call, "error", f"Error when executing tool {call.name}: {first_line(error)}")

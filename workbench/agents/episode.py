@@ -86,7 +86,13 @@ class Episode:
     """Seconds spent waiting for the sampler."""
     samples: list[Sample] = field(default_factory=list)
     """What was sampled, turn by turn."""
+    told: set[int] = field(default_factory=set)
+    """Numbers of the samples that `with_log_probs` has found in a sequence: no other sequence has them."""
     versions: list[int] = field(default_factory=list)
+    others: list[AgentLoopOutput] = field(default_factory=list)
+    """Sequences of sub-agents, which come before the episode's own."""
+    called: dict[int, int] = field(default_factory=dict)
+    """Turns that were sampled before a sub-agent was called → the number of the last call then."""
 
     @property
     def name(self) -> str:
@@ -147,16 +153,19 @@ class Episode:
     def with_log_probs(self, output: AgentLoopOutput) -> AgentLoopOutput:
         """The output with the log-probs of what was sampled, where it has none: turns may be left out, the last one cut.
 
+        Of several sequences each is to be given once, in order.
+
         Raises `DataError` where the model's own tokens (mask 1) are not those that were sampled.
         """
         if output.response_logprobs is not None:
             return output
         own = [one for one, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
         found: list[float] = []
-        for sample in self.samples:
+        for number, sample in enumerate(self.samples):
             rest = own[len(found) :]
-            if rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
+            if rest and number not in self.told and rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
                 found += sample.log_probs[: len(rest)]
+                self.told.add(number)
         if len(found) < len(own):
             what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
             expected = "response ids that are the sampled ones, in order, where the mask is 1"

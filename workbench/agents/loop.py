@@ -23,6 +23,10 @@ from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switch
 class AgentLoopBase(Remembering, Shown):
     """Base class of agent loops: a subclass defines `async run(sampling_params, **row) -> AgentLoopOutput`.
 
+    Where an episode is several sequences (its context was compacted, a sub-agent had one of its own), `run` returns a list of
+    outputs in order. Each is a row of the batch with the episode's number in the column `session`; the last one's response is
+    what the reward scores. `max_tokens` limits each of them.
+
     A loop is made once, with its tools and limits; every row is then run by a shallow copy that is bound to the row's
     `Episode`, so that `run` may keep a row's state in `self`. Inside `run`, `self.generate(ids, sampling_params)` samples the
     next turn with the row's own seeds, and `self.tokenizer` is the sampler's. A loop that asks the model to check its
@@ -69,7 +73,7 @@ class AgentLoopBase(Remembering, Shown):
         """What the loop needs but was made without (`no tools`), else empty. Such a loop cannot be chosen by name alone."""
         return ""
 
-    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
         """Run one row's episode, with `sampling_params` (`SamplingSettings` as a dict) and the row's object columns."""
         raise NotImplementedError(f"{type(self).__name__} does not define `async def run`")
 

@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from workbench.agents.plain import plain
-from workbench.base.errors import DataError, describe
+from workbench.base.errors import DataError, ForeignError, describe, message
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class AgentLoopOutput:
-    """One finished episode: a prompt, and one response of the model's, tools' and users' tokens with a mask over them.
+    """A finished episode, or one of its sequences: a prompt, and a response of the model's, tools' and users' tokens with a mask.
 
     `AgentLoopBase` has an example. Without `response_logprobs` it gets those with which the rollout's sampler drew the model's
     own tokens (`Episode.with_log_probs`). Raises `DataError` without a prompt, where ids, mask and log-probs differ in length, for
@@ -188,6 +188,20 @@ class AgentLoopOutput:
         columns = ("response_ids", "response_mask", "response_logprobs")
         kept: dict[str, Any] = {name: getattr(self, name)[:limit] for name in columns}
         return replace(self, **kept, finish_reason="length", turns=tuple(turns))
+
+
+Sequences = tuple[AgentLoopOutput, ...]
+"""The sequences of one episode, in order; the last is the one whose response is scored."""
+
+
+def sequences(found: Any, place: str) -> Sequences:
+    """What the agent loop called `place` returned, one output or several. Raises `ForeignError` for anything else."""
+    several = tuple(found) if isinstance(found, list | tuple) else (found,)
+    if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
+        raise ForeignError(
+            f"{place}: " + message("expected an AgentLoopOutput, or a list of them", found=describe(found))
+        )
+    return several
 
 
 def _finite(value: Any) -> bool:

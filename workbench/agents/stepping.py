@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.agents.episode import Episode, Transcript
+from workbench.agents.histories import cut
 from workbench.agents.loop import AgentLoopBase
-from workbench.agents.protocol import AgentLoopOutput, FunctionCall, ToolCall, Turn
+from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn, sequences
+from workbench.agents.sub_agents import call_of
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.base import runtime
 from workbench.base.config import require
@@ -43,7 +45,8 @@ class EpisodeStepper(Shown):
         row: the row's object columns.
         recorded: the episode as it was sampled; None: it has not begun.
         row_number: the row's number in the rollout.
-        batch_of: function from an output to a batch of the one row, with the rollout's columns.
+        number: the episode's number in the rollout: the row's, unless episodes are several rows.
+        batch_of: function from the episode's sequences to a batch of their rows, with the rollout's columns.
         log_probs: function (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
         lent: returns a context manager inside which the engine has the weights that this episode is sampled with.
     """
@@ -54,10 +57,11 @@ class EpisodeStepper(Shown):
         episode: Episode,
         sampling: Mapping[str, Any],
         row: Mapping[str, Any],
-        recorded: AgentLoopOutput | None = None,
+        recorded: Sequences | None = None,
         *,
         row_number: int,
-        batch_of: Callable[[AgentLoopOutput], DataProto],
+        number: int,
+        batch_of: Callable[[Sequences], DataProto],
         log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -65,20 +69,21 @@ class EpisodeStepper(Shown):
             what = f"the agent loop of row {row_number} cannot be stepped turn by turn"
             do = "look at the whole transcript: views.transcript(batch, row)"
             raise SettingError(what, expected="a ToolAgent, or a subclass of it", found=loop, do=do)
-        self.row = row_number
-        """The row's number in the rollout."""
+        self.row, self.number = row_number, number
+        """The row's number in the rollout, and the episode's."""
         self._batch_of, self._log_probs, self._lent = batch_of, log_probs, lent
         self._openings = itertools.count(1)
         self._loop = loop.bound(episode)
         self._now, self._fits = self._loop.start(sampling, **row), True
-        self._output: AgentLoopOutput | None = recorded
+        self._outputs: Sequences | None = recorded
         if recorded is not None:
-            said = replace(self._now.transcript, prompt_ids=recorded.prompt_ids, reason=recorded.finish_reason)
-            said.ids, said.mask = list(recorded.response_ids), list(recorded.response_mask)
-            said.log_probs, said.turns = list(recorded.response_logprobs), list(recorded.turns)
+            episode.others = [one for one in recorded if call_of(one) is not None]
+            main = [one for one in recorded if call_of(one) is None]
+            said = [_transcript(self._now.transcript, one) for one in main]
             self._now, self._fits = self._at(said), False
             self._now.state = AgentState.TERMINATED
-            episode.versions = [recorded.version] * said.count("assistant")
+            pairs = zip(said, main, strict=True)
+            episode.versions = [one.version for made, one in pairs for _ in range(made.count("assistant"))]
 
     # --- the episode so far ---------------------------------------------------------------
 
@@ -90,7 +95,7 @@ class EpisodeStepper(Shown):
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns of the episode so far."""
-        return tuple(self._now.transcript.turns)
+        return tuple(self._now.turns)
 
     @property
     def next_role(self) -> str | None:
@@ -104,8 +109,13 @@ class EpisodeStepper(Shown):
 
     @property
     def output(self) -> AgentLoopOutput:
-        """The episode so far, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
-        return self._output or self._now.transcript.output(self._loop.episode)
+        """The episode so far, or its last sequence, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
+        return self.outputs[-1]
+
+    @property
+    def outputs(self) -> Sequences:
+        """The sequences of the episode so far: one, unless its context was compacted or sub-agents had their own."""
+        return self._outputs or self._loop.sequences(self._now)
 
     @property
     def tokenizer(self) -> Any:
@@ -114,8 +124,8 @@ class EpisodeStepper(Shown):
 
     @property
     def batch(self) -> DataProto:
-        """The episode as a batch of one row with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
-        return self._batch_of(self.output)
+        """The episode as a batch of a row for each sequence, with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
+        return self._batch_of(self.outputs)
 
     # --- forwards -------------------------------------------------------------------------
 
@@ -136,7 +146,7 @@ class EpisodeStepper(Shown):
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
         try:
-            self._do(self._turn, samples=self.next_role == "assistant")
+            self._do(self._turn, samples=self.next_role == "assistant" or bool(self._loop.sub_agents))
         finally:
             self._loop.episode.attempt, self._now.sampling = 0, whole
         return self
@@ -199,7 +209,7 @@ class EpisodeStepper(Shown):
             known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
             found = f"turn {to!r}" if count else "no turns"
             raise PipelineError("no such turn to go back to in this episode", expected=known, found=found)
-        self._now, self._output, self._fits = self._at(self._now.transcript.first(to)), None, False
+        self._now, self._outputs, self._fits = self._at(cut(self._now.said, to)), None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
@@ -207,24 +217,28 @@ class EpisodeStepper(Shown):
 
         If a simulated user's turn is replaced, the score that came with it is kept. If `say` raises, nothing changes.
         """
-        kept = self._now, self._output, self._fits
+        kept = self._now, self._outputs, self._fits
         said = self.turns
         self.back(turn)
         try:
             self.say(text, end=end)
         except SettingError:
-            self._now, self._output, self._fits = kept
+            self._now, self._outputs, self._fits = kept
             raise
         if said[turn:] and said[turn].role == "user":
-            turns, scored = self._now.transcript.turns, said[turn - 1]
-            turns[turn - 1] = replace(turns[turn - 1], score=scored.score, extra=scored.extra)
+            where, place = next(
+                (one, turn - 1 - before) for one, before in self._spans() if turn - 1 < before + len(one.turns)
+            )
+            where.turns[place] = replace(where.turns[place], score=said[turn - 1].score, extra=said[turn - 1].extra)
         return self
 
     def fork(self) -> EpisodeStepper:
         """A second stepper at the same place, with tools and a simulated user of its own."""
         twin = copy.copy(self)
-        twin._loop = self._loop.bound(replace(self._loop.episode, versions=list(self._loop.episode.versions)))
+        own = self._loop.episode
+        twin._loop = self._loop.bound(replace(own, versions=list(own.versions), others=list(own.others), called={}))
         kept: dict[str, Any] = {"transcript": self._now.transcript.copy(), "errors": list(self._now.errors)}
+        kept["past"] = [replace(one, transcript=one.transcript.copy()) for one in self._now.past]
         tools, user = twin._loop.opened(self._now.row)
         twin._now = replace(self._now, **kept, tools=tools, user=user)
         twin._fits = False
@@ -237,15 +251,19 @@ class EpisodeStepper(Shown):
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _at(self, said: Transcript) -> EpisodeState:
-        """The state after exactly these turns, with the present tools and user."""
-        state = replace(self._now, transcript=said, state=AgentState.GENERATING, calls=[], errors=[])
-        if said.turns and said.turns[-1].role == "assistant":
-            last = said.turns[-1]
-            state.calls = self._loop.parsed(state, said.ids[last.first : last.last + 1])
-            unasked = AgentState.INTERACTING if state.user is not None else AgentState.TERMINATED
-            state.state = AgentState.PROCESSING_TOOLS if state.calls else unasked
+    def _at(self, said: Sequence[Transcript]) -> EpisodeState:
+        """The state after exactly the turns of these sequences, with the present tools and user."""
+        state, episode = self._loop.at(self._now, said), self._loop.episode
+        answered = sum(turn.role == "assistant" for turn in state.turns[:-1])
+        calls = [(call_of(one) or (0, 0), one) for one in episode.others]
+        episode.others = [one for (turn, _), one in calls if turn <= answered]
+        episode.called = {}
         return state
+
+    def _spans(self) -> list[tuple[Transcript, int]]:
+        """Each sequence, and how many turns come before it."""
+        said = self._now.said
+        return list(zip(said, itertools.accumulate((len(one.turns) for one in said), initial=0), strict=False))
 
     def _expect(self) -> None:
         if self.next_role is None:
@@ -253,16 +271,16 @@ class EpisodeStepper(Shown):
             raise PipelineError("this episode is over", found=found, do="go back by back(to=…) or replace(turn, text)")
 
     def _do(self, work: Callable[[], Any], samples: bool) -> None:
-        episode, said = self._loop.episode, self._now.transcript
-        episode.turn = said.count("assistant")
+        episode, said = self._loop.episode, self._now.said
+        episode.turn = sum(one.count("assistant") for one in said)
         episode.versions = episode.versions[: episode.turn]
-        self._output = None
-        kept = said.copy()
+        self._outputs = None
+        kept = [one.copy() for one in said]
         try:
             with self._lent() if samples else nullcontext():
                 runtime.run(work())
         except BaseException:  # interrupted half-way: as if the turn had not begun
-            self._now, self._output, self._fits = self._at(kept), None, False
+            self._now, self._outputs, self._fits = self._at(kept), None, False
             raise
 
     async def _turn(self) -> None:
@@ -277,7 +295,7 @@ class EpisodeStepper(Shown):
         if self._now.state is AgentState.TERMINATED:
             await self._opened(always=True)
             self._now.state = AgentState.TERMINATED
-            self._output = await self._loop.finish(self._now)
+            self._outputs = sequences(await self._loop.finish(self._now), self._loop.name)
             self._fits = False
 
     async def _opened(self, always: bool) -> None:
@@ -295,11 +313,11 @@ class EpisodeStepper(Shown):
 
     async def _asked_again(self) -> None:
         """Ask tools and user what they were asked before, except for answers that were written by hand."""
-        now, turns = self._now, self._now.transcript.turns
+        now, turns = self._now, self._now.turns
         for count, (turn, answer) in enumerate(itertools.zip_longest(turns, turns[1:]), 1):
             if turn.role != "assistant" or (answer is not None and answer.edited):
                 continue
-            for call in (call for call in turn.calls if call.ran):
+            for call in (call for call in turn.calls if call.ran and call.name not in self._loop.sub_agents):
                 await now.tools.call(FunctionCall(call.name, call.arguments))
             replied = turn.score is not None or (answer is not None and answer.role == "user")
             if not replied or now.user is None:
@@ -334,6 +352,13 @@ class EpisodeStepper(Shown):
         more = await self._loop.generate((*context, *said.ids), self._now.sampling, max_tokens=room)
         whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
         return Sample(*whole, more.finish_reason, more.version)
+
+
+def _transcript(empty: Transcript, output: AgentLoopOutput) -> Transcript:
+    """A recorded sequence as a transcript."""
+    lists: dict[str, Any] = {"ids": list(output.response_ids), "mask": list(output.response_mask)}
+    lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns)}
+    return replace(empty, prompt_ids=output.prompt_ids, reason=output.finish_reason, **lists)
 
 
 def call_text(call: ToolCall) -> str:

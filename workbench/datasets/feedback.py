@@ -24,6 +24,7 @@ from workbench.base.errors import DataError, boundary, describe, first_line
 from workbench.base.files import fsync, sealed
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import is_last
 from workbench.datasets.files import parse
 from workbench.datasets.mixing import Composite, check_part, shuffled, turns, with_sizes
 from workbench.datasets.records import CHAT, Reading, has_answer
@@ -402,7 +403,8 @@ def _means(batches: Sequence[DataProto]) -> dict[int, float]:
     rewards: dict[int, list[float]] = {}
     before: set[str] = set()
     for batch in batches:
-        here = zip(batch["uid"], batch["data_row"], batch["reward"].tolist(), batch["scored"].tolist(), strict=True)
+        scored_once = (batch["scored"] & is_last(batch)).tolist()
+        here = zip(batch["uid"], batch["data_row"], batch["reward"].tolist(), scored_once, strict=True)
         for uid, row, reward, scored in here:
             if scored and uid not in before:
                 rewards.setdefault(int(row), []).append(reward)

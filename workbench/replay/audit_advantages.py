@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import stdev, variance
 from typing import Any
@@ -30,6 +31,7 @@ from workbench.replay.audit_formulas import (
     measured_scores,
     placed,
     row_sums,
+    sessions_of,
     shares,
     size,
 )  # fmt: skip
@@ -42,8 +44,9 @@ def advantage(v: View) -> Claims:
     b, mask = v.after, [list(map(bool, row)) for row in v.after.get("loss_mask", v.after.mask)]
     yield from _penalised(v)
     yield from _estimated(v, each(int, mask))
-    groups, zero = groups_of(b["uid"]), [not any(row) for row in b.own("advantages", mask)]
-    yield Claim("advantage/singleton_groups", list(map(len, groups.values())).count(1), "groups of one row")
+    zero = [not any(row) for row in b.own("advantages", mask)]
+    told = Counter(uid for uid, _ in sessions_of(b, _column(v)))
+    yield Claim("advantage/singleton_groups", list(told.values()).count(1), "groups of one row, or episode")
     yield Claim("advantage/zero_rows", sum(zero), "rows whose advantages are all 0")
     yield from shares("advantage/zero_share", zero, "their share")
     yield from measured_scores(b)
@@ -58,9 +61,10 @@ def _estimated(v: View, mask: list[list[int]]) -> Claims:
         return
     scored = v.after["scored"] if "scored" in v.after else [True] * len(mask)
     told = [bool(ok) and last[row] == row for row, ok in enumerate(scored)]
-    whole = [own if any(own) or not v.setting("sessions") else [1, *own[1:]] for own in mask]
+    several = last != list(range(len(mask)))
+    whole = [own if any(own) or not several else [1, *own[1:]] for own in mask]
     *found, noise, near = estimate(v, whole, rewards, told)
-    if v.setting("sessions"):  # a row's advantage is one number: that of its session's last row
+    if several:  # a row's advantage is one number: that of its session's last row
         numbers = [found[0][row][0] for row in last]
         found = [[[x] * sum(own) for x, own in zip(numbers, mask, strict=True)]] * 2
     for column, ragged in zip(("advantages", "returns"), found, strict=True):
@@ -68,11 +72,17 @@ def _estimated(v: View, mask: list[list[int]]) -> Claims:
 
 
 def _last_of_session(v: View) -> list[int]:
-    """For each row the last row of its session; itself without sessions."""
-    uids, column = v.after["uid"], v.setting("sessions")
-    names = list(zip(uids, v.after[column] if column else range(len(uids)), strict=True))
-    last = {name: row for row, name in enumerate(names)}
-    return [last[name] for name in names]
+    """For each row the last row of its session; itself without sessions, and for estimators of tokens."""
+    rows = list(range(len(v.after["uid"])))
+    for session in sessions_of(v.after, _column(v)).values() if v.setting("estimator") not in OF_TOKENS else ():
+        for row in session:
+            rows[row] = session[-1]
+    return rows
+
+
+def _column(v: View) -> str:
+    """The column of sessions; no column's name where each row is one."""
+    return str(v.setting("sessions", "session") or "")
 
 
 def _penalised(v: View) -> Claims:
@@ -323,6 +333,9 @@ def _base(
     return math.fsum(g * w for g, w in there) / (math.fsum(w for _, w in there) + eps)
 
 
+OF_TOKENS = (
+    "reinforce_plus_plus", "remax", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"
+)  # fmt: skip
 ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], Estimate]] = {
     "grpo": _rowwise(_grpo),
     "grpo_passk": _rowwise(_passk),

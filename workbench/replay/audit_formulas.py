@@ -255,6 +255,24 @@ def measured_lengths(b: Lists) -> Claims:
         yield from spread("num_turns", b["num_turns"], "turns")
         yield from spread("tool_call_counts", b["num_tool_calls"], "calls")
         yield from spread("model_tokens", [sum(row) for row in b.mask], "own tokens")
+    if "session" in b:
+        yield from spread("agent_loop/sequences", list(map(len, sessions_of(b).values())), "rows of an episode")
+
+
+def sessions_of(b: Lists, column: str = "session") -> dict[Any, list[int]]:
+    """(uid, number of the episode) → its rows; each row an episode without the column."""
+    found: dict[Any, list[int]] = {}
+    rows = range(len(b.mask))
+    each = zip(rows, b.get("uid", [None] * len(rows)), b.get(column, rows), strict=True)
+    for row, uid, number in each:
+        found.setdefault((uid, number), []).append(row)
+    return found
+
+
+def lasts(b: Lists) -> list[bool]:
+    """Whether each row is the last of its episode, which counts it."""
+    last = {rows[-1] for rows in sessions_of(b).values()}
+    return [row in last for row in range(len(b.mask))]
 
 
 def row_sums(b: Lists, column: str) -> list[float]:
@@ -265,7 +283,7 @@ def row_sums(b: Lists, column: str) -> list[float]:
 
 def measured_scores(b: Lists) -> Claims:
     """verl's scores and rewards: of scored rows whose response is not empty."""
-    told = [bool(x) for x in b["scored"]] if "scored" in b else [True] * len(b["reward"])
+    told = [bool(ok and counted) for ok, counted in zip(b.get("scored", lasts(b)), lasts(b), strict=True)]
     rows = [ok and n > 0 for ok, n in zip(told, b.lengths, strict=True)]
     for prefix, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
         if column in b:

@@ -6,6 +6,7 @@ last pass are recorded (`new_log_probs`), so that a single pass is recomputed wh
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from workbench.replay.audit_formulas import (
     kl,
     mean,
     placed,
+    sessions_of,
     share,
     size,
 )  # fmt: skip
@@ -75,7 +77,7 @@ def _own_scores(v: View, role: str) -> Claims:
 def _one_pass(v: View) -> bool:
     """Whether old and new log-probs are of one pass: the update signed both, of a single step or none."""
     made, prompts = v.after.batch.origins.get("old_log_probs"), v.setting("ppo_mini_batch_size")
-    single = prompts is None or prompts * int(v.after.batch.meta_info.get("group_size", 1)) >= len(v.after["uid"])
+    single = prompts is None or prompts * int(v.after.batch.meta_info.get("group_size", 1)) >= len(sessions_of(v.after))
     return made is not None and made.stage == v.stage and v.setting("ppo_epochs") == 1 and single
 
 
@@ -83,11 +85,13 @@ def minis(v: View, role: str) -> list[range] | None:
     """Rows of each optimizer step, of a second pass behind the first's; None where a step's own log-probs are not recorded:
     rows were shuffled, skipped or passed several times, but for two passes of one step whose first has the old log-probs."""
     total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), v.setting("ppo_epochs")
-    number = total if prompts is None else min(prompts * int(v.after.batch.meta_info.get("group_size", 1)), total)
-    known = epochs == 1 or (epochs == 2 and number == total and _begins_with_old(v))
+    every = list(sessions_of(v.after).values())
+    number = len(every) if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
+    ends = [sum(map(len, every[: end + number])) for end in range(0, len(every), max(number, 1))]
+    known = epochs == 1 or (epochs == 2 and len(ends) == 1 and _begins_with_old(v))
     if not known or (v.setting("shuffle") and prompts) or v.metrics.get(f"{role}/nonfinite"):
         return None
-    return [range(start, min(start + number, total * epochs)) for start in range(0, total * epochs, number)]
+    return [range(e * total + a, e * total + b) for e in range(int(epochs)) for a, b in itertools.pairwise([0, *ends])]
 
 
 def _begins_with_old(v: View) -> bool:

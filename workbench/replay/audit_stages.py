@@ -29,11 +29,13 @@ from workbench.replay.audit_formulas import (
     gap,
     groups_of,
     kl,
+    lasts,
     measured_lengths,
     measured_scores,
     on_last,
     placed,
     policy_lag,
+    sessions_of,
     shares,
     size,
     spread,
@@ -106,18 +108,25 @@ def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[l
 def _repeated(v: View) -> Claims:
     """Each prompt G times, the last of them greedy where a baseline is asked for."""
     number = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
-    yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(number)], "each prompt G times", partial=True)
+    rows = v.after["session"] if "session" in v.after else range(len(v.before["uid"]) * number)
+    yield Claim("uid", [v.before["uid"][row // number] for row in rows], "each prompt G times", partial=True)
+    if "session" in v.after:
+        yield Left("session", "the agent loop's cut of an episode into rows; their order is checked")
+        order = list(itertools.accumulate(int(a != b) for a, b in itertools.pairwise([0, *rows])))
+        yield Claim("session", order, "episodes in order, the rows of one beside each other", partial=True)
     if "greedy" in v.after:
-        rows = range(len(v.after["uid"]))
         yield Claim("greedy", [row % number == number - 1 for row in rows], "the last of each prompt's rows")
 
 
 def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
     b = v.after
     yield Left("prompts", "needs the tokenizer's chat template; its padding, groups and messages are checked")
-    first = {uid: b["prompts"][rows[0]][wide - prompts[rows[0]] :] for uid, rows in groups_of(b["uid"]).items()}
-    same = [[*[None] * wide, *first[uid]][-wide:] for uid in b["uid"]]
-    yield Claim("prompts", same, "rows of one uid have one prompt", partial=True)
+    alone = {rows[0] for rows in sessions_of(b).values() if len(rows) == 1} if "session" in b else range(len(b["uid"]))
+    first = {
+        uid: b["prompts"][row][wide - prompts[row] :] for row, uid in reversed([*enumerate(b["uid"])]) if row in alone
+    }
+    same = [[*[None] * wide, *first[uid]][-wide:] if n in alone else [None] * wide for n, uid in enumerate(b["uid"])]
+    yield Claim("prompts", same, "episodes of one row with one uid have one prompt", partial=True)
 
 
 def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
@@ -231,34 +240,44 @@ def reward(v: View) -> Claims:
     """Rewards and metrics from the Score records."""
     b, mask, records = v.after, v.after.mask, v.after["score"]
     scored = [str(one.status.value) not in UNSCORED for one in records]
+    once = [row == last for row, last in enumerate(_counting(v))]
     value = [float(one.value) if ok else 0.0 for one, ok in zip(records, scored, strict=True)]
-    yield from _scores(v)
+    yield from _scores(v, _counting(v))
     yield Claim("scored", scored, "status is neither infra_error nor not_applicable")
     yield Claim("reward", value, "value of the Score; 0 where not scored", near=EXACT)
     yield Claim("token_level_scores", on_last(value, mask), "the reward on the last own token", near=EXACT)
-    yield from _parts(v)
-    statuses = [str(one.status.value) for one in records]
-    for status, number in Counter(statuses).items():
-        yield Claim(f"reward/status/{status}", number, "rows of this status")
+    yield from _parts(v, once)
+    for status, number in Counter(str(one.status.value) for one in itertools.compress(records, once)).items():
+        yield Claim(f"reward/status/{status}", number, "rows of this status, or episodes")
     yield Claim("reward/empty_responses", sum(not any(own) for own in mask), "rows without an own token")
-    yield from shares("reward/scored_ratio", scored, "share of scored rows")
+    yield from shares(
+        "reward/scored_ratio", list(itertools.compress(scored, once)), "share of scored rows, or episodes"
+    )
     yield from measured_scores(b)
 
 
-def _parts(v: View) -> Claims:
-    """Columns of the scores' parts and extras."""
+def _parts(v: View, once: list[bool]) -> Claims:
+    """Columns of the scores' parts and extras; metrics count an episode `once`."""
     b, records = v.after, v.after["score"]
     for part in dict.fromkeys(part for one in records for part in one.parts):
         column = [float(one.parts.get(part, math.nan)) for one in records]
         yield Claim(f"reward/{part}", column, "the part of the Score; NaN without it", near=EXACT)
-        yield from spread(f"reward/{part}", [x for x in b[f"reward/{part}"] if x == x], f"part {part}")
+        told = [x for x in itertools.compress(b[f"reward/{part}"], once) if x == x]
+        yield from spread(f"reward/{part}", told, f"part {part}")
     for key in dict.fromkeys(key for one in records for key in one.extra):
         recorded = b[f"reward_extra/{key}"]
         told = [one.extra.get(key, recorded[row]) for row, one in enumerate(records)]
         yield Claim(f"reward_extra/{key}", told, "the extra of the Score")
 
 
-def _scores(v: View) -> Claims:
+def _counting(v: View) -> list[int]:
+    """For each row the row whose response is scored: its episode's last one; itself where each row is scored."""
+    one = "session" if v.setting("sessions", "session") else ""
+    last = {row: rows[-1] for rows in sessions_of(v.after, one).values() for row in rows}
+    return [last[row] for row in range(len(last))]
+
+
+def _scores(v: View, last: list[int]) -> Claims:
     """The Score records: GSM8K's rule is applied again where `data_source` chose it, any other record is the source."""
     b, routed = v.after, v.settings.get("function") == "by data_source"  # a function named gsm8k may have other rules
     expected: list[float | None] = []
@@ -268,7 +287,7 @@ def _scores(v: View) -> Claims:
         if not (known and isinstance(truth, str) and str(one.status.value) in ("scored", "no_answer")):
             expected.append(None)
             continue
-        answers = re.findall(r"#### (-?[0-9.,]+)", b["response_text"][row][-300:])
+        answers = re.findall(r"#### (-?[0-9.,]+)", b["response_text"][last[row]][-300:])
         expected.append(float(bool(answers) and answers[-1].replace(",", "") == truth))
     again = "; GSM8K's strict rule is applied again" if any(value is not None for value in expected) else ""
     yield Left("score", f"the scorer's own record{again}")
@@ -312,10 +331,10 @@ def turn_scores(v: View) -> Claims:
 
 
 def with_signal(b: Lists) -> list[int]:
-    """Rows of groups whose scored rewards differ, or that have one scored row."""
-    kept = []
+    """Rows of groups whose scored rewards differ, or that have one scored row, or episode."""
+    kept, once = [], lasts(b)
     for rows in groups_of(b["uid"]).values():
-        values = [b["reward"][row] for row in rows if b["scored"][row]]
+        values = [b["reward"][row] for row in rows if b["scored"][row] and once[row]]
         if len(values) == 1 or len(set(values)) > 1:
             kept += rows
     return sorted(kept)

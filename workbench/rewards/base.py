@@ -11,6 +11,7 @@ import torch
 
 from workbench.base.errors import RewardError, unknown
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import episodes
 from workbench.datasets.pictures import text_of
 from workbench.rewards.score import Score, Status, failed
 from workbench.rewards.signatures import EPISODE
@@ -142,6 +143,30 @@ def broken_episode(columns: Mapping[str, Any]) -> str:
     if not errors or columns.get("finish_reason") != "abort":
         return ""
     return errors if isinstance(errors, str) else "; ".join(map(str, errors))
+
+
+def whole_episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The columns of an episode of several sequences, for its reward: the last row's, with the turns of all of them."""
+    found = dict(rows[-1])
+    for name in EPISODE:
+        if name in found and len(rows) > 1:
+            each = [row[name] for row in rows]
+            if all(isinstance(one, int) for one in each):
+                found[name] = sum(each) - (len(rows) - 1) * (name == "num_turns")  # each counts its beginning
+            elif all(isinstance(one, list) for one in each):
+                found[name] = [one for many in each for one in many]
+    return found
+
+
+def whole_episodes(batch: DataProto) -> DataProto:
+    """A batch with one row for each episode (see `whole_episode`); the same batch where every row is one."""
+    every = episodes(batch)
+    if len(every) == len(batch):
+        return batch
+    columns = {name: list(batch[name]) for name in EPISODE if name in batch}
+    made = [whole_episode([{name: cells[row] for name, cells in columns.items()} for row in rows]) for rows in every]
+    last = batch.select_idxs([rows[-1] for rows in every])
+    return last.with_columns({name: [one[name] for one in made] for name in columns})
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:

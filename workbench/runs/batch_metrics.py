@@ -13,6 +13,7 @@ import torch
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
+from workbench.dataproto.sessions import is_last
 from workbench.engines.protocol import Described
 from workbench.functional.passes import best_of, majority, pass_at_k, sizes
 from workbench.rewards.base import response_lengths
@@ -90,9 +91,9 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
 def part_metrics(batch: DataProto) -> dict[str, float]:
     """Of each part of a `mix` its prompts in a step and, where there are rewards, their mean: `data/<part>/prompts`, `…/score`."""
     found: dict[str, float] = {}
-    parts = batch.non_tensor_batch.get("data_part", ())
+    parts, counted = batch.non_tensor_batch.get("data_part", ()), is_last(batch).tolist()
     for part in dict.fromkeys(filter(None, parts)):
-        rows = [row for row, name in enumerate(parts) if name == part]
+        rows = [row for row, name in enumerate(parts) if name == part and counted[row]]
         scored = [float(batch["reward"][row]) for row in rows if "reward" in batch and batch["scored"][row]]
         found[f"data/{part}/prompts"] = float(len({batch["uid"][row] for row in rows}))
         if scored:
@@ -129,10 +130,13 @@ def sample_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def by_prompt(batch: DataProto) -> dict[tuple[str, str], list[int]]:
-    """Group row numbers by prompt: (part of a `mix`, else data source; uid) → rows."""
+    """Group row numbers by prompt: (part of a `mix`, else data source; uid) → rows, of an episode of several the last one."""
+    counted = is_last(batch).tolist()
     sources, parts = (batch[name] if name in batch else [None] * len(batch) for name in ("data_source", "data_part"))
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (part, source, uid) in enumerate(zip(parts, sources, batch["uid"], strict=True)):
+        if not counted[row]:
+            continue
         groups.setdefault((str(part or source), uid), []).append(row)
     return groups
 

@@ -20,9 +20,11 @@ from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
+from workbench.dataproto.sessions import alike, is_last
 from workbench.datasets import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
+from workbench.rewards.base import whole_episodes
 from workbench.rewards.reward import as_reward
 from workbench.runs import generations
 from workbench.runs.batch_metrics import by_prompt, pass_at_ks, sample_metrics
@@ -30,7 +32,7 @@ from workbench.runs.checkpoint import verified, verify
 from workbench.runs.folder import is_run, read_settings
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.reward import Reward, score_columns
+from workbench.stages.reward import Reward, of_rows, score_columns
 from workbench.stages.rollout import Rollout
 from workbench.stages.update import Update
 
@@ -146,7 +148,8 @@ def evaluate_file(
     unscorable = function.check_rows({name: cells[row] for name, cells in columns.items()} for row in range(len(batch)))
     if unscorable:
         log.warning("truths: %s", unscorable)
-    return _evaluation(batch.with_columns(score_columns(function.score(batch))), greedy=wanted)
+    scores = of_rows(batch, function.score(whole_episodes(batch)))
+    return _evaluation(batch.with_columns(score_columns(scores)), greedy=wanted)
 
 
 def _of_one_policy(batch: DataProto, greedy: bool | None) -> tuple[DataProto, bool]:
@@ -186,7 +189,7 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
         prompts=len(set(batch["uid"])),
         samples=max(map(len, groups.values())),
         greedy=greedy,
-        unscored=int((~batch["scored"]).sum()),
+        unscored=int((~batch["scored"] & is_last(batch)).sum()),
         by_source={one: _mean([mean for (source, _), mean in means.items() if source == one]) for one in sources},
         pass_at_k={source: found for source, found in passes.items() if found},
         batch=batch,
@@ -239,6 +242,7 @@ def _mean(values: list[float]) -> float:
 
 def _joined(parts: list[DataProto]) -> DataProto:
     """Only what a viewer needs, of batches padded to one width; a part of the reward that a batch lacks is NaN there."""
+    parts = alike(parts)
     width = max(part["response_mask"].shape[1] for part in parts)
     named = dict.fromkeys(name for part in parts for name in part.batch if name.startswith(REWARD_PREFIX))
     objects = [name for name in parts[0].non_tensor_batch if all(name in part for part in parts)]

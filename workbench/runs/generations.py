@@ -18,6 +18,7 @@ from typing import Any
 from workbench.base.config import require
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
+from workbench.dataproto.sessions import episodes
 from workbench.datasets import files
 from workbench.rewards.base import response_lengths
 from workbench.runs.folder import step_file, step_files
@@ -26,11 +27,6 @@ from workbench.runs.folder import step_file, step_files
 def table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
     """The columns of a scored batch, one cell per row; of the data's columns those that have no name of ours."""
     rewards, scored, scores = batch["reward"].tolist(), batch["scored"].tolist(), batch["score"]
-    seen: Counter[str] = Counter()
-    numbers = []
-    for uid in batch["uid"]:
-        numbers.append(seen[uid])
-        seen[uid] += 1
     found: dict[str, list[Any]] = {
         "prompt": list(batch["raw_prompt"]) if "raw_prompt" in batch else [None] * len(batch),
         "response": list(batch["response_text"]),
@@ -40,7 +36,7 @@ def table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
         "score/answer": [one.answer for one in scores],
         **{name: batch[name].tolist() for name in batch.batch if name.startswith(REWARD_PREFIX)},
         "uid": list(batch["uid"]),
-        "sample": numbers,
+        "sample": _samples(batch),
         "greedy": [greedy] * len(batch),
     }
     if "response_mask" in batch:
@@ -49,6 +45,18 @@ def table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
     left_out = {*found, "raw_prompt", "response_text"}
     others = [name for name in batch.non_tensor_batch if name not in left_out and not name.startswith("reward_extra/")]
     return {**found, **{name: list(batch[name]) for name in others}}
+
+
+def _samples(batch: DataProto) -> list[int]:
+    """Each row's number among the samples of its prompt; the rows of an episode have one."""
+    seen: Counter[str] = Counter()
+    numbers = [0] * len(batch)
+    for rows in episodes(batch):
+        uid = batch["uid"][rows[0]]
+        for row in rows:
+            numbers[row] = seen[uid]
+        seen[uid] += 1
+    return numbers
 
 
 def joined(tables: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:

@@ -13,6 +13,7 @@ from workbench.base.errors import NonFinite, PipelineError, boundary, unknown
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import SESSION, last_rows
 from workbench.functional.kl import kl_penalty
 from workbench.functional.masking import masked_mean
 from workbench.stages.measures import advantage_metrics, mean, row_scores, score_metrics
@@ -38,6 +39,9 @@ that `parts` lists. `mask` is `loss_mask` where the batch has it: without the to
 Settings follow as other arguments."""
 
 
+_OF_TOKENS = {"token_level_rewards", "rewards", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights"}  # fmt: skip
+
+
 class Advantage(BaseStage):
     """Compute advantages: `Advantage(grpo)`, `Advantage(gae, gamma=1.0, lam=0.95)`, or any function of such arguments.
 
@@ -50,9 +54,11 @@ class Advantage(BaseStage):
             estimator is called (verl's KL in reward), then β is updated with the batch's KL. None: no KL in the reward.
         kl_type: estimator of that KL, see `functional.kl_penalty`.
         parts: names of the K parts of the reward that an estimator gets as `components` [B, K].
-        sessions: the column of objects that says which of a prompt's rows are outputs of one session of an agent (verl's
-            multi-trajectory): only the last row of a session is compared with the group's others, and all rows of the
-            session get its advantage. For estimators of whole rows, which read `scores`; None: every row is its own session.
+        sessions: the column of objects that says which of a prompt's rows are the sequences of one episode of an agent
+            (verl's multi-trajectory): only the last row of a session is compared with the group's others, and all rows of
+            the session get its advantage. `session`, which a rollout writes where it is needed, is used where it is there;
+            None: every row is its own session. Of estimators of whole rows; those of tokens (`gae`, `reinforce_plus_plus`,
+            `remax`, the token baselines) take each row by itself, with the episode's reward at its end.
         settings: further arguments of the estimator.
 
     Raises `PipelineError` for a setting that the estimator does not take, or an argument that no column gives.
@@ -68,7 +74,7 @@ class Advantage(BaseStage):
         kl_controller: Any = None,
         kl_type: str = "k1",
         parts: Sequence[str] = (),
-        sessions: str | None = None,
+        sessions: str | None = SESSION,
         **settings: Any,
     ) -> None:
         self.estimator = estimator
@@ -89,26 +95,33 @@ class Advantage(BaseStage):
         if "components" in self._asked.values() and not self.parts:
             do = "name them: parts=('correct', 'format')"
             raise PipelineError("the estimator reads components, but no parts of the reward are given", do=do)
-        if sessions is not None and not {"scores", "scored"} <= set(self._asked.values()):
-            what, do = f"sessions={sessions!r} with estimator {self._called}", "use grpo, rloo or such"
-            raise PipelineError(what, expected="one that reads scores and scored", do=do)
+        self._whole = self._compares_rows()
         self.reads = self._needed(needed)
-        may = [INPUTS[name] for name in self._asked.values()]
+        may = [*(INPUTS[name] for name in self._asked.values()), self.sessions]
         self.optional = ("loss_mask", "reward", *dict.fromkeys(name for name in may if name and name not in self.reads))
+
+    def _compares_rows(self) -> bool:
+        """Whether the estimator gives whole rows their advantages. Raises `PipelineError` if it does not and `sessions` asks it."""
+        asked = set(self._asked.values())
+        whole = bool(asked & {"scores", "components"}) and not asked & _OF_TOKENS
+        if self.sessions not in (None, SESSION) and not whole:
+            what, do = f"sessions={self.sessions!r} with estimator {self._called}", "use grpo, rloo or such"
+            raise PipelineError(what, expected="one that reads scores, and no token's numbers", do=do)
+        return whole
 
     def _needed(self, inputs: Sequence[str]) -> tuple[str, ...]:
         """Columns that the stage cannot do without: those of the estimator's `inputs`, of the KL, parts and sessions."""
         columns = ["token_level_scores", "response_mask", *(INPUTS[name] for name in inputs if INPUTS[name])]
         columns += ["old_log_probs", "ref_log_prob"] if self._controller is not None else []
         columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
-        columns += [self.sessions, "scored"] if self.sessions is not None else []
+        columns += [self.sessions] if self.sessions not in (None, SESSION) else []
         return tuple(dict.fromkeys(columns))
 
     def settings(self) -> dict[str, Any]:
         """The estimator, its settings and those of the KL penalty (if there is one) in one flat dict."""
         kl = {"kl_type": self.kl_type, "kl_controller": repr(self._controller)} if self._controller is not None else {}
         parts = {"parts": ", ".join(self.parts)} if self.parts else {}
-        sessions = {"sessions": self.sessions} if self.sessions is not None else {}
+        sessions = {"sessions": self.sessions} if self.sessions != SESSION else {}  # as in the records of before
         return {"estimator": self.estimator, **self.estimator_settings, **kl, **parts, **sessions}
 
     def state(self) -> dict[str, float]:
@@ -140,20 +153,24 @@ class Advantage(BaseStage):
         inputs = {name: batch[column] for name, column in INPUTS.items() if column in batch}
         inputs |= {"scores": row_scores(batch, rewards), "groups": groups, "mask": mask}
         inputs |= {"token_level_rewards": rewards, "rewards": rewards}
-        last = None if self.sessions is None else last_of_session(batch["uid"], batch[self.sessions])
-        if last is not None:
-            inputs["scored"] = batch["scored"] & (last == torch.arange(len(batch)))
-            whole = inputs["mask"] = mask.clone()
-            whole[~mask.bool().any(-1), 0] = 1  # a last row that is empty or rejected still has the session's advantage
+        last = last_rows(batch, self.sessions) if self._whole and self.sessions in batch.columns else None
         if self.parts:
             inputs["components"] = torch.stack([batch[f"{REWARD_PREFIX}{part}"] for part in self.parts], dim=1)
+        if last is not None:
+            rows, place = last.unique(return_inverse=True)
+            inputs = {name: column[rows] for name, column in inputs.items()}
+            whole = inputs["mask"] = inputs["mask"].clone()
+            whole[~whole.bool().any(-1), 0] = (
+                1  # a last row that is empty or rejected still has the session's advantage
+            )
         given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
         with boundary(f"estimator {self._called}", PipelineError):
             result = self.estimator(**given, **self.estimator_settings)
         advantages, returns = result if isinstance(result, tuple) else (result, result)
-        self._check(advantages, mask)
+        self._check(advantages, inputs["mask"])
         if last is not None:  # a row's advantage is one number: that of its first token
-            advantages = returns = advantages[last, whole[last].argmax(-1)][:, None] * mask
+            advantages = advantages.gather(1, whole.argmax(-1)[:, None])[place] * mask
+            returns = advantages
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         written = self.written(batch, columns)
         return Outcome(written, metrics | self._metrics(written, mask, groups))
@@ -185,7 +202,7 @@ class Advantage(BaseStage):
             raise PipelineError(f"advantages of {name}", expected="finite numbers", found=found)
 
     def _metrics(self, batch: DataProto, mask: torch.Tensor, groups: torch.Tensor) -> dict[str, Metric]:
-        sizes = torch.bincount(groups)
+        sizes = torch.bincount(groups[last_rows(batch, self.sessions).unique()])
         zero = ~((batch["advantages"] != 0) & mask.bool()).any(-1)
         return {
             **score_metrics(batch),
@@ -209,13 +226,6 @@ def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             name = getattr(estimator, "__name__", repr(estimator))
             raise PipelineError(f"argument of estimator {name}: " + unknown("known input", argument, INPUTS))
     return asked
-
-
-def last_of_session(uids: Any, sessions: Any) -> torch.Tensor:
-    """For each row the number of the last row of its session, one (uid, session) pair: [B] int64."""
-    names = list(zip(uids, sessions, strict=True))
-    last = {name: row for row, name in enumerate(names)}
-    return torch.tensor([last[name] for name in names], dtype=torch.long)
 
 
 def group_numbers(uids: Any) -> torch.Tensor:

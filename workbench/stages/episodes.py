@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from workbench.agents.episode import Episode, LockStep
-from workbench.agents.loop import Loops
-from workbench.agents.protocol import AgentLoopOutput, Turn
+from workbench.agents.loop import AgentLoopBase, Loops
+from workbench.agents.protocol import AgentLoopOutput, Sequences, Turn, sequences
 from workbench.agents.stepping import EpisodeStepper
 from workbench.base import runtime
-from workbench.base.errors import ForeignError, boundary, describe, message
+from workbench.base.errors import ForeignError, boundary
 from workbench.base.metrics import Count, Metric
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import SESSION, episodes, last_rows
 from workbench.engines.protocol import Late, LogProbModel, Sample, Sampler, SamplingSettings
-from workbench.rewards.base import broken_episode
+from workbench.rewards.base import broken_episode, whole_episode
 from workbench.stages.measures import length_metrics
 from workbench.stages.rollout import Rollout, columns_of
 from workbench.stages.stage import Outcome, spread
@@ -30,6 +31,9 @@ _STABLE = ("turn_scores", "tool_rewards", "num_tool_calls")
 
 class EpisodeRollout(Rollout):
     """`Rollout` with an agent loop instead of a single response: P rows in, P·G episodes out.
+
+    Each sequence of an episode is a row; where an episode has several, the column `session` numbers the episodes. The rows of
+    one are neighbours. `max_tokens` and all columns are of the sequence: its turns, calls and finish reason.
 
     Turn n of a row is sampled from the seed of (run seed, `purpose`, step, uid, sample, n, 0): an episode of one turn is
     what `Rollout` gives. `response_text` contains tool and user text, too, as in verl; `turns` has them one by one.
@@ -89,21 +93,15 @@ class EpisodeRollout(Rollout):
         return {**super().blank, **_objects(silent)}
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        """P rows in, the sequences of P·G episodes out (of P·(G + 1) with a greedy baseline)."""
         self._refuse_media(batch)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
-        names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
-        loops = [
-            self.loops.named(name, f"row {row} (uid {uid})")
-            for row, (name, uid) in enumerate(zip(names, batch["uid"], strict=False))
-        ]
-        for loop in {id(one): one for one in loops}.values():
-            loop.prepare(self.sampler)
+        loops = self._loops_of(batch)
         waves = LockStep(self.sampler, range(len(rows))) if self.deterministic else None
         tell = self._teller(batch, rows)
 
-        async def run(index: int, row: int) -> AgentLoopOutput:
+        async def run(index: int, row: int) -> Sequences:
             loop, episode = loops[row], self._episode(batch, row, index, index % each)
             episode.lock_step = waves
             columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
@@ -114,18 +112,28 @@ class EpisodeRollout(Rollout):
             finally:
                 if waves is not None:
                     waves.leave(index)
-            if not isinstance(output, AgentLoopOutput):
-                raise ForeignError(f"{place}: " + message("expected an AgentLoopOutput", found=describe(output)))
-            output = episode.with_log_probs(output).within(self.sampling.max_tokens)
-            tell(index, _sample(output), _objects(output))
-            return output
+            given = sequences(output, place)
+            found = tuple(episode.with_log_probs(one).within(self.sampling.max_tokens) for one in given)
+            tell(index, _sample(found[-1]), whole_episode([_objects(one) for one in found]))
+            return found
 
-        outputs = runtime.run(_all([run(index, row) for index, row in enumerate(rows.tolist())]))
-        whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
+        every = runtime.run(_all([run(index, row) for index, row in enumerate(rows.tolist())]))
+        whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
-        return self._finished(batch, self._columns(outputs), rows, agent_metrics(outputs))
+        return self._finished(batch, self._columns(every), rows[_numbers(every)], agent_metrics(_flat(every)))
+
+    def _loops_of(self, batch: DataProto) -> list[AgentLoopBase]:
+        """The agent loop of each of P rows, prepared."""
+        names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
+        loops = [
+            self.loops.named(name, f"row {row} (uid {uid})")
+            for row, (name, uid) in enumerate(zip(names, batch["uid"], strict=False))
+        ]
+        for loop in {id(one): one for one in loops}.values():
+            loop.prepare(self.sampler)
+        return loops
 
     def _episode(self, batch: DataProto, row: int, index: int, sample: int) -> Episode:
         meta = batch.meta_info
@@ -138,49 +146,57 @@ class EpisodeRollout(Rollout):
     def episode(
         self, batch: DataProto, row: int, *, recorded: DataProto | None = None, lent: Lent | None = None
     ) -> EpisodeStepper:
-        """An `EpisodeStepper` for one row of the output: before the first turn, or at the end of a recorded episode.
+        """An `EpisodeStepper` for the episode of one row of the output: before the first turn, or at the end of a recorded one.
 
         Args:
             batch: the rollout's input, P rows.
-            row: number of the row in the rollout's output, 0 to P·G − 1.
+            row: number of the row in the rollout's output; of the episode, 0 to P·G − 1, where it has not been sampled.
             recorded: the rollout's output; None: the episode has not been sampled.
             lent: returns a context manager in which the engine has the weights that the rollout used; None: it has them.
 
         Raises `IndexError` for a row out of range, `SettingError` if the row's agent loop cannot be stepped.
         """
         each = self.group_size + self.greedy_baseline
-        if not isinstance(row, int) or not 0 <= row < each * len(batch):
-            raise IndexError(f"row {row} is not in this rollout's output, rows 0 to {each * len(batch) - 1}")
-        place, sample = divmod(row, each)
+        most = each * len(batch) if recorded is None else len(recorded)
+        if not isinstance(row, int) or not 0 <= row < most:
+            raise IndexError(f"row {row} is not in this rollout's output, rows 0 to {most - 1}")
+        number = row if recorded is None else episode_number(recorded, row)
+        place, sample = divmod(number, each)
         loop = self.loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
         loop.prepare(self.sampler)
         one = batch.select_idxs(torch.tensor([place]))
 
-        def batch_of(output: AgentLoopOutput) -> DataProto:
-            return self.written(one.with_meta(**self._facts()), self._columns([output]))
+        def batch_of(outputs: Sequences) -> DataProto:
+            same = one.select_idxs([0] * len(outputs)).with_meta(**self._facts())
+            return self.written(same, self._columns([outputs]))
 
         return EpisodeStepper(
             loop,
-            self._episode(batch, place, row, sample),
+            self._episode(batch, place, number, sample),
             self._sampling(sample).to_dict(),
             {name: batch.non_tensor_batch[name][place] for name in batch.non_tensor_batch},
-            None if recorded is None else recorded_output(recorded, row),
+            None if recorded is None else recorded_episode(recorded, row),
             row_number=row,
+            number=number,
             batch_of=batch_of,
             log_probs=self._log_probs,
             lent=lent or nullcontext,
         )
 
-    def rewritten(self, before: DataProto, after: DataProto, episodes: Mapping[int, AgentLoopOutput]) -> Outcome:
-        """The `Outcome` for `before` with rows of `after`, the stage's result, replaced by `episodes` (row → output)."""
-        outputs = [episodes.get(row) or recorded_output(after, row) for row in range(len(after))]
-        columns = self._columns(outputs)
+    def rewritten(self, before: DataProto, after: DataProto, changed: Mapping[int, Sequences]) -> Outcome:
+        """The `Outcome` for `before` with episodes of `after`, the stage's result, replaced by `changed` (number → sequences).
+        Where these are more or fewer than they were, rows move."""
+        every = [
+            changed.get(number) or recorded_episode(after, rows[-1]) for number, rows in enumerate(episodes(after))
+        ]
+        columns, each = self._columns(every), self.group_size + self.greedy_baseline
         if self.greedy_baseline:
-            columns["greedy"] = after["greedy"]
+            columns["greedy"] = _numbers(every) % each == self.group_size
         timed = ("agent_loop/generate_sequences", "agent_loop/tool_calls")
-        counted = {name: one for name, one in agent_metrics(outputs).items() if not name.startswith(timed)}
-        rows = torch.arange(len(before)).repeat_interleave(self.group_size + self.greedy_baseline)
-        written = self.written(after, columns)
+        counted = {name: one for name, one in agent_metrics(_flat(every)).items() if not name.startswith(timed)}
+        rows = torch.arange(len(before)).repeat_interleave(each)[_numbers(every)]
+        same = len(rows) == len(after)
+        written = self.written(after if same else before.select_idxs(rows).with_meta(**after.meta_info), columns)
         return Outcome(written, {**length_metrics(written), **counted}, rows)
 
     def _log_probs(self, context: Sequence[int], ids: Sequence[int]) -> list[float]:
@@ -192,14 +208,16 @@ class EpisodeRollout(Rollout):
         found = self.sampler.compute_log_probs(DataProto.from_single_dict(columns), temperature=temperature)
         return list(found["log_probs"][0].tolist())
 
-    def _columns(self, outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
+    def _columns(self, every: Sequence[Sequences]) -> dict[str, Any]:
+        outputs = _flat(every)
         samples = [_sample(output) for output in outputs]
         masks = [output.response_mask for output in outputs]
         columns = columns_of([output.prompt_ids for output in outputs], samples, self._pad_id, masks)
         ids = [list(output.response_ids) for output in outputs]
         columns["response_text"] = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
         each = [_objects(output) for output in outputs]
-        return {**columns, **{name: [one[name] for one in each] for name in each[0]}}
+        several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
+        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several}
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
@@ -227,8 +245,19 @@ def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     return found | spread("agent_loop/num_turns", torch.tensor([output.num_turns for output in outputs]))
 
 
+def episode_number(batch: DataProto, row: int) -> int:
+    """The number of a row's episode in a rollout's output."""
+    return int(batch[SESSION][row]) if SESSION in batch else row
+
+
+def recorded_episode(batch: DataProto, row: int) -> Sequences:
+    """Rebuild the sequences of a row's episode, without timings. Raises `DataError` for a bad transcript."""
+    last = last_rows(batch)
+    return tuple(recorded_output(batch, place) for place in (last == last[row]).nonzero()[:, 0].tolist())
+
+
 def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
-    """Rebuild a row's episode, without timings, from the rollout's columns. Raises `DataError` for a bad transcript."""
+    """Rebuild a row's sequence, without timings, from the rollout's columns. Raises `DataError` for a bad transcript."""
     prompt = batch["prompts"][row][batch["prompt_mask"][row].bool()]
     width = batch["responses"].shape[1]
     length = int(batch["attention_mask"][row, -width:].sum())
@@ -263,7 +292,16 @@ def _sample(output: AgentLoopOutput) -> Sample:
     return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
 
 
-async def _all(runs: Sequence[Coroutine[Any, Any, AgentLoopOutput]]) -> list[AgentLoopOutput]:
+def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:
+    return [one for many in every for one in many]
+
+
+def _numbers(every: Sequence[Sequences]) -> torch.Tensor:
+    """[B] int64: the number of each sequence's episode."""
+    return torch.arange(len(every)).repeat_interleave(torch.tensor([len(many) for many in every], dtype=torch.long))
+
+
+async def _all(runs: Sequence[Coroutine[Any, Any, Sequences]]) -> list[Sequences]:
     """All at once; the first that raises, or a cancellation, ends the others, and waits until they have let go."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:

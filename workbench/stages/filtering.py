@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import alike, is_last
 from workbench.dataproto.value import apart
 from workbench.functional.advantages import Groups
 from workbench.functional.balancing import resampled
@@ -28,7 +29,8 @@ class Overlong(BaseStage):
     """DAPO's soft length penalty: responses that end in the last `buffer` tokens before `max_tokens` lose reward.
 
     They lose `penalty`·(length − (max_tokens − buffer)) / buffer, also written as `reward/overlong` (≤ 0); rows without a
-    score lose 0. The length includes tool and user tokens, as in verl: `max_tokens` limits them all.
+    score lose 0. The length includes tool and user tokens, as in verl: `max_tokens` limits them all. Of an episode of several
+    rows each loses by its own length; in an estimator of whole rows the last one's counts.
     Yu et al. 2025, https://arxiv.org/abs/2503.14476, eq. 13.
     """
 
@@ -85,8 +87,7 @@ class FilterGroups(BaseStage):
         self.writes = tuple(dict.fromkeys(name for name in written if "/" not in name))
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P·G rows in, at most as many out: those of groups whose rewards differ (or all rows, if there are none)."""
-        group = batch.meta_info.get("group_size", 1)
+        """The rows of P prompts in; out those of at most P groups whose rewards differ (or all rows, if there are none)."""
         wanted, batches = len(set(batch["uid"])), 1
         rows = _with_signal(batch)
         kept = [batch.select_idxs(rows)]
@@ -109,17 +110,26 @@ class FilterGroups(BaseStage):
             return Outcome(batch, metrics)
         if batches == 1:
             return Outcome(kept[0], metrics, None if len(rows) == len(batch) else rows)
-        return Outcome(joined(full)[: wanted * group].with_meta(**batch.meta_info), metrics)
+        return Outcome(joined(list(_of_first(full, wanted))).with_meta(**batch.meta_info), metrics)
 
 
 def _with_signal(batch: DataProto) -> torch.Tensor:
-    """Rows of groups in which the rewards of scored rows differ, or that have a single scored row."""
-    groups = Groups(batch["reward"], group_numbers(batch["uid"]), batch["scored"])
+    """Rows of groups in which the rewards of scored rows differ, or that have a single scored row (or episode)."""
+    groups = Groups(batch["reward"], group_numbers(batch["uid"]), batch["scored"] & is_last(batch))
     return ((groups.deviation() > 0) | (groups.count == 1)).nonzero()[:, 0]
 
 
 def _prompts(parts: Sequence[DataProto]) -> int:
     return sum(len(set(part["uid"])) for part in parts)
+
+
+def _of_first(parts: Sequence[DataProto], wanted: int) -> Iterator[DataProto]:
+    """The rows of the first `wanted` prompts of several batches."""
+    for part in parts:
+        numbers = group_numbers(part["uid"])
+        if wanted > 0:
+            yield part.select_idxs(numbers < wanted)
+        wanted -= int(numbers.max()) + 1
 
 
 class Resample(BaseStage):
@@ -158,7 +168,7 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     given = {
         name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
     }
-    every = [part.with_columns(_without(part, given)) for part in parts]
+    every = [part.with_columns(_without(part, given)) for part in alike(parts)]
     return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in every])
 
 

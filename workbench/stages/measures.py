@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workbench.base.metrics import Mean, Metric
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import SESSION, episodes, is_last
 from workbench.functional.returns import explained_variance
 from workbench.rewards.base import response_lengths
 from workbench.stages.stage import spread
@@ -36,7 +37,8 @@ def mean(name: str, values: Tensor) -> dict[str, Metric]:
 def length_metrics(batch: DataProto) -> dict[str, Metric]:
     """`response_length/…` counts all tokens of a response, tool and user text included; `model_tokens/…`, of episodes alone,
     the model's own. `clip_ratio` is the share of rows that fill `max_tokens` or `max_prompt_length`; `response/cut_ratio` that
-    of rows which ended for want of room (finish reason `length`)."""
+    of rows which ended for want of room (finish reason `length`). A row is a sequence: of episodes of several there are
+    `agent_loop/sequences/…`, too."""
     lengths = response_lengths(batch)
     meta = batch.meta_info
     longest = {"response": meta.get("max_response_length"), "prompt": meta.get("max_prompt_length")}
@@ -57,6 +59,8 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
             found |= spread(name, torch.tensor([float(value) for value in batch[column]]))
     if "num_turns" in batch:
         found |= spread("model_tokens", batch["response_mask"].sum(-1))
+    if SESSION in batch:
+        found |= spread("agent_loop/sequences", torch.tensor([float(len(rows)) for rows in episodes(batch)]))
     return found
 
 
@@ -69,8 +73,10 @@ def row_scores(batch: DataProto, tokens: Tensor) -> Tensor:
 
 def score_metrics(batch: DataProto) -> dict[str, Metric]:
     """`critic/score/…` and, after the advantages, `critic/rewards/…` (KL included) over scored rows whose response is not
-    empty; the scores' deviation as `critic/score/std`. `reward/mean` is of all scored rows, empty responses included."""
+    empty; the scores' deviation as `critic/score/std`. `reward/mean` is of all scored rows, empty responses included. An
+    episode of several rows is counted once, by its last row."""
     scored = batch["scored"] if "scored" in batch else torch.ones(len(batch), dtype=torch.bool)
+    scored = scored & is_last(batch)
     rows = scored & (response_lengths(batch) > 0)
     names = {"critic/score": "token_level_scores", "critic/rewards": "token_level_rewards"}
     sums = {name: row_scores(batch, batch[column])[rows] for name, column in names.items() if column in batch}

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from workbench.base.config import require
 from workbench.base.errors import RewardError
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.dataproto.core import DataProto
-from workbench.rewards.base import BaseReward
+from workbench.dataproto.sessions import SESSION, episodes
+from workbench.rewards.base import BaseReward, whole_episodes
 from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, extra_columns
 from workbench.stages.measures import score_metrics
@@ -25,12 +27,20 @@ class Reward(BaseStage):
     The scalar is placed on the last valid response token. A row that was not scored has reward 0 and `scored` False, and
     is left out of every later mean and loss. An empty response has no token for its reward: the scalar is in `reward` only,
     and the row is counted in `reward/empty_responses`.
+
+    An episode of several rows (column `session`) is scored once: the function reads its last response, and the turns, calls
+    and scores of all its sequences; every row gets the Score. Metrics count it once. With `sessions=None` each row is scored
+    by itself.
     """
 
     name = "reward"
 
-    def __init__(self, function: Any = None, **options: Any) -> None:
+    optional = (SESSION,)
+
+    def __init__(self, function: Any = None, *, sessions: str | None = SESSION, **options: Any) -> None:
+        require(sessions in (SESSION, None), "sessions of a reward", expected=f"{SESSION!r} or None", found=sessions)
         self._reward = as_reward(function, **options)
+        self.sessions = sessions
         self._options = options
         self._early: Callable[[], list[Score]] | None = None
         self.function = self._reward
@@ -39,16 +49,23 @@ class Reward(BaseStage):
 
     def settings(self) -> dict[str, Any]:
         """The reward function and the settings of how it is run."""
-        return {"function": self._reward, **self._reward.settings()}
+        own = {} if self.sessions else {"sessions": None}
+        return {"function": self._reward, **self._reward.settings(), **own}
 
     def with_function(self, function: Callable[..., Any]) -> Reward:
         """A copy of the stage with another reward function."""
         options = {name: value for name, value in self._options.items() if name != "rename"}  # of the other's arguments
-        return Reward(function) if isinstance(function, BaseReward) else Reward(function, **options)
+        made = {} if isinstance(function, BaseReward) else options
+        return Reward(function, sessions=self.sessions, **made)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, with the columns that there are, if the function has an argument that no column provides."""
         self._reward.check_signature(columns)
+
+    @property
+    def streams(self) -> bool:
+        """Whether an episode can be scored before the others of its batch have been sampled."""
+        return self.function.streams and self.sessions is not None
 
     @contextmanager
     def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
@@ -61,14 +78,16 @@ class Reward(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B scored rows out."""
-        scores = self._reward.score(batch) if self._early is None else self._reward.settle(self._early())
-        if len(scores) != len(batch):
-            expected, found = f"{len(batch)}, one per row", f"{len(scores)}"
+        asked = whole_episodes(batch) if self.sessions else batch
+        scores = self._reward.score(asked) if self._early is None else self._reward.settle(self._early())
+        if len(scores) != len(asked):
+            expected, found = f"{len(asked)}, one per {'row' if asked is batch else 'episode'}", f"{len(scores)}"
             raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=found)
-        mask, columns = batch["response_mask"], score_columns(scores)
+        mask, once = batch["response_mask"], score_columns(scores)
+        columns = once if asked is batch else score_columns(of_rows(batch, scores))
         columns = {"token_level_scores": on_last_token(columns["reward"], mask), **columns}
         written = self.written(batch, columns)
-        return Outcome(written, {**score_metrics(written), **self._metrics(columns, scores, mask)})
+        return Outcome(written, {**score_metrics(written), **self._metrics(once, scores, mask)})
 
     def _metrics(self, columns: dict[str, Any], scores: Sequence[Score], mask: torch.Tensor) -> dict[str, Metric]:
         scored = columns["scored"]
@@ -80,6 +99,12 @@ class Reward(BaseStage):
             if name.startswith("reward/"):
                 metrics.update(spread(name, column[~column.isnan()]))
         return metrics
+
+
+def of_rows(batch: DataProto, scores: Sequence[Score]) -> list[Score]:
+    """The score of each row's episode, of scores of the batch's episodes."""
+    number = {row: place for place, rows in enumerate(episodes(batch)) for row in rows}
+    return [scores[number[row]] for row in range(len(batch))]
 
 
 def score_columns(scores: Sequence[Score]) -> dict[str, Any]:

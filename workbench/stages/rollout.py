@@ -18,6 +18,7 @@ from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import SESSION, is_last
 from workbench.datasets.pictures import IMAGES, refuse_pictures
 from workbench.datasets.records import MEDIA, refuse_media
 from workbench.datasets.rendering import encode_rows, prepare
@@ -138,11 +139,12 @@ class Rollout(BaseStage):
         rows: Tensor,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
     ) -> Outcome:
-        """The batch's prompts repeated, with the columns of their responses."""
+        """The batch's `rows`, repeated prompts, with the columns of their responses."""
         each = self.group_size + self.greedy_baseline
         if self.greedy_baseline:
-            columns["greedy"] = (torch.arange(len(rows)) % each) == self.group_size
-        written = self.written(batch.repeat(each, interleave=True).with_meta(group_size=each, **self._facts()), columns)
+            episode = torch.tensor(columns[SESSION]) if SESSION in columns else torch.arange(len(rows))
+            columns["greedy"] = episode % each == self.group_size
+        written = self.written(batch.select_idxs(rows).with_meta(group_size=each, **self._facts()), columns)
         return Outcome(written, {**length_metrics(written), **metrics}, rows)
 
     def _facts(self) -> dict[str, Any]:
@@ -265,16 +267,17 @@ class Baseline(BaseStage):
     writes = ("reward_baselines", "scored")
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P·(G + 1) rows in, P·G rows out."""
+        """The rows of P·(G + 1) responses in, those of P·G out."""
         greedy, scored = batch["greedy"], batch["scored"]
         found = {batch["uid"][row]: row for row in greedy.nonzero()[:, 0].tolist()}
         rows = (~greedy).nonzero()[:, 0]
         of = torch.tensor([found[batch["uid"][row]] for row in rows.tolist()], dtype=torch.long)
         kept = batch.select_idxs(rows).with_meta(group_size=max(batch.meta_info.get("group_size", 2) - 1, 1))
         columns = {"reward_baselines": batch["reward"][of], "scored": scored[rows] & scored[of]}
-        mean = batch["reward"][greedy & scored].double().mean().item()
+        once = greedy & is_last(batch)
+        mean = batch["reward"][once & scored].double().mean().item()
         metrics: dict[str, Metric] = {
-            "reward/greedy_baseline": Mean.of(mean, int(greedy.sum())),
-            "reward/without_baseline": Count(int((~scored[greedy]).sum())),
+            "reward/greedy_baseline": Mean.of(mean, int(once.sum())),
+            "reward/without_baseline": Count(int((~scored[once]).sum())),
         }
         return Outcome(self.written(kept, columns), metrics, rows)

@@ -17,6 +17,7 @@ from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
+from workbench.dataproto.sessions import SESSION, episodes
 from workbench.dataproto.value import Origin
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, LossOutput, StepResult
 from workbench.functional.kl import kl_penalty
@@ -321,7 +322,7 @@ class Update(BaseStage):
         self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
         self.writes = loss.writes
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
-        self.optional = (PIXELS, *masked, *("old_log_probs",) * bool(self._on_policy))
+        self.optional = (PIXELS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))
 
     def settings(self) -> dict[str, Any]:
         """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""
@@ -479,15 +480,16 @@ class Update(BaseStage):
         self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
     def _mini_batches(self, batch: DataProto, epoch: int) -> list[Tensor]:
-        """Row indices of each optimizer step of one epoch."""
-        order = torch.arange(len(batch))
+        """Row indices of each optimizer step of one epoch. An episode's rows are in one step, and count as one row."""
+        rows = episodes(batch)
+        order = torch.arange(len(rows))
         if self.shuffle:
             meta = batch.meta_info
             seed = derive(meta.get("seed", 0), f"shuffle/{self.name}", meta.get("step", 0), epoch)
-            order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-        if self.ppo_mini_batch_size is None:
-            return [order]
-        return list(order.split(self.ppo_mini_batch_size * batch.meta_info.get("group_size", 1)))
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        most = len(rows) if self.ppo_mini_batch_size is None else self.ppo_mini_batch_size
+        steps = order.split(max(most * batch.meta_info.get("group_size", 1), 1))
+        return [torch.tensor([row for one in step.tolist() for row in rows[one]], dtype=torch.long) for step in steps]
 
     def _unchanged(self, batch: DataProto) -> dict[str, Tensor]:
         """The columns of rows whose weights did not move."""

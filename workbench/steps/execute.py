@@ -99,7 +99,7 @@ class StreamingReward:
         self._scores, _ = _in_thread("workbench-early-reward", self._scored)
 
     def arrive(self, row: int, columns: Mapping[str, Any], sample: Sample) -> None:
-        """Queue row number `row` for scoring: its columns, with `response_text`, and its sampled response."""
+        """Queue row number `row` (an episode, where these are several rows) for scoring: its columns and sampled response."""
         self._arrived.put((row, row_view(columns, columns["response_text"], sample.ids)))
 
     def end(self) -> None:
@@ -129,7 +129,7 @@ def _overlapped(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
     with ThreadPoolExecutor(1, thread_name_prefix="workbench-reward") as beside:
         while stages:
             stage = stages.pop(0)
-            if isinstance(stage, Rollout) and stages and isinstance(stages[0], Reward) and stages[0].function.streams:
+            if isinstance(stage, Rollout) and stages and isinstance(stages[0], Reward) and stages[0].streams:
                 reward = stages.pop(0)
                 streaming = StreamingReward(reward.function)  # type: ignore[attr-defined]
                 try:

@@ -267,7 +267,8 @@ class Stepper(Shown):
         return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, lent=fork._lent)
 
     def with_episodes(self, *episodes: EpisodeStepper) -> Stepper:
-        """Make a fork after the rollout with these episodes in place of the sampled ones of their rows.
+        """Make a fork after the rollout with these episodes in place of the sampled ones of their rows. An episode of more or
+        fewer sequences than it had moves the rows behind it.
 
         `t = s.with_episodes(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the
         rollout, for an episode that is not over, and for one of another batch.
@@ -276,9 +277,9 @@ class Stepper(Shown):
         if stage.name not in self._trace.names:
             raise PipelineError("no episodes yet: the rollout has not run", do=f"run(until={stage.name!r}) first")
         phase, before = self._trace[stage.name], self._trace.before(stage.name)
-        rows = [one.row for one in episodes if isinstance(one, EpisodeStepper)]
-        if len(set(rows)) < len(episodes):
-            expected = "episodes as s.episode(row) returns them, at most one for each row"
+        numbers = [one.number for one in episodes if isinstance(one, EpisodeStepper)]
+        if len(set(numbers)) < len(episodes):
+            expected = "episodes as s.episode(row) returns them, at most one for each row (or episode)"
             raise PipelineError("arguments of with_episodes", expected=expected, found=episodes)
         for one in episodes:
             what = f"the episode of row {one.row}"
@@ -286,10 +287,10 @@ class Stepper(Shown):
                 raise PipelineError(f"{what} is not over", found=f"{one.next_role} turn next", do="run() it first")
             if one.row >= len(phase.batch) or one.uid != phase.batch["uid"][one.row]:
                 raise PipelineError(f"{what} is of another batch", do=f"make it from this stepper: episode({one.row})")
-        outcome = stage.rewritten(before, phase.batch, {one.row: one.output for one in episodes})
+        outcome = stage.rewritten(before, phase.batch, {one.number: one.outputs for one in episodes})
         settings = {**phase.settings, "edited_rows": ", ".join(str(one.row) for one in episodes)}
         metrics = {**phase.metrics, **reduce([outcome.metrics])}
-        changed = replace(phase, batch=outcome.batch, metrics=metrics, settings=settings)
+        changed = replace(phase, batch=outcome.batch, metrics=metrics, settings=settings, rows=outcome.rows)
         position = self._trace.names.index(stage.name)
         return self.fork().back(to=stage.name).from_trace(self._trace.first(position).add(changed))
 
