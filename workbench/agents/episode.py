@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +59,10 @@ class LockStep:
             self.waves.append(len(turns))
             for turn in turns:  # they are taken up in this order
                 turn.set_result(None)
+
+
+RUNNING: ContextVar[tuple[Episode, Mapping[str, Any]]] = ContextVar("RUNNING")
+"""The episode whose tools are run, and its sampling: a sub-agent reads them."""
 
 
 @dataclass

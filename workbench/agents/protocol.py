@@ -194,6 +194,16 @@ Sequences = tuple[AgentLoopOutput, ...]
 """The sequences of one episode, in order; the last is the one whose response is scored."""
 
 
+SUB_AGENT = "sub_agent"
+"""Key of `extra` that marks a sub-agent's sequence: its name, and which call it answered."""
+
+
+def turn_of_call(output: AgentLoopOutput) -> int | None:
+    """After how many turns of the model a sub-agent was called, whose sequence this is; None for any other sequence."""
+    mark = output.extra.get(SUB_AGENT)
+    return None if mark is None else int(mark["turn"])
+
+
 def sequences(found: Any, place: str) -> Sequences:
     """What the agent loop called `place` returned, one output or several. Raises `ForeignError` for anything else."""
     several = tuple(found) if isinstance(found, list | tuple) else (found,)

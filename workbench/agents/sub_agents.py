@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from workbench.agents.episode import Episode
+from workbench.agents.episode import RUNNING
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.parsers import outside_reasoning
-from workbench.agents.protocol import AgentLoopOutput, Sequences, ToolResponse, sequences
+from workbench.agents.protocol import SUB_AGENT, Sequences, ToolResponse, sequences
 from workbench.agents.tools import BaseTool
 from workbench.base.config import require
 from workbench.base.errors import SettingError
 from workbench.engines.protocol import Sampler
 
-RUNNING: ContextVar[tuple[Episode, Mapping[str, Any]]] = ContextVar("the episode whose tools are run, and its sampling")
-_MARK = "sub_agent"
-
-
-def call_of(output: AgentLoopOutput) -> tuple[int, int] | None:
-    """(turns that the model had taken, number among that turn's) of the call that a sub-agent's sequence answered; None for
-    any other sequence."""
-    mark = output.extra.get(_MARK)
-    return None if mark is None else (int(mark["turn"]), int(mark["number"]))
-
 
 class SubAgent(BaseTool):
     """The tool that `sub_agent` makes."""
 
+    delegates = True
     seconds_per_call: float | None = None
 
     def __init__(
@@ -63,7 +52,7 @@ class SubAgent(BaseTool):
         given = {"raw_prompt": chat, "uid": parent.uid, "extra_info": {"tools_kwargs": kwargs}}
         found = await self.loop.bound(child).run({**sampling, **changes}, **given)
         several = tuple(map(child.with_log_probs, sequences(found, f"sub-agent {self.name!r}")))
-        mark = {_MARK: {"name": self.name, "turn": turn, "number": number}}
+        mark = {SUB_AGENT: {"name": self.name, "turn": turn, "number": number}}
         several = (*child.others, *several)
         parent.others += [replace(one, extra={**one.extra, **mark}) for one in several]
         return ToolResponse(text=_answer(several, self.loop)), None, {}
