@@ -98,8 +98,12 @@ def test_a_full_context_is_summed_up_and_the_next_sequence_goes_on_from_the_summ
     says = [call(numbers=[2, 3]), "<think>so</think>the sum is 5", call(numbers=[5, 1]), "it was 6", "6"]
     script = Script(made, says)
     found = play(compacting(compact_at=40), script)
-    assert [[turn.role for turn in one.turns] for one in found] == [["assistant", "tool", "assistant"]] * 2 + [["assistant"]]
-    assert read(made, found[0].response_ids).endswith("5\n\nSum up.<|im_end|>\n<|im_start|>assistant\n" + says[1] + made.eos_token)
+    assert [[turn.role for turn in one.turns] for one in found] == [["assistant", "tool", "assistant"]] * 2 + [
+        ["assistant"]
+    ]
+    assert read(made, found[0].response_ids).endswith(
+        "5\n\nSum up.<|im_end|>\n<|im_start|>assistant\n" + says[1] + made.eos_token
+    )
     chat = [{"role": "user", "content": "2 and 3?\n\nWhat has been done so far: the sum is 5"}]
     assert found[1].prompt_ids == TurnTokens(made).prompt(chat)
     assert sum(found[0].response_mask) == sum(len(made(one)["input_ids"]) + 1 for one in says[:2])
@@ -114,7 +118,9 @@ def test_limits_hold_for_the_episode_and_sequences_are_bounded() -> None:
     found = play(compacting(compact_at=20, max_sequences=3), Script(made, says))
     assert len(found) == 3 and found[-1].finish_reason == "turns"
     turns = play(compacting(compact_at=20, max_assistant_turns=2), Script(made, says))  # summaries are not counted
-    assert sum(turn.role == "assistant" for one in turns for turn in one.turns) == 3 and turns[-1].finish_reason == "turns"
+    assert (
+        sum(turn.role == "assistant" for one in turns for turn in one.turns) == 3 and turns[-1].finish_reason == "turns"
+    )
     calls = play(compacting(compact_at=20, max_tool_calls=2), Script(made, says))
     assert sum(one.ran for part in calls for turn in part.turns for one in turn.calls) == 2
     usual = ToolAgent([Adder()], parser=Tags()).describe()
@@ -145,7 +151,9 @@ def test_a_sub_agents_sequences_come_first_and_its_answer_is_read() -> None:
     theirs, mine = play(leading(), script)
     assert theirs.extra["sub_agent"] == {"name": "helper", "turn": 1, "number": 0} and "sub_agent" not in mine.extra
     assert [turn.text for turn in mine.turns[1:]] == ["it is 5", "done"]
-    assert read(made, theirs.prompt_ids).startswith("<|im_start|>system\nYou add.<|im_end|>\n<|im_start|>user\nadd 2 and 3")
+    assert read(made, theirs.prompt_ids).startswith(
+        "<|im_start|>system\nYou add.<|im_end|>\n<|im_start|>user\nadd 2 and 3"
+    )
     assert [turn.role for turn in theirs.turns] == ["assistant", "tool", "assistant"]
     assert len({request.seed for request in script.requests}) == 4
     assert leading().describe()["sub_agents"]["helper"]["system"] == "You add."
