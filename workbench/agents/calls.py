@@ -16,8 +16,9 @@ from workbench.agents.parsers import read_json
 from workbench.agents.plain import as_text
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
-from workbench.base.errors import SettingError, describe, first_line, nearest
+from workbench.base.errors import DataError, SettingError, describe, first_line, nearest
 from workbench.base.shown import encodable
+from workbench.datasets.pictures import Picture
 from workbench.rewards.score import Score
 
 T = TypeVar("T")
@@ -126,7 +127,21 @@ class Toolbox:
         if len(self.tools) < len(tools):
             raise SettingError("names of the tools", expected="names that differ", found=[tool.name for tool in tools])
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
+        self.shows_pictures = False
+        """Whether the model sees the images of the tools' answers."""
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
+
+    def seen(self, images: Sequence[Any]) -> tuple[tuple[Picture, ...], str]:
+        """(a tool's images that the model sees, in words which it does not and why)."""
+        if images and not self.shows_pictures:
+            return (), f"{len(images)} image{'s' * (len(images) > 1)} that this model cannot see"
+        found, broken = [], ""
+        for number, one in enumerate(images):
+            try:
+                found.append(Picture.read(one, f"image {number}"))
+            except DataError as error:
+                broken = f"an image that cannot be shown: {first_line(error)}"
+        return tuple(found), broken
 
     def only(self, names: Iterable[str]) -> Toolbox:
         """The box with these tools alone, in their order here."""
@@ -231,11 +246,15 @@ class OpenTools:
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the tool's reward is {reward}, not a finite number")
         text, cut = truncate(encodable(response.text or ""), self._box._limit, self._box._side)
-        seen = [f"{len(many)} {kind} left out" for kind in ("image", "video") if (many := getattr(response, kind))]
-        cut, said = "; ".join(filter(None, (cut, *seen))), dict(metrics or {})
+        pictures, why_not = self._box.seen(response.image or [])
+        if why_not:
+            cut, text = "; ".join(filter(None, (cut, why_not))), f"{text}\n[{why_not}]".lstrip("\n")
+        films = f"{len(response.video)} video left out" if response.video else ""
+        cut, said = "; ".join(filter(None, (cut, films))), dict(metrics or {})
         status, why = _STATUSES.get(str(said.get("status")), "ok"), encodable(str(said.get("why", "")))
         given = None if reward is None else float(reward)
-        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said, call.tool_call_id)
+        answer = (status, text, given, cut, why, said, call.tool_call_id, pictures)
+        return ToolCall(call.name, call.arguments, *answer)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
         text, cut = truncate(encodable(text), self._box._limit, self._box._side)

@@ -10,7 +10,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.agents.protocol import AgentLoopOutput, Turn
+import torch
+
+from workbench.agents.protocol import AgentLoopOutput, Seen, Turn
 from workbench.base.errors import DataError
 from workbench.base.seeds import derive
 from workbench.engines.protocol import Bounded, Request, Sample, Sampler, SamplingSettings
@@ -112,8 +114,13 @@ class Episode:
         branches = [one for one in self.branches if turn >= one[0]]
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt, *branches)
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any]) -> Sample:
-        """Sample the next turn after the token ids `ids`.
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingSettings | Mapping[str, Any],
+        pixels: Mapping[str, torch.Tensor] | None = None,
+    ) -> Sample:
+        """Sample the next turn after the token ids `ids`, whose pictures' inputs are `pixels`.
 
         The turn ends where the sampler's longest sequence does. A turn for which nothing is left there is empty, with the
         finish reason `length`; asking for another after it raises `DataError`, and so does a first prompt that is empty or
@@ -127,11 +134,17 @@ class Episode:
         if room <= 0:
             return self._full(ids)
         settings = settings.replace(max_tokens=int(min(settings.max_tokens, room)))
-        return await self.draw(ids, settings, self.seed(turn, self.attempt))
+        return await self.draw(ids, settings, self.seed(turn, self.attempt), pixels)
 
-    async def draw(self, ids: Sequence[int], settings: SamplingSettings, seed: int) -> Sample:
+    async def draw(
+        self,
+        ids: Sequence[int],
+        settings: SamplingSettings,
+        seed: int,
+        pixels: Mapping[str, torch.Tensor] | None = None,
+    ) -> Sample:
         """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples."""
-        request = Request(tuple(ids), settings, seed)
+        request = Request(tuple(ids), settings, seed, pixels or None)
         began = time.perf_counter()
         try:
             waves = self.lock_step
@@ -200,6 +213,8 @@ class Transcript:
     turns: list[Turn] = field(default_factory=list)
     reason: str = "stop"
     tool_seconds: float = 0.0
+    seen: list[Seen] = field(default_factory=list)
+    """What the model read of pictures, by turn."""
 
     @property
     def room(self) -> int:
@@ -219,18 +234,24 @@ class Transcript:
         """Append a turn that the model sampled, with mask 1; `text` is its decoded text, `cut` a note on what was cut."""
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
-    def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "") -> bool:
-        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer."""
+    def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "", seen: Seen | None = None) -> bool:
+        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer.
+
+        `seen` is what the model reads of the turn's pictures.
+        """
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
             self._put(role, text, (), (), 0, f"{cut}; {left}" if cut else left)
             return False
+        self.seen += [replace(seen, first=len(self.ids))] if seen else []
         self._put(role, text, ids, [0.0] * len(ids), 0, cut)
         return True
 
     def copy(self) -> Transcript:
         """An independent copy of the transcript."""
-        kept: dict[str, Any] = {name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns")}
+        kept: dict[str, Any] = {
+            name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns", "seen")
+        }
         return replace(self, **kept)
 
     def first(self, count: int) -> Transcript:
@@ -240,6 +261,7 @@ class Transcript:
             turns[-1] = replace(turns[-1], calls=(), score=None, error="", extra={})
         end = turns[-1].last + 1 if turns else 0
         kept: dict[str, Any] = {"ids": self.ids[:end], "mask": self.mask[:end], "log_probs": self.log_probs[:end]}
+        kept["seen"] = [one for one in self.seen if one.first < end]
         return replace(self, **kept, turns=turns, reason=self.reason if count == len(self.turns) else "stop")
 
     def note(self, **changes: Any) -> None:
@@ -275,5 +297,6 @@ class Transcript:
             version=versions[0],
             metrics={**metrics, "min_version": min(versions), "max_version": max(versions)},
             turns=tuple(self.turns),
+            seen=tuple(self.seen),
             extra={**stable, **extra},
         )

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+import torch
+
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.protocol import AgentLoopOutput
 from workbench.agents.tokens import TurnTokens
@@ -63,6 +65,8 @@ class AgentLoopBase(Remembering, Shown):
     """
 
     name: str = ""
+    reads_pictures: bool = False
+    """Whether rows may have pictures in their prompts."""
     processor: None = None
     """There are no pictures and films here: None, as verl's loops have it with a model of texts."""
     _episode: Episode | None = None
@@ -162,12 +166,18 @@ class AgentLoopBase(Remembering, Shown):
     process_multi_modal_info = process_vision_info
 
     async def generate(
-        self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
+        self,
+        ids: Sequence[int],
+        sampling_params: SamplingSettings | Mapping[str, Any],
+        *,
+        pixels: Mapping[str, torch.Tensor] | None = None,
+        **changes: Any,
     ) -> Sample:
-        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone."""
+        """Sample the next turn after the token ids `ids`, whose pictures' inputs are `pixels`. `changes` are sampling settings
+        of this turn alone."""
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
-        return await self.episode.generate(ids, {**sampling_params, **changes})
+        return await self.episode.generate(ids, {**sampling_params, **changes}, pixels)
 
 
 class TokenOutput(list[int]):

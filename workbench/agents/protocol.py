@@ -11,8 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from workbench.agents.plain import plain
 from workbench.base.errors import DataError, ForeignError, describe, message
+from workbench.datasets.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class ToolCall:
     """The rest of the tool's metrics; not kept with the transcript."""
     tool_call_id: str | None = None
     """The model's own id of the call, where its format has one."""
+    pictures: tuple[Picture, ...] = field(default=(), compare=False)
+    """The images of the tool's answer that the model sees; not kept with the transcript."""
 
     @property
     def ran(self) -> bool:
@@ -108,10 +113,31 @@ class Turn:
     def to_dict(self) -> dict[str, Any]:
         """The turn as plain values, so that a transcript can be saved, or sent to a reward in another process.
 
-        The tools' metrics are left out: the same episode gives the same values every time.
+        The tools' metrics and images are left out: the same episode gives the same values every time.
         """
-        calls = [{key: value for key, value in vars(call).items() if key != "metrics"} for call in self.calls]
+        calls = [
+            {key: value for key, value in vars(call).items() if key not in ("metrics", "pictures")}
+            for call in self.calls
+        ]
         return {**vars(self), "calls": calls, "extra": plain(self.extra, describe)}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a `Multimodal` sampler's model reads of the pictures of one turn, or of the prompt."""
+
+    first: int
+    """Index of the turn's first token in the response; -1 for the prompt."""
+    count: int
+    """How many pictures."""
+    pixels: Mapping[str, torch.Tensor] = field(compare=False)
+    """The model's inputs by name, in the order of the pictures."""
+
+
+def pixels_of(seen: Sequence[Seen]) -> dict[str, torch.Tensor]:
+    """The inputs of all pictures of a sequence, in order: a cell of column `multi_modal_inputs`."""
+    names = dict.fromkeys(name for one in seen for name in one.pixels)
+    return {name: torch.cat([one.pixels[name] for one in seen if name in one.pixels]) for name in names}
 
 
 @dataclass(frozen=True)
@@ -141,6 +167,8 @@ class AgentLoopOutput:
     """The transcript."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
+    seen: tuple[Seen, ...] = ()
+    """What the model read of pictures, by turn."""
     extra_fields: InitVar[Mapping[str, Any] | None] = None
     """verl's name of `extra`."""
     multi_modal_data: InitVar[Mapping[str, Any] | None] = None
@@ -187,7 +215,8 @@ class AgentLoopOutput:
             turns[-1] = replace(turns[-1], cut="; ".join(filter(None, (turns[-1].cut, why))))
         columns = ("response_ids", "response_mask", "response_logprobs")
         kept: dict[str, Any] = {name: getattr(self, name)[:limit] for name in columns}
-        return replace(self, **kept, finish_reason="length", turns=tuple(turns))
+        seen = tuple(one for one in self.seen if one.first < limit)
+        return replace(self, **kept, finish_reason="length", turns=tuple(turns), seen=seen)
 
 
 Sequences = tuple[AgentLoopOutput, ...]

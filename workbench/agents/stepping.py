@@ -51,7 +51,7 @@ class EpisodeStepper(Shown):
         row_number: the row's number in the rollout.
         number: the episode's number in the rollout: the row's, unless episodes are several rows.
         batch_of: function from episodes, each of its sequences, to a batch of their rows, with the rollout's columns.
-        log_probs: function (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
+        log_probs: function (context, its pictures' inputs or None, ids) → the policy's log-probs, in nats, of ids that were written by hand.
         lent: returns a context manager inside which the engine has the weights that this episode is sampled with.
     """
 
@@ -66,7 +66,7 @@ class EpisodeStepper(Shown):
         row_number: int,
         number: int,
         batch_of: Callable[[Sequence[Sequences]], DataProto],
-        log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+        log_probs: Callable[[Sequence[int], Mapping[str, Any] | None, Sequence[int]], Sequence[float]],
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
         if not isinstance(loop, ToolAgent):
@@ -412,13 +412,13 @@ class EpisodeStepper(Shown):
             raise SettingError("text of the model's turn", expected=room, found=found, do=do)
         ids += (self.tokenizer.eos_token_id,) if end else ()
         with self._lent():
-            log_probs = self._log_probs(said.context, ids)
+            log_probs = self._log_probs(*self._loop.read(said), ids)
             return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
 
     async def _continued(self, said: Sample) -> Sample:
         """The model's turn, continued from its beginning that was written by hand."""
-        context, room = self._now.transcript.context, self._now.transcript.room - len(said.ids)
-        more = await self._loop.generate((*context, *said.ids), self._now.sampling, max_tokens=room)
+        (context, pixels), room = self._loop.read(self._now.transcript), self._now.transcript.room - len(said.ids)
+        more = await self._loop.generate((*context, *said.ids), self._now.sampling, pixels=pixels, max_tokens=room)
         whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
         return Sample(*whole, more.finish_reason, more.version)
 
@@ -426,7 +426,7 @@ class EpisodeStepper(Shown):
 def _transcript(empty: Transcript, output: AgentLoopOutput) -> Transcript:
     """A recorded sequence as a transcript."""
     lists: dict[str, Any] = {"ids": list(output.response_ids), "mask": list(output.response_mask)}
-    lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns)}
+    lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns), "seen": list(output.seen)}
     return replace(empty, prompt_ids=output.prompt_ids, reason=output.finish_reason, **lists)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
 from workbench.agents.parsers import opens_reasoning, without_tags
+from workbench.agents.protocol import Seen
 from workbench.base.errors import DataError, SettingError
-from workbench.datasets.rendering import encode, render
+from workbench.datasets.pictures import Picture, as_parts, is_parts
+from workbench.datasets.rendering import encode, encode_pictures, render
 
 Message = Mapping[str, Any]
 
@@ -23,6 +25,7 @@ _ID_LENGTH = 9
 _EARLIER = (_ASKED, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"})
 _MODES = ((False, False), (True, False), (False, True), (True, True))
 """How a tool's answer is tried: (with an id of a certain form, behind a call)."""
+STAND_IN = 0
 _KEPT = 4096
 """Prompts whose ids are kept: the samples of a group share one."""
 
@@ -41,15 +44,23 @@ class TurnTokens:
         tokenizer: with or without a chat template.
         tools: tool schemas that the template shows.
         roles: roles of later turns (`tool`, `user`), for which the template is checked now.
+        processor: what encodes messages with pictures (`processor_of`); None: there are none.
         switches: further arguments of the template (`enable_thinking=False`).
 
     Raises `SettingError`, naming the template, where no delta can be formed for one of `roles`.
     """
 
     def __init__(
-        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), roles: Sequence[str] = (), **switches: Any
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        roles: Sequence[str] = (),
+        processor: Any = None,
+        **switches: Any,
     ) -> None:
         self._tokenizer = tokenizer
+        self._processor = processor
         self._switches = {**switches, **({"tools": list(tools)} if tools else {})}
         self._plain = not getattr(tokenizer, "chat_template", None)
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
@@ -75,10 +86,51 @@ class TurnTokens:
             self._prompts[key] = tuple(encode(self._tokenizer, [dict(one) for one in messages], **self._switches))
         return self._prompts[key]
 
+    def pictured_prompt(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[tuple[int, ...], Seen]:
+        """(token ids of a chat whose parts `{"type": "image"}` stand for `pictures`, what the model reads of these)."""
+        ids, pixels = encode_pictures(
+            self._processor, list(map(dict, messages)), pictures, "a prompt", **self._switches
+        )
+        return tuple(ids), Seen(-1, len(pictures), pixels)
+
+    def pictured_delta(
+        self, messages: Sequence[Message], wrote: Sequence[int], pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, ...], Seen]:
+        """`delta` for messages whose parts `{"type": "image"}` stand for `pictures`, and what the model reads of these."""
+        images = [one.image(f"image {number} of a tool's answer") for number, one in enumerate(pictures)]
+        found: dict[str, Any] = {}
+
+        def encoded(text: str) -> tuple[int, ...]:
+            ids, found["pixels"] = self._processor.encode(text, images)
+            return tuple(ids)
+
+        ids = self._behind(*self._unwritten(messages, wrote), wrote, encoded)
+        return ids, Seen(0, len(pictures), found["pixels"])
+
+    def readable(self, ids: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
+        """Token ids of a response with pictures as a model reads them: where it wrote (mask 1) a picture's token itself, it
+        reads `STAND_IN`."""
+        place = self._processor.token_id
+        return tuple(STAND_IN if own and one == place else one for one, own in zip(ids, mask, strict=True))
+
     def delta(
         self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
     ) -> tuple[int, ...]:
         """The token ids to append after an assistant turn with the ids `wrote`, so that the model reads `messages`."""
+        return self._behind(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
+
+    def _behind(
+        self, said: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """The token ids of a text behind the end token `said` that the model wrote.
+
+        It is encoded together with it, because some tokenizers encode the beginning of a text differently.
+        """
+        ids = encoded(said + text)
+        return ids if not said else ids[1:] if ids and ids[0] == int(wrote[-1]) else encoded(text)
+
+    def _unwritten(self, messages: Sequence[Message], wrote: Sequence[int], generation: bool = True) -> tuple[str, str]:
+        """(the end token that the model wrote, or none; the text behind it, in which it is not written twice)."""
         last = int(wrote[-1]) if len(wrote) else None
         ended = last in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}
         said = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
@@ -87,12 +139,8 @@ class TurnTokens:
         if said and text.startswith(said):  # GLM's `<|observation|>`: the model begins the next turn itself
             closing = closing or said
         if not said or said not in closing:
-            return self._encoded(text)
-        # the end token that the model wrote is not written twice; the rest is encoded behind it, because some tokenizers
-        # encode the beginning of a text differently
-        rest = text[closing.index(said) + len(said) :]
-        ids = self._encoded(said + rest)
-        return ids[1:] if ids and ids[0] == last else self._encoded(rest)
+            return "", text
+        return said, text[closing.index(said) + len(said) :]
 
     def delta_text(self, messages: Sequence[Message], *, generation: bool = True, said: str = "") -> str:
         """The text that the template writes after an assistant's answer, for `messages` and the generation prompt.
@@ -163,6 +211,8 @@ class TurnTokens:
 
     def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
         chat = [dict(one) for one in messages]
+        if any(is_parts(one.get("content")) for one in chat):  # then templates take all contents as parts
+            chat = [{**one, "content": as_parts(one.get("content"))} for one in chat]
         return render(self._tokenizer, [chat], add_generation_prompt=generation, **self._switches)[0]
 
     def _encoded(self, text: str) -> tuple[int, ...]:

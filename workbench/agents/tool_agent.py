@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
 from workbench.agents.episode import RUNNING, Transcript
 from workbench.agents.formats import parser_of
@@ -34,11 +36,13 @@ from workbench.agents.protocol import (
     ToolCall,
     ToolParser,
     Turn,
+    pixels_of,
 )
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
 from workbench.base.errors import DataError, describe, first_line, unknown
-from workbench.engines.protocol import Sample, Sampler, switches_of
+from workbench.datasets.pictures import IMAGES, Picture, text_of
+from workbench.engines.protocol import Sample, Sampler, processor_of, switches_of
 
 _TURN_LIMITS = ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_calls", "max_tokens_per_turn")
 
@@ -224,7 +228,8 @@ class ToolAgent(AgentLoopBase):
         if offered not in self._tokens:
             roles = [*([self.tool_role] if offered else []), *(["user"] if self._interactions else [])]
             shown = self._box.schemas if self.format == "function_calling" else []
-            self._tokens[offered] = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **switches_of(sampler))
+            given = {"processor": processor_of(sampler), **switches_of(sampler)}
+            self._tokens[offered] = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **given)
 
     @property
     def tokens(self) -> TurnTokens:
@@ -254,6 +259,7 @@ class ToolAgent(AgentLoopBase):
     def start(self, sampling_params: Mapping[str, Any], **row: Any) -> EpisodeState:
         """A new episode, before its first turn. Raises `DataError` for a bad prompt, interaction or `tool_config`."""
         self._box = self._offered(row)
+        self._box.shows_pictures = self.reads_pictures and processor_of(self.episode.sampler) is not None
         prompt = row["raw_prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(chat, Sequence) or not chat:
@@ -263,12 +269,24 @@ class ToolAgent(AgentLoopBase):
         if self.format == "react" and self._box.tools:
             messages[0]["content"] = instructions(self._box.schemas) + str(messages[0]["content"])
             sampling["stop"] = tuple(dict.fromkeys((*sampling.get("stop", ()), STOP)))
-        return EpisodeState(row, sampling, messages, self._begun(messages, sampling), *self.opened(row))
+        return EpisodeState(
+            row, sampling, messages, self._begun(messages, sampling, row.get(IMAGES) or ()), *self.opened(row)
+        )
 
-    def _begun(self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> Transcript:
+    @property
+    def reads_pictures(self) -> bool:  # type: ignore[override]
+        """Whether the model may see pictures: those of rows, and the images of tools; not where histories are rewritten."""
+        return self._history.kind == "append" and self._history.compact_at is None
+
+    def _begun(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], pictures: Sequence[Picture] = ()
+    ) -> Transcript:
         """A sequence that begins with this chat."""
-        prompt = self.tokens.prompt(messages)
-        return Transcript(prompt, int(min(sampling["max_tokens"], self.episode.room(prompt))))
+        prompt, seen = (
+            self.tokens.pictured_prompt(messages, pictures) if pictures else (self.tokens.prompt(messages), None)
+        )
+        limit = int(min(sampling["max_tokens"], self.episode.room(prompt)))
+        return Transcript(prompt, limit, seen=[seen] if seen else [])
 
     def _offered(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that a row's `tool_config` lists as `available_tools`, or all."""
@@ -311,7 +329,8 @@ class ToolAgent(AgentLoopBase):
         elif episode.state is AgentState.GENERATING:
             said = episode.transcript
             longest = min(said.room, self.max_tokens_per_turn or said.room, int(episode.sampling["max_tokens"]))
-            sample = await self.generate(said.context, episode.sampling, max_tokens=longest)
+            context, pixels = self.read(said)
+            sample = await self.generate(context, episode.sampling, pixels=pixels, max_tokens=longest)
             episode.state = await self.spoken(episode, sample)
         elif episode.state is AgentState.PROCESSING_TOOLS:
             RUNNING.set((self.episode, episode.sampling))  # in this task: a sub-agent looks there
@@ -321,6 +340,12 @@ class ToolAgent(AgentLoopBase):
             stop, text = await self._asked_user(episode)
             episode.state = AgentState.TERMINATED if stop else self.replied(episode, text)
         return episode.state
+
+    def read(self, said: Transcript) -> tuple[tuple[int, ...], dict[str, torch.Tensor] | None]:
+        """(the token ids of a sequence so far as the model reads them, its pictures' inputs or None)."""
+        if not said.seen:
+            return said.context, None
+        return (*said.prompt_ids, *self.tokens.readable(said.ids, said.mask)), pixels_of(said.seen)
 
     async def finish(self, episode: EpisodeState) -> AgentLoopOutput | Sequences:
         """Release the episode's tools and simulated user; returns its sequence, or its sequences, those of sub-agents first."""
@@ -399,13 +424,14 @@ class ToolAgent(AgentLoopBase):
         episode.transcript.note(calls=(*records, *ignored))
         episode.calls = []
         cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
-        return self._heard(episode, "tool", self.messages(records), cut)
+        pictures = [one for record in records for one in record.pictures]
+        return self._heard(episode, "tool", self.messages(records), cut, pictures)
 
     def messages(self, records: Sequence[ToolCall]) -> list[dict[str, Any]]:
         """Chat messages that tell the model the results of tool calls (`records`)."""
         if self.format == "react":
-            return [{"role": self.tool_role, "content": f"Observation: {one.result}"} for one in records]
-        answers = [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
+            return [{"role": self.tool_role, "content": _content(one, "Observation: ")} for one in records]
+        answers = [{"role": self.tool_role, "content": _content(one), "name": one.name} for one in records]
         ids = [{} if one.tool_call_id is None else {"tool_call_id": one.tool_call_id} for one in records]
         return [{**answer, **own} for answer, own in zip(answers, ids, strict=True)]
 
@@ -423,21 +449,33 @@ class ToolAgent(AgentLoopBase):
         """Append the simulated user's reply; returns the next state."""
         return self._heard(episode, "user", [{"role": "user", "content": text}], "")
 
-    def _heard(self, episode: EpisodeState, role: str, messages: list[dict[str, Any]], cut: str) -> AgentState:
+    def _heard(
+        self,
+        episode: EpisodeState,
+        role: str,
+        messages: list[dict[str, Any]],
+        cut: str,
+        pictures: Sequence[Picture] = (),
+    ) -> AgentState:
         said = episode.transcript
         last = said.turns[-1]
         wrote = said.ids[last.first : last.last + 1]
-        ids = self.tokens.delta(messages, wrote)
+        told = (
+            self.tokens.pictured_delta(messages, wrote, pictures)
+            if pictures
+            else (self.tokens.delta(messages, wrote), None)
+        )
+        ids, seen = told
         if asking := self._history.is_full(len(said.context) + len(ids)):
             messages = self._history.asking(messages)
             ids = self.tokens.delta(messages, wrote)
-        text, state = "\n".join(str(one["content"]) for one in messages), AgentState.GENERATING
+        text, state = "\n".join(str(text_of(one["content"])) for one in messages), AgentState.GENERATING
         by_template = self._history.kind == "template"
         chat = [*episode.messages, *self._written(episode), *messages] if by_template else []
         if chat and self._rewrites(chat, said.context):
             said.hear(role, text, (), cut=cut)  # its tokens are in the next prompt
             state = self._next(episode, chat)
-        elif not said.hear(role, text, ids, cut=cut):
+        elif not said.hear(role, text, ids, cut=cut, seen=seen):
             said.reason, state = "length", AgentState.TERMINATED
         if asking:
             mark_asked(said)
@@ -551,3 +589,11 @@ class ToolAgent(AgentLoopBase):
             episode.errors.append(why)
             episode.transcript.note(error=why)
             return []
+
+
+def _content(record: ToolCall, before: str = "") -> Any:
+    """The content of the message that tells a call's result: a text, or with images parts."""
+    text = before + record.result
+    if not record.pictures:
+        return text
+    return [*([{"type": "text", "text": text}] if text else []), *({"type": "image"} for _ in record.pictures)]

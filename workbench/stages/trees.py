@@ -92,7 +92,6 @@ class TreeRollout(EpisodeRollout):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, P·G rows out: of each prompt the whole episodes, then their branches."""
-        self._refuse_media(batch)
         size, whole = self.group_size, self.whole
         rows = torch.arange(len(batch)).repeat_interleave(size)
         tell, places = self._teller(batch, rows), range(len(rows))
