@@ -156,7 +156,7 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
 @dataclass(eq=False)
 class _Pending:
-    """A request, under way or answered, that whoever repeats it may get the answer of."""
+    """A request, under way or answered: whoever repeats it because the answer did not come gets that answer."""
 
     answers: asyncio.Future[tuple[Reply, list[Node]]]
     asked: Asked | None
@@ -210,7 +210,8 @@ class PolicySession:
         parent, taken, name = self.recording.before(asked.messages, tools)
         own = (asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, *sorted(asked.sampling.items()))
         same = self._pending.setdefault((name, own), [])
-        pending = next((one for one in same if one.lost), None)
+        again = connection is not None and (connection.headers.get("x-stainless-retry-count") or "0") != "0"
+        pending = next((one for one in reversed(same) if one.lost or again), None)
         if pending is None:
             task = asyncio.ensure_future(self._sampled(asked, parent, taken, name, len(same)))
             self._tasks.add(task)
@@ -318,9 +319,7 @@ class PolicySession:
 
 def _too_long(why: str) -> Refusal:
     # clients know this error by these words, some by nothing else
-    return Refusal(
-        400, f"This model's maximum context length is passed: {why}", "context_length_exceeded", "messages"
-    )
+    return Refusal(400, f"This model's maximum context length is passed: {why}", "context_length_exceeded", "messages")
 
 
 class Endpoint:
