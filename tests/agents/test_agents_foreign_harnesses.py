@@ -27,7 +27,7 @@ from workbench.stages.rollout import columns_of
 
 FOLDER = Path(os.environ.get("WORKBENCH_HARNESSES") or "/none")
 HERE = Path(__file__).parent
-HELD = {"max_tokens": 400, "temperature": 1.0}
+HELD = {"max_tokens": 1200, "temperature": 1.0}
 pytestmark = pytest.mark.slow
 
 
