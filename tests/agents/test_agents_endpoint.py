@@ -215,7 +215,7 @@ def test_a_shared_beginning_is_trained_once(scripted: Any) -> None:
     )
 
 
-def test_of_the_answers_to_one_request_those_that_were_continued_count(scripted: Any) -> None:
+def test_of_n_answers_those_that_were_continued_count(scripted: Any) -> None:
     script = scripted(["a", "b", "c", "d", "e"])
     with endpoint(script) as e, e.session() as session:
         found = runtime.run(session.chat(messages=ASKED, n=3))["choices"]
@@ -224,8 +224,8 @@ def test_of_the_answers_to_one_request_those_that_were_continued_count(scripted:
         assert len(session.sequences()) == 4  # asked again: an answer of its own
         pick = {"role": "assistant", **found[1]["message"]}
         chat(session, [*ASKED, pick, {"role": "user", "content": "and?"}])
-        (output,) = session.sequences()
-        assert output.turns[0].text == pick["content"] and said([output]) == [2]
+        first, second = session.sequences()  # of the three candidates the one that was continued
+        assert second.turns[0].text == pick["content"] and said((first, second)) == [1, 2]
 
 
 def test_a_retry_gets_the_answer_that_nobody_waited_for(scripted: Any) -> None:
@@ -244,6 +244,18 @@ def test_a_retry_gets_the_answer_that_nobody_waited_for(scripted: Any) -> None:
         assert status == 200 and reply["choices"][0]["message"]["content"] == "first" and len(script.requests) == 1
         assert asked(e, session, messages=ASKED)[1]["choices"][0]["message"]["content"] == "second"
         assert len(session.sequences()) == 2
+
+
+def test_openais_client_says_that_it_asks_again(scripted: Any) -> None:
+    script = scripted(["first", "second"])
+    with endpoint(script) as e, e.session() as session:
+        body, found = json.dumps({"messages": ASKED}), []
+        for tries in ("0", "1", "0"):
+            connection = http.client.HTTPConnection(e.address, timeout=60)
+            path = session.base_url.partition(e.address)[2] + "/chat/completions"
+            connection.request("POST", path, body, {"x-stainless-retry-count": tries})
+            found.append(json.loads(connection.getresponse().read())["choices"][0]["message"]["content"])
+        assert found == ["first", "first", "second"] and len(session.sequences()) == 2
 
 
 def test_an_answer_that_nobody_read_is_not_trained_on(scripted: Any) -> None:

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents_parts import Script, tokenizers
+import torch
+from agents_parts import Script, schema, tokenizers
 
 import workbench as wb
 from workbench.agents import Episode, Harness
 from workbench.base import runtime
 from workbench.base.errors import SettingError
+from workbench.rewards import Reward
 from workbench.rewards.base import broken_episode
 from workbench.rewards.score import Status
+from workbench.stages import EpisodeRollout
 
 HELD = {"max_tokens": 400, "temperature": 1.0}
 PLAIN = """
@@ -142,6 +145,21 @@ def test_who_ends_because_of_a_limit_is_scored(tiny: str, tmp_path: Path) -> Non
     assert [turn.role for turn in output.turns].count("assistant") == 3
 
 
+def test_who_goes_on_though_it_is_refused_is_ended(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.agents.harnesses._GRACE", 0.3)
+    text = """
+import time
+messages += [{"role": "assistant", **ask(messages)}, {"role": "user", "content": "and?"}]
+while True:
+    try:
+        ask(messages)
+    except OSError:
+        time.sleep(0.05)
+"""
+    (output,) = played(program(tmp_path, text, max_assistant_turns=1), script(tiny))
+    assert output.finish_reason == "turns" and not why(output) and "did not end" in output.extra["stopped"]
+
+
 def test_a_function_plays_with_and_without_http(tiny: str) -> None:
     async def within(policy: Any, row: dict[str, Any]) -> float:
         first = (await policy.chat(messages=row["raw_prompt"]))["choices"][0]["message"]
@@ -214,3 +232,62 @@ print(json.dumps({{"reward": 1.0}}))
         return await asyncio.gather(*(one.run(HELD, raw_prompt=chat) for one in rows))
 
     assert all(one.extra["reward"] == 1.0 for one in runtime.run(both()))
+
+
+# --- a whole pipeline ---------------------------------------------------------------------------
+
+CALCULATOR = [schema("calculator", expression="string")]
+
+
+async def branches(policy: Any, row: dict[str, Any]) -> float:
+    """Asks the row's question, and for every other one at the same time another; the reward is the first answer's length."""
+
+    async def one(messages: list[Any], again: str) -> str:
+        answer = (await policy.chat(messages=messages, tools=CALCULATOR))["choices"][0]["message"]
+        if again:
+            await policy.chat(messages=[*messages, answer, {"role": "user", "content": again}], tools=CALCULATOR)
+        return answer["content"] or ""
+
+    question = row["raw_prompt"][0]["content"]
+    others = [one([{"role": "user", "content": f"Well: {question}"}], "")] if len(question) % 2 else []
+    first, *_ = await asyncio.gather(one(row["raw_prompt"], "Sure?"), *others)
+    return len(first) / 40
+
+
+def pipeline() -> Any:
+    engine = wb.engines.local("data/tiny-arith-tools", lr=3e-4)
+    reward = Reward(wb.rewards.episodes.harness(), in_process=True)
+    agent = Harness(branches, parser="hermes")
+    return wb.recipes.grpo(engine, reward, agent=agent, group_size=4, kl_coef=0.001, max_tokens=96)
+
+
+def test_a_step_of_sequences_is_scored_by_episode_and_on_policy() -> None:
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    found = [wb.Stepper(pipeline(), rows.batch(6, seed=1)).run().batch for _ in range(2)]
+    batch = found[0]
+    assert len(batch) > 24 and sorted(set(map(int, batch["session"]))) == list(range(24))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in ("responses", "response_mask", "reward"))
+    gap = (batch["old_log_probs"] - batch["rollout_log_probs"])[batch["response_mask"].bool()].abs().max()
+    assert gap < 1e-4
+    for number in range(24):
+        rows_of = [row for row, one in enumerate(batch["session"]) if int(one) == number]
+        assert len({float(batch["reward"][row]) for row in rows_of}) == 1
+
+
+def test_a_run_is_recorded_and_its_rows_step_again(tmp_path: Path) -> None:
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    run = wb.train_blocking(pipeline(), rows, steps=2, batch_size=4, seed=0, run=tmp_path / "run")
+    again = run.stepper(2).run()
+    assert "nothing differs" in repr(again.compare(run.traces[2]))
+    recorded = wb.load_run(tmp_path / "run").stepper(step=2)
+    recorded.replace("reward", Reward(wb.rewards.episodes.harness(), in_process=True)).run(until="advantage")
+    assert torch.equal(recorded.batch["advantages"], run.traces[2].batch["advantages"])
+
+
+def test_lock_step_is_refused() -> None:
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    stage = EpisodeRollout(
+        wb.engines.local("data/tiny-arith-tools"), agent=Harness(branches, parser="hermes"), deterministic=True
+    )
+    with pytest.raises(SettingError, match="deterministic"):
+        stage(rows.batch(2).with_meta(seed=1, step=1))

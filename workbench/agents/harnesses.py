@@ -9,14 +9,14 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from workbench.agents.calls import within
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.plain import plain
 from workbench.agents.policy_server import Endpoint, Limits, PolicySession, PolicyTokens, endpoint
@@ -27,8 +27,11 @@ from workbench.base.errors import SettingError, WorkbenchError, describe, first_
 from workbench.datasets.pictures import text_of
 from workbench.engines.protocol import Sampler, SamplingSettings, switches_of
 
+T = TypeVar("T")
 _LAST = 2000
 """Bytes of a program's last error output that are kept."""
+_GRACE = 20.0
+"""Seconds that a harness has to end by itself once a limit has refused its request."""
 _MOST_RESULT = 1 << 20
 """Bytes of a program's output that are read for its result."""
 _PLACES = ("base_url", "api_key", "model", "prompt", "row", "result")
@@ -146,11 +149,11 @@ class Harness(AgentLoopBase):
                 return await self._program(session, row)
         try:
             if inspect.iscoroutinefunction(self._play) or inspect.iscoroutinefunction(type(self._play).__call__):
-                found = await within(self._play(session, dict(row)), self.seconds)
+                found = await self._until(session, self._play(session, dict(row)))
             else:
                 async with room.turns:
                     work = asyncio.get_running_loop().run_in_executor(room.threads, self._play, session, dict(row))
-                    found = await within(work, self.seconds)
+                    found = await self._until(session, work)
             return _result(found), ""
         except TimeoutError:
             return {}, f"the harness did not end within {self.seconds:g} s"
@@ -178,13 +181,31 @@ class Harness(AgentLoopBase):
             command = [_filled(one, told) for one in self._play]  # type: ignore[union-attr]
             with ExitStack() as opened:
                 pipes = [opened.enter_context(open(files[one], mode)) for one, mode in _PIPES]
-                trouble = await self._ended(command, pipes, env, self._folder or str(files["work"]))
+                trouble = await self._ended(session, command, pipes, env, self._folder or str(files["work"]))
             if trouble:
                 last = _tail(files["stderr"]) or _tail(files["stdout"])
                 return {}, f"{trouble}: {last}" if last else trouble
             return _read(files["result.json"], files["stdout"]), ""
 
-    async def _ended(self, command: list[str], pipes: Sequence[Any], env: Mapping[str, str], folder: str) -> str:
+    async def _until(self, session: PolicySession, work: Awaitable[T]) -> T:
+        """Await `work`; raises `TimeoutError` after `seconds`, or where it goes on though a limit refuses its requests."""
+        task, end = asyncio.ensure_future(work), time.monotonic() + self.seconds
+        try:
+            while not task.done():
+                stop = end if session.refused is None else min(end, session.refused + _GRACE)
+                if (left := stop - time.monotonic()) <= 0:
+                    raise TimeoutError
+                await asyncio.wait({task}, timeout=min(left, 1.0))
+        except BaseException:
+            task.cancel()
+            # nobody waits for it any more; asyncio would complain of an exception that was never looked at
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+            raise
+        return task.result()
+
+    async def _ended(
+        self, session: PolicySession, command: list[str], pipes: Sequence[Any], env: Mapping[str, str], folder: str
+    ) -> str:
         """Run a command to its end; returns what went wrong, or "". Its processes are killed, however it ended."""
         try:
             streams = dict(zip(("stdin", "stdout", "stderr"), pipes, strict=True))
@@ -196,7 +217,7 @@ class Harness(AgentLoopBase):
                 "the harness's command", expected="a program that can be started", found=error
             ) from error
         try:
-            code = await asyncio.wait_for(process.wait(), self.seconds)
+            code = await self._until(session, process.wait())
         except TimeoutError:
             return f"the harness did not end within {self.seconds:g} s"
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -155,7 +156,7 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
 @dataclass(eq=False)
 class _Pending:
-    """A request, under way or answered, that whoever repeats it may get the answer of."""
+    """A request, under way or answered: whoever repeats it because the answer did not come gets that answer."""
 
     answers: asyncio.Future[tuple[Reply, list[Node]]]
     asked: Asked | None
@@ -188,7 +189,9 @@ class PolicySession:
     failure: Exception | None = None
     """What the engine raised."""
     reason: str | None = None
-    """`turns` or `length` where a limit has refused a request."""
+    """`turns` or `length` where a limit has refused the last request."""
+    refused: float | None = None
+    """When it began to refuse (`time.monotonic`)."""
     _pending: dict[tuple[Any, ...], list[_Pending]] = field(default_factory=dict)
     _count: int = 0
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -207,7 +210,8 @@ class PolicySession:
         parent, taken, name = self.recording.before(asked.messages, tools)
         own = (asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, *sorted(asked.sampling.items()))
         same = self._pending.setdefault((name, own), [])
-        pending = next((one for one in same if one.lost), None)
+        again = connection is not None and (connection.headers.get("x-stainless-retry-count") or "0") != "0"
+        pending = next((one for one in reversed(same) if one.lost or again), None)
         if pending is None:
             task = asyncio.ensure_future(self._sampled(asked, parent, taken, name, len(same)))
             self._tasks.add(task)
@@ -267,30 +271,33 @@ class PolicySession:
         if any(sample.finish_reason == "abort" for sample in samples):
             raise Refusal(500, "the engine gave up sampling this answer")
         self.recording.add(nodes)
-        self.reason = None
+        self.reason = self.refused = None
         return Reply(f"chatcmpl-{first:016x}", self.model, len(ids), answers, self.policy.tokenizer), nodes
 
     def _at_a_limit(self) -> None:
         most = self.limits.max_assistant_turns
         said = sum(node.delivered for node in self.recording.nodes) if most is not None else 0
         if most is not None and said >= most:
-            self.reason = "turns"
+            self._refused("turns")
             raise Refusal(400, f"the episode has had its {most} answers (max_assistant_turns)", "turn_limit_exceeded")
+
+    def _refused(self, reason: str) -> None:
+        self.reason, self.refused = reason, self.refused or time.monotonic()
 
     def _fits(self, prompt: Sequence[int]) -> None:
         most = self.episode.max_prompt_length
         if most is not None and len(prompt) > most:
-            raise _too_long(f"the prompt has {len(prompt)} tokens; the rows' max_prompt_length is {most}")
+            raise _too_long(f"a prompt of {len(prompt)} tokens; the rows' max_prompt_length is {most}")
 
     def _room(self, length: int, prompt: int) -> int:
         """Most tokens of an answer after `length` tokens, of which `prompt` are the sequence's prompt. Raises `Refusal`."""
         longest = (self.policy.sampler.max_length if isinstance(self.policy.sampler, Bounded) else None) or _LONGEST
         room = min(longest - length, (self.limits.max_tokens or _LONGEST) - (length - prompt))
         if room < 1:
-            self.reason = "length"
+            self._refused("length")
+            allowed = f"a response {self.limits.max_tokens} tokens" if self.limits.max_tokens else f"{longest} tokens"
             raise _too_long(
-                f"the messages have {length} tokens, {length - prompt} after the sequence's prompt; the model reads {longest}, "
-                f"and a response may have {self.limits.max_tokens or longest}"
+                f"{length} tokens, {length - prompt} of them after the sequence's prompt; allowed: {allowed}"
             )
         return room
 
@@ -311,7 +318,8 @@ class PolicySession:
 
 
 def _too_long(why: str) -> Refusal:
-    return Refusal(400, why, "context_length_exceeded", "messages")
+    # clients know this error by these words, some by nothing else
+    return Refusal(400, f"This model's maximum context length is passed: {why}", "context_length_exceeded", "messages")
 
 
 class Endpoint:

@@ -30,9 +30,9 @@ class Node:
     new: tuple[Message, ...]
     """The messages that these ids are of."""
     asked: str
-    """Name of the messages before the answer: answers with the same one had the same request."""
+    """Name of the messages before the answer (`chain`)."""
     number: int
-    """The answers of an episode are numbered as they were asked for."""
+    """The requests of an episode are numbered as they came; the answers to one share its number."""
     sample: Sample
     message: Message
     """The answer as it was sent: `content`, `tool_calls`, `reasoning_content`."""
@@ -128,13 +128,13 @@ class Recording:
     def leaves(self) -> list[Node]:
         """The last answers of the sequences, in the order in which they were asked for.
 
-        Of the answers to one request (`n` of them, or asked again) those that were continued count; where none was, all count
-        that somebody was there to read.
+        Answers that somebody was there to read count. Of `n` answers to one request those count that were continued, and all
+        where none was.
         """
         nodes = sorted((node for node in self.nodes if node.delivered), key=lambda one: one.number)
         continued = {id(node.parent) for node in nodes}
-        answered = {node.asked for node in nodes if id(node) in continued}
-        return [node for node in nodes if id(node) not in continued and node.asked not in answered]
+        chosen = {node.number for node in nodes if id(node) in continued}
+        return [node for node in nodes if id(node) not in continued and node.number not in chosen]
 
     def sequences(self, episode: Episode, limit: int, reason: str | None = None, **extra: Any) -> list[AgentLoopOutput]:
         """The episode's sequences; the mask of what several share is 1 in the first of them alone.
