@@ -10,6 +10,8 @@ from workbench.views import document as doc
 from workbench.views.rewards import BAD
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.agents.branching import Estimate, Tree, TreeNode
 
 _GOOD = "color:rgb(46,160,67)"
@@ -41,6 +43,43 @@ def tree(made: Tree) -> doc.Part:
             doc.faint("value ± standard error · credit: value − mean of the other continuations from its first turn")
         ),
     )
+
+
+def credit(made: Tree) -> pd.DataFrame:
+    """What `Tree.credit` returns."""
+    import pandas as pd
+
+    lines = []
+    for node in (one for one in made.nodes if one.recorded and one.parent is not None):
+        before = made.value(node.first)
+        gained = node.value.minus(before)
+        said = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
+        values = {"before": before.mean, "before_error": before.error}
+        values |= {"after": node.value.mean, "after_error": node.value.error}
+        lines.append(said | values | {"advantage": gained.mean, "error": gained.error, "n": before.count})
+    return pd.DataFrame(lines)
+
+
+def frame(made: Tree) -> pd.DataFrame:
+    """What `Tree.to_pandas` returns."""
+    import pandas as pd
+
+    rows = [
+        {
+            "node": node.number,
+            "parent": node.parent,
+            "turns": node.places,
+            "recorded": node.recorded,
+            "text": " ⏎ ".join(turn.text for turn in node.turns),
+            "leaves": len(node.leaves),
+            "value": node.value.mean,
+            "error": node.value.error,
+            "credit": node.credit.mean,
+            "credit_error": node.credit.error,
+        }
+        for node in made.nodes
+    ]
+    return pd.DataFrame(rows).astype({"parent": "Int64"})
 
 
 def _stretches(made: Tree, nodes: Sequence[TreeNode]) -> list[list[doc.Part]]:
