@@ -35,7 +35,7 @@ def tree(made: Tree) -> doc.Part:
         doc.line(doc.bold(" · ".join(said))),
         doc.Table(["turns", "recorded", "value before", "value after", "advantage"], _stretches(made, nodes)),
         doc.Fold(
-            f"all nodes: {len(nodes)}",
+            f"the tree: {doc.counted(len(nodes), 'node')}, those alike as one",
             lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
             opened=True,
         ),
@@ -95,7 +95,7 @@ def _stretches(made: Tree, nodes: Sequence[TreeNode]) -> list[list[doc.Part]]:
 def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.Part]]:
     depth: dict[int | None, int] = {None: -1}
     rows: list[list[doc.Part]] = []
-    for node in nodes:
+    for node, count in _alike(nodes):
         level = depth[node.number] = depth[node.parent] + 1
         places = node.places or "the prompt"
         places = (
@@ -107,8 +107,19 @@ def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.
         value = doc.Span(
             doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
         )
-        rows.append([shown, f"{len(node.leaves)}", value, _signed(node.credit), _said(node)])
+        rows.append([shown, f"{count}", value, _signed(node.credit), _said(node)])
     return rows
+
+
+def _alike(nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, int]]:
+    """The nodes with their leaves; continuations that say the same, and got the same reward, are one."""
+    found: dict[object, tuple[TreeNode, int]] = {}
+    for node in nodes:
+        texts = tuple(turn.text for turn in node.turns)
+        alike = node.number if node.recorded else (node.parent, texts, str(node.value.mean))
+        first, count = found.get(alike, (node, 0))
+        found[alike] = first, count + len(node.leaves)
+    return list(found.values())
 
 
 def _said(node: TreeNode) -> doc.Part:
