@@ -128,10 +128,7 @@ def _policy_gradient(
         advantage = advantage.with_settings(**how)
     loss = PolicyLoss(**{name: value for name, value in given.items() if name in own})
     agent, temperature = given["agent"], sampling.temperature or 1.0
-    first = Rollout(engine, **rollout) if agent is None else EpisodeRollout(engine, agent=agent, **rollout)
-    if branching is not None:
-        first = TreeRollout(engine, agent=agent, group_size=given["group_size"], sampling=sampling, **branching)
-    stages: list[Stage] = [first, Reward(reward)]
+    stages: list[Stage] = [_rollout(engine, agent, branching, rollout), Reward(reward)]
     stages += [*after_reward([*stages]), LogProb(engine, entropy=True, temperature=temperature)]
     if given["kl_coef"]:
         model = given["reference"] if given["reference"] is not None else engine.reference()
@@ -142,6 +139,13 @@ def _policy_gradient(
         stages += [Values(critic), advantage, Update(critic, value_loss or ValueLoss(), name="update_critic", **minis)]
     minis["recompute_old_log_probs"] = given["recompute_old_log_probs"]
     return Pipeline([*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)])
+
+
+def _rollout(engine: Any, agent: Any, branching: Mapping[str, Any] | None, how: Mapping[str, Any]) -> Stage:
+    """The stage that samples: of single responses, of an agent's episodes, or of trees of them."""
+    if branching is not None:
+        return TreeRollout(engine, agent=agent, **branching, **{key: how[key] for key in ("group_size", "sampling")})
+    return Rollout(engine, **how) if agent is None else EpisodeRollout(engine, agent=agent, **how)
 
 
 def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
@@ -479,7 +483,13 @@ def reward_model(
 
 def by_name(name: str) -> Callable[..., Pipeline]:
     """The recipe of reinforcement learning called `name`, such as "grpo". Raises `SettingError` for an unknown name, with the nearest."""
-    others = ("by_name", "reward_model", "sft", "with_rollout_correction")
+    others = (
+        "by_name",
+        "reward_model",
+        "sft",
+        "tree_grpo",
+        "with_rollout_correction",
+    )  # tree_grpo needs an agent's object
     known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))
@@ -512,6 +522,10 @@ def with_rollout_correction(
     names = [one.name for one in stages]
     loss: dict[str, Any] = {"rollout_is": how.rollout_is is not None, "bypass": None}
     if how.bypass_mode:
+        both = LearntOnce.name in names and how.rollout_rs is not None
+        require(
+            not both, "rollout_rs in bypass mode", expected="none with trees that are learnt once", found=how.rollout_rs
+        )
         wanted = {"ppo_clip": "vanilla", "reinforce": "gpg"}[how.loss_type]
         own = stages[names.index("update_actor")].settings()["loss_mode"]
         what, do = f"loss_mode in bypass mode with loss_type={how.loss_type}", "verl would replace it without a word"

@@ -345,3 +345,17 @@ def test_it_trains(tiny: str, credit: str) -> None:
     assert s.trace["learnt_once"].metrics["tree/learnt_tokens"] == s.trace["rollout"].metrics["tree/sampled_tokens"]
     with pytest.raises(SettingError, match="agent"):
         tree_grpo(engine)
+
+
+def test_a_correction_leaves_shared_tokens_to_one_row(tiny: str) -> None:
+    engine = wb.engines.local(ROOT / "data" / "tiny-arith-tools", device="cpu", lr=1e-3)
+    agent = ToolAgent(wb.agents.load_tools(ROOT / "data" / "arith-tools" / "tools.yaml"), parser="hermes")
+    pipe = tree_grpo(engine, agent=agent, group_size=4, max_tokens=96, branch_turns="every")
+    strict = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    s = wb.Stepper(
+        wb.recipes.with_rollout_correction(pipe, **strict), wb.rows("data/arith-tools/train.parquet").batch(4)
+    )
+    s.run(until="rollout_correction")
+    assert torch.equal(s.batch["loss_mask"], s.trace["learnt_once"].batch["loss_mask"]), "nothing was rejected"
+    with pytest.raises(SettingError, match="rollout_rs in bypass mode"):
+        wb.recipes.with_rollout_correction(pipe, bypass_mode=True, **strict)

@@ -125,6 +125,16 @@ def test_the_agent_is_handed_in_anew(run: wb.Run) -> None:
     # and one of its episodes turn by turn, from the recorded step's own seeds
     again = run.stepper(2).replace("rollout", agent=mine()).episode(0).run()
     assert [turn.text for turn in again.turns] == [turn["text"] for turn in recorded.batch["turns"][0]]
+    # continuations of it, with the weights of that step
+    s = run.stepper(2, at="reward").replace("reward", judge)
+    with pytest.raises(PipelineError, match="give the agent"):
+        s.branch(0)
+    s = run.stepper(2).replace("rollout", agent=mine()).replace("reward", judge).run()
+    tree = s.branch(0, turn=2, n=3)
+    assert [turn.text for turn in tree.leaves[0].turns] == [turn["text"] for turn in recorded.batch["turns"][0]]
+    assert len({one.output.response_ids for one in tree.leaves}) > 1 and tree.value(2).count == 3
+    versions = {one.output.metrics["max_version"] for one in tree.leaves[1:]}
+    assert versions == {1} == set(recorded.batch["policy_version"].tolist()), "as before the step's update"
     hotter = run.stepper(2).replace("rollout", agent=mine(), temperature=2.0, group_size=3).next()
     assert hotter.pipeline["rollout"].sampling.temperature == 2.0 and len(hotter.batch) == 6
 

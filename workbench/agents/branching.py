@@ -6,19 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from workbench.agents.protocol import AgentLoopOutput, Sequences, Turn
 from workbench.agents.stepping import EpisodeStepper
 from workbench.base.errors import PipelineError, SettingError, describe
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, shows
 from workbench.dataproto.core import DataProto
 from workbench.functional.trees import node_numbers
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def only_sequence(outputs: Sequences) -> AgentLoopOutput:
@@ -126,45 +123,17 @@ class Tree(Shown):
         """All nodes, each before those below it: the shared turns, then what was drawn and the recorded turns."""
         return tuple(self._nodes())
 
-    def credit(self) -> pd.DataFrame:
-        """A line for each stretch of the recorded episode from one branching to the next: what its turns were worth.
+    def credit(self) -> Any:
+        """A DataFrame with a line for each stretch of the recorded episode between branchings: what its turns were worth.
 
         `before` and `after` are values with their standard errors; after the last turn it is the recorded reward, of error 0.
-        `advantage` is their difference, `n` how many continuations the value before is of.
+        `advantage` is their difference, `error` its standard error, `n` how many continuations the value before is of.
         """
-        import pandas as pd
+        return shows(self, "credit")
 
-        kept = [node for node in self.nodes if node.recorded and node.parent is not None]
-        lines = []
-        for node in kept:
-            before = self.value(node.first)
-            gained = node.value.minus(before)
-            said = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
-            values = {"before": before.mean, "before_error": before.error}
-            values |= {"after": node.value.mean, "after_error": node.value.error}
-            lines.append(said | values | {"advantage": gained.mean, "error": gained.error, "n": before.count})
-        return pd.DataFrame(lines)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """A line for each node: its parent, turns, leaves, value and credit with their standard errors."""
-        import pandas as pd
-
-        rows = [
-            {
-                "node": node.number,
-                "parent": node.parent,
-                "turns": node.places,
-                "recorded": node.recorded,
-                "text": " ⏎ ".join(turn.text for turn in node.turns),
-                "leaves": len(node.leaves),
-                "value": node.value.mean,
-                "error": node.value.error,
-                "credit": node.credit.mean,
-                "credit_error": node.credit.error,
-            }
-            for node in self.nodes
-        ]
-        return pd.DataFrame(rows).astype({"parent": "Int64"})
+    def to_pandas(self) -> Any:
+        """A DataFrame with a line for each node: parent, turns, leaves, value and credit with their standard errors."""
+        return shows(self, "frame")
 
     # --- inside ---------------------------------------------------------------------------
 

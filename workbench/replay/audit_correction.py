@@ -194,7 +194,9 @@ def _rejections(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> It
         )
         out = each(either, out, mine)
     kept = placed(each(lambda x: None if x is None else float(not x), out), mask)
-    yield Claim("loss_mask", kept, "the response mask without rejected tokens")
+    if "loss_mask" in v.before:
+        kept = each(lambda x, inside: x if inside else 0.0, kept, v.before["loss_mask"])
+    yield Claim("loss_mask", kept, "the response mask (or the loss mask before) without rejected tokens")
     yield _share("rollout_corr/rollout_rs_masked_fraction", flat(out), "share of own tokens rejected")
     rows = list(map(_any, out))
     yield _share("rollout_corr/rollout_rs_seq_masked_fraction", rows, "share of rows with a rejected token")

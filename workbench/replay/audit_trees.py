@@ -44,11 +44,28 @@ def _leaves(keys: Sequence[Sequence[Key | None]], counted: Sequence[bool]) -> di
     return found
 
 
+def _whole(keys: Sequence[Sequence[Key | None]]) -> list[list[int | None]]:
+    """−1 at tokens that other rows have than the first token of their node; None elsewhere."""
+    having: dict[tuple[Key, int], set[int]] = {}
+    for row, line in enumerate(keys):
+        for place, key in enumerate(line):
+            if key is not None:
+                having.setdefault((key, place), set()).add(row)
+    rows: dict[Key, set[int]] = {}
+    for (key, _), there in sorted(having.items(), key=lambda one: one[0][1]):
+        rows.setdefault(key, there)
+    return [
+        [None if key is None or having[key, place] == rows[key] else -1 for place, key in enumerate(line)]
+        for line in keys
+    ]
+
+
 def trees(v: View, *, counted: bool) -> Claims:
     """Rows that share a node have the same tokens there; if `counted`, how many tokens were sampled, each once."""
     b = v.after
     yield Left("nodes", "the rollout's own record; that shared tokens are equal, and the counts, are checked")
     keys, first = _keys(b), dict[tuple[Key, int], tuple[int, float]]()
+    yield Claim("nodes", _whole(keys), "all tokens of a node are of the same rows", partial=True)
     seen: list[bool] = []
     branched, expected, log_probs = 0, [], []
     for row, line in enumerate(keys):
@@ -94,18 +111,8 @@ def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
     """An estimator of nodes: `value(v, scores, rows below, rows below the node before, rows of the group, trees)`."""
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Any:
-        b, scores = v.after, row_sums(v.after, "token_level_rewards")
-        keys = _keys(b)
-        below = _leaves(keys, scored)
-        groups = {uid: [row for row in rows if scored[row]] for uid, rows in groups_of(b["uid"]).items()}
-        tree = {row: below[line[0]] for row, line in enumerate(keys) if line and line[0] is not None}
-        worth: dict[Key, float] = {}
-        for line in keys:
-            before = groups[next((one[0] for one in line if one), None)] if any(line) else []
-            for key in dict.fromkeys(one for one in line if one is not None):
-                if below[key] and key not in worth:
-                    worth[key] = value(v, scores, below[key], before, groups[key[0]], tree)
-                before = below[key]
+        keys = _keys(v.after)
+        worth = _worth(v, keys, scored, value)
         made = [
             [worth.get(key, 0.0) * ok for key, own in zip(line, inside, strict=True) if own]  # type: ignore[arg-type]
             for line, inside, ok in zip(keys, mask, scored, strict=True)
@@ -115,6 +122,21 @@ def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
         return made, made, 1e-6 * (rough + top), EXACT
 
     return estimate
+
+
+def _worth(v: View, keys: list[list[Key | None]], scored: list[bool], value: Callable[..., float]) -> dict[Key, float]:
+    """Node → its advantage, of nodes with a scored leaf."""
+    scores, below = row_sums(v.after, "token_level_rewards"), _leaves(keys, scored)
+    groups = {uid: [row for row in rows if scored[row]] for uid, rows in groups_of(v.after["uid"]).items()}
+    tree = {row: below[line[0]] for row, line in enumerate(keys) if line and line[0] is not None}
+    worth: dict[Key, float] = {}
+    for uid, line in zip(v.after["uid"], keys, strict=True):
+        before = groups[uid]
+        for key in dict.fromkeys(one for one in line if one is not None):
+            if below[key] and key not in worth:
+                worth[key] = value(v, scores, below[key], before, groups[uid], tree)
+            before = below[key]
+    return worth
 
 
 def _turn(v: View, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:

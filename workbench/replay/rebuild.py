@@ -88,7 +88,7 @@ class Missing(BaseStage):
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
         """Reconstruct the stage with another function: a reward, an advantage estimator, or a rollout's agent loop."""
-        if self._record["class"] == "EpisodeRollout":
+        if self._record["class"] in ("EpisodeRollout", "TreeRollout"):
             return self.with_settings(agent=function)
         if self._record["class"] not in ("Reward", "Advantage"):
             return super().with_function(function)

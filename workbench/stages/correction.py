@@ -173,7 +173,7 @@ class RolloutCorrection(BaseStage):
         rollout_is_threshold: where weights are truncated; lower and upper, `"0.5_5.0"`: outside they are 0.
         rollout_is_batch_normalize: divide the weights by their mean over the batch's tokens, or rows for `sequence`.
         rollout_rs: kinds of rejection, `"token_k1,seq_max_k2"`, or kind → threshold: write `loss_mask` [B, T], which is
-            `response_mask` without the rejected tokens. `response_mask` stays as it is.
+            `response_mask` (or the `loss_mask` there is) without the rejected tokens. `response_mask` stays as it is.
         rollout_rs_threshold: one threshold for all kinds, or one for each: `"0.5_2.0,0.01"`.
         bypass_mode: write the sampler's log-probs as the old ones, so that no old-log-prob stage is needed, and nothing
             else: weights, rejection and metrics then come from `PolicyLoss(bypass=CorrectionSettings(…))`, which knows
@@ -207,6 +207,7 @@ class RolloutCorrection(BaseStage):
             require(not asked, what, expected=expected, found=asked, do=do)
         self.reads = ("rollout_log_probs", "response_mask") + (("old_log_probs",) if not bypass_mode else ())
         self.writes = ("old_log_probs",) if bypass_mode else self.correction.writes
+        self.optional = ("loss_mask",) if "loss_mask" in self.writes else ()
 
     def settings(self) -> dict[str, Any]:
         """The settings of the correction, and `bypass_mode`, in one flat dict of numbers and texts."""
@@ -217,4 +218,6 @@ class RolloutCorrection(BaseStage):
         if self.bypass_mode:
             return Outcome(self.written(batch, {"old_log_probs": batch["rollout_log_probs"].clone()}))
         columns, metrics = self.correction.apply(batch["old_log_probs"], batch)
+        if "loss_mask" in columns and "loss_mask" in batch:  # what a tree's rows share is left to one of them
+            columns["loss_mask"] = columns["loss_mask"] * batch["loss_mask"]
         return Outcome(self.written(batch, columns), metrics)

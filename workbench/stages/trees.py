@@ -144,7 +144,7 @@ class TreeRollout(EpisodeRollout):
             if not may:
                 found[row] = 0
             elif self.branch_turns == "entropy":
-                found[row] = max(may, key=lambda place, of=source: certain[of][place])
+                found[row] = max(may, key=certain[source].__getitem__)
             elif self.branch_turns == "every":
                 found[row] = may[(row % self.group_size - self.whole) % self.branches % len(may)]
             else:

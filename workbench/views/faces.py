@@ -57,6 +57,10 @@ _WIDGETS = {
 FACES = {name: {"document": f"workbench.views.{function}"} for name, function in _DOCUMENTS.items()}
 for _name, _widget in _WIDGETS.items():
     FACES.setdefault(_name, {})["widget"] = f"workbench.widgets.layer:{_widget}"
+FACES["workbench.agents.branching:Tree"] |= {
+    "credit": "workbench.views.trees:credit",
+    "frame": "workbench.views.trees:frame",
+}
 FACES["workbench.replay.run:Run"] |= {
     "curves": "workbench.views.traces:run_curves",
     "figure": "workbench.views.traces:run_figure",

@@ -10,6 +10,8 @@ from workbench.views import document as doc
 from workbench.views.rewards import BAD
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.agents.branching import Estimate, Tree, TreeNode
 
 _GOOD = "color:rgb(46,160,67)"
@@ -33,7 +35,7 @@ def tree(made: Tree) -> doc.Part:
         doc.line(doc.bold(" · ".join(said))),
         doc.Table(["turns", "recorded", "value before", "value after", "advantage"], _stretches(made, nodes)),
         doc.Fold(
-            f"all nodes: {len(nodes)}",
+            f"the tree: {doc.counted(len(nodes), 'node')}, those alike as one",
             lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
             opened=True,
         ),
@@ -41,6 +43,43 @@ def tree(made: Tree) -> doc.Part:
             doc.faint("value ± standard error · credit: value − mean of the other continuations from its first turn")
         ),
     )
+
+
+def credit(made: Tree) -> pd.DataFrame:
+    """What `Tree.credit` returns."""
+    import pandas as pd
+
+    lines = []
+    for node in (one for one in made.nodes if one.recorded and one.parent is not None):
+        before = made.value(node.first)
+        gained = node.value.minus(before)
+        said = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
+        values = {"before": before.mean, "before_error": before.error}
+        values |= {"after": node.value.mean, "after_error": node.value.error}
+        lines.append(said | values | {"advantage": gained.mean, "error": gained.error, "n": before.count})
+    return pd.DataFrame(lines)
+
+
+def frame(made: Tree) -> pd.DataFrame:
+    """What `Tree.to_pandas` returns."""
+    import pandas as pd
+
+    rows = [
+        {
+            "node": node.number,
+            "parent": node.parent,
+            "turns": node.places,
+            "recorded": node.recorded,
+            "text": " ⏎ ".join(turn.text for turn in node.turns),
+            "leaves": len(node.leaves),
+            "value": node.value.mean,
+            "error": node.value.error,
+            "credit": node.credit.mean,
+            "credit_error": node.credit.error,
+        }
+        for node in made.nodes
+    ]
+    return pd.DataFrame(rows).astype({"parent": "Int64"})
 
 
 def _stretches(made: Tree, nodes: Sequence[TreeNode]) -> list[list[doc.Part]]:
@@ -56,7 +95,7 @@ def _stretches(made: Tree, nodes: Sequence[TreeNode]) -> list[list[doc.Part]]:
 def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.Part]]:
     depth: dict[int | None, int] = {None: -1}
     rows: list[list[doc.Part]] = []
-    for node in nodes:
+    for node, count in _alike(nodes):
         level = depth[node.number] = depth[node.parent] + 1
         places = node.places or "the prompt"
         places = (
@@ -68,8 +107,19 @@ def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.
         value = doc.Span(
             doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
         )
-        rows.append([shown, f"{len(node.leaves)}", value, _signed(node.credit), _said(node)])
+        rows.append([shown, f"{count}", value, _signed(node.credit), _said(node)])
     return rows
+
+
+def _alike(nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, int]]:
+    """The nodes with their leaves; continuations that say the same, and got the same reward, are one."""
+    found: dict[object, tuple[TreeNode, int]] = {}
+    for node in nodes:
+        texts = tuple(turn.text for turn in node.turns)
+        alike = node.number if node.recorded else (node.parent, texts, str(node.value.mean))
+        first, count = found.get(alike, (node, 0))
+        found[alike] = first, count + len(node.leaves)
+    return list(found.values())
 
 
 def _said(node: TreeNode) -> doc.Part:
