@@ -89,6 +89,15 @@ def _looking_and_files(commands: Any) -> None:
     report.add_argument("run")
     report.add_argument("-o", "--output", help="default: report.html in the run folder")
     report.set_defaults(command=_report)
+    show = commands.add_parser("show", help="print a run, or the samples of a recorded step or of a dump, as text")
+    show.add_argument("source", metavar="RUN", help="a run folder, or rollouts that verl or TRL dumped")
+    show.add_argument("--step", type=int, help="a recorded step; without it the run itself, or all steps of a dump")
+    show.add_argument("--order", default="worst", help="worst, best, surprising, index, or a column (default: worst)")
+    show.add_argument("--rows", type=int, default=8, help="how many samples (default: 8)")
+    show.add_argument("--search", default="", help="text that a sample must contain")
+    show.add_argument("--row", type=int, help="one sample in full")
+    show.add_argument("--tokens", metavar="NUMBER", help="with --row: its tokens and this number (advantage, kl, …)")
+    show.set_defaults(command=_show)
     audit = commands.add_parser("audit", help="recompute what a run's traces hold, and print what disagrees")
     audit.add_argument("run")
     audit.set_defaults(command=_audit)
@@ -107,9 +116,9 @@ def _looking_and_files(commands: Any) -> None:
     doctor.add_argument("--without", nargs="+", default=[], metavar="CHECK", help="not these (ray, vllm …)")
     doctor.add_argument("-o", "--output", metavar="FILE", help="write the findings as JSON, to attach to an issue")
     doctor.set_defaults(command=_doctor)
-    show = commands.add_parser("parameters", help="list a notebook's parameters")
-    show.add_argument("notebook")
-    show.set_defaults(command=_parameters)
+    parameters = commands.add_parser("parameters", help="list a notebook's parameters")
+    parameters.add_argument("notebook")
+    parameters.set_defaults(command=_parameters)
     converter = commands.add_parser("convert", help="write a published data set as parquet in verl's schema")
     converter.add_argument("kind", help="gsm8k, math, geo3k, apps, taco, livecodebench, humaneval or mbpp")
     converter.add_argument("source", nargs="+", help="the data set's own files")
@@ -206,6 +215,14 @@ def _report(options: argparse.Namespace) -> int:
     from workbench.jobs.report import write_report
 
     _say(str(write_report(options.run, options.output)))
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from workbench.jobs.show import shown
+
+    how = {"step": options.step, "order": options.order, "rows": options.rows, "search": options.search}
+    _say(shown(options.source, row=options.row, colour=options.tokens, **how))
     return 0
 
 

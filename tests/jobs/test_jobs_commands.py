@@ -274,3 +274,33 @@ def test_the_check_says_what_a_job_will_see_and_refuses_as_it_would(
         assert cli.main(["check", NOTEBOOK, *flags(**{**SMALL, **wrong}, run=run)]) == 2
         assert words in capsys.readouterr().out
     assert not run.exists()
+
+
+# --- in a terminal --------------------------------------------------------------------------------
+
+
+def test_a_run_and_its_samples_are_read_in_a_terminal(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_run(tiny, tmp_path / "run", trace_freq=1)
+    run = str(tmp_path / "run")
+
+    def said(*words: str, code: int = 0) -> str:
+        assert cli.main(["show", *words]) == code
+        captured = capsys.readouterr()
+        return captured.err if code else captured.out
+
+    text = wb.load_run(run).traces[2].batch["response_text"][3]
+    assert "finished" in said(run) and "step" in said(run)
+    assert said(run, "--step", "2", "--rows", "3").count("\nrow ") + 1 >= 3
+    card = said(run, "--row", "3")  # of the last recorded step
+    assert str(wb.views.samples(wb.load_run(run).traces[2]).row(3)) in card and text.split()[0] in card
+    assert "advantage" in said(run, "--step", "2", "--row", "0", "--tokens", "advantage")
+    assert "no trace of step 7" in said(run, "--step", "7", code=2) and "1, 2" in said(run, "--step", "7", code=2)
+    assert "IndexError" not in said(run, "--row", "99", code=2)
+    assert "advantge" in said(run, "--row", "0", "--tokens", "advantge", code=2)
+
+    (tmp_path / "1.jsonl").write_text(
+        json.dumps({"input": "2 + 3?", "output": "five", "gts": "5", "score": 0.0, "step": 1})
+    )
+    assert "five" in said(str(tmp_path / "1.jsonl"))

@@ -1,0 +1,59 @@
+"""A run's or a dump's samples as text, for a look in a terminal: what `workbench show` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.base.errors import RunError, SettingError
+from workbench.compat.dumps import read_dump
+from workbench.replay.run import Run
+from workbench.runs.folder import is_run
+from workbench.views.samples import samples
+from workbench.views.tokens import tokens
+
+
+def shown(
+    source: str | Path,
+    *,
+    step: int | None = None,
+    order: str = "worst",
+    rows: int = 8,
+    search: str = "",
+    row: int | None = None,
+    colour: str | None = None,
+) -> str:
+    """The text forms of `views.samples` and `views.tokens` of a recorded step, or of a dump of rollouts.
+
+    Args:
+        source: a run folder, or what `compat.read_dump` reads.
+        step: a recorded step; None: the run itself (state, recorded steps, symptoms), or all steps of a dump.
+        order, rows, search: which samples, as in `views.samples`.
+        row: one sample in full; with `colour` (`advantage`, `kl`, …) its tokens, too.
+
+    Raises `RunError` for a step without a trace, `SettingError` for an order, row or colour that there is not.
+    """
+    found: Any
+    if not is_run(Path(source)):
+        found = read_dump(source, step=step)
+    else:
+        run = Run(source)
+        if step is None and row is None:
+            return "\n\n".join(str(one) for one in (run, run.traces, run.symptoms) if one)
+        found = _trace(run, step)
+    try:
+        if row is None:
+            return str(samples(found, rows, order, search=search))
+        parts = [str(samples(found).row(row)), *([str(tokens(found, row, colour))] if colour else [])]
+    except (ValueError, IndexError) as error:
+        raise SettingError(str(error)) from error
+    return "\n\n".join(parts)
+
+
+def _trace(run: Run, step: int | None) -> Any:
+    recorded = sorted(run.traces)
+    wanted = recorded[-1] if step is None and recorded else step
+    if wanted not in recorded:
+        known = f"one of {', '.join(map(str, recorded))}" if recorded else "a run with recorded steps (trace_freq)"
+        raise RunError(f"no trace of step {step} in {run.path}", expected=known)
+    return run.traces[wanted]
