@@ -67,7 +67,7 @@ def test_samples_worst_first_with_what_the_reward_saw() -> None:
     assert frame["advantage"].tolist() == [1, 1, 1] and frame["reward/format"][1] == 0.5
     page = samples(judged()).html()
     assert lint(page) == [] and "traceback" in page and "infra_error" in page and "truth" in page
-    assert samples(judged(), order="best").text().startswith("row 1 (group 0)  reward 1")
+    assert samples(judged(), order="best").text().splitlines()[1].startswith("row 1 (group 0)  reward 1")
     assert wb.views.samples(judged(), order="best").frame["reward"].iloc[0] == 1
     with pytest.raises(ValueError, match="did you mean 'worst'"):
         samples(judged(), order="wurst").html()

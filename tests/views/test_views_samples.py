@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from tests_lint import lint
 import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
-from workbench.views.samples import SampleIndex, samples, samples_table
+from workbench.views import document as doc
+from workbench.views.samples import SampleIndex, difference, samples, samples_table
 
 NAN = float("nan")
 
@@ -83,15 +85,16 @@ def test_before_the_reward_there_is_something_to_look_at() -> None:
 
 def test_text_says_what_html_says() -> None:
     text = samples(judged(), rows=2).text()
-    assert text.splitlines()[0] == "row 3 (group 1)  not scored  it <broke>  1 tokens, stop"
-    assert text.splitlines()[3] == "row 4 (group 2)  reward -1  rude  8 tokens, stop"
+    assert text.splitlines()[0] == "6 samples · mean reward 0.188 (-1 to 1) · 1 infra error · 1 not applicable"
+    assert text.splitlines()[1] == "row 3 (group 1)  not scored  it <broke>  1 tokens, stop"
+    assert text.splitlines()[4] == "row 4 (group 2)  reward -1  rude  8 tokens, stop"
     assert repr(wb.views.samples(judged(), rows=2)) == text
 
 
 def test_html_folds_tracebacks_and_counts_what_was_not_judged() -> None:
     html = samples(judged(), rows=2).html()
     assert lint(html) == [] and "<details><summary" in html and "Traceback: &lt;boom&gt;" in html
-    assert "2 of 6 samples, worst first; 1 infra_error; 1 not_applicable" in html
+    assert "1 infra error · 1 not applicable</b>" in html and "2 of 6 samples, worst first" in html
     assert "<i>e</i>" not in html and "&lt;i&gt;e&lt;/i&gt;" in html
     assert wb.views.samples(judged(), rows=2)._repr_html_() == html
 
@@ -117,3 +120,45 @@ def test_by_group_says_the_prompt_once() -> None:
 def test_the_question_is_the_last_thing_a_user_said(chat: object, question: str) -> None:
     batch = answered(["a"]).without("raw_prompt").with_columns({"raw_prompt": [chat]})
     assert samples_table(batch)["prompt"].tolist() == [question]
+
+
+def rewarded(values: list[float], texts: list[str] | None = None) -> wb.DataProto:
+    batch = answered(texts or [f"text {value}" for value in values])
+    scores = [
+        Score(value=value) if value == value else Score(status=Status.INFRA_ERROR, why="down") for value in values
+    ]
+    reward = torch.tensor(values).nan_to_num(0.0)
+    made = {"reward": reward, "scored": torch.tensor([one.scored for one in scores]), "score": scores}
+    return batch.with_columns({**made, "uid": [f"p{row // 2}" for row in range(len(values))]})
+
+
+def test_a_headline_says_what_the_batch_is() -> None:
+    assert SampleIndex(answered(["a"])).headline == "" and SampleIndex(answered(["a"])).bins == []
+    said = SampleIndex(rewarded([1.0, 0.0, 0.0, 0.0])).headline
+    assert said == "4 samples · 1 right · 1 of 2 groups say nothing"
+    said = SampleIndex(rewarded([0.25, 0.75, float("nan"), -1.0])).headline
+    assert said == "4 samples · mean reward 0 (-1 to 0.75) · 1 infra error"
+    assert SampleIndex(rewarded([float("nan")])).headline == "1 sample · none scored · 1 infra error"
+    made = samples(rewarded([1.0, 0.0]))
+    assert made.text().splitlines()[0] == "2 samples · 1 right" and "<b>2 samples · 1 right</b>" in made.html()
+
+
+def test_the_bins_count_every_scored_sample_once() -> None:
+    assert SampleIndex(rewarded([1.0, 0.0, 0.0, float("nan")])).bins == [(0.0, 0.0, 2), (1.0, 1.0, 1)]
+    many = SampleIndex(rewarded([row / 40 for row in range(40)])).bins
+    assert len(many) == 12 and sum(one[2] for one in many) == 40
+    assert all(one[1] == other[0] for one, other in itertools.pairwise(many))
+
+
+def test_two_responses_are_laid_over_each_other() -> None:
+    batch = rewarded([1.0, 0.0], ["6 - 2 = 4 <b>", "6 - 2 = 5 <b>"])
+    found = difference(SampleIndex(batch), 0, 1)
+    assert doc.text(found).splitlines()[-1].strip() == "6 - 2 = [-4-]{+5+} <b>"
+    page = doc.html(found)
+    assert lint(page) == [] and "<s " in page and "&lt;b&gt;" in page
+
+
+def test_a_response_that_thinks_shows_its_conclusion() -> None:
+    page = samples(rewarded([1.0], ["<think>\none two three\n</think>\nIt is 4."])).row(0).html()
+    assert lint(page) == [] and "thinking, 4 words" in page
+    assert page.index("thinking, 4 words") < page.index("It is 4.") and "prompt" in page and "verdict" in page

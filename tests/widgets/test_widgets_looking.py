@@ -61,6 +61,18 @@ def test_a_click_is_known_in_python() -> None:
     assert table.answer({"kind": "pick", "row": 7})["html"] == view.row(7)._repr_html_()
 
 
+def test_a_sample_is_seen_in_tokens_compared_and_copied() -> None:
+    view = wb.views.samples(judged())
+    table = SamplesTable(view)
+    assert table.headline.startswith("60 samples · ") and sum(one[2] for one in table.bins) == 60
+    assert table.statuses == [["scored", 60]]
+    card = table.answer({"kind": "pick", "row": 7})
+    assert [row for row, _ in card["siblings"]] == view.row(7).siblings and card["code"].endswith(".row(7)")
+    assert table.answer({"kind": "tokens", "row": 7})["html"] == wb.views.tokens(view.thing, 7)._repr_html_()
+    assert "row 7 → row 6" in table.answer({"kind": "diff", "row": 7, "other": 6})["html"]
+    assert table.answer({"kind": "text", "row": 3})["text"] == "text 3 #### 3"
+
+
 def test_what_python_asked_for_stays_below_the_pages_filters() -> None:
     for where in ({"tokens": (0, 14)}, lambda frame: frame["tokens"] <= 14, {"group": [0, 1]}):
         view = wb.views.samples(judged(), where=where, order="index")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -116,6 +118,9 @@ _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 """Column of a table of samples → the batch's column, and what is read of each of its objects."""
 
 
+_BINS = 12
+
+
 class SampleIndex:
     """The table of a batch's samples, made once, with its orders, filters and search.
 
@@ -137,6 +142,43 @@ class SampleIndex:
         if "advantage" in self.frame:
             found["spread"] = rows["advantage"].max() - rows["advantage"].min()
         return found.round(4)
+
+    @cached_property
+    def headline(self) -> str:
+        """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups say nothing`; empty before the reward.
+
+        Right are samples of reward 1 where all rewards are 0 or 1; of other rewards their mean and range are told. A group
+        says nothing where its scored samples have one reward.
+        """
+        frame = self._once
+        if "reward" not in frame or not len(frame):
+            return ""
+        reward = frame["reward"].dropna()
+        said = [f"{len(frame)} {'episode' if 'sequence' in frame else 'sample'}{'s' * (len(frame) != 1)}"]
+        if not len(reward):
+            said.append("none scored")
+        elif reward.isin((0.0, 1.0)).all():
+            said.append(f"{int(reward.sum())} right")
+        else:
+            said.append(f"mean reward {reward.mean():.3g} ({reward.min():g} to {reward.max():g})")
+        counts = Counter(frame.get("status", ()))
+        said += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
+        groups = self.groups[self.groups["scored"] > 1]
+        if silent := int((groups["worst"] == groups["best"]).sum()):
+            said.append(f"{silent} of {len(self.groups)} groups say nothing")
+        return " · ".join(said)
+
+    @cached_property
+    def bins(self) -> list[tuple[float, float, int]]:
+        """A histogram of the rewards: (lowest, highest, how many). One bin a value where there are few, else `_BINS` equal ones."""
+        reward = self._once["reward"].dropna() if "reward" in self.frame else ()
+        if not len(reward):
+            return []
+        values, counts = np.unique(reward, return_counts=True)
+        if len(values) <= _BINS:
+            return [(float(one), float(one), int(count)) for one, count in zip(values, counts, strict=True)]
+        counts, edges = np.histogram(reward, bins=_BINS)
+        return [(float(low), float(high), int(one)) for low, high, one in zip(edges, edges[1:], counts, strict=False)]
 
     @property
     def _once(self) -> pd.DataFrame:
@@ -243,6 +285,8 @@ class Samples(doc.View):
     """The table that `samples(batch)` returns; in a live notebook it can be sorted, filtered, and rows can be picked."""
 
     def __init__(self, thing: Any, rows: int, order: str, by_group: bool, where: Where, search: str) -> None:
+        self.thing = thing
+        """What the samples are of."""
         self.index = SampleIndex(batch_of(thing))
         self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
         self.picked: int | None = None
@@ -267,7 +311,8 @@ class Samples(doc.View):
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
         lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row))]
-        return doc.Either(lines, lambda: self._page(frame))
+        head = [self.index.headline] if self.index.headline else []
+        return doc.Either([*head, *lines], lambda: (doc.line(doc.bold(*head)), self._page(frame)))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
         top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
@@ -285,11 +330,7 @@ class Samples(doc.View):
         of = f"{all_} samples" if selected == all_ else f"{selected} (of {all_})"
         step = self.index.batch.meta_info.get("step")
         which = "" if step is None else f"step {step}: "
-        counts = Counter(self.index.frame.get("status", ()))
-        unscored = "".join(
-            f"; {counts[one]} {one}" for one in ("infra_error", "counted", "not_applicable") if counts[one]
-        )
-        return shown, doc.small(f"{which}{len(frame)} of {of}{first}{unscored}")
+        return shown, doc.small(f"{which}{len(frame)} of {of}{first}")
 
     def _over(self, group: int) -> doc.Part:
         numbers = self.index.groups.loc[group]
@@ -402,6 +443,7 @@ def groups(thing: Any) -> pd.DataFrame:
     return frame.assign(prompt=list(map(doc.one_line, frame["prompt"]))) if "prompt" in frame else frame
 
 
+THOUGHT = "</think>"
 MARK = "background:rgba(191,135,0,0.35);padding:1px 2px"
 _SIBLINGS = 16
 
@@ -460,10 +502,14 @@ class SampleCard(doc.View):
         page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
-            page.append(doc.line(doc.block(prompt), style="opacity:0.6"))
+            page += [_label("prompt"), doc.line(doc.block(prompt), style="opacity:0.6")]
         page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
-        page += [doc.wrapped(*response), doc.pairs(self.facts())]
+        thought, end, said = before.rpartition(THOUGHT)
+        if end:  # its conclusion alone is in sight
+            page.append(doc.Fold(f"thinking, {len(thought.split())} words", doc.block(thought + end)))
+            response = (said.lstrip("\n"), *response[1:])
+        page += [_label("response"), doc.wrapped(*response), _label("verdict"), doc.pairs(self.facts())]
         for what, said in self.more():
             text.append(f"  {what}: {doc.one_line(said, 400)}")
             page.append(doc.Fold(what, doc.block(said)))
@@ -476,6 +522,27 @@ class SampleCard(doc.View):
             cells.append([str(row), *said, unfolding(None, _response(one))])
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
         return doc.Fold(f"the prompt's other samples ({numbers})", table, opened=True) if cells else ()
+
+
+def _label(name: str) -> doc.Part:
+    return doc.line(doc.small(name), style="opacity:0.65;margin-top:4px")
+
+
+def difference(index: SampleIndex, row: int, other: int) -> doc.Part:
+    """The text of response `row` turned into that of `other`: words left out are struck through, new ones marked."""
+    one, two = (re.findall(r"\s+|[^\s\w]|\w+", _response(index.frame.iloc[each])) for each in (row, other))
+    found: list[doc.Part] = []
+    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=False).get_opcodes():
+        if kind == "equal":
+            found.append("".join(one[a:b]))
+            continue
+        left, came = "".join(one[a:b]), "".join(two[c:d])
+        found += [doc.Either(f"[-{left}-]", doc.Span(left, LEFT_OUT, "s"))] if left else []
+        found += [doc.Either(f"{{+{came}+}}", doc.Span(came, MARK_NEW, "b"))] if came else []
+    return doc.line(doc.bold(f"row {row} → row {other}")), doc.wrapped(*found)
+
+
+LEFT_OUT, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
 
 
 def evaluation(made: Evaluation) -> doc.Part:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ import traitlets
 from IPython.display import display
 
 from workbench.base.errors import EngineError, first_line
-from workbench.base.shown import plain
-from workbench.views.samples import group_line
-from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, visible
+from workbench.base.shown import encodable, plain
+from workbench.views import document as doc
+from workbench.views.samples import difference, group_line
+from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, tokens, visible
 from workbench.widgets.display import in_notebook
 
 if TYPE_CHECKING:
@@ -99,38 +100,55 @@ def name_of(thing: Any, otherwise: str) -> str:
 
 _CELL = 160
 _MOST = 200
+_SIBLINGS = 32
 _FIRST = (
-    "row", "step", "group", "reward", "advantage", "answer", "truth", "response", "tokens", "finish", "status", "prompt",
+    "row", "step", "group", "reward", "response", "advantage", "answer", "truth", "tokens", "finish", "status", "prompt",
 )  # fmt: skip
 
 
 class SamplesTable(Layer, script="samples"):
-    """The widget of a `Samples` view: a table whose script asks for `rows` (one page), `pick` (one row) or `pin`."""
+    """The widget of a `Samples` view: a table whose script asks for `rows` (one page), and for one row to `pick` it in full, for
+    its `tokens` or `text`, for the `diff` to another, or to `pin` it."""
 
     columns: Any = traitlets.List().tag(sync=True)
     statuses: Any = traitlets.List().tag(sync=True)
     query: Any = traitlets.Dict().tag(sync=True)
+    headline = traitlets.Unicode().tag(sync=True)
+    bins: Any = traitlets.List().tag(sync=True)
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
 
     def __init__(self, samples: Samples) -> None:
-        frame = samples.index.frame
+        frame, index = samples.index.frame, samples.index
         shown = [name for name in ("row", *frame) if name.partition("/")[0] in _FIRST]
+        counts = Counter(frame["status"]) if "status" in frame else {}
         self._samples = samples
         self._rows = samples.selected
         super().__init__(
             columns=sorted(shown, key=lambda name: _FIRST.index(name.partition("/")[0])),
-            statuses=sorted(set(frame["status"])) if "status" in frame else [],
+            statuses=sorted([name, number] for name, number in counts.items()),
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
+            headline=index.headline,
+            bins=[list(one) for one in index.bins],
         )
         self.observe(lambda change: setattr(samples, "picked", change["new"]), "picked")
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The reply: a page of rows, one row in full as HTML, or a note that a row was pinned."""
+        """The reply: a page of rows, one row in full, its tokens or a difference as HTML, its text, or a note that it was pinned."""
         if asked["kind"] == "rows":
             return self._page(asked)
-        row = int(asked["row"])
+        row, view = int(asked["row"]), self._samples
         if asked["kind"] == "pick":
-            return {"kind": "card", "html": self._samples.row(row)._repr_html_()}
+            code = f"wb.views.samples({name_of(view.thing, 'batch')}).row({row})"
+            siblings = [
+                [one, _cell(view.index.frame.iloc[one].get("reward"))] for one in view.row(row).siblings[:_SIBLINGS]
+            ]
+            return {"kind": "card", "html": view.row(row)._repr_html_(), "siblings": siblings, "code": code}
+        if asked["kind"] == "tokens":
+            return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
+        if asked["kind"] == "diff":
+            return {"kind": "card", "html": doc.html(difference(view.index, row, int(asked["other"])))}
+        if asked["kind"] == "text":
+            return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
         return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
 
     def _select(self, asked: dict[str, Any]) -> np.ndarray:

@@ -14,9 +14,10 @@ function render({ model, el }) {
   const body = make("tbody");
   const count = make("span", { class: "wb-count" });
   const detail = make("div", { class: "wb-detail" });
+  const classOf = (name) => `wb-c-${name.replace(/[^a-z]/gi, "-")}`;
   const heads = columns.map((name) => make("th", {
-    title: `sort by ${name}`, onclick: () => sortBy(name),
-  }, name));
+    class: classOf(name), title: `sort by ${name}`, onclick: () => sortBy(name),
+  }, name === "response" && columns.includes("prompt") ? "prompt, response" : name));
   const scroll = make("div", { class: "wb-scroll", onscroll: more },
     make("table", {}, make("thead", {}, make("tr", {}, heads)), body));
 
@@ -25,14 +26,39 @@ function render({ model, el }) {
     ["worst", "best", "surprising", "index", ...columns.flatMap((name) => [name, `-${name}`])]
       .map((name) => make("option", { value: name }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
   order.value = query.order;
-  const status = make("select", { onchange: () => load() },
-    make("option", { value: "" }, "any status"), model.get("statuses").map((name) => make("option", { value: name }, name)));
+  const status = make("select", { title: "status of the score", onchange: () => load() },
+    make("option", { value: "" }, "any status"),
+    model.get("statuses").map(([name, number]) => make("option", { value: name }, `${name} (${number})`)));
   const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", oninput: soon });
   const high = make("input", { type: "number", step: "any", placeholder: "≤", oninput: soon });
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
   const bar = make("div", { class: "wb-bar" }, search, order, status, low, high,
     make("label", {}, grouped, " by prompt"), count, problem);
-  el.append(make("div", { class: "wb", tabIndex: 0, onkeydown: keys }, bar, make("div", { class: "wb-two" }, scroll, detail)));
+  const head = make("div", { class: "wb-bar" }, make("b", {}, model.get("headline")), histogram(model.get("bins")));
+  el.append(make("div", { class: "wb wb-samples", tabIndex: 0, onkeydown: keys },
+    head, bar, make("div", { class: "wb-two" }, scroll, detail)));
+
+  // a bar a bin of the rewards: pressed, the table has its samples alone; pressed again, all
+  function histogram(bins) {
+    const most = Math.max(...bins.map((bin) => bin[2]), 1);
+    const buttons = bins.map(([first, last, number]) => {
+      const range = first === last ? said(first) : `${said(first)} to ${said(last)}`;
+      const button = make("button", {
+        class: "wb-bin", title: `${number} samples of reward ${range}`, ariaLabel: `${number} samples of reward ${range}`,
+        onclick: () => {
+          const off = button.ariaPressed === "true";
+          buttons.forEach((one) => { one.ariaPressed = "false"; });
+          button.ariaPressed = String(!off);
+          low.value = off ? "" : first;
+          high.value = off ? "" : last;
+          load();
+        },
+      }, make("span", { style: { height: `${Math.max(1, Math.round(22 * number / most))}px` } }), said(first));
+      button.ariaPressed = "false";
+      return button;
+    });
+    return buttons.length ? make("div", { class: "wb-bins", role: "group", ariaLabel: "rewards" }, buttons) : null;
+  }
 
   let timer = null;
   function soon() {
@@ -74,7 +100,10 @@ function render({ model, el }) {
   }
   function line(row) {
     return make("tr", { onclick: () => pick(row.row) }, columns.map((name) => {
-      const cell = make("td", { class: `wb-c-${name.replace(/[^a-z]/gi, "-")}` }, said(row.cells[name]));
+      const cell = make("td", { class: classOf(name) }, said(row.cells[name]));
+      if (name === "response" && !query.by_group && row.cells.prompt) {  // two lines: what was asked, what was said
+        cell.replaceChildren(make("div", { class: "wb-asked" }, row.cells.prompt), make("div", {}, said(row.cells[name])));
+      }
       if (name === "reward" && row.cells[name] !== null) cell.classList.add(row.cells[name] > 0 ? "wb-good" : "wb-bad");
       return cell;
     }));
@@ -89,10 +118,40 @@ function render({ model, el }) {
     model.save_changes();
     mark();
     try {
+      const card = await talk.ask({ kind: "pick", row });
       const body = make("div");
-      fromViews(body, (await talk.ask({ kind: "pick", row })).html);
-      detail.replaceChildren(pinning(row), body);
+      fromViews(body, card.html);
+      detail.replaceChildren(...actions(row, card, body), body);
     } catch (text) { problem.textContent = text; }
+  }
+  // what can be done with a sample: seen token by token, laid over another of its prompt, copied, pinned
+  function actions(row, card, body) {
+    const told = make("span", { class: "wb-count", role: "status" });
+    const shown = (question) => async () => {
+      try { fromViews(body, (await talk.ask({ row, ...question })).html); }
+      catch (text) { told.textContent = text; }
+    };
+    const copied = (text) => async () => {
+      try {
+        await navigator.clipboard.writeText(await text());
+        told.textContent = "copied";
+      } catch (_) { told.textContent = "the browser does not let this page copy"; }
+    };
+    const names = card.siblings.map(([one, reward]) => `row ${one} (${said(reward)})`);
+    const other = make("select", { title: "another sample of this prompt", onchange: () => shown({ kind: "diff", other: Number(other.value) })() },
+      make("option", { value: "" }, "diff with…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
+    const next = make("select", { title: "another sample of this prompt", onchange: () => pick(Number(next.value)) },
+      make("option", { value: "" }, "siblings…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
+    const has = card.siblings.length > 0;
+    return [
+      make("div", { class: "wb-bar" },
+        make("button", { onclick: () => pick(row) }, `row ${row}`),
+        make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"),
+        has ? other : null, has ? next : null,
+        make("button", { title: "the response's text", onclick: copied(async () => (await talk.ask({ kind: "text", row })).text) }, "copy"),
+        make("button", { title: card.code, onclick: copied(async () => card.code) }, "copy code"), told),
+      pinning(row),
+    ];
   }
   function pinning(row) {
     const expected = make("input", { type: "text", placeholder: "expected score", size: 14 });
