@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tests_lab import contents, run_cell, save, shot, until
@@ -30,7 +31,23 @@ def look_around(lab: str, page: Any, name: str) -> None:
     inspector(page)
     tokens(page)
     stepping(page)
+    after_a_restart(page)
     without_a_kernel(lab, page, name)
+
+
+def after_a_restart(page: Any) -> None:
+    """A press is answered by what to do, and the static form is there again."""
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.get_by_role("menuitem", name=re.compile(r"^Restart Kernel(…|\.\.\.)")).click()
+    page.get_by_role("button", name="Confirm Kernel Restart").click()
+    page.get_by_text("| Idle").first.wait_for()
+    table = page.locator(".wb-scroll").first
+    table.scroll_into_view_if_needed()
+    table.locator("tbody tr").first.click()
+    until(page, lambda: "the kernel was restarted" in page.locator(".wb-samples").first.inner_text())
+    assert page.get_by_placeholder("search texts").is_disabled()
+    assert page.locator(".workbench-static").nth(1).is_visible()
+    shot(page, "driven_restarted")
 
 
 def turn_by_turn(lab: str, page: Any, name: str) -> None:
@@ -90,12 +107,25 @@ def inspector(page: Any) -> None:
     until(page, lambda: table.locator("tbody tr").count() == 0)
     page.get_by_placeholder("search texts").fill("Quick")
     until(page, lambda: 0 < table.locator("tbody tr").count() < every)
+    page.get_by_placeholder("search texts").fill("")
+    until(page, lambda: table.locator("tbody tr").count() == every)
+    page.locator(".wb-bin").last.click()
+    until(page, lambda: set(column(table, "reward")) == {1.0})
+    page.locator(".wb-bin").last.click()
+    until(page, lambda: table.locator("tbody tr").count() == every)
+    page.get_by_placeholder("search texts").fill("Quick")
+    until(page, lambda: 0 < table.locator("tbody tr").count() < every)
     table.locator("tbody tr").nth(1).click()
     card = page.locator(".wb-detail").first
     card.get_by_text("other samples").wait_for()
     row = int(table.locator("tbody tr").nth(1).locator("td").first.inner_text())
     assert f"row {row}" in card.inner_text() and "status" in card.inner_text()
     shot(page, "driven_card")
+    card.locator("select").first.select_option(index=1)
+    until(page, lambda: "→ row" in card.inner_text())
+    shot(page, "driven_difference")
+    card.get_by_role("button", name="tokens", exact=True).click()
+    until(page, lambda: "how much better" in card.inner_text() or "tokens" in card.inner_text())
     said = run_cell(page, "print('picked', samples.picked, 'of', len(samples.frame))")
     assert f"picked {row} of {table.locator('tbody tr').count()}" in said
 

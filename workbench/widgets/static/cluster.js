@@ -4,7 +4,7 @@ function render({ model, el }) {
   const light = make("span", { class: "wb-count" });
   const body = make("div");
   el.append(make("div", { class: "wb" }, make("div", { class: "wb-bar" }, light, note), body));
-  const talk = talker(model, () => {});
+  const talk = talker(model, () => {}, below);
   let shown = "";
 
   function draw() {

@@ -18,9 +18,26 @@ function fromViews(node, html) {
   node.innerHTML = html;
 }
 
-// Messages to the kernel, each answered once. An answer that takes long (a cell is running) is waited for, and that is said.
-function talker(model, waitingFor) {
+// Messages to the kernel, each answered once. An answer that takes long (a cell is running) is waited for, and that is said; of a
+// kernel that has nothing to do none will come: it has been restarted, and the static form is the one that is left.
+function talker(model, waitingFor, below) {
   let number = 0;
+  const restarted = "the kernel was restarted: run this cell again";
+  const idle = () => model.widget_manager?.kernel?.status === "idle";
+  function late(asked) {
+    const found = waiting.get(asked);
+    if (!found) return;
+    if (!(found.idle && idle())) {
+      found.idle = idle();  // seen twice: the answer may be on its way
+      if (!found.idle) waitingFor("waiting for the kernel: is a cell running?");
+      found.timer = setTimeout(() => late(asked), 1000);
+      return;
+    }
+    waiting.delete(asked);
+    below.lost();
+    waitingFor(restarted);
+    found.fail(restarted);
+  }
   const waiting = new Map();
   const listen = (message) => {
     const found = waiting.get(message.asked);
@@ -35,8 +52,7 @@ function talker(model, waitingFor) {
   return {
     ask: (question) => new Promise((done, fail) => {
       const asked = ++number;
-      const timer = setTimeout(() => waitingFor("waiting for the kernel: is a cell running?"), 2000);
-      waiting.set(asked, { done, fail, timer });
+      waiting.set(asked, { done, fail, timer: setTimeout(() => late(asked), 2000) });
       model.send({ ...question, asked });
     }),
     end: () => model.off("msg:custom", listen),
@@ -56,6 +72,10 @@ function overStatic(el) {
       }
     },
     restore: () => { if (hidden) hidden.style.display = ""; },
+    lost: () => {
+      if (hidden) hidden.style.display = "";
+      el.querySelectorAll("button, input, select, textarea").forEach((node) => { node.disabled = true; });
+    },
   };
 }
 

@@ -3,7 +3,7 @@ const COUNT = 50;
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; });
+  const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const columns = model.get("columns");
   const query = { ...model.get("query") };
   let shown = [];

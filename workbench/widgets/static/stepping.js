@@ -1,7 +1,7 @@
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; });
+  const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const names = model.get("names");
   const code = make("code", { class: "wb-code" });
   const body = make("div");

@@ -1,7 +1,7 @@
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; });
+  const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const labels = model.get("labels");
   const choose = make("select", { onchange: recolour }, model.get("quantities").map((name) => make("option", { value: name }, name)));
   choose.value = model.get("colour");
