@@ -15,7 +15,6 @@ import torch
 
 from workbench.agents.plain import plain
 from workbench.base.errors import DataError, ForeignError, describe, message
-from workbench.datasets.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class ToolCall:
     """The rest of the tool's metrics; not kept with the transcript."""
     tool_call_id: str | None = None
     """The model's own id of the call, where its format has one."""
-    pictures: tuple[Picture, ...] = field(default=(), compare=False)
-    """The images of the tool's answer that the model sees; not kept with the transcript."""
+    pictures: tuple[Any, ...] = field(default=(), compare=False)
+    """The `Picture`s of the tool's answer that the model sees; not kept with the transcript."""
 
     @property
     def ran(self) -> bool:
