@@ -102,12 +102,21 @@ class AgentLoopBase(Remembering, Shown):
         return ServerManager(self)
 
     async def generate(
-        self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
+        self,
+        ids: Sequence[int],
+        sampling_params: SamplingSettings | Mapping[str, Any],
+        *,
+        policy: str | None = None,
+        **changes: Any,
     ) -> Sample:
-        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone."""
+        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone.
+
+        `policy` names the policy that speaks, where the rollout has several; a sequence holds one's tokens, and its output
+        says whose: `AgentLoopOutput(policy=…)`.
+        """
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
-        return await self.episode.generate(ids, {**sampling_params, **changes})
+        return await self.episode.generate(ids, {**sampling_params, **changes}, policy)
 
 
 class TokenOutput(list[int]):

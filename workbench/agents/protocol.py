@@ -141,6 +141,8 @@ class AgentLoopOutput:
     """The transcript."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
+    policy: str | None = None
+    """Whose tokens the mask marks, where the rollout has several policies; None: the first one's."""
 
     def __post_init__(self) -> None:
         what = "an agent loop's output"
