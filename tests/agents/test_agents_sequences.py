@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import workbench as wb
 from workbench.agents import AgentLoopOutput, ToolAgent, TurnTokens, sub_agent
 from workbench.agents.episode import Episode
 from workbench.agents.protocol import sequences
+from workbench.agents.tools import load_tools
 from workbench.base.errors import SettingError
 from workbench.dataproto import DataProto
+from workbench.dataproto.sessions import episodes
 from workbench.engines import SamplingSettings
 from workbench.stages import EpisodeRollout, Reward
 
@@ -223,3 +226,28 @@ def test_an_episode_of_several_sequences_is_stepped_and_put_back(name: str) -> N
     t = s.with_episodes(short).run()
     assert list(t.batch["session"]) == [0, 1, 1] and t.trace["rollout"].rows.tolist() == [0] * 3
     assert wb.views.transcript(whole).frame is not None
+
+
+# --- learning -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_compacting_agent_learns_with_a_clean_audit(tmp_path: Path) -> None:
+    """GRPO on the tiny tool world: contexts are compacted, sequences of one episode share its reward."""
+    tools = load_tools("data/arith-tools/tools.yaml")
+    agent = ToolAgent(
+        list(tools.values()), parser="hermes", max_assistant_turns=4, compact_at=70, compact_prompt="Sum up.",
+        max_tokens_per_turn=40,
+    )  # fmt: skip
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    engine = wb.engines.local("data/tiny-arith-tools", lr=3e-4)
+    pipe = wb.recipes.grpo(engine, agent=agent, group_size=4, kl_coef=0.001, max_tokens=160, ppo_mini_batch_size=4)
+    run = wb.train_blocking(pipe, rows, steps=3, batch_size=8, run=tmp_path / "run", trace_freq=1, display=None)
+    found = run.audit()
+    assert found.agrees and not found.unaudited, found.disagreements[:3]
+    batch = run.traces[3].batch
+    assert len(episodes(batch)) == 32 < len(batch)
+    for one in episodes(batch):
+        own = [batch["advantages"][row][batch["response_mask"][row].bool()].unique().tolist() for row in one]
+        assert len({number for numbers in own for number in numbers}) == 1
+    assert run.metrics["agent_loop/sequences/max"].max() > 1

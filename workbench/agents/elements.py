@@ -214,23 +214,25 @@ class MiniMaxM3Parser(FindsCalls):
 
     def _value(self, text: str, place: int, name: str, schema: Mapping[str, Any], depth: int) -> tuple[Any, int]:
         """(what stands before the tag that closes `name`, where that tag ends). Raises `ValueError` where none closes it."""
-        kinds, named, listed, start = kinds_of(schema), dict[str, Any](), list[Any](), place
+        kinds, inside, start = kinds_of(schema), list[tuple[str, Any]](), place
         if kinds == {"string"} and (closed := matching_tags(self._PAIR, text, place).get(place)):
             return text[start : closed.start()], closed.end()
         while (tag := self._TAG.search(text, place)) and not tag[1] and depth <= MAX_DEPTH:
-            inner = (
-                (schema.get("properties") or {}).get(tag[2], {}) if "array" not in kinds else schema.get("items") or {}
-            )
-            one, place = self._value(text, tag.end(), tag[2], inner, depth + 1)
-            if tag[2] in named and tag[2] != "item":
-                raise ValueError(f"{tag[2]!r} is given twice")
-            named[tag[2]] = one
-            listed.append(one)
-        if tag is None or tag[2] != name or not tag[1]:
+            inner = schema.get("items") if "array" in kinds else (schema.get("properties") or {}).get(tag[2])
+            one, place = self._value(text, tag.end(), tag[2], inner or {}, depth + 1)
+            inside.append((tag[2], one))
+        if tag is None or (tag[1], tag[2]) != ("/", name):
             raise ValueError(f"{name!r} is not closed")
-        if "array" in kinds or (listed and set(named) == {"item"} and "object" not in kinds):
-            return listed, tag.end()
-        return named if listed or "object" in kinds else typed(text[start : tag.start()], schema), tag.end()
+        return self._made(inside, text[start : tag.start()], schema), tag.end()
+
+    def _made(self, inside: Sequence[tuple[str, Any]], text: str, schema: Mapping[str, Any]) -> Any:
+        """A list, an object or a plain value, of the elements in it or of its text. Raises `ValueError` for a name twice."""
+        kinds, names = kinds_of(schema), {name for name, _ in inside}
+        if "array" in kinds or (names == {"item"} and "object" not in kinds):
+            return [one for _, one in inside]
+        if len(names) < len(inside):
+            raise ValueError("a name is given twice")
+        return dict(inside) if inside or "object" in kinds else typed(text, schema)
 
 
 # --- Gemma's braces ------------------------------------------------------------------------------------
@@ -268,25 +270,28 @@ class GemmaParser(FindsCalls):
 
     def _json(self, text: str, place: int) -> tuple[str, int]:
         """(the arguments that begin at `place` as JSON, where their brace ends, or -1 where it does not)."""
-        parts, closes, named = ["{"], ["}"], True
-        value = False
+        parts, closes, named, value = ["{"], ["}"], True, False
         while closes:
             if named and (key := self._KEY.match(text, place)):
-                parts.append(f"{dumped(key[2] if key[1] else key[3])}:")
+                parts.append(f"{dumped(''.join(filter(None, key.group(2, 3))))}:")
                 place, named = key.end(), False
                 continue
             one = self._PART.match(text, place)
-            if one is None or (value and one[3] not in ("}", "]", ",")):
+            sign = one[3] if one else None
+            ends = sign in ("}", "]")
+            if one is None or (value and sign != "," and not ends) or (ends and sign != closes.pop()):
                 return "", -1
-            quote, string, sign, sound, word = one.groups()
-            value = sign not in ("{", "[", ",")
-            place = one.end() if closes[1:] or sign != "}" else one.end(3)
-            if sign in ("}", "]") and sign != closes.pop():
-                return "", -1
-            closes += {"{": "}", "[": "]"}.get(sign, "")
-            named = sign in ("{", ",") and closes[-1] == "}"
-            parts.append(dumped(string) if quote else sign or sound or PYTHON_WORDS.get(word, word))
+            closes += {"{": "}", "[": "]"}.get(sign or "", "")
+            place = one.end() if closes else one.end(3)
+            named, value = sign in ("{", ",") and closes[-1] == "}", sign not in ("{", "[", ",")
+            parts.append(self._sound(one))
         return "".join(parts), place
+
+    @staticmethod
+    def _sound(part: re.Match[str]) -> str:
+        """A text, a sign, JSON's own text or a word, as JSON."""
+        quote, string, sign, sound, word = part.groups()
+        return dumped(string) if quote else sign or sound or PYTHON_WORDS.get(word, word)
 
 
 # --- as a program --------------------------------------------------------------------------------------

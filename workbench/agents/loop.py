@@ -12,12 +12,13 @@ from typing import Any, Self, TypeVar
 
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.protocol import AgentLoopOutput
-from workbench.agents.tokens import TurnTokens
 from workbench.base.config import Remembering
 from workbench.base.errors import SettingError, describe, unknown
 from workbench.base.shown import Shown
-from workbench.datasets.rendering import encode
+from workbench.datasets.rendering import encode, render
 from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switches_of
+
+_ASKED, _SAID = {"role": "user", "content": "question"}, "\u2e22answer\u2e23"
 
 
 class AgentLoopBase(Remembering, Shown):
@@ -146,14 +147,18 @@ class AgentLoopBase(Remembering, Shown):
     ) -> list[int]:
         """The token ids of a chat with the generation prompt, as verl's loops ask for them.
 
-        With `remove_system_prompt` they are those that follow a turn which the model ended itself (`TurnTokens.delta`).
-        Raises `SettingError` for pictures and films.
+        With `remove_system_prompt` they are those that follow a turn which the model ended itself. Raises `SettingError` for pictures and films.
         """
         _refuse({"images": images, "videos": videos, **media}, "apply_chat_template")
-        tokens = TurnTokens(self.tokenizer, tools=tools or (), **switches_of(self.episode.sampler))
-        if remove_system_prompt:
-            return list(tokens.delta(messages, [self.tokenizer.eos_token_id]))
-        return list(tokens.prompt(messages))
+        switches = {**switches_of(self.episode.sampler), **({"tools": list(tools)} if tools else {})}
+        chat = [dict(one) for one in messages]
+        if not remove_system_prompt:
+            return list(encode(self.tokenizer, chat, **switches))
+        said = {"role": "assistant", "content": _SAID}
+        (text,) = render(self.tokenizer, [[_ASKED, said, *chat]], add_generation_prompt=True, **switches)
+        after = text.rpartition(_SAID)[2]
+        rest = after.partition(self.tokenizer.eos_token or after)[2] or after
+        return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"])
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The pictures and films that a processor finds in a chat: none without one, as in verl."""
@@ -162,12 +167,21 @@ class AgentLoopBase(Remembering, Shown):
     process_multi_modal_info = process_vision_info
 
     async def generate(
-        self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
+        self,
+        ids: Sequence[int],
+        sampling_params: SamplingSettings | Mapping[str, Any],
+        *,
+        policy: str | None = None,
+        **changes: Any,
     ) -> Sample:
-        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone."""
+        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone.
+
+        `policy` names the policy that speaks, where the rollout has several; a sequence holds one's tokens, and its output
+        says whose: `AgentLoopOutput(policy=…)`.
+        """
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
-        return await self.episode.generate(ids, {**sampling_params, **changes})
+        return await self.episode.generate(ids, {**sampling_params, **changes}, policy)
 
 
 class TokenOutput(list[int]):

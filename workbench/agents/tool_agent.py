@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
-from workbench.agents.episode import Transcript
+from workbench.agents.episode import RUNNING, Transcript
 from workbench.agents.formats import parser_of
 from workbench.agents.histories import (
     COMPACT_PROMPT,
@@ -35,7 +35,6 @@ from workbench.agents.protocol import (
     ToolParser,
     Turn,
 )
-from workbench.agents.sub_agents import RUNNING, SubAgent
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
 from workbench.base.errors import DataError, describe, first_line, unknown
@@ -204,9 +203,9 @@ class ToolAgent(AgentLoopBase):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
-    def sub_agents(self) -> dict[str, SubAgent]:
-        """Those of the tools that are sub-agents, by name."""
-        return {name: tool for name, tool in self._box.tools.items() if isinstance(tool, SubAgent)}
+    def sub_agents(self) -> dict[str, Any]:
+        """Those of the tools that are sub-agents (`SubAgent`), by name."""
+        return {name: tool for name, tool in self._box.tools.items() if getattr(tool, "delegates", False)}
 
     @property
     def lacks(self) -> str:

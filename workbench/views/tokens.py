@@ -501,20 +501,22 @@ def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer
     first = TokenRow(thing, row, tokenizer)
     _, numbers = sequence_of(first.batch, row) or (row, [row])
     rows = [first if number == row else TokenRow(thing, number, tokenizer) for number in numbers]
-    shown, begun = Tokens(rows, [f"row {number}" for number in numbers], colour), False
-    views = []
-    for one in rows:
-        said, text, prompt = (object_at(one.batch, name, one.row) for name in ("turns", "response_text", "raw_prompt"))
-        # without turns it is one response, or of a loop that keeps no transcript
-        alone = Turn("assistant", str(text or "".join(one.texts)), 0, one.length - 1)
-        turns = [Turn.from_dict(turn) for turn in said or ()] or [alone]
-        own = not begun and "sub_agent" not in (object_at(one.batch, "agent_extra", one.row) or {})
-        begun |= own  # the prompts of later sequences and of sub-agents are not the row's
-        chat = [] if prompt is None or not own else [prompt] if isinstance(prompt, str) else list(prompt)
-        views.append(TranscriptView(shown, one, turns, chat))
+    shown = Tokens(rows, [f"row {number}" for number in numbers], colour)
+    main = [one for one in rows if "sub_agent" not in (object_at(one.batch, "agent_extra", one.row) or {})]
+    # the prompts of later sequences and of sub-agents are not the row's
+    views = tuple(_sequence(shown, one, asked=one in main[:1]) for one in rows)
     for view in views:
-        view.sequences = tuple(views)
+        view.sequences = views
     return views[numbers.index(row)]
+
+
+def _sequence(shown: Tokens, one: TokenRow, *, asked: bool) -> TranscriptView:
+    said, text, prompt = (object_at(one.batch, name, one.row) for name in ("turns", "response_text", "raw_prompt"))
+    # without turns it is one response, or of a loop that keeps no transcript
+    alone = Turn("assistant", str(text or "".join(one.texts)), 0, one.length - 1)
+    turns = [Turn.from_dict(turn) for turn in said or ()] or [alone]
+    chat = [] if prompt is None or not asked else [prompt] if isinstance(prompt, str) else list(prompt)
+    return TranscriptView(shown, one, turns, chat)
 
 
 def episode(made: EpisodeStepper) -> doc.Part:
