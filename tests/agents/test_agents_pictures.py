@@ -88,7 +88,7 @@ def test_a_tools_image_is_read_and_scored_as_it_was_sampled(engine: Any) -> None
     mask = batch["response_mask"].bool()
     assert torch.allclose(scored[mask], batch["rollout_log_probs"][mask], atol=1e-5)
     other = rollout(engine, png(2))(prompts).batch
-    first = [turn["last"] + 1 for turn in batch["turns"][0]][0]
+    first = batch["turns"][0][0]["last"] + 1
     assert torch.equal(other["responses"][0, :first], batch["responses"][0, :first])
     assert not torch.allclose(other["rollout_log_probs"], batch["rollout_log_probs"]), (
         "another image says another thing"

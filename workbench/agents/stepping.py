@@ -23,7 +23,7 @@ from workbench.engines.protocol import Sample
 
 Ran = tuple[tuple[str, str], ...]
 """Calls that were run, in order: (tool, arguments)."""
-_KEPT = 32
+_KEPT = 16
 """Saved states of tools that a stepper and its forks keep."""
 _WHO = {
     AgentState.PENDING: "assistant",

@@ -22,12 +22,19 @@ class SubAgent(BaseTool):
     seconds_per_call: float | None = None
 
     def __init__(
-        self, loop: AgentLoopBase, *, name: str, description: str, system: str | None, max_tokens: int | None
+        self,
+        loop: AgentLoopBase,
+        *,
+        name: str,
+        description: str,
+        system: str | None = None,
+        max_tokens: int | None = None,
+        policy: str | None = None,
     ) -> None:
         parameters = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
         about = {"name": name, "description": description, "parameters": parameters}
         super().__init__({}, {"type": "function", "function": about})
-        self.name, self.loop, self.system, self.max_tokens = name, loop, system, max_tokens
+        self.name, self.loop, self.system, self.max_tokens, self.policy = name, loop, system, max_tokens, policy
 
     def prepare(self, sampler: Sampler) -> None:
         """Check the loop against the sampler's tokenizer."""
@@ -35,15 +42,17 @@ class SubAgent(BaseTool):
 
     def describe(self) -> dict[str, Any]:
         """The loop's settings, the system prompt and the limit."""
-        return {"system": self.system, "max_tokens": self.max_tokens, "loop": self.loop.describe()}
+        whose = {} if self.policy is None else {"policy": self.policy}
+        return {"system": self.system, "max_tokens": self.max_tokens, "loop": self.loop.describe(), **whose}
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """Run the loop on the task; its sequences go to the episode that called. Returns the last answer."""
         parent, sampling = RUNNING.get()
         turn = parent.turn
         number = parent.called[turn] = parent.called.get(turn, -1) + 1
+        policy = self.policy or parent.policy
         child = replace(
-            parent, purpose=f"{parent.purpose}/{self.name}@{turn}.{number}", max_prompt_length=None, progress=None,
+            parent, sampler=parent.sampler_of(self.policy), policy=policy, purpose=f"{parent.purpose}/{self.name}@{turn}.{number}", max_prompt_length=None, progress=None,
             turn=0, attempt=0, seconds=0.0, samples=[], told=set(), versions=[], others=[], called={},
         )  # fmt: skip
         chat = [{"role": "system", "content": self.system}] if self.system else []
@@ -54,7 +63,7 @@ class SubAgent(BaseTool):
         several = tuple(map(child.with_log_probs, sequences(found, f"sub-agent {self.name!r}")))
         mark = {SUB_AGENT: {"name": self.name, "turn": turn, "number": number}}
         several = (*child.others, *several)
-        parent.others += [replace(one, extra={**one.extra, **mark}) for one in several]
+        parent.others += [replace(one, extra={**one.extra, **mark}, policy=one.policy or policy) for one in several]
         return ToolResponse(text=_answer(several, self.loop)), None, {}
 
 
@@ -64,7 +73,13 @@ def _answer(found: Sequences, loop: AgentLoopBase) -> str:
 
 
 def sub_agent(
-    loop: AgentLoopBase, *, name: str, description: str, system: str | None = None, max_tokens: int | None = None
+    loop: AgentLoopBase,
+    *,
+    name: str,
+    description: str,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    policy: str | None = None,
 ) -> SubAgent:
     """A tool by which a `ToolAgent` hands a task to another loop: `tools=[sub_agent(ToolAgent([search]), name="research", …)]`.
 
@@ -78,8 +93,10 @@ def sub_agent(
         description: what the model reads of it; its only argument is `task`, a text.
         system: the sub-agent's system prompt.
         max_tokens: limit of each of its sequences; None: that of the rollout.
+        policy: the policy that samples it, where the rollout has several; None: the caller's.
     """
     if not isinstance(loop, AgentLoopBase):
         raise SettingError("loop of a sub-agent", expected="an agent loop: ToolAgent(…)", found=loop)
     require(max_tokens is None or max_tokens >= 1, "max_tokens of a sub-agent", expected="≥ 1", found=max_tokens)
-    return SubAgent(loop, name=name, description=description, system=system, max_tokens=max_tokens)
+    about = {"name": name, "description": description, "system": system}
+    return SubAgent(loop, max_tokens=max_tokens, policy=policy, **about)

@@ -582,8 +582,8 @@ class ToolAgent(AgentLoopBase):
         written = list(ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids)
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         try:
-            begun = {"reasoning": self.tokens.reasoning, "cut": bool(episode.transcript.turns[-1].cut)}
-            return calls_of(self._parser, text, self._box.schemas, **begun)
+            reasoning, cut = self.tokens.reasoning, bool(episode.transcript.turns[-1].cut)
+            return calls_of(self._parser, text, self._box.schemas, reasoning=reasoning, cut=cut)
         except Exception as error:  # noqa: BLE001 - what a model wrote is a row's data, whatever it does to a parser
             why = f"the parser failed: {first_line(error)}"
             episode.errors.append(why)

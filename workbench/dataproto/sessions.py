@@ -11,6 +11,8 @@ from workbench.dataproto.core import DataProto
 
 SESSION = "session"
 """The column that is there where an episode of the batch is more than one row."""
+POLICY = "policy"
+"""The column that is there where several policies speak in an episode: the name of the one whose tokens a row holds."""
 
 
 def last_rows(batch: DataProto, column: str | None = SESSION) -> Tensor:
@@ -50,6 +52,13 @@ def row_name(batch: DataProto, row: int) -> str:
         return f"row {row}"
     number, rows = found
     return f"row {row} (episode {number}, sequence {rows.index(row) + 1} of {len(rows)})"
+
+
+def of_first_policy(batch: DataProto) -> DataProto:
+    """The rows of the policy that `meta_info` names as the first; all rows where there is one policy."""
+    if POLICY not in batch:
+        return batch
+    return batch.select_idxs([row for row, name in enumerate(batch[POLICY]) if name == batch.meta_info.get(POLICY)])
 
 
 def alike(parts: Sequence[DataProto]) -> list[DataProto]:
