@@ -251,3 +251,29 @@ def test_a_compacting_agent_learns_with_a_clean_audit(tmp_path: Path) -> None:
         own = [batch["advantages"][row][batch["response_mask"][row].bool()].unique().tolist() for row in one]
         assert len({number for numbers in own for number in numbers}) == 1
     assert run.metrics["agent_loop/sequences/max"].max() > 1
+
+
+def test_sub_agents_in_lock_step_are_the_same_every_time() -> None:
+    """Parallel sub-agents of a row, each with turns of its own, share waves with the other rows; none waits for ever."""
+    tool = sub_agent(
+        ToolAgent([Adder(seconds=0.01)], parser=Tags()), name="helper", description="Does a sum.", system="You add."
+    )
+    agent = ToolAgent([tool], parser=Tags(), max_parallel_calls=2)
+
+    def says(text: str) -> str:
+        if "You add." in text:
+            return by_prompt(text)
+        return "done" if "it is 5" in text else call("helper", task="one") + call("helper", task="two")
+
+    found = []
+    for _ in range(2):
+        sampling = SamplingSettings(max_tokens=400)
+        stage = EpisodeRollout(
+            Script(tokenizer(STRIPPING), says), agent=agent, group_size=3, sampling=sampling, deterministic=True
+        )
+        asked = DataProto.from_single_dict({"raw_prompt": [[{"role": "user", "content": "?"}]] * 2, "uid": ["a", "b"]})
+        found.append(stage(asked).batch)
+    assert list(found[0]["session"]) == [n // 3 for n in range(18)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0].batch)
+    marks = [extra.get("sub_agent") for extra in found[0]["agent_extra"][:3]]
+    assert [mark and mark["number"] for mark in marks] == [0, 1, None]
