@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.plain import plain
-from workbench.agents.policy_server import Endpoint, Limits, PolicySession, PolicyTokens, endpoint
+from workbench.agents.policy_messages import PolicyTokens
+from workbench.agents.policy_server import Endpoint, Limits, PolicySession, endpoint
 from workbench.agents.protocol import AgentLoopOutput, ToolParser, Turn
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
@@ -101,7 +102,8 @@ class Harness(AgentLoopBase):
         self.name, self.model = name, model
         self.max_assistant_turns, self.seconds = max_assistant_turns, seconds
         self.max_concurrent, self.keep_reasoning = max_concurrent, keep_reasoning
-        self._play, self._env = play if callable(play) else tuple(play), dict(env or {})
+        self._play: Any = play if callable(play) else tuple(play)
+        self._env = dict(env or {})
         self._folder = None if folder is None else str(folder)
         self._parser = parser
         self._door = _Door()
@@ -134,8 +136,9 @@ class Harness(AgentLoopBase):
         limits = Limits(self.max_assistant_turns, int(sampling_params["max_tokens"]))
         async with self._door.open(self.episode.sampler, self._parser, self.model, self.max_concurrent) as room:
             sampling = SamplingSettings.from_parameters(sampling_params)
-            asks = {"sampling": sampling, "limits": limits, "keep_reasoning": self.keep_reasoning}
-            with room.address.session(self.episode, **asks) as session:
+            with room.address.session(
+                self.episode, sampling=sampling, limits=limits, keep_reasoning=self.keep_reasoning
+            ) as session:
                 extra, trouble = await self._played(room, session, row)
         if session.failure is not None:
             raise session.failure
@@ -178,7 +181,7 @@ class Harness(AgentLoopBase):
                 "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model, "WORKBENCH_ROW": told["row"],
                 "WORKBENCH_RESULT": told["result"], **{key: _filled(one, told) for key, one in self._env.items()},
             }  # fmt: skip
-            command = [_filled(one, told) for one in self._play]  # type: ignore[union-attr]
+            command = [_filled(one, told) for one in self._play]
             with ExitStack() as opened:
                 pipes = [opened.enter_context(open(files[one], mode)) for one, mode in _PIPES]
                 trouble = await self._ended(session, command, pipes, env, self._folder or str(files["work"]))
