@@ -385,6 +385,35 @@ def test_calls_where_the_template_writes_none_are_given_as_they_were_written(tin
             chat(session, [{"role": "user", "content": "edited"}, *heard(strange, "5")], tools=TOOLS)
 
 
+def test_a_body_that_is_too_long_is_refused_in_openais_form(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.base.loopback.MAX_REQUEST", 200)
+    with endpoint(scripted(["x"])) as e, e.session() as session:
+        status, reply = asked(e, session, messages=[{"role": "user", "content": "x" * 200}])
+        assert status == 413 and "at most 200" in reply["error"]["message"]
+
+
+def test_tools_without_a_known_parser_are_refused_before_anything_is_sampled(tiny: str) -> None:
+    script = Script(tokenizers(tiny)["own"], ["x"])
+    with endpoint(script) as e, e.session() as session:
+        status, reply = asked(e, session, messages=ASKED, tools=TOOLS)
+        assert status == 400 and "parser" in reply["error"]["message"] and not script.requests
+        assert asked(e, session, messages=ASKED)[0] == 200
+
+
+@pytest.mark.parametrize("name", ["own", "qwen", "llama", "no system"])
+def test_any_template_has_whole_sequences(tiny: str, name: str) -> None:
+    """Where a template cannot append a tool's answer, what comes after is a sequence of its own."""
+    script = Script(tokenizers(tiny)[name], [ADD, "It is 5."])
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        first = {"role": "assistant", **chat(session, ASKED, tools=TOOLS)}
+        chat(session, [*ASKED, *heard(first, "5")], tools=TOOLS)
+        outputs = session.sequences()
+    assert sum(said(outputs)) == 2 and all(own(one) for one in outputs)
+    for request in script.requests:
+        whole = [tuple(one.prompt_ids + one.response_ids) for one in outputs]
+        assert any(one[: len(request.ids)] == tuple(request.ids) for one in whole)
+
+
 def test_contents_may_be_parts(scripted: Any) -> None:
     script = scripted(["x", "y"])
     with endpoint(script) as e, e.session() as session:

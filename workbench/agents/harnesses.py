@@ -11,7 +11,6 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from workbench.agents.policy_messages import PolicyTokens
 from workbench.agents.policy_server import Endpoint, Limits, PolicySession, endpoint
 from workbench.agents.protocol import AgentLoopOutput, ToolParser, Turn
 from workbench.agents.tokens import TurnTokens
+from workbench.agents.tools.functions import in_thread
 from workbench.base.config import require
 from workbench.base.errors import SettingError, WorkbenchError, describe, first_line
 from workbench.datasets.pictures import text_of
@@ -91,9 +91,9 @@ class Harness(AgentLoopBase):
         model: str = "policy",
         name: str = "harness",
     ) -> None:
-        command = not callable(play)
-        if command and (isinstance(play, str) or not play or not all(isinstance(one, str) for one in play)):
-            expected = "a command as a list of texts, or an async function of (policy, row)"
+        texts = not isinstance(play, str) and not callable(play) and all(isinstance(one, str) for one in play)
+        if not callable(play) and (not texts or not play):
+            expected = "a command as a list of texts, or a function of (policy, row)"
             raise SettingError("play of a harness", expected=expected, found=describe(play))
         require(seconds > 0, "seconds", expected="seconds > 0", found=seconds)
         require(max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
@@ -124,8 +124,7 @@ class Harness(AgentLoopBase):
         return f"{type(self).__name__}({self.name}: {self.source})"
 
     def prepare(self, sampler: Sampler) -> None:
-        """Check parser and chat template before any row is played."""
-        TurnTokens(sampler.tokenizer, roles=["user"], **switches_of(sampler))
+        """Check the parser before any row is played."""
         PolicyTokens(sampler, self._parser)
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> Any:
@@ -155,8 +154,7 @@ class Harness(AgentLoopBase):
                 found = await self._until(session, self._play(session, dict(row)))
             else:
                 async with room.turns:
-                    work = asyncio.get_running_loop().run_in_executor(room.threads, self._play, session, dict(row))
-                    found = await self._until(session, work)
+                    found = await self._until(session, in_thread(self._play, session, dict(row)))
             return _result(found), ""
         except TimeoutError:
             return {}, f"the harness did not end within {self.seconds:g} s"
@@ -261,7 +259,6 @@ class _Room:
     stack: ExitStack
     address: Endpoint
     turns: asyncio.Semaphore
-    threads: ThreadPoolExecutor
     inside: int = 0
 
 
@@ -277,8 +274,7 @@ class _Door:
         if (room := self._rooms.get(id(sampler))) is None:
             stack = ExitStack()
             address = stack.enter_context(endpoint(sampler, parser=parser, model=model))
-            threads = stack.enter_context(ThreadPoolExecutor(most, thread_name_prefix="workbench-harness"))
-            room = self._rooms[id(sampler)] = _Room(stack, address, asyncio.Semaphore(most), threads)
+            room = self._rooms[id(sampler)] = _Room(stack, address, asyncio.Semaphore(most))
         room.inside += 1
         try:
             yield room

@@ -27,7 +27,12 @@ class PolicyTokens:
         self._made: dict[str, tuple[TurnTokens, frozenset[str]]] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnTokens, frozenset[str]]:
-        """(what tokenizes with these tools, the roles whose messages the template can append to a conversation)."""
+        """(what tokenizes with these tools, the roles whose messages the template can append to a conversation).
+
+        Raises `SettingError` where there are tools, and no parser is known for the template.
+        """
+        if tools and self._parser is None:
+            self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
         key = json.dumps(tools, sort_keys=True)
         if key not in self._made:
             switches = {"tools": tools, **switches_of(self.sampler)}
@@ -87,8 +92,7 @@ class PolicyTokens:
         self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, written: list[int]
     ) -> tuple[str, list[Any]] | None:
         """(the text without its calls, the calls); None where there are none."""
-        if self._parser is None:
-            self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
+        assert self._parser is not None
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         begun = {"reasoning": tokens.reasoning, "cut": sample.finish_reason == "length"}
         try:
