@@ -21,7 +21,9 @@ import torch
 from agents_parts import QWEN, Adder, Script, Tags, User, call, tokenizers
 from test_agents_loops import play
 
+import workbench as wb
 from workbench.agents import (
+    AgentLoopBase,
     AgentLoopOutput,
     BaseInteraction,
     BaseTool,
@@ -30,8 +32,10 @@ from workbench.agents import (
     Gsm8kInteraction,
     ToolAgent,
     ToolResponse,
+    Transcript,
     TurnTokens,
     function_tool,
+    register,
 )
 from workbench.agents.calls import Toolbox
 from workbench.agents.parsers import outside_reasoning
@@ -166,6 +170,53 @@ def test_parallel_calls_of_a_stateful_tool_share_its_state(made: dict[str, Any])
     assert len(tool.created) == 1 and tool.instances == {}
 
 
+class Opening(Adder):
+    """Fails or is slow when it is first created; a second instance beside one that was not released is an error."""
+
+    def __init__(self, first: Any) -> None:
+        super().__init__()
+        self.first = first
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        made = await super().create(instance_id, **kwargs)
+        if len(self.created) == 1:
+            await self.first()
+        return made if len(self.created) % 2 else instance_id  # the id alone: verl's up to 0.4
+
+
+async def breaks() -> None:
+    raise RuntimeError("no room")
+
+
+@pytest.mark.parametrize(
+    ("first", "status"), [(breaks, "error"), (lambda: asyncio.sleep(60), "late"), (lambda: asyncio.sleep(0), "ok")]
+)
+def test_a_tool_whose_creation_fails_is_released_and_created_anew(first: Any, status: str) -> None:
+    tool = Opening(first)
+    box = Toolbox([tool], seconds_per_call=0.2, max_tool_response_length=99, truncate_side="middle")
+
+    async def run() -> list[str]:
+        tools = box.opened("e", {})
+        call = FunctionCall("add", '{"numbers": [1]}')
+        found = [await tools.call(call), await tools.call(call)]
+        found += await asyncio.gather(*(tools.call(call) for _ in range(3)))
+        await tools.close()
+        assert tools.errors == []
+        return [one.status for one in found]
+
+    assert asyncio.run(run()) == [status, "ok", "ok", "ok", "ok"]
+    assert len(tool.created) == 1 + (status != "ok") and not tool.open
+
+
+def test_a_tool_with_a_method_that_is_not_async_is_refused() -> None:
+    class Plain(Adder):
+        def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+            return instance_id, ToolResponse()
+
+    with pytest.raises(SettingError, match="tool 'add'; expected `async def create`.*found a method that is not async"):
+        ToolAgent([Plain()], parser=Tags())
+
+
 def test_a_cancelled_close_releases_every_tool() -> None:
     """One that is slow to be released does not keep the others."""
 
@@ -217,6 +268,119 @@ def test_the_only_user_speaks_in_every_row(made: dict[str, Any]) -> None:
     asks = {"extra_info": {"interaction_kwargs": {"name": "nods"}}}
     with pytest.raises(DataError, match="'nods' is not a simulated user of the agent"):
         play(ToolAgent([Adder()], parser=Tags()), Script(made["own"], ["5"]), **asks)
+
+
+# --- C12: the sampler's longest sequence ---------------------------------------------------------------
+
+
+class Short(Script):
+    """Refuses what is longer than its longest sequence, as vLLM does."""
+
+    max_length = 160
+
+    async def sample(self, request: Any) -> Any:
+        assert 0 < request.settings.max_tokens <= self.max_length - len(request.ids)
+        return await super().sample(request)
+
+
+class Talks(BaseInteraction):
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        return False, "and then? " * 3, 0.5, {}
+
+
+@pytest.mark.parametrize(
+    ("agent", "text"),
+    [
+        (ToolAgent([Calculator()], parser="hermes"), hermes("2 + 3")),
+        (ToolAgent([Calculator(), Adder(lambda given: "1 " * 99)], parser="hermes", max_parallel_calls=2),
+         hermes("2 + 3") + '<tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+        (ToolAgent(interactions=[Talks()]), "so "),
+        (ToolAgent(interactions=[Talks()]), "so " * 200),
+    ],
+)  # fmt: skip
+def test_an_episode_ends_where_the_samplers_longest_sequence_does(made: dict[str, Any], agent: Any, text: str) -> None:
+    found = play(agent, Short(made["own"], [text]), max_tokens=5000)
+    assert found.finish_reason == "length" and len(found.prompt_ids) + len(found.response_ids) <= Short.max_length
+
+
+def test_a_loop_that_asks_on_beyond_it_gets_nothing_once(made: dict[str, Any]) -> None:
+    class Talker(AgentLoopBase):
+        name, heeds = "talker", True
+
+        async def run(self, sampling_params: Any, **row: Any) -> AgentLoopOutput:
+            said = Transcript(tuple(made["own"]("2 + 2?")["input_ids"]), sampling_params["max_tokens"])
+            while said.reason != "length" or not self.heeds:
+                sample = await self.generate(said.context, sampling_params)
+                said.say(sample, "")
+                said.reason = sample.finish_reason
+            return said.output(self.episode)
+
+    found = play(Talker(), Short(made["own"], ["so it is "]), max_tokens=5000)
+    assert len(found.prompt_ids) + len(found.response_ids) == Short.max_length
+    Talker.heeds = False
+    with pytest.raises(DataError, match=r"row 0 \(uid u\): its agent loop samples on; .*end at finish_reason 'length'"):
+        play(Talker(), Short(made["own"], ["so it is "]), max_tokens=5000)
+    shorter = Short(made["own"], ["so"])
+    shorter.max_length = 5
+    with pytest.raises(DataError, match="prompt of row 0 .*expected 1 to 4 tokens"):
+        play(ToolAgent(interactions=[Talks()]), shorter)
+
+
+# --- C10: a loop as verl's users write it ---------------------------------------------------------------
+
+
+@register("as_verls_users_write")
+class Pasted(AgentLoopBase):
+    """It reads the configuration, renders by the base class, samples twice and fills in verl's fields."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.response_length = self.config.actor_rollout_ref.rollout.response_length
+        assert self.rollout_config.prompt_length > 10**6
+
+    async def run(self, sampling_params: Any, **kwargs: Any) -> AgentLoopOutput:
+        messages, metrics = list(kwargs["raw_prompt"]), dict[str, Any]()
+        media = await self.process_vision_info(messages)
+        prompt_ids = await self.apply_chat_template(messages, tools=[], images=media.get("images"), videos=None)
+        first = await self.server_manager.generate(
+            request_id="a", prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=media.get("images")
+        )
+        new = [{"role": "user", "content": "sure?"}]
+        more = await self.apply_chat_template(new, remove_system_prompt=True)
+        ids = first.token_ids + more
+        last = await self.server_manager.generate("a", prompt_ids=prompt_ids + ids, sampling_params=sampling_params)
+        metrics["num_preempted"] = first.num_preempted if first.num_preempted is not None else -1
+        mask = [1] * len(first.token_ids) + [0] * len(more) + [1] * len(last.token_ids)
+        text = await self.loop.run_in_executor(None, lambda: self.tokenizer.decode(prompt_ids + ids))
+        made = AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=(ids + last.token_ids)[: self.response_length],
+            response_mask=mask[: self.response_length],
+            response_logprobs=(first.log_probs + [0.0] * len(more) + last.log_probs)[: self.response_length],
+            routed_experts=first.routed_experts,
+            multi_modal_data=media,
+            num_turns=4,
+            metrics=metrics,
+            extra_fields={"read": text},
+        )
+        made.extra_fields.update({"turn_scores": [], "tool_rewards": []})
+        return made
+
+
+def test_a_loop_of_verls_needs_a_new_import_line_alone(tiny: str) -> None:
+    batch = wb.rows("data/arith/train.parquet").batch(2).with_meta(seed=3, step=1)
+    for agent in ("as_verls_users_write", Pasted):
+        stage = wb.stages.EpisodeRollout(
+            wb.engines.local(tiny), agent=agent, group_size=2, sampling=wb.SamplingSettings(max_tokens=50)
+        )
+        found = stage(batch).batch
+        read = found["agent_extra"][0]["read"]
+        assert read.endswith("<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"), read
+        assert (found["rollout_log_probs"] < 0).any() and set(found["num_turns"]) == {4}
+    with pytest.raises(SettingError, match="constructor of Pasted reads verl's configuration.*agent=Pasted"):
+        Pasted()
+    with pytest.raises(DataError, match="multi_modal_data of an agent loop's output; expected none: text alone"):
+        AgentLoopOutput((1,), (2,), (1,), multi_modal_data={"images": ["x"]})
 
 
 # --- D7: a row's own tools ----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from workbench.agents import (
     ReActParser,
     RemoteInteraction,
     Search,
+    Terminal,
     ToolArgsParser,
     VerifiersInteraction,
     function_tool,
@@ -54,8 +55,9 @@ from workbench.agents.formats import (
 from workbench.agents.interactions import Reply
 from workbench.agents.parsers import REASONING
 from workbench.base import runtime
-from workbench.base.errors import WorkbenchError
+from workbench.base.errors import SandboxError, WorkbenchError
 from workbench.runs.settings import MADE_AGAIN
+from workbench.sandbox import LocalSandbox
 from workbench.sandbox.protocol import Phase, Program, Result
 from workbench.testing.agents import InteractionContract, ParserContract, ToolContract
 from workbench.testing.borders import TEXTS
@@ -318,6 +320,17 @@ class TestGsm8kAnswer(ToolContract):
             assert record.status == status and (record.reward == 0.0) is (status == "ok"), (truth, record)
 
 
+class TestTerminal(ToolContract):
+    def make_tool(self) -> Any:
+        try:
+            return Terminal(LocalSandbox())
+        except SandboxError as error:
+            pytest.skip(f"no tier of isolation works here: {error}")
+
+    def arguments(self) -> dict[str, Any]:
+        return {"command": "echo fine"}
+
+
 class TestPython(ToolContract):
     def make_tool(self) -> Any:
         return PythonTool(Runs())
@@ -399,7 +412,7 @@ class TestVerifiers(InteractionContract):
 
 
 def test_no_shipped_tool_or_user_is_without_its_contract() -> None:
-    tools = {type(one().make_tool()) for one in ToolContract.__subclasses__() if one is not TestMCP}
-    assert {*TOOLS.values()} <= {*tools, MCPTool}
+    tools = {type(one().make_tool()) for one in ToolContract.__subclasses__() if one not in (TestMCP, TestTerminal)}
+    assert {*TOOLS.values()} <= {*tools, MCPTool, Terminal}
     users = {type(one().make_interaction()) for one in InteractionContract.__subclasses__()}
     assert {*INTERACTIONS.values(), GymInteraction, VerifiersInteraction} <= users

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import math
@@ -15,8 +16,9 @@ from workbench.agents.parsers import read_json
 from workbench.agents.plain import as_text
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
 from workbench.base.config import require
-from workbench.base.errors import SettingError, describe, first_line, nearest
+from workbench.base.errors import DataError, SettingError, describe, first_line, nearest
 from workbench.base.shown import encodable
+from workbench.datasets.pictures import Picture
 from workbench.rewards.score import Score
 
 T = TypeVar("T")
@@ -68,11 +70,6 @@ async def to_its_end(work: Awaitable[T]) -> T:
         raise
 
 
-def _limit(tool: Tool, seconds: float) -> float | None:
-    """The time limit of a tool's work: None for a tool that is `bounded`, whose calls wait for their turn to be run."""
-    return None if getattr(tool, "bounded", False) else seconds
-
-
 _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
 
 
@@ -92,10 +89,18 @@ def checked_tools(tools: Any) -> list[Tool]:
             do = f"decorate it with @function_tool, or give function_tool({named(tool)})"
         elif not all(callable(getattr(tool, name, None)) for name in _TOOL) or not getattr(tool, "name", None):
             do = f"it needs a name and {', '.join(_TOOL)}: a subclass of BaseTool has them"
+        elif plain := [name for name in _TOOL[1:] if not_async(getattr(tool, name))]:
+            expected, do = f"`async def {plain[0]}`, as in BaseTool", "write `async` before it"
+            raise SettingError(f"tool {tool.name!r}", expected=expected, found="a method that is not async", do=do)
         else:
             continue
         raise SettingError(f"tools[{place}]", expected="a tool", found=describe(tool), do=do)
     return listed
+
+
+def not_async(method: Any) -> bool:
+    """Whether a method is written without `async`; False for other callables, of which it is not known."""
+    return (inspect.ismethod(method) or inspect.isfunction(method)) and not inspect.iscoroutinefunction(method)
 
 
 def named(one: Any) -> str:
@@ -122,7 +127,21 @@ class Toolbox:
         if len(self.tools) < len(tools):
             raise SettingError("names of the tools", expected="names that differ", found=[tool.name for tool in tools])
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
+        self.shows_pictures = False
+        """Whether the model sees the images of the tools' answers."""
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
+
+    def seen(self, images: Sequence[Any]) -> tuple[tuple[Picture, ...], str]:
+        """(a tool's images that the model sees, in words which it does not and why)."""
+        if images and not self.shows_pictures:
+            return (), f"{len(images)} image{'s' * (len(images) > 1)} that this model cannot see"
+        found, broken = [], ""
+        for number, one in enumerate(images):
+            try:
+                found.append(Picture.read(one, f"image {number}"))
+            except DataError as error:
+                broken = f"an image that cannot be shown: {first_line(error)}"
+        return tuple(found), broken
 
     def only(self, names: Iterable[str]) -> Toolbox:
         """The box with these tools alone, in their order here."""
@@ -167,10 +186,11 @@ class OpenTools:
             kind = type(arguments).__name__
             return self._failed(call, "invalid", f"Error: the arguments of {call.name} are a {kind}, not a JSON object")
         began = time.perf_counter()
+        seconds = getattr(tool, "seconds_per_call", self._box._seconds)  # a sub-agent has none
         try:
-            return self._answered(call, await within(self._executed(tool, arguments), _limit(tool, self._box._seconds)))
+            return self._answered(call, await within(self._executed(tool, arguments), seconds))
         except TimeoutError as error:
-            status = "late" if time.perf_counter() - began >= self._box._seconds else "error"
+            status = "late" if time.perf_counter() - began >= (seconds or math.inf) else "error"
             return self._failed(call, status, f"Error when executing tool {call.name}: {error}")
         except Exception as error:  # noqa: BLE001 - a failing tool is an answer to the model
             return self._failed(call, "error", f"Error when executing tool {call.name}: {first_line(error)}")
@@ -184,10 +204,7 @@ class OpenTools:
     async def _instance(self, tool: Tool) -> str:
         async with self._creating.setdefault(tool.name, asyncio.Lock()):  # parallel calls share the instance
             if tool.name not in self._instances:
-                created = self._kwargs(tool, "create")
-                # verl hands them over under one name, its own tools read them by theirs
-                made, _ = await tool.create(f"{self._episode}-{tool.name}", create_kwargs=created, **created)
-                self._instances[tool.name] = made
+                self._instances[tool.name] = await self._created(tool)
         return self._instances[tool.name]
 
     async def save(self) -> dict[str, Any]:
@@ -205,6 +222,18 @@ class OpenTools:
             tool = self._box.tools[name]
             await tool.restore(await self._instance(tool), snapshot)  # type: ignore[attr-defined]
 
+    async def _created(self, tool: Tool) -> str:
+        """Create the episode's instance; returns its id. One whose creation fails or takes too long is released at once."""
+        asked, given = f"{self._episode}-{tool.name}", self._kwargs(tool, "create")
+        try:
+            # verl hands them over under one name, its own tools read them by theirs
+            made = await tool.create(asked, create_kwargs=given, **given)
+        except BaseException:
+            with contextlib.suppress(Exception):  # it may know nothing of the instance
+                await to_its_end(within(tool.release(asked, **self._kwargs(tool, "release")), END_SECONDS))
+            raise
+        return str((made if isinstance(made, str) else made[0]) or asked)  # verl's up to 0.4 return the id alone
+
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
         """The row's arguments for a tool's method. Parquet gives every row all keys: those that are None are left out."""
         given = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
@@ -217,11 +246,15 @@ class OpenTools:
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the tool's reward is {reward}, not a finite number")
         text, cut = truncate(encodable(response.text or ""), self._box._limit, self._box._side)
-        seen = [f"{len(many)} {kind} left out" for kind in ("image", "video") if (many := getattr(response, kind))]
-        cut, said = "; ".join(filter(None, (cut, *seen))), dict(metrics or {})
+        pictures, why_not = self._box.seen(response.image or [])
+        if why_not:
+            cut, text = "; ".join(filter(None, (cut, why_not))), f"{text}\n[{why_not}]".lstrip("\n")
+        films = f"{len(response.video)} video left out" if response.video else ""
+        cut, said = "; ".join(filter(None, (cut, films))), dict(metrics or {})
         status, why = _STATUSES.get(str(said.get("status")), "ok"), encodable(str(said.get("why", "")))
         given = None if reward is None else float(reward)
-        return ToolCall(call.name, call.arguments, status, text, given, cut, why, said, call.tool_call_id)
+        answer = (status, text, given, cut, why, said, call.tool_call_id, pictures)
+        return ToolCall(call.name, call.arguments, *answer)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
         text, cut = truncate(encodable(text), self._box._limit, self._box._side)
@@ -241,7 +274,7 @@ class OpenTools:
             tool = self._box.tools[name]
             with self._noting(f"calc_reward of {name}"):
                 asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                found = await within(asked, _limit(tool, END_SECONDS))
+                found = await within(asked, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
                 if isinstance(found, Score):
                     self.scores[name] = found.to_json()
                 total = float(found.value if isinstance(found, Score) else found)

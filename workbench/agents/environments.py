@@ -197,9 +197,9 @@ def environment_rows(
         show: how observations become text, where `game` is a function.
         data_source: the rows' `data_source`.
     """
-    make = game
     if isinstance(game, GymInteraction):
-        make, name, show = game.make, game.name, game.show
+        name, show = game.name, game.show
+    make = game.make if isinstance(game, GymInteraction) else game
     rows = []
     for index in range(number):
         env = make()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.agents.protocol import AgentLoopOutput, Turn
+import torch
+
+from workbench.agents.protocol import AgentLoopOutput, Seen, Turn
 from workbench.base.errors import DataError
 from workbench.base.seeds import derive
-from workbench.engines.protocol import Request, Sample, Sampler, SamplingSettings
+from workbench.engines.protocol import Bounded, Request, Sample, Sampler, SamplingSettings
 
 
 class LockStep:
@@ -88,6 +91,10 @@ class Episode:
     told: set[int] = field(default_factory=set)
     """Numbers of the samples that `with_log_probs` has found in a sequence: no other sequence has them."""
     versions: list[int] = field(default_factory=list)
+    others: list[AgentLoopOutput] = field(default_factory=list)
+    """Sequences of sub-agents, which come before the episode's own."""
+    called: dict[int, int] = field(default_factory=dict)
+    """Turns that were sampled before a sub-agent was called → the number of the last call then."""
 
     @property
     def name(self) -> str:
@@ -99,20 +106,37 @@ class Episode:
         """The seed of one turn, derived from (run seed, purpose, step, uid, sample, turn, attempt)."""
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
 
-    async def generate(self, ids: Sequence[int], sampling: SamplingSettings | Mapping[str, Any]) -> Sample:
-        """Sample the next turn after the token ids `ids`. Raises `DataError` if the first prompt is empty or too long."""
-        turn, self.turn = self.turn, self.turn + 1
-        if turn == 0 and not 0 < len(ids) <= (self.max_prompt_length or len(ids)):
-            what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
-            expected = f"1 to {self.max_prompt_length or 'any number of'} tokens"
-            do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
-            raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
-        settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
-        return await self.draw(ids, settings, self.seed(turn, self.attempt))
+    async def generate(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingSettings | Mapping[str, Any],
+        pixels: Mapping[str, torch.Tensor] | None = None,
+    ) -> Sample:
+        """Sample the next turn after the token ids `ids`, whose pictures' inputs are `pixels`.
 
-    async def draw(self, ids: Sequence[int], settings: SamplingSettings, seed: int) -> Sample:
+        The turn ends where the sampler's longest sequence does. A turn for which nothing is left there is empty, with the
+        finish reason `length`; asking for another after it raises `DataError`, and so does a first prompt that is empty or
+        too long.
+        """
+        turn, self.turn = self.turn, self.turn + 1
+        room = self.room(ids)
+        if turn == 0:
+            self._check_prompt(ids, room)
+        settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
+        if room <= 0:
+            return self._full(ids)
+        settings = settings.replace(max_tokens=int(min(settings.max_tokens, room)))
+        return await self.draw(ids, settings, self.seed(turn, self.attempt), pixels)
+
+    async def draw(
+        self,
+        ids: Sequence[int],
+        settings: SamplingSettings,
+        seed: int,
+        pixels: Mapping[str, torch.Tensor] | None = None,
+    ) -> Sample:
         """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples."""
-        request = Request(tuple(ids), settings, seed)
+        request = Request(tuple(ids), settings, seed, pixels or None)
         began = time.perf_counter()
         try:
             waves = self.lock_step
@@ -122,6 +146,26 @@ class Episode:
         self.samples.append(found)
         self.versions.append(found.version)
         return found
+
+    def room(self, ids: Sequence[int]) -> float:
+        """How many tokens the sampler can write after `ids`; infinity where its limit is not known."""
+        longest = self.sampler.max_length if isinstance(self.sampler, Bounded) else None
+        return math.inf if longest is None else longest - len(ids)
+
+    def _check_prompt(self, ids: Sequence[int], room: float) -> None:
+        longest = min(self.max_prompt_length or math.inf, len(ids) + room - 1)
+        if not 0 < len(ids) <= longest:
+            what = f"prompt of row {self.row} (uid {self.uid}), as its agent loop writes it"
+            expected = f"1 to {'any number of' if longest == math.inf else int(longest)} tokens"
+            do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
+            raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
+
+    def _full(self, ids: Sequence[int]) -> Sample:
+        if self.samples and not self.samples[-1].ids and self.samples[-1].finish_reason == "length":
+            what, do = f"row {self.row} (uid {self.uid}): its agent loop samples on", "end at finish_reason 'length'"
+            raise DataError(what, found=f"{len(ids)} tokens, which fill the sampler's longest sequence", do=do)
+        self.samples.append(Sample((), (), "length", self.sampler.version))
+        return self.samples[-1]
 
     def with_log_probs(self, output: AgentLoopOutput) -> AgentLoopOutput:
         """The output with the log-probs of what was sampled, where it has none: turns may be left out, the last one cut.
@@ -161,6 +205,8 @@ class Transcript:
     turns: list[Turn] = field(default_factory=list)
     reason: str = "stop"
     tool_seconds: float = 0.0
+    seen: list[Seen] = field(default_factory=list)
+    """What the model read of pictures, by turn."""
 
     @property
     def room(self) -> int:
@@ -180,18 +226,24 @@ class Transcript:
         """Append a turn that the model sampled, with mask 1; `text` is its decoded text, `cut` a note on what was cut."""
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
-    def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "") -> bool:
-        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer."""
+    def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "", seen: Seen | None = None) -> bool:
+        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer.
+
+        `seen` is what the model reads of the turn's pictures.
+        """
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
             self._put(role, text, (), (), 0, f"{cut}; {left}" if cut else left)
             return False
+        self.seen += [replace(seen, first=len(self.ids))] if seen else []
         self._put(role, text, ids, [0.0] * len(ids), 0, cut)
         return True
 
     def copy(self) -> Transcript:
         """An independent copy of the transcript."""
-        kept: dict[str, Any] = {name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns")}
+        kept: dict[str, Any] = {
+            name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns", "seen")
+        }
         return replace(self, **kept)
 
     def first(self, count: int) -> Transcript:
@@ -201,6 +253,7 @@ class Transcript:
             turns[-1] = replace(turns[-1], calls=(), score=None, error="", extra={})
         end = turns[-1].last + 1 if turns else 0
         kept: dict[str, Any] = {"ids": self.ids[:end], "mask": self.mask[:end], "log_probs": self.log_probs[:end]}
+        kept["seen"] = [one for one in self.seen if one.first < end]
         return replace(self, **kept, turns=turns, reason=self.reason if count == len(self.turns) else "stop")
 
     def note(self, **changes: Any) -> None:
@@ -236,5 +289,6 @@ class Transcript:
             version=versions[0],
             metrics={**metrics, "min_version": min(versions), "max_version": max(versions)},
             turns=tuple(self.turns),
+            seen=tuple(self.seen),
             extra={**stable, **extra},
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.calls import named, to_its_end, within
+from workbench.agents.calls import named, not_async, to_its_end, within
 from workbench.agents.plain import plain
 from workbench.agents.protocol import Interaction
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
@@ -323,8 +323,7 @@ def _check_interaction(name: Any, one: Any) -> None:
         raise SettingError(f"interaction {kind} has no generate_response of its own", do=do)
     for method in ("start_interaction", "generate_response", "finalize_interaction"):
         written = getattr(one, method, None)
-        plain = inspect.ismethod(written) or inspect.isfunction(written)
-        if not callable(written) or (plain and not inspect.iscoroutinefunction(written)):
+        if not callable(written) or not_async(written):
             found = "a method that is not async" if callable(written) else "no such method"
             raise SettingError(f"interaction {kind}", expected=f"`async def {method}`", found=found)
     if not isinstance(name, str) or not name:

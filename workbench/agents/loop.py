@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+
+import torch
 
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.protocol import AgentLoopOutput
+from workbench.agents.tokens import TurnTokens
 from workbench.base.config import Remembering
 from workbench.base.errors import SettingError, describe, unknown
 from workbench.base.shown import Shown
@@ -52,10 +58,19 @@ class AgentLoopBase(Remembering, Shown):
     0; by default those of what was sampled), all of one length, at most `max_tokens`: what is longer is cut. It may have
     `turns` for the transcript, and `extra` for rewards: `num_tool_calls`, `turn_scores`, `tool_rewards`, and any other key as `agent_extra`. `Transcript.say`, `.hear`
     and `.output` keep all of it consistent.
+
+    A loop written for verl is given as a class (`agent=ItsLoop`), or by its registered name, where its constructor reads
+    `rollout_config`. It has `apply_chat_template`, `process_vision_info`, `server_manager`, `tokenizer`, `processor` and
+    `loop`, for text alone.
     """
 
     name: str = ""
+    reads_pictures: bool = False
+    """Whether rows may have pictures in their prompts."""
+    processor: None = None
+    """There are no pictures and films here: None, as verl's loops have it with a model of texts."""
     _episode: Episode | None = None
+    _response_length: int | None = None
 
     @property
     def lacks(self) -> str:
@@ -101,13 +116,68 @@ class AgentLoopBase(Remembering, Shown):
         """What verl's agent loops sample with: `await self.server_manager.generate(request_id, prompt_ids=…, …)`."""
         return ServerManager(self)
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop."""
+        return asyncio.get_running_loop()
+
+    @property
+    def rollout_config(self) -> LoopConfig:
+        """verl's `config.actor_rollout_ref.rollout`: its `prompt_length` and `response_length`.
+
+        Raises `SettingError` on an object that was not made by the rollout.
+        """
+        if self._response_length is None:
+            what = (
+                f"the constructor of {type(self).__name__} reads verl's configuration, which only a rollout can give it"
+            )
+            raise SettingError(what, do=f"give the class, or its registered name: agent={type(self).__name__}")
+        return LoopConfig(self._response_length)
+
+    @property
+    def config(self) -> LoopConfig:
+        """verl's whole configuration: `config.actor_rollout_ref.rollout` is `rollout_config`."""
+        return self.rollout_config
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
+        **media: Any,
+    ) -> list[int]:
+        """The token ids of a chat with the generation prompt, as verl's loops ask for them.
+
+        With `remove_system_prompt` they are those that follow a turn which the model ended itself (`TurnTokens.delta`).
+        Raises `SettingError` for pictures and films.
+        """
+        _refuse({"images": images, "videos": videos, **media}, "apply_chat_template")
+        tokens = TurnTokens(self.tokenizer, tools=tools or (), **switches_of(self.episode.sampler))
+        if remove_system_prompt:
+            return list(tokens.delta(messages, [self.tokenizer.eos_token_id]))
+        return list(tokens.prompt(messages))
+
+    async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The pictures and films that a processor finds in a chat: none without one, as in verl."""
+        return {}
+
+    process_multi_modal_info = process_vision_info
+
     async def generate(
-        self, ids: Sequence[int], sampling_params: SamplingSettings | Mapping[str, Any], **changes: Any
+        self,
+        ids: Sequence[int],
+        sampling_params: SamplingSettings | Mapping[str, Any],
+        *,
+        pixels: Mapping[str, torch.Tensor] | None = None,
+        **changes: Any,
     ) -> Sample:
-        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone."""
+        """Sample the next turn after the token ids `ids`, whose pictures' inputs are `pixels`. `changes` are sampling settings
+        of this turn alone."""
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
-        return await self.episode.generate(ids, {**sampling_params, **changes})
+        return await self.episode.generate(ids, {**sampling_params, **changes}, pixels)
 
 
 class TokenOutput(list[int]):
@@ -118,6 +188,33 @@ class TokenOutput(list[int]):
         self.token_ids = list(sample.ids)
         self.log_probs = list(sample.log_probs)
         self.stop_reason = sample.finish_reason
+        self.num_preempted = self.routed_experts = None
+        self.extra_fields: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """What is here of verl's configuration of a rollout, for loops that read it."""
+
+    response_length: int
+    """Limit of the response, in tokens."""
+    prompt_length: int = sys.maxsize
+    """Nothing is cut from a prompt: one that is too long is refused when it is sampled from."""
+
+    @property
+    def actor_rollout_ref(self) -> LoopConfig:
+        """The part of the configuration that has `rollout`."""
+        return self
+
+    @property
+    def rollout(self) -> LoopConfig:
+        """The rollout's part of the configuration."""
+        return self
+
+
+def _refuse(media: Mapping[str, Any], where: str) -> None:
+    if there := [name for name, one in media.items() if one]:
+        raise SettingError(f"{there[0]} of {where}", expected="text: token ids", found=there)
 
 
 class ServerManager:
@@ -133,8 +230,7 @@ class ServerManager:
 
         Raises `SettingError` for pictures and films (`media`).
         """
-        if there := [name for name, one in media.items() if one]:
-            raise SettingError(f"{there[0]} of server_manager.generate", expected="text: token ids", found=there)
+        _refuse(media, "server_manager.generate")
         return TokenOutput(await self._loop.generate(prompt_ids, sampling_params))
 
 
@@ -188,13 +284,15 @@ class Loops:
         agent: a loop, or the name of one that needs no arguments: it runs every row, whatever the row's `agent_name`. Or a
             mapping of names to loops (or names): a row's `agent_name` chooses among these and the registered names.
         default: the name in the mapping that runs rows without `agent_name`; None: the first.
+        response_length: limit of a response in tokens, for loops whose constructors read it (`rollout_config`).
     """
 
-    def __init__(self, agent: Any, default: str | None = None) -> None:
+    def __init__(self, agent: Any, default: str | None = None, *, response_length: int | None = None) -> None:
+        self._length = response_length
         self._alone = not isinstance(agent, Mapping)
         own = agent if isinstance(agent, str) else str(getattr(agent, "name", "") or type(agent).__name__)
         given = dict(agent) if isinstance(agent, Mapping) else {own: agent}
-        self._loops = {_ALIASES.get(name, name): _made(one) for name, one in given.items()}
+        self._loops = {_ALIASES.get(name, name): _made(one, response_length) for name, one in given.items()}
         if not self._loops:
             raise SettingError("agent", expected="at least one agent loop", found="an empty mapping")
         first = next(iter(self._loops))
@@ -226,7 +324,7 @@ class Loops:
                 known = dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))
                 why = unknown("registered agent loop", name, known)
                 raise SettingError(f"agent_name of {place}: {why}" if place else why)
-            self._found[name] = _made(name)
+            self._found[name] = _made(name, self._length)
         if self._found[name].lacks:
             what = f"rows name agent {name!r}, which has {self._found[name].lacks}"
             do = f"give agent={{{name!r}: loop}}, with a loop that has them"
@@ -238,12 +336,15 @@ class Loops:
         return {name: loop.describe() for name, loop in self._loops.items()}
 
 
-def _made(agent: Any) -> AgentLoopBase:
+def _made(agent: Any, response_length: int | None) -> AgentLoopBase:
     if isinstance(agent, str):
         agent = agent_loop(agent)
     if isinstance(agent, type) and issubclass(agent, AgentLoopBase):
         try:
-            return agent()
+            made = agent.__new__(agent)
+            made._response_length = response_length
+            made.__init__()  # type: ignore[misc]
+            return made
         except TypeError as cause:
             what = f"agent loop {agent.__name__} needs arguments"
             raise SettingError(what, found=str(cause), do=f"give an object: agent={agent.__name__}(…)") from cause

@@ -7,6 +7,7 @@ is returned with its arguments as they were written: the tool's caller then answ
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import math
@@ -29,11 +30,20 @@ REASONING: Mapping[str, str] = {
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
+    "<mm:think>": "</mm:think>",
+    "<think:opensource>": "</think:opensource>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|channel>thought": "<channel|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
 """The tags between which models reason."""
 Found = tuple[int, int, tuple[FunctionCall, ...] | None]
 """Where a piece of text with calls begins, where it ends, its calls; None where no more calls are read."""
 _MARK = re.compile("|".join(map(re.escape, (*REASONING, *REASONING.values()))))
+AT_LINE = rf"(?:^|(?-i:{'|'.join(f'(?<={re.escape(tag)})' for tag in REASONING.values())}))[ \t]*"
+"""Pattern of the beginning of a line, which the end of reasoning is, too."""
+_OPENING = re.compile(rf"\s*({'|'.join(map(re.escape, REASONING))})")
 _NAMED = re.compile(r"""\0?\s*(?:```\w*\s*)?\[?\s*\{\s*["']?name["']?\s*:\s*["']([\w.-]{1,64})["']""")
 _LIKE_JSON = re.compile(r"\s*(?:[{\[]|```)")
 _SPACE = re.compile(r"\s*")
@@ -89,7 +99,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
 
 
 def calls_of(
-    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: bool = False, cut: bool = False
+    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: str = "", cut: bool = False
 ) -> list[FunctionCall]:
     """The tool calls that a parser finds in a model's turn. Raises what the parser raises, and `TypeError` for no calls.
 
@@ -97,19 +107,22 @@ def calls_of(
         parser: one that is none of this module's is given the text without reasoning (`outside_reasoning`).
         text: the turn, with its special tokens.
         tools: the tools' schemas.
-        reasoning: whether the prompt has opened the model's reasoning.
-        cut: whether the turn ended at a limit of tokens: of this module's parsers, calls that would read otherwise, had the
-            model written on, are left out, and so are those after a call that cannot be read.
+        reasoning: the tag with which the prompt has opened the model's reasoning, or empty.
+        cut: whether the turn ended at a limit of tokens: of this module's parsers, calls that could read otherwise, had the
+            model written on, are left out, and so are those after a call that cannot be read without repairs.
     """
-    text = next(iter(REASONING)) + text if reasoning else text
+    text = reasoning + text
     if not isinstance(parser, FindsCalls):
         text = outside_reasoning(text)
+    elif cut:
+        parser = copy.copy(parser)
+        parser.cut = True
     calls = list(parser.extract_tool_calls(text, tools)[1])
     for call in calls:
         if not isinstance(call, FunctionCall) or not isinstance(call.name, str) or not isinstance(call.arguments, str):
             raise TypeError(f"expected FunctionCalls of a name and a JSON text, found {describe(call)}")
     if cut and calls and isinstance(parser, FindsCalls):
-        longer = calls_of(parser, f"{text}0", tools)
+        longer = parser.extract_tool_calls(f"{text}0", tools)[1]
         calls = [one for one, _ in takewhile(_settled, zip(calls, longer, strict=False))]
     return calls
 
@@ -132,10 +145,24 @@ def outside_reasoning(text: str) -> str:
     return "".join([*kept, text[place:]])
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Whether a generation prompt ends inside reasoning."""
+def behind_reasoning(text: str) -> str:
+    """A model's text without the reasoning that it begins with."""
+    place = 0
+    while mark := _OPENING.match(text, place):
+        closed = text.find(REASONING[mark[1]], mark.end())
+        place = closed + len(REASONING[mark[1]]) if closed >= 0 else len(text)
+    return text[place:]
+
+
+def without_tags(text: str) -> str:
+    """A text without the tags of reasoning, and with what stands between them."""
+    return _MARK.sub("", text)
+
+
+def opens_reasoning(prompt: str) -> str:
+    """The tag that opened the reasoning in which a generation prompt ends; empty where it ends outside."""
     marks = _MARK.findall(prompt)
-    return bool(marks) and marks[-1] in REASONING
+    return marks[-1] if marks and marks[-1] in REASONING else ""
 
 
 def parser_names() -> tuple[str, ...]:
@@ -145,6 +172,9 @@ def parser_names() -> tuple[str, ...]:
 
 class FindsCalls:
     """Base of the parsers here: a subclass finds the next call; what is neither a call nor reasoning is the content."""
+
+    cut = False
+    """Whether the text might have gone on: what is no sound JSON is then not repaired."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """Find the tool calls in a model's text; returns (the text without them, the calls in order).
@@ -232,6 +262,8 @@ class TaggedJson(FindsCalls):
                 if isinstance(found, list) or not _MORE.match(text, after):
                     return text[begin:end], end
                 sole = "\0"  # another call in the same tag
+        if self.cut and not sole:
+            return f"\0{text[start:]}", len(text)
         tag = self._TAG.search(text, end)
         if tag and tag[1]:
             tag = matching_tags(self._TAG, text, start, end).get(start)
@@ -257,11 +289,10 @@ class ReActParser(FindsCalls):
     the content.
     """
 
-    # tags of reasoning are as they are written here, whatever their neighbours' case
-    _LINE = rf"(?:^|(?-i:{'|'.join(f'(?<={re.escape(tag)})' for tag in REASONING.values())}))[ \t]*"
-    _END = re.compile(rf"{_LINE}(?:Observation|Final Answer)[ \t]*:", re.M | re.I)
+    # tags of reasoning are as they are written there, whatever their neighbours' case
+    _END = re.compile(rf"{AT_LINE}(?:Observation|Final Answer)[ \t]*:", re.M | re.I)
     _ACTION = re.compile(
-        rf"{_LINE}Action[ \t]*:[ \t]*`?([\w.-]{{1,64}})`?[ \t]*\n[ \t]*Action[ \t]*Input[ \t]*:\s*", re.M | re.I
+        rf"{AT_LINE}Action[ \t]*:[ \t]*`?([\w.-]{{1,64}})`?[ \t]*\n[ \t]*Action[ \t]*Input[ \t]*:\s*", re.M | re.I
     )
     _STOP = re.compile(rf"^[ \t]*(?:Thought|Action|Observation|Final Answer)[ \t]*:|(?-i:{_MARK.pattern})", re.M | re.I)
     _FENCED = re.compile(r"```[\w+-]*\n.*?\n?```", re.S)
@@ -279,6 +310,8 @@ class ReActParser(FindsCalls):
             if text.startswith("{", start):
                 end = DECODER.raw_decode(text, start)[1]
                 sound = text[start:end]
+        if self.cut and not sound and text.startswith("{", start):
+            return found.start(), len(text), (FunctionCall(found[1], text[start:]),)
         stop = self._STOP.search(text, end)
         end = stop.start() if stop else len(text)
         return found.start(), end, (FunctionCall(found[1], _input(found[1], sound or text[start:end], tools)),)
@@ -318,7 +351,8 @@ def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ..
 
 def _call_of(found: Mapping[str, Any], written: str) -> FunctionCall:
     own = found["function"] if isinstance(found.get("function"), Mapping) else found  # OpenAI's own nesting
-    name, given, key = own.get("name"), own.get("arguments", own.get("parameters")), found.get("id")
+    name, given = own.get("name", own.get("tool_name")), own.get("arguments", own.get("parameters"))
+    key = found.get("id", found.get("tool_call_id"))
     text = arguments_text({} if given is None else given, written)
     return FunctionCall(name if isinstance(name, str) else "", text, key if isinstance(key, str) else None)
 
@@ -364,7 +398,7 @@ def parameters_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str,
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """A parameter that was written as text, as its `schema` has it; text where it does not fit."""
-    kinds = set(_kinds(schema))
+    kinds = kinds_of(schema)
     if not kinds or kinds == {"string"}:
         return text
     if kinds <= {"array", "object"}:
@@ -375,6 +409,11 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     except (ValueError, RecursionError):
         return text
     return text if "string" in kinds and found is not None and not isinstance(found, bool | int | float) else found
+
+
+def kinds_of(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows; empty where it says none."""
+    return set(_kinds(schema))
 
 
 def _kinds(schema: Mapping[str, Any]) -> Iterator[str]:

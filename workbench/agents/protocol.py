@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from workbench.agents.plain import plain
 from workbench.base.errors import DataError, ForeignError, describe, message
@@ -66,6 +68,8 @@ class ToolCall:
     """The rest of the tool's metrics; not kept with the transcript."""
     tool_call_id: str | None = None
     """The model's own id of the call, where its format has one."""
+    pictures: tuple[Any, ...] = field(default=(), compare=False)
+    """The `Picture`s of the tool's answer that the model sees; not kept with the transcript."""
 
     @property
     def ran(self) -> bool:
@@ -108,10 +112,31 @@ class Turn:
     def to_dict(self) -> dict[str, Any]:
         """The turn as plain values, so that a transcript can be saved, or sent to a reward in another process.
 
-        The tools' metrics are left out: the same episode gives the same values every time.
+        The tools' metrics and images are left out: the same episode gives the same values every time.
         """
-        calls = [{key: value for key, value in vars(call).items() if key != "metrics"} for call in self.calls]
+        calls = [
+            {key: value for key, value in vars(call).items() if key not in ("metrics", "pictures")}
+            for call in self.calls
+        ]
         return {**vars(self), "calls": calls, "extra": plain(self.extra, describe)}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a `Multimodal` sampler's model reads of the pictures of one turn, or of the prompt."""
+
+    first: int
+    """Index of the turn's first token in the response; -1 for the prompt."""
+    count: int
+    """How many pictures."""
+    pixels: Mapping[str, torch.Tensor] = field(compare=False)
+    """The model's inputs by name, in the order of the pictures."""
+
+
+def pixels_of(seen: Sequence[Seen]) -> dict[str, torch.Tensor]:
+    """The inputs of all pictures of a sequence, in order: a cell of column `multi_modal_inputs`."""
+    names = dict.fromkeys(name for one in seen for name in one.pixels)
+    return {name: torch.cat([one.pixels[name] for one in seen if name in one.pixels]) for name in names}
 
 
 @dataclass(frozen=True)
@@ -141,9 +166,22 @@ class AgentLoopOutput:
     """The transcript."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
+    seen: tuple[Seen, ...] = ()
+    """What the model read of pictures, by turn."""
+    extra_fields: InitVar[Mapping[str, Any] | None] = None
+    """verl's name of `extra`."""
+    multi_modal_data: InitVar[Mapping[str, Any] | None] = None
+    """Only empty: a loop has text alone, and so has `routed_experts`."""
+    routed_experts: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, extra_fields: Any, multi_modal_data: Any, routed_experts: Any) -> None:
         what = "an agent loop's output"
+        for name, value in (("multi_modal_data", multi_modal_data), ("routed_experts", routed_experts)):
+            if value is not None and not (isinstance(value, Mapping) and not any(value.values())):
+                raise DataError(f"{name} of {what}", expected="none: text alone", found=describe(value))
+        extra = {**(extra_fields or {}), **self.extra}
+        object.__setattr__(self, "extra", extra)
+        object.__setattr__(self, "extra_fields", extra)
         given = () if self.response_logprobs is None else ("response_logprobs",)
         for name in ("prompt_ids", "response_ids", "response_mask", *given, "turns"):
             value = getattr(self, name)
@@ -176,7 +214,8 @@ class AgentLoopOutput:
             turns[-1] = replace(turns[-1], cut="; ".join(filter(None, (turns[-1].cut, why))))
         columns = ("response_ids", "response_mask", "response_logprobs")
         kept: dict[str, Any] = {name: getattr(self, name)[:limit] for name in columns}
-        return replace(self, **kept, finish_reason="length", turns=tuple(turns))
+        seen = tuple(one for one in self.seen if one.first < limit)
+        return replace(self, **kept, finish_reason="length", turns=tuple(turns), seen=seen)
 
 
 Sequences = tuple[AgentLoopOutput, ...]

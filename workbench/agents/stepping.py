@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.agents.episode import Episode, Transcript
+from workbench.agents.histories import cut
 from workbench.agents.loop import AgentLoopBase
-from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn
+from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn, sequences
+from workbench.agents.sub_agents import call_of
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.base import runtime
 from workbench.base.config import require
@@ -50,7 +52,7 @@ class EpisodeStepper(Shown):
         row_number: the row's number in the rollout.
         number: the episode's number in the rollout: the row's, unless episodes are several rows.
         batch_of: function from the episode's sequences to a batch of their rows, with the rollout's columns.
-        log_probs: function (context, ids) → the policy's log-probs, in nats, of ids that were written by hand.
+        log_probs: function (context, its pictures' inputs or None, ids) → the policy's log-probs, in nats, of ids that were written by hand.
         lent: returns a context manager inside which the engine has the weights that this episode is sampled with.
     """
 
@@ -65,7 +67,7 @@ class EpisodeStepper(Shown):
         row_number: int,
         number: int,
         batch_of: Callable[[Sequences], DataProto],
-        log_probs: Callable[[Sequence[int], Sequence[int]], Sequence[float]],
+        log_probs: Callable[[Sequence[int], Mapping[str, Any] | None, Sequence[int]], Sequence[float]],
         lent: Callable[[], AbstractContextManager[None]],
     ) -> None:
         if not isinstance(loop, ToolAgent):
@@ -78,16 +80,16 @@ class EpisodeStepper(Shown):
         self._openings = itertools.count(1)
         self._saved: dict[Ran, dict[str, Any]] = {}
         self._loop = loop.bound(episode)
-        if recorded is not None and len(recorded) > 1:
-            what = f"the episode of row {row_number} is {len(recorded)} sequences and cannot be stepped"
-            raise SettingError(what, do="look at the whole transcript: views.transcript(batch, row)")
         self._now, self._fits = self._loop.start(sampling, **row), True
         self._outputs: Sequences | None = recorded
         if recorded is not None:
-            said = _transcript(self._now.transcript, recorded[-1])
+            episode.others = [one for one in recorded if call_of(one) is not None]
+            main = [one for one in recorded if call_of(one) is None]
+            said = [_transcript(self._now.transcript, one) for one in main]
             self._now, self._fits = self._at(said), False
             self._now.state = AgentState.TERMINATED
-            episode.versions = [recorded[-1].version] * said.count("assistant")
+            pairs = zip(said, main, strict=True)
+            episode.versions = [one.version for made, one in pairs for _ in range(made.count("assistant"))]
 
     # --- the episode so far ---------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class EpisodeStepper(Shown):
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns of the episode so far."""
-        return tuple(self._now.transcript.turns)
+        return tuple(self._now.turns)
 
     @property
     def next_role(self) -> str | None:
@@ -113,13 +115,13 @@ class EpisodeStepper(Shown):
 
     @property
     def output(self) -> AgentLoopOutput:
-        """The episode so far, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
+        """The episode so far, or its last sequence, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
         return self.outputs[-1]
 
     @property
     def outputs(self) -> Sequences:
         """The sequences of the episode so far: one, unless its context was compacted or sub-agents had their own."""
-        return self._outputs or (self._now.transcript.output(self._loop.episode),)
+        return self._outputs or self._loop.sequences(self._now)
 
     @property
     def tokenizer(self) -> Any:
@@ -128,7 +130,7 @@ class EpisodeStepper(Shown):
 
     @property
     def batch(self) -> DataProto:
-        """The episode as a batch of one row with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
+        """The episode as a batch of a row for each sequence, with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
         return self._batch_of(self.outputs)
 
     # --- forwards -------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class EpisodeStepper(Shown):
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
         try:
-            self._do(self._turn, samples=self.next_role == "assistant")
+            self._do(self._turn, samples=self.next_role == "assistant" or bool(self._loop.sub_agents))
         finally:
             self._loop.episode.attempt, self._now.sampling = 0, whole
         return self
@@ -213,7 +215,7 @@ class EpisodeStepper(Shown):
             known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
             found = f"turn {to!r}" if count else "no turns"
             raise PipelineError("no such turn to go back to in this episode", expected=known, found=found)
-        self._now, self._outputs, self._fits = self._at(self._now.transcript.first(to)), None, False
+        self._now, self._outputs, self._fits = self._at(cut(self._now.said, to)), None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
@@ -230,15 +232,19 @@ class EpisodeStepper(Shown):
             self._now, self._outputs, self._fits = kept
             raise
         if said[turn:] and said[turn].role == "user":
-            turns, scored = self._now.transcript.turns, said[turn - 1]
-            turns[turn - 1] = replace(turns[turn - 1], score=scored.score, extra=scored.extra)
+            where, place = next(
+                (one, turn - 1 - before) for one, before in self._spans() if turn - 1 < before + len(one.turns)
+            )
+            where.turns[place] = replace(where.turns[place], score=said[turn - 1].score, extra=said[turn - 1].extra)
         return self
 
     def fork(self) -> EpisodeStepper:
         """A second stepper at the same place, with tools and a simulated user of its own."""
         twin = copy.copy(self)
-        twin._loop = self._loop.bound(replace(self._loop.episode, versions=list(self._loop.episode.versions)))
+        own = self._loop.episode
+        twin._loop = self._loop.bound(replace(own, versions=list(own.versions), others=list(own.others), called={}))
         kept: dict[str, Any] = {"transcript": self._now.transcript.copy(), "errors": list(self._now.errors)}
+        kept["past"] = [replace(one, transcript=one.transcript.copy()) for one in self._now.past]
         tools, user = twin._loop.opened(self._now.row)
         twin._now = replace(self._now, **kept, tools=tools, user=user)
         twin._fits = False
@@ -251,15 +257,19 @@ class EpisodeStepper(Shown):
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _at(self, said: Transcript) -> EpisodeState:
-        """The state after exactly these turns, with the present tools and user."""
-        state = replace(self._now, transcript=said, state=AgentState.GENERATING, calls=[], errors=[])
-        if said.turns and said.turns[-1].role == "assistant":
-            last = said.turns[-1]
-            state.calls = self._loop.parsed(state, said.ids[last.first : last.last + 1])
-            unasked = AgentState.INTERACTING if state.user is not None else AgentState.TERMINATED
-            state.state = AgentState.PROCESSING_TOOLS if state.calls else unasked
+    def _at(self, said: Sequence[Transcript]) -> EpisodeState:
+        """The state after exactly the turns of these sequences, with the present tools and user."""
+        state, episode = self._loop.at(self._now, said), self._loop.episode
+        answered = sum(turn.role == "assistant" for turn in state.turns[:-1])
+        calls = [(call_of(one) or (0, 0), one) for one in episode.others]
+        episode.others = [one for (turn, _), one in calls if turn <= answered]
+        episode.called = {}
         return state
+
+    def _spans(self) -> list[tuple[Transcript, int]]:
+        """Each sequence, and how many turns come before it."""
+        said = self._now.said
+        return list(zip(said, itertools.accumulate((len(one.turns) for one in said), initial=0), strict=False))
 
     def _expect(self) -> None:
         if self.next_role is None:
@@ -267,11 +277,11 @@ class EpisodeStepper(Shown):
             raise PipelineError("this episode is over", found=found, do="go back by back(to=…) or replace(turn, text)")
 
     def _do(self, work: Callable[[], Any], samples: bool) -> None:
-        episode, said = self._loop.episode, self._now.transcript
-        episode.turn = said.count("assistant")
+        episode, said = self._loop.episode, self._now.said
+        episode.turn = sum(one.count("assistant") for one in said)
         episode.versions = episode.versions[: episode.turn]
         self._outputs = None
-        kept = said.copy()
+        kept = [one.copy() for one in said]
         try:
             with self._lent() if samples else nullcontext():
                 runtime.run(work())
@@ -293,7 +303,7 @@ class EpisodeStepper(Shown):
         if self._now.state is AgentState.TERMINATED:
             await self._opened(always=True)
             self._now.state = AgentState.TERMINATED
-            self._outputs = (await self._loop.finish(self._now),)
+            self._outputs = sequences(await self._loop.finish(self._now), self._loop.name)
             self._fits = False
 
     async def _opened(self, always: bool) -> None:
@@ -315,7 +325,7 @@ class EpisodeStepper(Shown):
         known, saved = await self._restored()
         done = 0
         for count, turn, answer in self._asked_before():
-            for call in (call for call in turn.calls if call.ran):
+            for call in (call for call in turn.calls if call.ran and call.name not in self._loop.sub_agents):
                 done += 1
                 if done > known or call.name not in saved:
                     await now.tools.call(FunctionCall(call.name, call.arguments))
@@ -331,14 +341,14 @@ class EpisodeStepper(Shown):
 
     def _asked_before(self) -> Iterator[tuple[int, Turn, Turn | None]]:
         """(number of turns, assistant's turn, its answer) of all turns so far whose answer was not written by hand."""
-        turns = self._now.transcript.turns
+        turns = self._now.turns
         for count, (turn, answer) in enumerate(itertools.zip_longest(turns, turns[1:]), 1):
             if turn.role == "assistant" and not (answer is not None and answer.edited):
                 yield count, turn, answer
 
     def _ran(self) -> Ran:
-        ran = [call for _, turn, _ in self._asked_before() for call in turn.calls if call.ran]
-        return tuple((call.name, call.arguments) for call in ran)
+        asked = [call for _, turn, _ in self._asked_before() for call in turn.calls if call.ran]
+        return tuple((call.name, call.arguments) for call in asked if call.name not in self._loop.sub_agents)
 
     async def _save(self) -> None:
         """Keep the state of tools that can be saved."""
@@ -371,13 +381,13 @@ class EpisodeStepper(Shown):
             raise SettingError("text of the model's turn", expected=room, found=found, do=do)
         ids += (self.tokenizer.eos_token_id,) if end else ()
         with self._lent():
-            log_probs = self._log_probs(said.context, ids)
+            log_probs = self._log_probs(*self._loop.read(said), ids)
             return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
 
     async def _continued(self, said: Sample) -> Sample:
         """The model's turn, continued from its beginning that was written by hand."""
-        context, room = self._now.transcript.context, self._now.transcript.room - len(said.ids)
-        more = await self._loop.generate((*context, *said.ids), self._now.sampling, max_tokens=room)
+        (context, pixels), room = self._loop.read(self._now.transcript), self._now.transcript.room - len(said.ids)
+        more = await self._loop.generate((*context, *said.ids), self._now.sampling, pixels=pixels, max_tokens=room)
         whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
         return Sample(*whole, more.finish_reason, more.version)
 
@@ -385,7 +395,7 @@ class EpisodeStepper(Shown):
 def _transcript(empty: Transcript, output: AgentLoopOutput) -> Transcript:
     """A recorded sequence as a transcript."""
     lists: dict[str, Any] = {"ids": list(output.response_ids), "mask": list(output.response_mask)}
-    lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns)}
+    lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns), "seen": list(output.seen)}
     return replace(empty, prompt_ids=output.prompt_ids, reason=output.finish_reason, **lists)
 
 

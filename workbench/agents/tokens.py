@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
-from workbench.agents.parsers import opens_reasoning
+from workbench.agents.parsers import opens_reasoning, without_tags
+from workbench.agents.protocol import Seen
 from workbench.base.errors import DataError, SettingError
-from workbench.datasets.rendering import encode, render
+from workbench.datasets.pictures import Picture, as_parts, is_parts
+from workbench.datasets.rendering import encode, encode_pictures, render
 
 Message = Mapping[str, Any]
 
@@ -19,6 +22,10 @@ _ASKED = {"role": "user", "content": "question"}
 _NEW = "new\u2e22turn"
 _ID_LENGTH = 9
 """Letters and digits of a call's id in the templates that want one (Mistral's)."""
+_EARLIER = (_ASKED, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"})
+_MODES = ((False, False), (True, False), (False, True), (True, True))
+"""How a tool's answer is tried: (with an id of a certain form, behind a call)."""
+STAND_IN = 0
 _KEPT = 4096
 """Prompts whose ids are kept: the samples of a group share one."""
 
@@ -29,36 +36,46 @@ class TurnTokens:
     A delta is the text that the template puts after an assistant's answer when new messages follow: what closes the
     answer (without the end token, where the model wrote it), the messages, and the generation prompt. It is taken from a
     short made-up conversation, so that it cannot depend on how the template would rewrite earlier turns (stripped, without
-    thinking), and is encoded without special tokens. Without a template a message is its content and a line end.
+    thinking), and is encoded without special tokens. Without a template a message is its content and a line end. Where a
+    template writes a tool's answer only behind its call, that conversation has a call, and the delta is what follows the
+    end token of the call's turn.
 
     Args:
         tokenizer: with or without a chat template.
         tools: tool schemas that the template shows.
         roles: roles of later turns (`tool`, `user`), for which the template is checked now.
+        processor: what encodes messages with pictures (`processor_of`); None: there are none.
         switches: further arguments of the template (`enable_thinking=False`).
 
     Raises `SettingError`, naming the template, where no delta can be formed for one of `roles`.
     """
 
     def __init__(
-        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), roles: Sequence[str] = (), **switches: Any
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        roles: Sequence[str] = (),
+        processor: Any = None,
+        **switches: Any,
     ) -> None:
         self._tokenizer = tokenizer
+        self._processor = processor
         self._switches = {**switches, **({"tools": list(tools)} if tools else {})}
         self._plain = not getattr(tokenizer, "chat_template", None)
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._closing: dict[str, str] = {}
-        self._wants_ids = False
+        self._wants_ids = self._wants_call = False
         for role in roles:
             self._check(role)
 
     @cached_property
-    def reasoning(self) -> bool:
-        """Whether the template's generation prompt opens the model's reasoning (`<think>`), which the model then closes."""
-        return not self._plain and opens_reasoning(
-            self._render([_ASKED], generation=True).rpartition(_ASKED["content"])[2]
-        )
+    def reasoning(self) -> str:
+        """The tag (`<think>`) with which the template's generation prompt opens reasoning that the model closes; else empty."""
+        if self._plain:
+            return ""
+        return opens_reasoning(self._render([_ASKED], generation=True).rpartition(_ASKED["content"])[2])
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The token ids of a chat with the generation prompt, and with the tools if the template shows them."""
@@ -69,31 +86,73 @@ class TurnTokens:
             self._prompts[key] = tuple(encode(self._tokenizer, [dict(one) for one in messages], **self._switches))
         return self._prompts[key]
 
+    def pictured_prompt(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[tuple[int, ...], Seen]:
+        """(token ids of a chat whose parts `{"type": "image"}` stand for `pictures`, what the model reads of these)."""
+        ids, pixels = encode_pictures(
+            self._processor, list(map(dict, messages)), pictures, "a prompt", **self._switches
+        )
+        return tuple(ids), Seen(-1, len(pictures), pixels)
+
+    def pictured_delta(
+        self, messages: Sequence[Message], wrote: Sequence[int], pictures: Sequence[Picture]
+    ) -> tuple[tuple[int, ...], Seen]:
+        """`delta` for messages whose parts `{"type": "image"}` stand for `pictures`, and what the model reads of these."""
+        images = [one.image(f"image {number} of a tool's answer") for number, one in enumerate(pictures)]
+        found: dict[str, Any] = {}
+
+        def encoded(text: str) -> tuple[int, ...]:
+            ids, found["pixels"] = self._processor.encode(text, images)
+            return tuple(ids)
+
+        ids = self._behind(*self._unwritten(messages, wrote), wrote, encoded)
+        return ids, Seen(0, len(pictures), found["pixels"])
+
+    def readable(self, ids: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
+        """Token ids of a response with pictures as a model reads them: where it wrote (mask 1) a picture's token itself, it
+        reads `STAND_IN`."""
+        place = self._processor.token_id
+        return tuple(STAND_IN if own and one == place else one for one, own in zip(ids, mask, strict=True))
+
     def delta(
         self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
     ) -> tuple[int, ...]:
         """The token ids to append after an assistant turn with the ids `wrote`, so that the model reads `messages`."""
-        text = self.delta_text(messages, generation=generation)
-        last = int(wrote[-1]) if len(wrote) else None
-        if last is None or last not in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}:
-            return self._encoded(text)
-        said = str(self._tokenizer.convert_ids_to_tokens(last))
-        if not said or said not in (closing := self._closing_text(messages)):
-            return self._encoded(text)
-        # the end token that the model wrote is not written twice; the rest is encoded behind it, because some tokenizers
-        # encode the beginning of a text differently
-        rest = text[closing.index(said) + len(said) :]
-        ids = self._encoded(said + rest)
-        return ids[1:] if ids and ids[0] == last else self._encoded(rest)
+        return self._behind(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
 
-    def delta_text(self, messages: Sequence[Message], *, generation: bool = True) -> str:
+    def _behind(
+        self, said: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """The token ids of a text behind the end token `said` that the model wrote.
+
+        It is encoded together with it, because some tokenizers encode the beginning of a text differently.
+        """
+        ids = encoded(said + text)
+        return ids if not said else ids[1:] if ids and ids[0] == int(wrote[-1]) else encoded(text)
+
+    def _unwritten(self, messages: Sequence[Message], wrote: Sequence[int], generation: bool = True) -> tuple[str, str]:
+        """(the end token that the model wrote, or none; the text behind it, in which it is not written twice)."""
+        last = int(wrote[-1]) if len(wrote) else None
+        ended = last in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}
+        said = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
+        text = self.delta_text(messages, generation=generation, said=said)
+        closing = self._closing_text(messages, said) if said else ""
+        if said and text.startswith(said):  # GLM's `<|observation|>`: the model begins the next turn itself
+            closing = closing or said
+        if not said or said not in closing:
+            return "", text
+        return said, text[closing.index(said) + len(said) :]
+
+    def delta_text(self, messages: Sequence[Message], *, generation: bool = True, said: str = "") -> str:
         """The text that the template writes after an assistant's answer, for `messages` and the generation prompt.
 
-        Raises `DataError` if the template leaves out the answer.
+        `said` is the end token of the answer, where the model wrote one. Raises `DataError` if the template leaves out the
+        answer.
         """
         if self._plain:
             return "".join(f"\n{one['content']}" for one in messages) + "\n"
         messages = [self._with_id(one, number) for number, one in enumerate(messages)]
+        if self._calls_before(messages):
+            return self._behind_call([_ASKED], messages, said, generation=generation)[1]
         text = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
         _, found, after = text.partition(_ANSWER)
         if not found:
@@ -102,15 +161,44 @@ class TurnTokens:
 
     def _with_id(self, message: Message, number: int) -> Message:
         """A tool's answer with an id as the template wants it, made of the one that the call had, or of its number."""
-        if not self._wants_ids or message["role"] != "tool":
+        if message["role"] != "tool" or not (self._wants_ids or self._wants_call):
             return message
+        if not self._wants_ids:
+            return {"tool_call_id": f"{number:0{_ID_LENGTH}}", **message}
         said = re.sub(r"[^A-Za-z0-9]", "", message.get("tool_call_id") or str(number))
         return {**message, "tool_call_id": said[-_ID_LENGTH:].rjust(_ID_LENGTH, "0")}
 
-    def _closing_text(self, messages: Sequence[Message]) -> str:
+    def _calls_before(self, messages: Sequence[Message]) -> bool:
+        return self._wants_call and bool(messages) and messages[0]["role"] == "tool"
+
+    def _behind_call(
+        self, earlier: Sequence[Message], messages: Sequence[Message], said: str, *, generation: bool = True
+    ) -> tuple[str, str]:
+        """What the template writes after the calls that `messages` answer: (whether or not they follow, all of it).
+
+        Both begin with the end token of that turn, where there is one: the one that the model `said`, or the tokenizer's, or
+        a special token that is all there is after the calls. Raises `DataError` where the end depends on what follows.
+        """
+        alone = self._render([*earlier, _calling(messages)], generation=False)
+        whole = self._render([*earlier, _calling(messages), *messages], generation=generation)
+        common, place = _common(alone, whole), -1
+        start = len(_common(alone, self._render(earlier, generation=False)))
+        for end in filter(None, (said, self._tokenizer.eos_token)):
+            place = common.rfind(end, start) if place < 0 else place
+        if place < 0:  # the last special token, where nothing but space is behind it
+            last = max(self._tokenizer.all_special_tokens, key=lambda one: common.rfind(one, start), default="")
+            place = common.rfind(last, start) if last and common.rstrip().endswith(last) else len(common)
+        if place == len(common) < len(alone):
+            raise DataError(f"the chat template of {self._name} ends a turn of calls otherwise where answers follow")
+        return common[place:], whole[place:]
+
+    def _closing_text(self, messages: Sequence[Message], said: str = "") -> str:
         """What the template writes after an answer, before the message that follows; kept per role."""
         if self._plain:
             return ""
+        if self._calls_before(messages):
+            messages = [self._with_id(one, number) for number, one in enumerate(messages)]
+            return self._behind_call([_ASKED], messages, said, generation=False)[0]
         role = str(messages[0]["role"]) if messages else ""
         if role not in self._closing:
             alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)
@@ -123,6 +211,8 @@ class TurnTokens:
 
     def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
         chat = [dict(one) for one in messages]
+        if any(is_parts(one.get("content")) for one in chat):  # then templates take all contents as parts
+            chat = [{**one, "content": as_parts(one.get("content"))} for one in chat]
         return render(self._tokenizer, [chat], add_generation_prompt=generation, **self._switches)[0]
 
     def _encoded(self, text: str) -> tuple[int, ...]:
@@ -132,35 +222,68 @@ class TurnTokens:
         """Refuse a template whose later text depends on more than the last answer, or that loses or rewrites messages."""
         if self._plain:
             return
-        why = self._told(role)
-        if why and role == "tool" and not self._wants_ids:
-            self._wants_ids = True
-            self._wants_ids = not self._told(role)
-        if why and not (role == "tool" and self._wants_ids):
+        good: dict[tuple[bool, bool], str] = {}
+        whys: list[str] = []
+        for ids, call in _MODES if role == "tool" else _MODES[:1]:
+            self._wants_ids, self._wants_call = ids, call
+            try:
+                good[ids, call] = self._checked(role)
+            except DataError as error:
+                whys.append(str(error))
+        if not good:
             what = f"the chat template of {self._name} cannot append a turn of role {role!r} to a conversation"
             expected = "a new turn that is written after the answer, in the same way whatever comes before"
             do = "give another role for tool answers (tool_role='user'), or the tokenizer another chat_template"
-            raise SettingError(what, expected=expected, found=why, do=do)
+            raise SettingError(what, expected=expected, found=whys[0], do=do)
+        if role == "tool":  # behind a call only where it is written in another way there
+            chosen = next(
+                (mode for mode in good if mode[1] and good[mode] not in list(good.values())[:1]), next(iter(good))
+            )
+            self._wants_ids, self._wants_call = chosen
 
-    def _told(self, role: str) -> str:
-        try:
-            return self._wrong(self._with_id({"role": role, "content": _NEW}, 0))
-        except DataError as error:
-            return str(error)
-
-    def _wrong(self, new: Message) -> str:
-        answer = {"role": "assistant", "content": _ANSWER}
-        text = self._render([_ASKED, answer, new], generation=True)
-        if text.count(_ANSWER) != 1:
-            return f"an answer that is written {text.count(_ANSWER)} times"
-        delta = text.partition(_ANSWER)[2]
+    def _checked(self, role: str) -> str:
+        """The text for a made-up turn of this role, from the end token on. Raises `DataError` for a template that is refused."""
+        new = self._with_id({"role": role, "content": _NEW, **({"name": "tool"} if role == "tool" else {})}, 0)
+        (delta, begins), (longer, _) = (self._delta_after(earlier, new) for earlier in ([_ASKED], _EARLIER))
         if _NEW not in delta:
-            return "a new turn that is left out, or stands before the answer"
-        earlier = [_ASKED, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"}]
-        if self._render([*earlier, answer, new], generation=True).partition(_ANSWER)[2] != delta:
-            return "another text for the turn in a longer conversation"
-        head = text.partition(_ANSWER)[0]
-        # a generation prompt may open more than the answer's header (`<think>`), never something else
-        if not self._render([_ASKED], generation=True).startswith(head):
-            return "another beginning of the answer than the generation prompt gives"
-        return ""
+            raise DataError("a new turn that is left out, or stands before the answer")
+        if longer != delta:
+            raise DataError("another text for the turn in a longer conversation")
+        if not begins:
+            raise DataError("another beginning of the answer than the generation prompt gives")
+        return delta[max(delta.find(self._tokenizer.eos_token or _NEW), 0) :]
+
+    def _delta_after(self, earlier: Sequence[Message], new: Message) -> tuple[str, bool]:
+        """(the text for a turn after a made-up answer, whether that begins as the generation prompt does).
+
+        A generation prompt may open more than the answer's header (`<think>`), and a header close it; never other text.
+        """
+        opened = self._render(earlier, generation=True)
+        if self._calls_before([new]):
+            head = self._render([*earlier, _calling([new])], generation=False)
+            return self._behind_call(earlier, [new], "")[1], _bare(head).startswith(_bare(opened))
+        text = self._render([*earlier, {"role": "assistant", "content": _ANSWER}, new], generation=True)
+        if text.count(_ANSWER) != 1:
+            raise DataError(f"an answer that is written {text.count(_ANSWER)} times")
+        head, _, delta = text.partition(_ANSWER)
+        return delta, opened.startswith(head) or _bare(opened) == _bare(head)
+
+
+def _calling(answers: Sequence[Message]) -> Message:
+    """A turn with the calls that these tools' answers are for."""
+    named = [(one.get("tool_call_id"), {"name": one.get("name") or "tool", "arguments": {}}) for one in answers]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": key, "type": "function", "function": own} for key, own in named],
+    }
+
+
+def _common(one: str, other: str) -> str:
+    """The beginning that two texts share."""
+    return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
+
+
+def _bare(text: str) -> str:
+    """A text without tags of reasoning and without white space."""
+    return "".join(without_tags(text).split())

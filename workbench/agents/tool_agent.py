@@ -6,21 +6,44 @@ import asyncio
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+import torch
 
 from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
 from workbench.agents.episode import Transcript
 from workbench.agents.formats import parser_of
+from workbench.agents.histories import (
+    COMPACT_PROMPT,
+    History,
+    Part,
+    is_asked,
+    mark_asked,
+    summaries,
+    with_summary,
+)
 from workbench.agents.interactions import Session, checked_interactions, select_interaction
 from workbench.agents.loop import AgentLoopBase, register
-from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions, tool_parser
-from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Interaction, Tool, ToolCall, ToolParser
+from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions, outside_reasoning, tool_parser
+from workbench.agents.protocol import (
+    AgentLoopOutput,
+    FunctionCall,
+    Interaction,
+    Sequences,
+    Tool,
+    ToolCall,
+    ToolParser,
+    Turn,
+    pixels_of,
+)
+from workbench.agents.sub_agents import RUNNING, SubAgent
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
 from workbench.base.errors import DataError, describe, first_line, unknown
-from workbench.engines.protocol import Sample, Sampler, switches_of
+from workbench.datasets.pictures import IMAGES, Picture, text_of
+from workbench.engines.protocol import Sample, Sampler, processor_of, switches_of
 
 _TURN_LIMITS = ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_calls", "max_tokens_per_turn")
 
@@ -42,8 +65,9 @@ class EpisodeState:
     row: Mapping[str, Any]
     sampling: Mapping[str, Any]
     messages: list[dict[str, Any]]
-    """The chat before the first turn."""
+    """The chat that the present sequence's prompt is made of."""
     transcript: Transcript
+    """The present sequence."""
     tools: OpenTools
     user: Session | None = None
     """The conversation with the row's simulated user, where it has one."""
@@ -51,15 +75,35 @@ class EpisodeState:
     calls: list[FunctionCall] = field(default_factory=list)
     """The last turn's calls that have not been run."""
     errors: list[str] = field(default_factory=list)
+    past: list[Part] = field(default_factory=list)
+    """The sequences before the present one."""
+
+    @property
+    def first(self) -> list[dict[str, Any]]:
+        """The chat before the first turn of the episode."""
+        return self.past[0].messages if self.past else self.messages
+
+    @property
+    def said(self) -> list[Transcript]:
+        """All sequences of the episode so far."""
+        return [*(one.transcript for one in self.past), self.transcript]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns of all sequences so far."""
+        return [turn for one in self.said for turn in one.turns]
 
 
 @register("tool_agent")
 class ToolAgent(AgentLoopBase):
     """Agent loop with tools and simulated users, as verl's `tool_agent`, made of objects instead of configuration files.
 
-    An episode ends when a turn makes no call and no user answers it, when the response has no room, and at the limits of
-    turns and calls (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
+    An episode ends when a turn makes no call and no user answers it, when the response or the sampler's longest sequence has
+    no room, and at the limits of turns and calls (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
     ends the episode as `abort`, and it is not scored.
+
+    With `history="template"`, `compact_at` or sub-agents (`sub_agent`) an episode is several sequences, each a row of the
+    batch, the agent's last one behind all others. `max_tokens` limits each; the limits of turns and calls hold for the episode.
 
     Args:
         tools: a list of tools, or a mapping of names to tools.
@@ -79,6 +123,15 @@ class ToolAgent(AgentLoopBase):
         max_tool_response_length: limit of a tool's text, in characters.
         tool_response_truncate_side: the side that is cut off (see `calls.truncate`).
         tool_role: role of tool answers, for templates that have no `tool`.
+        history: `append`: what was sampled stays in the context, whatever the template would make of it. `template`: a new
+            sequence begins wherever the template, given the conversation so far, writes something else than what the model
+            read and wrote (it strips earlier reasoning, say): its prompt is the template's text. The model's turns are put
+            to the template as they were written.
+        compact_at: number of tokens of prompt and response from which on the model, beside the next message to it, is asked for
+            a summary, which ends the sequence and is trained on; the next one begins with the task and the summary. None:
+            never. Leave room below the sampler's longest context for that message and the summary.
+        compact_prompt: the request for the summary.
+        max_sequences: how many sequences an episode may have, sub-agents' aside; at the next it ends as `turns`.
         name: the agent's name, for rows (`agent_name`) and errors.
 
     Raises `SettingError` at construction for settings, tools, a parser or users that cannot work, and in `prepare` for a
@@ -101,6 +154,10 @@ class ToolAgent(AgentLoopBase):
         max_tool_response_length: int = 256,
         tool_response_truncate_side: str = "middle",
         tool_role: str | None = None,
+        history: str = "append",
+        compact_at: int | None = None,
+        compact_prompt: str = COMPACT_PROMPT,
+        max_sequences: int = 16,
         name: str = "tool_agent",
     ) -> None:
         require(format in ("function_calling", "react"), "format", expected="function_calling or react", found=format)
@@ -117,6 +174,7 @@ class ToolAgent(AgentLoopBase):
             value = getattr(self, key)
             require(value is None or value >= 1, key, expected="≥ 1, or None", found=value)
         self.tool_role = tool_role or ("user" if format == "react" else "tool")
+        self._history = History(history, compact_at, compact_prompt, max_sequences)
         self._parser = checked_parser(parser, format=format, tools=bool(listed))
         self._by_template = bool(listed) and self._parser is None
         self._box = Toolbox(
@@ -133,7 +191,9 @@ class ToolAgent(AgentLoopBase):
         """The agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
         parser = type(self._parser).__name__ if self._parser else None
         own = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
-        found = {**super().describe(), **own}
+        found = {**super().describe(), **own, **self._history.settings}
+        if self.sub_agents:
+            found["sub_agents"] = {name: one.describe() for name, one in self.sub_agents.items()}
         if self.max_tool_calls is None:  # runs of before there was this limit go on
             del found["max_tool_calls"]
         return found
@@ -148,6 +208,11 @@ class ToolAgent(AgentLoopBase):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
+    def sub_agents(self) -> dict[str, SubAgent]:
+        """Those of the tools that are sub-agents, by name."""
+        return {name: tool for name, tool in self._box.tools.items() if isinstance(tool, SubAgent)}
+
+    @property
     def lacks(self) -> str:
         """`no tools` if the agent has neither tools nor a simulated user, else empty."""
         return "" if self._box.tools or self._interactions else "no tools"
@@ -158,11 +223,14 @@ class ToolAgent(AgentLoopBase):
             self._tokenizer, self._tokens = sampler.tokenizer, {}
             if self._by_template:
                 self._parser = tool_parser(parser_of(sampler.tokenizer.chat_template))
+            for one in self.sub_agents.values():
+                one.prepare(sampler)
         offered = tuple(self._box.tools)
         if offered not in self._tokens:
             roles = [*([self.tool_role] if offered else []), *(["user"] if self._interactions else [])]
             shown = self._box.schemas if self.format == "function_calling" else []
-            self._tokens[offered] = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **switches_of(sampler))
+            given = {"processor": processor_of(sampler), **switches_of(sampler)}
+            self._tokens[offered] = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **given)
 
     @property
     def tokens(self) -> TurnTokens:
@@ -172,8 +240,8 @@ class ToolAgent(AgentLoopBase):
 
     # --- one episode ---------------------------------------------------------------------------
 
-    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
-        """Run one row's episode.
+    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
+        """Run one row's episode; returns its sequences.
 
         Reads `raw_prompt`, `tool_config` (`available_tools`: those of the agent's tools that this row may use) and, of
         `extra_info`, `interaction_kwargs` and `tools_kwargs`.
@@ -192,6 +260,7 @@ class ToolAgent(AgentLoopBase):
     def start(self, sampling_params: Mapping[str, Any], **row: Any) -> EpisodeState:
         """A new episode, before its first turn. Raises `DataError` for a bad prompt, interaction or `tool_config`."""
         self._box = self._offered(row)
+        self._box.shows_pictures = self.reads_pictures and processor_of(self.episode.sampler) is not None
         prompt = row["raw_prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(chat, Sequence) or not chat:
@@ -201,8 +270,24 @@ class ToolAgent(AgentLoopBase):
         if self.format == "react" and self._box.tools:
             messages[0]["content"] = instructions(self._box.schemas) + str(messages[0]["content"])
             sampling["stop"] = tuple(dict.fromkeys((*sampling.get("stop", ()), STOP)))
-        said = Transcript(self.tokens.prompt(messages), int(sampling["max_tokens"]))
-        return EpisodeState(row, sampling, messages, said, *self.opened(row))
+        return EpisodeState(
+            row, sampling, messages, self._begun(messages, sampling, row.get(IMAGES) or ()), *self.opened(row)
+        )
+
+    @property
+    def reads_pictures(self) -> bool:  # type: ignore[override]
+        """Whether the model may see pictures: those of rows, and the images of tools; not where histories are rewritten."""
+        return self._history.kind == "append" and self._history.compact_at is None
+
+    def _begun(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], pictures: Sequence[Picture] = ()
+    ) -> Transcript:
+        """A sequence that begins with this chat."""
+        prompt, seen = (
+            self.tokens.pictured_prompt(messages, pictures) if pictures else (self.tokens.prompt(messages), None)
+        )
+        limit = int(min(sampling["max_tokens"], self.episode.room(prompt)))
+        return Transcript(prompt, limit, seen=[seen] if seen else [])
 
     def _offered(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that a row's `tool_config` lists as `available_tools`, or all."""
@@ -245,9 +330,11 @@ class ToolAgent(AgentLoopBase):
         elif episode.state is AgentState.GENERATING:
             said = episode.transcript
             longest = min(said.room, self.max_tokens_per_turn or said.room, int(episode.sampling["max_tokens"]))
-            sample = await self.generate(said.context, episode.sampling, max_tokens=longest)
+            context, pixels = self.read(said)
+            sample = await self.generate(context, episode.sampling, pixels=pixels, max_tokens=longest)
             episode.state = await self.spoken(episode, sample)
         elif episode.state is AgentState.PROCESSING_TOOLS:
+            RUNNING.set((self.episode, episode.sampling))  # in this task: a sub-agent looks there
             records = await asyncio.gather(*map(episode.tools.call, self.wanted(episode)))
             episode.state = self.answered(episode, records)
         elif episode.state is AgentState.INTERACTING:
@@ -255,14 +342,31 @@ class ToolAgent(AgentLoopBase):
             episode.state = AgentState.TERMINATED if stop else self.replied(episode, text)
         return episode.state
 
-    async def finish(self, episode: EpisodeState) -> AgentLoopOutput:
-        """Release the episode's tools and simulated user; returns its output."""
+    def read(self, said: Transcript) -> tuple[tuple[int, ...], dict[str, torch.Tensor] | None]:
+        """(the token ids of a sequence so far as the model reads them, its pictures' inputs or None)."""
+        if not said.seen:
+            return said.context, None
+        return (*said.prompt_ids, *self.tokens.readable(said.ids, said.mask)), pixels_of(said.seen)
+
+    async def finish(self, episode: EpisodeState) -> AgentLoopOutput | Sequences:
+        """Release the episode's tools and simulated user; returns its sequence, or its sequences, those of sub-agents first."""
         rewards = await self.close(episode)
         errors = [*episode.errors, *episode.tools.errors]
         errors += [episode.user.trouble] if episode.user and episode.user.trouble else []
         episode.transcript.tool_seconds = episode.tools.seconds
         scores = {"tool_scores": episode.tools.scores} if episode.tools.scores else {}
-        return episode.transcript.output(self.episode, tool_totals=rewards, errors=errors, **scores)
+        found = self.sequences(episode, tool_totals=rewards, errors=errors, **scores)
+        return found if len(found) > 1 else found[0]
+
+    def sequences(self, episode: EpisodeState, **extra: Any) -> Sequences:
+        """The sequences of an episode so far; `extra` is the last one's."""
+        found, versions = [], list(self.episode.versions)
+        for said in episode.said:
+            last, number = said is episode.transcript, said.count("assistant")
+            own, versions = (versions, []) if last else (versions[:number], versions[number:])
+            of = replace(self.episode, versions=own, seconds=self.episode.seconds if last else 0.0)
+            found.append(said.output(of, **(extra if last else {})))
+        return (*self.episode.others, *found)
 
     async def close(self, episode: EpisodeState) -> dict[str, float]:
         """Release an episode's tools and simulated user; returns tool name → reward. A second call does nothing."""
@@ -289,8 +393,10 @@ class ToolAgent(AgentLoopBase):
         said.say(sample, text, cut=f"cut short at {len(sample.ids)} tokens" if short else "")
         if edited:
             said.note(edited=True)
-        episode.calls = self.parsed(episode, sample.ids)
+        episode.calls = [] if is_asked(episode.turns[-2:-1]) else self.parsed(episode, sample.ids)
         said.reason = sample.finish_reason
+        if is_asked(episode.turns[-2:-1]) and said.reason != "abort":
+            return self._compacted(episode, text)
         if said.reason == "abort" or said.room <= 0:
             return await self._ended(episode, "abort" if said.reason == "abort" else "length")
         if self._at_a_limit(episode):
@@ -301,13 +407,15 @@ class ToolAgent(AgentLoopBase):
 
     def _at_a_limit(self, episode: EpisodeState) -> bool:
         """Whether no further turn may follow the model's, or none of its calls may be run."""
-        spoken, heard = episode.transcript.count("assistant"), episode.transcript.count("tool", "user")
+        turns = episode.turns
+        heard = sum(turn.role != "assistant" for turn in turns)
+        spoken = len(turns) - heard - sum(summaries(turns))
         full = spoken >= (self.max_assistant_turns or math.inf) or heard >= (self.max_user_turns or math.inf)
         return full or (bool(episode.calls) and not self.wanted(episode))
 
     def wanted(self, episode: EpisodeState) -> list[FunctionCall]:
         """The tool calls of the last turn that are run: the first `max_parallel_calls`, as far as `max_tool_calls` allows."""
-        ran = sum(call.ran for turn in episode.transcript.turns for call in turn.calls)
+        ran = sum(call.ran for turn in episode.turns for call in turn.calls)
         left = len(episode.calls) if self.max_tool_calls is None else max(0, self.max_tool_calls - ran)
         return episode.calls[: min(self.max_parallel_calls, left)]
 
@@ -317,38 +425,119 @@ class ToolAgent(AgentLoopBase):
         episode.transcript.note(calls=(*records, *ignored))
         episode.calls = []
         cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
-        return self._heard(episode, "tool", self.messages(records), cut)
+        pictures = [one for record in records for one in record.pictures]
+        return self._heard(episode, "tool", self.messages(records), cut, pictures)
 
     def messages(self, records: Sequence[ToolCall]) -> list[dict[str, Any]]:
         """Chat messages that tell the model the results of tool calls (`records`)."""
         if self.format == "react":
-            return [{"role": self.tool_role, "content": f"Observation: {one.result}"} for one in records]
-        answers = [{"role": self.tool_role, "content": one.result, "name": one.name} for one in records]
+            return [{"role": self.tool_role, "content": _content(one, "Observation: ")} for one in records]
+        answers = [{"role": self.tool_role, "content": _content(one), "name": one.name} for one in records]
         ids = [{} if one.tool_call_id is None else {"tool_call_id": one.tool_call_id} for one in records]
         return [{**answer, **own} for answer, own in zip(answers, ids, strict=True)]
 
     def chat(self, episode: EpisodeState, count: int | None = None) -> list[dict[str, Any]]:
         """The prompt and the first `count` turns (None: all), as a simulated user reads them."""
-        turns, found = episode.transcript.turns[:count], list(episode.messages)
-        for place, turn in enumerate(turns):
+        turns, found = episode.turns[:count], list(episode.first)
+        for place, (turn, summary) in enumerate(zip(turns, summaries(turns), strict=True)):
             if turn.role == "tool":
                 found += self.messages([call for call in turns[place - 1].calls if call.ran])
-            else:
-                found.append({"role": turn.role, "content": turn.text})
+            elif not summary:
+                found.append({"role": turn.role, "content": self._history.heard(turn)})
         return found
 
     def replied(self, episode: EpisodeState, text: str) -> AgentState:
         """Append the simulated user's reply; returns the next state."""
         return self._heard(episode, "user", [{"role": "user", "content": text}], "")
 
-    def _heard(self, episode: EpisodeState, role: str, messages: list[dict[str, Any]], cut: str) -> AgentState:
+    def _heard(
+        self,
+        episode: EpisodeState,
+        role: str,
+        messages: list[dict[str, Any]],
+        cut: str,
+        pictures: Sequence[Picture] = (),
+    ) -> AgentState:
         said = episode.transcript
         last = said.turns[-1]
-        ids = self.tokens.delta(messages, said.ids[last.first : last.last + 1])
-        if said.hear(role, "\n".join(str(one["content"]) for one in messages), ids, cut=cut):
-            return AgentState.GENERATING
-        said.reason = "length"
-        return AgentState.TERMINATED
+        wrote = said.ids[last.first : last.last + 1]
+        told = (
+            self.tokens.pictured_delta(messages, wrote, pictures)
+            if pictures
+            else (self.tokens.delta(messages, wrote), None)
+        )
+        ids, seen = told
+        if asking := self._history.is_full(len(said.context) + len(ids)):
+            messages = self._history.asking(messages)
+            ids = self.tokens.delta(messages, wrote)
+        text, state = "\n".join(str(text_of(one["content"])) for one in messages), AgentState.GENERATING
+        by_template = self._history.kind == "template"
+        chat = [*episode.messages, *self._written(episode), *messages] if by_template else []
+        if chat and self._rewrites(chat, said.context):
+            said.hear(role, text, (), cut=cut)  # its tokens are in the next prompt
+            state = self._next(episode, chat)
+        elif not said.hear(role, text, ids, cut=cut, seen=seen):
+            said.reason, state = "length", AgentState.TERMINATED
+        if asking:
+            mark_asked(said)
+        return state
+
+    def _written(self, episode: EpisodeState) -> list[dict[str, Any]]:
+        """The turns of the present sequence as messages for the template, the model's as they were written."""
+        said, found = episode.transcript, []
+        for place, turn in enumerate(said.turns):
+            ids = said.ids[turn.first : turn.last + 1]
+            if turn.role == "tool":
+                found += self.messages([call for call in said.turns[place - 1].calls if call.ran])
+            elif turn.role == "user":
+                found.append({"role": "user", "content": turn.text})
+            else:
+                text = self.tokenizer.decode(ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids)
+                found.append({"role": "assistant", "content": text})
+        return found
+
+    def _rewrites(self, chat: Sequence[Mapping[str, Any]], context: Sequence[int]) -> bool:
+        """Whether the template's text of the chat goes on otherwise than the tokens that were read and written."""
+        whole, there = (self.tokenizer.decode(list(ids)) for ids in (self.tokens.prompt(chat), context))
+        return not whole.startswith(there)
+
+    def _next(self, episode: EpisodeState, chat: list[dict[str, Any]]) -> AgentState:
+        """Begin the next sequence with this chat; returns the next state."""
+        if len(episode.past) + 1 >= self._history.max_sequences:
+            episode.transcript.reason = "turns"
+            return AgentState.TERMINATED
+        episode.past.append(Part(episode.messages, episode.transcript))
+        episode.messages, episode.transcript = chat, self._begun(chat, episode.sampling)
+        return AgentState.GENERATING
+
+    def _compacted(self, episode: EpisodeState, summary: str) -> AgentState:
+        """Go on from the task and the summary that the model has just written."""
+        return self._next(episode, with_summary(episode.first, outside_reasoning(summary).strip()))
+
+    def at(self, episode: EpisodeState, said: Sequence[Transcript]) -> EpisodeState:
+        """The state of an episode of which exactly these sequences, in order, are there; tools and user are `episode`'s."""
+        now = replace(episode, past=[], messages=episode.first, transcript=said[0], errors=[], calls=[])
+        for one in said[1:]:
+            turns, last = now.turns, now.transcript.turns[-1]
+            if last.role == "assistant":
+                chat = with_summary(now.first, outside_reasoning(last.text).strip())
+            else:
+                of = self.messages([call for call in turns[-2].calls if call.ran]) if last.role == "tool" else []
+                of = of or [{"role": last.role, "content": self._history.heard(last)}]
+                kept = replace(now, transcript=now.transcript.first(len(now.transcript.turns) - 1))
+                asked = is_asked(turns[-1:])
+                chat = [*now.messages, *self._written(kept), *(self._history.asking(of) if asked else of)]
+            now = replace(now, past=[*now.past, Part(now.messages, now.transcript)], messages=chat, transcript=one)
+        turns = now.transcript.turns
+        now.state = AgentState.GENERATING
+        if is_asked(now.turns[-2:-1]):
+            now.state = AgentState.TERMINATED  # the summary was one too many
+        elif turns and turns[-1].role == "assistant":
+            last = turns[-1]
+            now.calls = self.parsed(now, now.transcript.ids[last.first : last.last + 1])
+            unasked = AgentState.INTERACTING if now.user is not None else AgentState.TERMINATED
+            now.state = AgentState.PROCESSING_TOOLS if now.calls else unasked
+        return now
 
     async def _asked_user(self, episode: EpisodeState) -> tuple[bool, str]:
         """(whether to stop, text) of the simulated user; its score is noted at the assistant's turn."""
@@ -401,3 +590,11 @@ class ToolAgent(AgentLoopBase):
             episode.errors.append(why)
             episode.transcript.note(error=why)
             return []
+
+
+def _content(record: ToolCall, before: str = "") -> Any:
+    """The content of the message that tells a call's result: a text, or with images parts."""
+    text = before + record.result
+    if not record.pictures:
+        return text
+    return [*([{"type": "text", "text": text}] if text else []), *({"type": "image"} for _ in record.pictures)]

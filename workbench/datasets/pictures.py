@@ -174,6 +174,11 @@ def is_parts(content: Any) -> bool:
     )
 
 
+def as_parts(content: Any) -> Any:
+    """A message's content as parts: a text is one part; any other as it is."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def text_of(content: Any) -> Any:
     """A message's content with pictures as one text, which has `<image>` where they are; any other as it is."""
     if not is_parts(content):

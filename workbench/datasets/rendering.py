@@ -11,7 +11,7 @@ from typing import Any
 
 from workbench.base.child import Child, importing
 from workbench.base.errors import DataError, boundary
-from workbench.datasets.pictures import IMAGES, OPEN, Picture, is_parts, refuse_pictures
+from workbench.datasets.pictures import IMAGES, OPEN, Picture, as_parts, is_parts, refuse_pictures
 from workbench.datasets.records import messages
 
 SECONDS = 5.0
@@ -210,12 +210,7 @@ def encode_pictures(
     Each part `{"type": "image"}` becomes as many tokens as its picture takes. Raises `DataError`, naming `place`, where the
     template or the processor fails.
     """
-    parts = [
-        turn
-        if not isinstance(turn.get("content"), str)
-        else {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-        for turn in chat
-    ]
+    parts = [{**turn, "content": as_parts(turn.get("content"))} for turn in chat]
     (text,) = render(processor.tokenizer, [parts], add_generation_prompt=True, **switches)
     images = [one.image(f"picture {number} of {place}") for number, one in enumerate(seen)]
     with boundary(f"{place}: the model's processor", DataError):

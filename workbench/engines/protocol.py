@@ -539,8 +539,8 @@ class Multimodal(Protocol):
     """Protocol of samplers whose model may read pictures (local); rows with pictures are refused for all others."""
 
     def processor(self) -> Any:
-        """What encodes a text and its pictures: `tokenizer`, `image_processor` and `encode(text, images)`, which returns
-        token ids and the model's inputs for the pictures; None where the model reads text alone."""
+        """What encodes a text and its pictures: `tokenizer`, `image_processor`, `token_id` of a picture's tokens, and `encode(text,
+        images)`, which returns token ids and the model's inputs for the pictures; None where the model reads text alone."""
 
 
 def processor_of(sampler: object) -> Any:

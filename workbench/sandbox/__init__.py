@@ -1,6 +1,6 @@
 """Sandboxes that run model code: in isolated processes of this machine, in containers, or at a SandboxFusion service, by one contract."""
 
-from workbench.sandbox.container import Containers
+from workbench.sandbox.containers import Containers
 from workbench.sandbox.local import LocalSandbox
 from workbench.sandbox.protocol import LANGUAGES, Phase, Program, Result, Sandbox
 from workbench.sandbox.remote import RemoteSandbox, answer, serve

@@ -108,6 +108,8 @@ def _opened(box: Path, folders: list[str], *, make_them: bool = False) -> Iterat
             if make_them:
                 _make(opened[-1], part)
             opened.append(os.open(part, _FOLDER, dir_fd=opened[-1]))
+            if make_them:  # a program may have closed it to itself
+                os.fchmod(opened[-1], stat.S_IMODE(os.fstat(opened[-1]).st_mode) | stat.S_IRWXU)
         yield opened[-1]
     finally:
         for descriptor in opened:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from workbench.base.config import require
@@ -24,7 +25,7 @@ from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status
 from workbench.sandbox.workspaces import LocalWorkspace
 
 T = TypeVar("T")
-_CHOSEN_TOOLS = "/etc/alternatives"
+_CHOSEN_TOOLS = tuple(one for one in ("/etc/alternatives",) if Path(one).is_dir())
 """Links by which some systems choose among programs of one name (awk, vi, c++)."""
 
 
@@ -83,7 +84,8 @@ class LocalSandbox(SyncDoors):
         self.memory_limit_mb = memory_limit_mb
         self.output_limit = output_limit
         self.disk_limit_mb = disk_limit_mb
-        self.python, self._readable, self._environment = _interpreter(python, packages)
+        self.python, readable, self._environment = _interpreter(python, packages)
+        self._readable = (*_CHOSEN_TOOLS, *readable)
         self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
         build = ("/usr/bin/g++", "-std=c++17", "-O1", "main.cpp", "-o", "main.out")
         self._languages = {
@@ -165,7 +167,7 @@ class LocalSandbox(SyncDoors):
         memory_mb: int,
         seconds: float,
         stdin: str = "",
-        **environment: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Phase:
         """Run one command in the folder `box`, with `root` as an empty one to mount over, and wait for its end."""
         sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self.disk_limit_mb}
@@ -208,8 +210,7 @@ def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ..
     if not chosen.is_absolute() or not os.access(chosen, os.X_OK) or chosen.is_dir():
         do = "give python= the path of an interpreter, or leave it out"
         raise SandboxError("python of the sandbox", expected="a program that can be run", found=str(chosen), do=do)
-    readable = [_CHOSEN_TOOLS] if Path(_CHOSEN_TOOLS).is_dir() else []
-    readable += [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
+    readable = [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": "/box",

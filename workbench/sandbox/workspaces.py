@@ -7,18 +7,15 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from workbench.base.errors import SandboxError
 from workbench.sandbox import boxes
 from workbench.sandbox.process import too_big
-from workbench.sandbox.protocol import Result, status_of
-
-if TYPE_CHECKING:
-    from workbench.sandbox.local import LocalSandbox
+from workbench.sandbox.protocol import Phase, Result, status_of
 
 _SHELL = ("/bin/bash", "-c")
 _OPEN_UP = "chmod -R u+rwX ."
@@ -65,6 +62,16 @@ class Workspaces(Protocol):
         """Open a workspace with these files (relative path → content), of this container image where it is given."""
 
 
+class _Runs(Protocol):
+    """What a `LocalWorkspace` needs of its `LocalSandbox`."""
+
+    tier: str
+    memory_limit_mb: int
+    disk_limit_mb: int
+    phase: Callable[..., Phase]
+    in_turn: Callable[..., Awaitable[Result]]
+
+
 class LocalWorkspace:
     """A folder of this machine, which commands see as `/box`; made by `LocalSandbox.workspace`.
 
@@ -72,7 +79,7 @@ class LocalWorkspace:
     and the shell's state (variables, `cd`) are each command's own. A snapshot is a copy of the folder.
     """
 
-    def __init__(self, sandbox: LocalSandbox) -> None:
+    def __init__(self, sandbox: _Runs) -> None:
         self._sandbox = sandbox
         self._box, self._root = boxes.make("box"), boxes.make("root")
         self._turn = asyncio.Lock()
@@ -92,7 +99,7 @@ class LocalWorkspace:
         def work() -> Result:
             most = memory_mb if memory_mb > 0 else sandbox.memory_limit_mb
             given = (sandbox.tier, self._box, self._root, stop, (*_SHELL, command), most, seconds)
-            ran = sandbox.phase(*given, **environment)
+            ran = sandbox.phase(*given, environment=environment)
             if ran.limit is None and too_big(self._box, sandbox.disk_limit_mb << 20):
                 ran = replace(ran, limit="disk")
             broken = ran.stderr if ran.status == "Error" else ""

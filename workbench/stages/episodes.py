@@ -12,14 +12,15 @@ import torch
 
 from workbench.agents.episode import Episode, LockStep
 from workbench.agents.loop import AgentLoopBase, Loops
-from workbench.agents.protocol import AgentLoopOutput, Sequences, Turn, sequences
+from workbench.agents.protocol import AgentLoopOutput, Seen, Sequences, Turn, pixels_of, sequences
 from workbench.agents.stepping import EpisodeStepper
 from workbench.base import runtime
 from workbench.base.errors import ForeignError, boundary
 from workbench.base.metrics import Count, Metric
+from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.sessions import SESSION, episodes, last_rows
-from workbench.engines.protocol import Late, LogProbModel, Sample, Sampler, SamplingSettings
+from workbench.engines.protocol import Late, LogProbModel, Sample, Sampler, SamplingSettings, processor_of
 from workbench.rewards.base import broken_episode, whole_episode
 from workbench.stages.measures import length_metrics
 from workbench.stages.rollout import Rollout, columns_of
@@ -75,7 +76,7 @@ class EpisodeRollout(Rollout):
         super().__init__(
             sampler, group_size=group_size, sampling=sampling, purpose=purpose, greedy_baseline=greedy_baseline
         )
-        self.loops = Loops(agent, default_agent)
+        self.loops = Loops(agent, default_agent, response_length=self.sampling.max_tokens)
         if not isinstance(sampler, Late) or sampler.opened:  # a recorded step's engine is opened at its first use
             self.loops.named(None).prepare(sampler)
         self.default_agent = default_agent
@@ -94,10 +95,11 @@ class EpisodeRollout(Rollout):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, the sequences of P·G episodes out (of P·(G + 1) with a greedy baseline)."""
-        self._refuse_media(batch)
+        loops = self._loops_of(batch)
+        reading = processor_of(self.sampler) is not None and all(loop.reads_pictures for loop in loops)
+        self._refuse_media(batch, pictures=reading)
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
-        loops = self._loops_of(batch)
         waves = LockStep(self.sampler, range(len(rows))) if self.deterministic else None
         tell = self._teller(batch, rows)
 
@@ -199,11 +201,14 @@ class EpisodeRollout(Rollout):
         written = self.written(after if same else before.select_idxs(rows).with_meta(**after.meta_info), columns)
         return Outcome(written, {**length_metrics(written), **counted}, rows)
 
-    def _log_probs(self, context: Sequence[int], ids: Sequence[int]) -> list[float]:
+    def _log_probs(
+        self, context: Sequence[int], pixels: Mapping[str, torch.Tensor] | None, ids: Sequence[int]
+    ) -> list[float]:
         """The policy's log-probs of ids that it did not sample; zeros where the sampler cannot compute them."""
         if not isinstance(self.sampler, LogProbModel):
             return [0.0] * len(ids)
         columns = columns_of([context], [Sample(tuple(ids), (0.0,) * len(ids), "stop", 0)], self._pad_id)
+        columns |= {PIXELS: [pixels]} if pixels else {}
         temperature = self.sampling.temperature or 1.0
         found = self.sampler.compute_log_probs(DataProto.from_single_dict(columns), temperature=temperature)
         return list(found["log_probs"][0].tolist())
@@ -216,8 +221,9 @@ class EpisodeRollout(Rollout):
         ids = [list(output.response_ids) for output in outputs]
         columns["response_text"] = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
         each = [_objects(output) for output in outputs]
+        pixels = {PIXELS: [pixels_of(one.seen) for one in outputs]} if any(one.seen for one in outputs) else {}
         several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
-        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several}
+        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several, **pixels}
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
@@ -236,7 +242,11 @@ def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     calls that failed or exceeded their time limit.
     """
     calls = [call for output in outputs for turn in output.turns for call in turn.calls]
-    found: dict[str, Metric] = {
+    pictures = sum(one.count for output in outputs for one in output.seen if one.first >= 0)
+    found: dict[str, Metric] = {"agent_loop/images": Count(pictures)} if pictures else {}
+    unseen = sum("this model cannot see" in call.cut for call in calls)
+    found |= {"agent_loop/images_unseen": Count(unseen)} if unseen else {}
+    found |= {
         "agent_loop/errors": Count(sum(bool(output.extra.get("errors")) for output in outputs)),
         "agent_loop/tool_errors": Count(sum(call.status in ("error", "late") for call in calls)),
     }
@@ -261,7 +271,7 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
     prompt = batch["prompts"][row][batch["prompt_mask"][row].bool()]
     width = batch["responses"].shape[1]
     length = int(batch["attention_mask"][row, -width:].sum())
-    own = {name: batch[name][row] for name in _STABLE}
+    own, extra = {name: batch[name][row] for name in _STABLE}, batch["agent_extra"][row]
     return AgentLoopOutput(
         prompt_ids=tuple(prompt.tolist()),
         response_ids=tuple(batch["responses"][row, :length].tolist()),
@@ -272,19 +282,35 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
         version=int(batch["policy_version"][row]),
         metrics={"num_tool_calls": own["num_tool_calls"]},
         turns=tuple(Turn.from_dict(turn) for turn in batch["turns"][row]),
-        extra={**own, **batch["agent_extra"][row]},
+        extra={**own, **{name: one for name, one in extra.items() if name != "pictures"}},
+        seen=_seen(extra.get("pictures") or (), batch[PIXELS][row] if PIXELS in batch else {}),
     )
+
+
+def _seen(parts: Sequence[Mapping[str, Any]], pixels: Mapping[str, torch.Tensor]) -> tuple[Seen, ...]:
+    """A row's inputs for pictures, divided among the turns again."""
+    found, done = list[Seen](), dict.fromkeys(pixels, 0)
+    for part in parts:
+        own = {name: pixels[name][done[name] : done[name] + size] for name, size in part["sizes"].items()}
+        done |= {name: done[name] + size for name, size in part["sizes"].items()}
+        found.append(Seen(int(part["first"]), int(part["count"]), own))
+    return tuple(found)
 
 
 def _objects(output: AgentLoopOutput) -> dict[str, Any]:
     """The object columns of one row."""
+    sizes = [{name: len(one) for name, one in seen.pixels.items()} for seen in output.seen]
+    parts = [
+        {"first": one.first, "count": one.count, "sizes": own} for one, own in zip(output.seen, sizes, strict=True)
+    ]
+    pictures = {"pictures": parts} if parts else {}
     return {
         "num_turns": output.num_turns,
         "num_tool_calls": int(output.extra.get("num_tool_calls", 0)),
         "turns": [turn.to_dict() for turn in output.turns],
         "turn_scores": list(output.extra.get("turn_scores", ())),
         "tool_rewards": list(output.extra.get("tool_rewards", ())),
-        "agent_extra": {name: value for name, value in output.extra.items() if name not in _STABLE},
+        "agent_extra": {name: value for name, value in output.extra.items() if name not in _STABLE} | pictures,
     }
 
 

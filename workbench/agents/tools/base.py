@@ -31,9 +31,6 @@ class BaseTool(Tool):
 
     SCHEMA: ClassVar[Mapping[str, Any] | None] = None
     """The schema of tools that are made without `tool_schema`."""
-    bounded: ClassVar[bool] = False
-    """Whether its calls are sure to end by limits of their own, and may wait for their turn: the agent's limit of seconds does
-    not count for them."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.config: dict[str, Any] = dict(config or {})

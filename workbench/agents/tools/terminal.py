@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +98,8 @@ class Terminal(BaseTool):
         "description": "Runs a shell command in your working folder, without network. Files stay from call to call.",
         "parameters": {"command": {"type": "string", "description": "The command, for bash"}},
     }
-    bounded = True
+    seconds_per_call: ClassVar[float | None] = None
+    """The agent's limit does not count: a command has its own, and may wait for its turn to be run."""
 
     def __init__(
         self, sandbox: Workspaces, config: Mapping[str, Any] | None = None, tool_schema: Any = None, **settings: Any
@@ -192,46 +192,50 @@ class Terminal(BaseTool):
 
 async def judged(workspace: Workspace, tests: Tests) -> Score:
     """Write the tests over a workspace's files and run them. Raises `SandboxError` where the sandbox fails."""
-    began = time.perf_counter()
     await workspace.write(tests.files)
-    passed: dict[str, bool] = {}
-    last: Result | None = None
+    ran: dict[str, Result] = {}
+    used = 0.0  # without the time that they wait for their turn
     for name in dict.fromkeys([*tests.fail_to_pass, *tests.pass_to_pass] or [""]):
-        left = tests.seconds - (time.perf_counter() - began)
+        if used >= tests.seconds:
+            break
         command = tests.command.replace("{test}", shlex.quote(name)) if name else tests.command
-        if left > 0:
-            result = await workspace.run(command, seconds=left, environment=_QUIET)
-            if result.status == "SandboxError":
-                raise SandboxError(result.message or "the sandbox failed")
-            last = result if result.status != "Success" else last
-            passed[name] = result.status == "Success"
-        if left <= 0 or result.limit == "time":
-            return Score(
-                status=Status.TIMEOUT, why=f"the tests took more than {tests.seconds:g} s", parts=_parts(tests, passed)
-            )
-    seconds = time.perf_counter() - began
-    parts, failed = _parts(tests, passed), [name for name, good in passed.items() if not good]
+        ran[name] = await workspace.run(command, seconds=tests.seconds - used, environment=_QUIET)
+        used += phase.seconds if (phase := ran[name].run) else 0.0
+        if ran[name].status == "SandboxError":
+            raise SandboxError(ran[name].message or "the sandbox failed")
+    return _score(tests, ran, used)
+
+
+def _score(tests: Tests, ran: Mapping[str, Result], seconds: float) -> Score:
+    """The score of tests that were run, by name; the others had no time left."""
+    failed = {name: result for name, result in ran.items() if result.status != "Success"}
+    passed = ran.keys() - failed.keys()
+    kinds = {"fail_to_pass": tests.fail_to_pass, "pass_to_pass": tests.pass_to_pass}
+    parts = {kind: sum(one in passed for one in names) / len(names) for kind, names in kinds.items() if names}
+    count = len({*tests.fail_to_pass, *tests.pass_to_pass}) or 1
+    given: dict[str, Any] = {"parts": parts, "seconds": seconds}
+    if len(ran) < count or any(one.limit == "time" for one in failed.values()):
+        return Score(status=Status.TIMEOUT, why=f"the tests took more than {tests.seconds:g} s", **given)
     if not failed:
-        return Score(value=1.0, why="all tests pass" if parts else "the test passes", parts=parts, seconds=seconds)
-    assert last is not None
-    crashed = last.limit not in (None, "output")
-    listed = ", ".join(failed[:_SHOWN]) + (f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else "")
-    what = f"{len(failed)} of {len(passed)} tests fail ({listed}): " if parts else ""
-    said = last.why if last.limit or (last.run and last.run.stderr.strip()) else _exit(last)
-    status = Status.CRASHED if crashed else Status.SCORED
-    return Score(status=status, why=f"{what}{said.removeprefix('error while running: ')}", parts=parts, seconds=seconds)
+        return Score(value=1.0, why="all tests pass" if parts else "the test passes", **given)
+    last = list(failed.values())[-1]
+    what = f"{len(failed)} of {count} tests fail ({_named(failed)}): " if parts else ""
+    status = Status.SCORED if last.limit in (None, "output") else Status.CRASHED
+    return Score(status=status, why=f"{what}{_exit(last)}", **given)
+
+
+def _named(failed: Mapping[str, Any]) -> str:
+    more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+    return ", ".join(list(failed)[:_SHOWN]) + more
 
 
 def _exit(result: Result) -> str:
+    """How a test failed, in one line."""
+    if result.limit or (result.run and result.run.stderr.strip()):
+        return result.why.removeprefix("error while running: ")
     lines = (result.run.stdout if result.run else "").strip().splitlines()
     code = f"exit code {result.run.return_code if result.run else None}"
     return f"{lines[-1][:200]} ({code})" if lines else code
-
-
-def _parts(tests: Tests, passed: Mapping[str, bool]) -> dict[str, float]:
-    """The share of tests that pass, of each kind."""
-    kinds = {"fail_to_pass": tests.fail_to_pass, "pass_to_pass": tests.pass_to_pass}
-    return {kind: sum(passed.get(one, False) for one in names) / len(names) for kind, names in kinds.items() if names}
 
 
 # --- rows ---------------------------------------------------------------------------------------

@@ -180,7 +180,9 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | 
         return None
     if not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template
-    return Processor(processor, {name: one for name, one in record.items() if name != "chat_template"})
+    return Processor(
+        processor, {name: one for name, one in record.items() if name != "chat_template"}, model.config.image_token_id
+    )
 
 
 _PARTS = ("image_processor", "tokenizer")
@@ -191,8 +193,10 @@ _BY_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids
 class Processor:
     """transformers' processor of a vision-language model, for a text and its pictures; made by `open_processor`."""
 
-    def __init__(self, whole: Any, record: Mapping[str, Any]) -> None:
+    def __init__(self, whole: Any, record: Mapping[str, Any], token_id: int) -> None:
         self._whole, self._record = whole, record
+        self.token_id = token_id
+        """The token that stands for each of a picture's features."""
         self.tokenizer = whole.tokenizer
         self.image_processor = whole.image_processor
 

@@ -158,7 +158,9 @@ class Rows:
             given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
             inside = inside[attention][None]
         if PIXELS in rows:
-            own = torch.arange(attention.shape[1]) >= rows["attention_mask"][:, :-t].sum(-1, keepdim=True)
+            own = torch.zeros_like(attention)
+            own[:, -t:] = mask  # a tool's answer has pictures, too
+            own = own.gather(1, order)
             given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
         self._given = {name: sent(one, model.device) for name, one in given.items()}
         self._before = sent(places(inside), model.device)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -149,7 +150,8 @@ class Containers:
         """Run a command (arguments of `run_in`) in one of the sandbox's threads; a cancellation ends it."""
         stop = Event()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self.run_in, *work, stop)
+            job = partial(self.run_in, *work, stop)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, job)
         except asyncio.CancelledError:
             stop.set()
             raise
