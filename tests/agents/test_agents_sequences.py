@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from agents_parts import Adder, Script, Tags, User, call
 from transformers import AutoTokenizer
 
-import workbench as wb
-from workbench import functional as F
-from workbench.agents import AgentLoopBase, AgentLoopOutput, ToolAgent, Transcript, Turn, TurnTokens, sub_agent
+from workbench.agents import AgentLoopOutput, ToolAgent, TurnTokens, sub_agent
 from workbench.agents.episode import Episode
 from workbench.agents.protocol import sequences
-from workbench.base.errors import ForeignError, SettingError
-from workbench.base.metrics import reduce
-from workbench.dataproto import DataProto
-from workbench.dataproto.sessions import alike, episodes, is_last, last_rows
-from workbench.engines import SamplingSettings, local
-from workbench.recipes import grpo
-from workbench.stages import Advantage, EpisodeRollout, FilterGroups, Reward, Update
-from workbench.stages.filtering import joined
-from workbench.stages.update import PolicyLoss
+from workbench.base.errors import SettingError
+from workbench.engines import SamplingSettings
 
 TINY = "data/tiny-arith"
 STRIPPING = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.agents.formats import parser_of
 from workbench.agents.parsers import REASONING, calls_of, checked_parser, tool_parser
-from workbench.agents.protocol import ToolParser
+from workbench.agents.protocol import FunctionCall, ToolParser
 from workbench.agents.recording import Recording
 from workbench.agents.tokens import TurnTokens
 from workbench.base.errors import SettingError
@@ -68,10 +68,18 @@ class PolicyTokens:
         """(an answer as a message, the text as the model wrote it)."""
         ids = list(sample.ids)
         written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        said: dict[str, Any] = {"content": text}
-        if asked.tools and asked.calls and (found := self._calls(asked, tokens, sample, written)):
-            said["content"], calls = found
+        # special tokens are kept until all is found, because some models write calls and reasoning with them
+        text = self.tokenizer.decode(written, skip_special_tokens=False)
+        thought, rest = split_reasoning(text, tokens.reasoning)
+        calls = self._calls(asked, tokens, text, cut=sample.finish_reason == "length")
+        if calls:
+            assert self._parser is not None
+            rest = self._parser.extract_tool_calls(rest, asked.tools)[0].strip()
+        said: dict[str, Any] = {"content": _before(self._plain(rest), asked.sampling.get("stop", ()))}
+        if thought:
+            said["reasoning_content"] = self._plain(thought)
+        if calls:
+            said["content"] = said["content"] or None
             said["tool_calls"] = [
                 {
                     "id": call.tool_call_id or f"call_{derive(seed, number):016x}",
@@ -80,34 +88,21 @@ class PolicyTokens:
                 }
                 for number, call in enumerate(calls[: None if asked.parallel else 1])
             ]
-        thought, said["content"] = split_reasoning(said["content"], tokens.reasoning)
-        said["content"] = _before(said["content"], asked.sampling.get("stop", ()))
-        if thought:
-            said["reasoning_content"] = thought
-        if said.get("tool_calls"):
-            said["content"] = said["content"].strip() or None
-        return said, text
+        return said, self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _calls(
-        self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, written: list[int]
-    ) -> tuple[str, list[Any]] | None:
-        """(the text without its calls, the calls); None where there are none."""
-        assert self._parser is not None
-        text = self.tokenizer.decode(written, skip_special_tokens=False)
-        begun = {"reasoning": tokens.reasoning, "cut": sample.finish_reason == "length"}
+    def _calls(self, asked: ChatRequest, tokens: TurnTokens, text: str, *, cut: bool) -> list[FunctionCall]:
+        if self._parser is None or not asked.tools or not asked.calls:
+            return []
         try:
-            calls = calls_of(self._parser, text, asked.tools, **begun)
-            content = self._parser.extract_tool_calls(text, asked.tools)[0] if calls else ""
+            return calls_of(self._parser, text, asked.tools, reasoning=tokens.reasoning, cut=cut)
         except Exception:  # noqa: BLE001 - what a model wrote is data, whatever it does to a parser: then it is text
-            return None
-        return (_without(self.tokenizer, content), calls) if calls else None
+            return []
 
-
-def _without(tokenizer: Any, text: str) -> str:
-    """A text without the tokenizer's special tokens."""
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, "")
-    return text
+    def _plain(self, text: str) -> str:
+        """A text without special tokens."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
@@ -123,12 +118,11 @@ def _object(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
-def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """(the reasoning that a model's text begins with, the rest); `opened`: the prompt has begun the reasoning."""
-    start = text.lstrip()
+def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
+    """(the reasoning that a model's text begins with, the rest); `opened` is the tag with which the prompt has begun it."""
+    start = (opened + text).lstrip()
     for tag, end in REASONING.items():
-        inside = start.startswith(tag)
-        if inside or (opened and end in text):
-            thought, _, rest = (start[len(tag) :] if inside else text).partition(end)
+        if start.startswith(tag):
+            thought, _, rest = start[len(tag) :].partition(end)
             return thought.strip(), rest.lstrip("\n")
-    return (text.strip(), "") if opened else ("", text)
+    return "", text
