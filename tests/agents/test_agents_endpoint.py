@@ -22,6 +22,7 @@ from workbench.agents import Endpoint, Episode, Limits, PolicySession, endpoint
 from workbench.agents.policy_messages import split_reasoning
 from workbench.agents.recording import chain
 from workbench.base import runtime
+from workbench.base.loopback import Asked
 from workbench.dataproto import DataProto
 from workbench.engines.http.openai_form import Refusal
 from workbench.engines.protocol import SamplingSettings
@@ -425,6 +426,21 @@ def test_contents_may_be_parts(scripted: Any) -> None:
             chat(session, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 
+FIELDS = (
+    "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "top_logprobs", "stop", "max_tokens",
+    "max_completion_tokens", "temperature", "top_p", "seed", "response_format", "role", "content", "type", "function", "name",
+    "arguments", "tool_calls", "id", "tool_call_id", "text", "parallel_tool_calls", "reasoning_content", "logit_bias",
+)  # fmt: skip
+_FUZZED: list[Script] = []
+
+
+def fuzzed(tiny: str) -> Script:
+    """One script for all examples: making a tokenizer takes a while."""
+    if not _FUZZED:
+        _FUZZED.append(Script(tokenizers(tiny)["qwen"], ["<think>x</think>so", ADD, "yes"]))
+    return _FUZZED[0]
+
+
 MESSAGES = st.lists(
     st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.sampled_from(["a", "b", " a ", ""])),
     min_size=1,
@@ -460,6 +476,35 @@ def test_every_answer_that_counts_is_trained_exactly_once(tiny: str, moves: list
     for node, request in zip(nodes, whole, strict=True):
         assert tuple(node.ids[: -len(node.sample.ids)]) == request
     assert len({one.prompt_ids + one.response_ids for one in outputs}) == len(outputs)
+
+
+ANY = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["\ud800", "user", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(150))
+@given(st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=6), st.booleans(), st.binary(max_size=20))
+def test_no_body_is_answered_by_a_failure(tiny: str, body: dict[str, Any], whole: bool, raw: bytes) -> None:
+    script = fuzzed(tiny)
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        sent = json.dumps({"messages": ASKED, "tools": TOOLS, **body} if whole else body).encode()
+        for one in (sent, raw):
+            request = Asked("POST", f"/e/{session.api_key}/v1/chat/completions", {}, one, lambda: False)
+            status, reply = e.answer(request)
+            reply = list(reply) if isinstance(reply, Iterator) else reply
+            assert status in (200, 400), reply
+            json.dumps(reply)
+        assert all(any(one.response_mask) for one in session.sequences())
 
 
 def test_log_probs_are_those_of_the_model(engine: Any) -> None:

@@ -56,7 +56,8 @@ class Harness(AgentLoopBase):
     tools=…)`). Any other runs in a thread.
 
     A program that fails, runs out of time or never asks makes its row an *infra error*, with the last lines of its errors:
-    it is not scored. One that ends so after a limit has refused a request is scored: `finish_reason` is `turns` or `length`. When
+    it is not scored, and the reward's `on_failure` says what then happens (`by_data_source(on_failure="mask")` leaves it out).
+    One that ends so after a limit has refused a request is scored: `finish_reason` is `turns` or `length`. When
     an episode is over, its processes are killed. The program itself is trusted: what the model writes is code only in a
     sandbox of the program's own.
 
