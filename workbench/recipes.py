@@ -25,6 +25,7 @@ from workbench.stages import (
     EpisodeRollout,
     FilterGroups,
     LogProb,
+    OfPolicy,
     Overlong,
     Pairs,
     Pipeline,
@@ -41,7 +42,7 @@ from workbench.stages.stage import Stage
 from workbench.stages.targets import TRUTH
 
 __all__ = [
-    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "opo", "ppo", "reinforce_plus_plus", "remax",
+    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "opo", "ppo", "reinforce_plus_plus", "remax",
     "reward_model", "rloo", "sft", "with_rollout_correction",
 ]  # fmt: skip
 
@@ -472,6 +473,51 @@ def with_rollout_correction(
         stages.insert(names.index("advantage"), RolloutCorrection(**how.correction()))
     corrected = [one.with_settings(**loss) if one.name == "update_actor" else one for one in stages]
     return Pipeline(corrected, overlap=pipeline.overlap, given=pipeline.given)
+
+
+def multi_policy(policies: Mapping[str, Pipeline]) -> Pipeline:
+    """Several policies in one episode (solver and verifier, debate), each trained by the stages of a recipe of its own.
+
+    The rollout is the first pipeline's, and so is the agent loop in which the policies speak: `generate(…, policy="verifier")`,
+    with `AgentLoopOutput(policy="verifier")` for the sequences that hold its tokens, or `sub_agent(…, policy="verifier")`.
+    The stages behind the rollout then work for each policy on its own rows (`stages.OfPolicy`): its reward scores its last
+    sequence of each episode, its advantages compare within (uid, policy), its update's gradient is of its tokens alone. What a
+    policy's reward has to know of the others the loop puts into `extra` (column `agent_extra`).
+
+    Args:
+        policies: name → a pipeline of a recipe, made with the policy's own engine, its reward and the same `agent`, `group_size`
+            and sampling. The first policy's stages keep their names, others have theirs behind: `update_verifier`.
+
+    Raises `SettingError` for fewer than two policies, one engine for two, a rollout that differs, and stages that move rows.
+
+    Example:
+        >>> first = wb.recipes.grpo(solver, solved, agent=loop)  # doctest: +SKIP
+        >>> wb.recipes.multi_policy({"solver": first, "verifier": wb.recipes.grpo(verifier, judged, agent=loop)})  # doctest: +SKIP
+    """
+    require(len(policies) > 1, "policies", expected="two or more pipelines by name", found=[*policies])
+    rollouts = {name: one["rollout"] for name, one in policies.items()}
+    samplers = {name: getattr(one, "sampler", None) for name, one in rollouts.items()}
+    main, *others = policies
+    if len({id(one) for one in samplers.values()}) < len(samplers):
+        raise SettingError(
+            "engines of the policies", expected="one for each", do="give sequences of one policy no name"
+        )
+    for name, one in rollouts.items():
+        own, mine = one.settings(), rollouts[main].settings()
+        unlike = [
+            key for key in {**mine, **own} if own.get(key) != mine.get(key) or not isinstance(one, EpisodeRollout)
+        ]
+        do = "give each pipeline the same agent, group_size and sampling"
+        require(not unlike, f"the rollout of policy {name!r}", expected=f"that of {main!r}", found=unlike, do=do)
+    first = rollouts[main].with_settings(policy=main, policies={name: samplers[name] for name in others})
+    stages: list[Stage] = [first]
+    for name, pipeline in policies.items():
+        for stage in [one for one in pipeline if one.name != "rollout"]:
+            if stage.updates and name != main:
+                end = f"_{stage.name.removeprefix('update_')}" if stage.name != "update_actor" else ""
+                stage = stage.with_settings(name=f"update_{name}{end}")
+            stages.append(OfPolicy(stage, name, first=name == main))
+    return Pipeline(stages, given=policies[main].given)
 
 
 def _sampling(sampling: SamplingSettings | None, **given: float | None) -> SamplingSettings:

@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from formats_written import FORMS as FORMS_WRITTEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_agents_environments import Echoing, Guessing
@@ -39,19 +40,9 @@ from workbench.agents import (
     parser_names,
     tool_parser,
 )
+from workbench.agents.elements import DeepSeekMarkupParser, GlmParser, MiniMaxParser, PythonicParser, SeedParser
 from workbench.agents.files import INTERACTIONS, TOOLS
-from workbench.agents.formats import (
-    DeepSeekMarkupParser,
-    DeepSeekParser,
-    GlmParser,
-    HarmonyParser,
-    JsonListParser,
-    LlamaParser,
-    MiniMaxParser,
-    MistralParser,
-    PythonicParser,
-    SeedParser,
-)
+from workbench.agents.formats import DeepSeekParser, HarmonyParser, JsonListParser, LlamaParser, MistralParser
 from workbench.agents.interactions import Reply
 from workbench.agents.parsers import REASONING
 from workbench.base import runtime
@@ -211,6 +202,25 @@ class TestPythonic(ParserContract):
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
         given = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
         return f"[{name}({given})]"
+
+
+def written_as(name: str) -> type[ParserContract]:
+    """The contract of a form that `formats_written` writes."""
+    form = FORMS_WRITTEN[name]
+
+    class Held(ParserContract):
+        make_parser = type(tool_parser(form.parser))
+
+        def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+            return form.write([(name, dict(arguments))])
+
+    Held.__name__ = Held.__qualname__ = f"Test {name}"
+    return Held
+
+
+TestKimi3, TestHunyuan, TestMiniMax3 = map(written_as, ("kimi_k3", "hy_v3", "minimax_m3"))
+TestSolar, TestApertus, TestNemotron, TestCommand = map(written_as, ("solar", "apertus", "nemotron", "command"))
+TestGemma, TestGemma3, TestGemma4, TestLfm2 = map(written_as, ("functiongemma", "gemma3 block", "gemma4", "lfm2"))
 
 
 def test_no_parser_is_without_its_contract() -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from agents_parts import Adder, Script, Tags, User, call
 from transformers import AutoTokenizer
 
+import workbench as wb
 from workbench.agents import AgentLoopOutput, ToolAgent, TurnTokens, sub_agent
 from workbench.agents.episode import Episode
 from workbench.agents.protocol import sequences
+from workbench.agents.tools import load_tools
 from workbench.base.errors import SettingError
+from workbench.dataproto import DataProto
+from workbench.dataproto.sessions import episodes
 from workbench.engines import SamplingSettings
+from workbench.stages import EpisodeRollout, Reward
 
 TINY = "data/tiny-arith"
 STRIPPING = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -148,3 +155,99 @@ def test_a_sub_agents_sequences_come_first_and_its_answer_is_read() -> None:
     assert leading().describe()["sub_agents"]["helper"]["system"] == "You add."
     with pytest.raises(SettingError, match="loop of a sub-agent"):
         sub_agent("tool_agent", name="x", description="y")  # type: ignore[arg-type]
+
+
+# --- stepping -----------------------------------------------------------------------------------------
+
+
+def stepper_on(agent: ToolAgent, script: Script, **row: Any) -> wb.Stepper:
+    columns = {
+        "raw_prompt": [[{"role": "user", "content": "2 and 3?"}]],
+        "uid": ["a"],
+        **{k: [v] for k, v in row.items()},
+    }
+    batch = DataProto.from_single_dict(columns)
+    sampling = SamplingSettings(max_tokens=200)
+    return wb.Stepper([EpisodeRollout(script, agent=agent, group_size=2, sampling=sampling), Reward(last_text)], batch)
+
+
+def last_text(response: str) -> float:
+    return float(len(response))
+
+
+AGENTS = {
+    "compacted": (compacting(compact_at=40), lambda text: compact_says(text), {}),
+    "stripped": (ToolAgent(interactions=[User()], history="template"), lambda text: strip_says(text), of_word()),
+    "sub-agent": (leading(), by_prompt, {}),
+}
+
+
+def compact_says(text: str) -> str:
+    last = text.rpartition("<|im_start|>")[0].rpartition("<|im_start|>")[2]
+    return "sum 5" if "Sum up." in last else "6" if "sum 5" in text else call(numbers=[2, 3])
+
+
+def strip_says(text: str) -> str:
+    return "<think>well</think>\n\nyes" if "say yes" in text else "<think>hm</think>\n\nno"
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_episode_of_several_sequences_is_stepped_and_put_back(name: str) -> None:
+    agent, says, row = AGENTS[name]
+    s = stepper_on(agent, Script(tokenizer(STRIPPING), says), **row).run()
+    assert list(s.batch["session"]) == [0, 0, 1, 1] and list(s.batch["uid"]) == ["a"] * 4
+    whole, part = s.episode(1), s.episode(0)
+    assert whole.number == part.number == 0 and len(whole.outputs) == 2 and s.episode(2).number == 1
+    for place, one in enumerate(whole.outputs):
+        assert torch.equal(whole.batch["responses"][place], s.batch["responses"][place])
+        assert one.response_ids == tuple(
+            s.batch["responses"][place][
+                s.batch["attention_mask"][place, -s.batch["responses"].shape[1] :].bool()
+            ].tolist()
+        )
+    fresh = stepper_on(agent, Script(tokenizer(STRIPPING), says), **row).episode(0).run()
+    assert [one.response_ids for one in fresh.outputs] == [one.response_ids for one in whole.outputs]
+    for count in range(len(whole.turns)):  # from every place the same episode comes out
+        again = s.episode(1).back(to=count)
+        assert len(again.turns) == count
+        twin = again.fork().run()
+        again.run()
+        for made in (twin, again):
+            assert [(one.prompt_ids, one.response_ids, one.response_mask) for one in made.outputs] == [
+                (one.prompt_ids, one.response_ids, one.response_mask) for one in whole.outputs
+            ]
+            assert made.turns == whole.turns
+    same = s.with_episodes(s.episode(1).back().run())
+    assert all(
+        torch.equal(same.batch[key], s.trace["rollout"].batch[key]) for key in ("responses", "prompts", "response_mask")
+    )
+    short = s.episode(1).back(to=0).say("yes").run()
+    assert short.next_role is None and len(short.outputs) == 1
+    t = s.with_episodes(short).run()
+    assert list(t.batch["session"]) == [0, 1, 1] and t.trace["rollout"].rows.tolist() == [0] * 3
+    assert wb.views.transcript(whole).frame is not None
+
+
+# --- learning -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_compacting_agent_learns_with_a_clean_audit(tmp_path: Path) -> None:
+    """GRPO on the tiny tool world: contexts are compacted, sequences of one episode share its reward."""
+    tools = load_tools("data/arith-tools/tools.yaml")
+    agent = ToolAgent(
+        list(tools.values()), parser="hermes", max_assistant_turns=4, compact_at=70, compact_prompt="Sum up.",
+        max_tokens_per_turn=40,
+    )  # fmt: skip
+    rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
+    engine = wb.engines.local("data/tiny-arith-tools", lr=3e-4)
+    pipe = wb.recipes.grpo(engine, agent=agent, group_size=4, kl_coef=0.001, max_tokens=160, ppo_mini_batch_size=4)
+    run = wb.train_blocking(pipe, rows, steps=3, batch_size=8, run=tmp_path / "run", trace_freq=1, display=None)
+    found = run.audit()
+    assert found.agrees and not found.unaudited, found.disagreements[:3]
+    batch = run.traces[3].batch
+    assert len(episodes(batch)) == 32 < len(batch)
+    for one in episodes(batch):
+        own = [batch["advantages"][row][batch["response_mask"][row].bool()].unique().tolist() for row in one]
+        assert len({number for numbers in own for number in numbers}) == 1
+    assert run.metrics["agent_loop/sequences/max"].max() > 1

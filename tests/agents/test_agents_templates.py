@@ -17,6 +17,7 @@ from workbench.agents import TurnTokens
 from workbench.agents.formats import parser_of
 from workbench.base.errors import SettingError
 from workbench.datasets.rendering import render
+from workbench.engines.local_engine.loading import auto_tokenizer
 
 FOLDER = os.environ.get("WORKBENCH_TOKENIZERS", "")
 TOOLS = [schema("add", a="integer", note="string")]
@@ -36,7 +37,12 @@ REFUSED = [
     ("command_r_plus", "tool", "alternate"),
     ("mistral_nemo", "user", "another beginning of the answer"),  # the tools stand before the last user's message
 ]
-PARSERS = {"qwen2_5": "hermes", "qwen3": "hermes", "deepseek_v3": "deepseek_v3", "mistral_nemo": "mistral"}
+PARSERS = {
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "deepseek_v3": "deepseek_v3",
+    "mistral_nemo": "mistral",
+}
 words = st.text(st.characters(codec="utf-8", exclude_characters="<|>[]"), min_size=1, max_size=20).map(
     lambda text: unicodedata.normalize("NFC", text).strip() or "x"
 )
@@ -44,16 +50,20 @@ _LOADED: dict[str, Any] = {}
 
 
 def tokenizer_of(name: str) -> Any:
-    from transformers import (
-        PreTrainedTokenizerFast,  # AutoTokenizer's class for DeepSeek reads it as a Llama's, wrongly
-    )
-
     place = Path(FOLDER, name)
     if not FOLDER or not place.is_dir():
         pytest.skip(f"no tokenizer of {name}: run tests/agents/fetch_tokenizers.py and set WORKBENCH_TOKENIZERS")
     if name not in _LOADED:
-        _LOADED[name] = PreTrainedTokenizerFast.from_pretrained(place)
+        _LOADED[name] = auto_tokenizer(place)
     return _LOADED[name]
+
+
+@pytest.mark.parametrize("name", [*ROLES, "gptoss"])
+def test_a_tokenizer_gives_a_text_back(name: str) -> None:
+    """DeepSeek's lost its spaces."""
+    text = "Is 12345 really 6?\n\n  def f(x):\n\treturn x  # naïve, 中文, привет 🙂"
+    tokenizer = tokenizer_of(name)
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 @pytest.mark.parametrize("name", PARSERS)

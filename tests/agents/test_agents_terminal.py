@@ -13,7 +13,7 @@ from agents_parts import Script, Tags, call
 from tests_patience import patience
 
 import workbench as wb
-from workbench.agents import Terminal, Tests, ToolAgent, terminal_rows
+from workbench.agents import Terminal, Tests, ToolAgent, load_tools, terminal_rows
 from workbench.agents.tools.terminal import judged
 from workbench.base.errors import DataError, SandboxError, SettingError
 from workbench.dataproto import DataProto
@@ -121,6 +121,19 @@ def test_what_is_no_command_is_refused_and_settings_are_checked(sandbox: LocalSa
         in_episode(tool, None, setup="exit 1")
     with pytest.raises(SettingError, match="a relative path inside its folder"):
         in_episode(tool, None, files={"../x": "y"})
+
+
+def test_it_is_made_from_a_yaml_file(sandbox: LocalSandbox, tmp_path: Path, clean: None) -> None:
+    (tmp_path / "tools.yaml").write_text("tools:\n  - name: terminal\n    config: {timeout: 7, files: {a: b}}\n")
+    tool = load_tools(tmp_path / "tools.yaml", sandbox=sandbox)["terminal"]
+    assert isinstance(tool, Terminal) and tool.timeout == 7
+
+    async def work(instance: str) -> str | None:
+        return (await tool.execute(instance, {"command": "cat a c"}))[0].text
+
+    assert in_episode(tool, work) == "bcat: c: No such file or directory\n[exit code 1]"
+    with pytest.raises(SettingError, match="a tool that runs code needs a sandbox"):
+        load_tools(tmp_path / "tools.yaml")
 
 
 # --- tests of an episode -----------------------------------------------------------------------

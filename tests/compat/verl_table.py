@@ -123,6 +123,9 @@ get_reward_manager_cls(name) | rewards.manager_class(name) | the class, with ver
 get_custom_reward_fn(config) | rewards.load_function(path, name, **reward_kwargs) | run by worker processes only
 compute_reward(data, reward_fn), compute_reward_async | reward.score(batch), manager(data, return_dict=True) | a failure is a row's status, where verl calls the manager again
 AgentLoopBase.server_manager.generate | = | the ids are a list, with `token_ids`, `log_probs` and `stop_reason`; an output may leave the log-probs out
+AgentLoopBase.{apply_chat_template,process_vision_info,loop,processor} | = | text alone; with `remove_system_prompt` the ids follow the end token that the model wrote, line break included
+AgentLoopBase.{config,rollout_config} | = | `prompt_length` and `response_length`, in the constructor too where the class or its name is given as agent=; other keys are not there
+AgentLoopOutput.{extra_fields,multi_modal_data,routed_experts} | AgentLoopOutput.extra | the last two only empty
 BaseInteraction | agents.BaseInteraction | the same methods; a class written for verl needs another import line
 get_seqlen_balanced_partitions | functional.balancing.balanced | never less balanced
 get_group_balanced_partitions | functional.balancing.balanced_groups | groups need not be neighbours

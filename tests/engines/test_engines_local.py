@@ -13,6 +13,7 @@ from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
 from workbench.engines.local_engine import memory as memory_module
 from workbench.engines.local_engine.learning import learning_rate
+from workbench.engines.local_engine.loading import auto_tokenizer
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.engines.local_engine.scoring import micro_batches
 from workbench.testing.engines import EngineContract, LikelihoodLoss
@@ -52,6 +53,28 @@ def test_bad_models_are_refused_by_name(tmp_path: Path, folder: Path) -> None:
         local(folder, lrr=1)
     with pytest.raises(SettingError, match="total_steps"):
         local(folder, schedule="cosine")
+
+
+def test_a_tokenizer_is_what_its_file_says_whatever_class_its_configuration_names(tmp_path: Path) -> None:
+    """DeepSeek's names `LlamaTokenizerFast`, by which transformers 5 loses the spaces and all that is not Latin."""
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoTokenizer
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, special_tokens=["<end>"])
+    made.train_from_iterator(["two words, é 中文 and 12"], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    told = {"tokenizer_class": "LlamaTokenizerFast", "eos_token": "<end>", "chat_template": "{{ messages }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    text = "two words, é 中文"
+    wrong, right = AutoTokenizer.from_pretrained(tmp_path), auto_tokenizer(tmp_path)
+    assert wrong.decode(wrong.encode(text)) != text, "transformers reads it now: auto_tokenizer is not needed"
+    assert right.decode(right.encode(text)) == text and right.encode(text) == made.encode(text).ids
+    assert (right.eos_token, right.chat_template) == ("<end>", "{{ messages }}")
 
 
 def test_tokenizer_and_model_must_fit(tmp_path: Path) -> None:

@@ -83,19 +83,23 @@ def checked_tools(tools: Any) -> list[Tool]:
         raise SettingError("tools", expected="a list of tools", found=describe(tools), do=do)
     listed = list(tools)
     for place, tool in enumerate(listed):
-        if isinstance(tool, type):
-            do = f"make an object of it: {tool.__name__}(…)"
-        elif inspect.isroutine(tool):
-            do = f"decorate it with @function_tool, or give function_tool({named(tool)})"
-        elif not all(callable(getattr(tool, name, None)) for name in _TOOL) or not getattr(tool, "name", None):
-            do = f"it needs a name and {', '.join(_TOOL)}: a subclass of BaseTool has them"
-        elif plain := [name for name in _TOOL[1:] if not_async(getattr(tool, name))]:
+        if do := _no_tool(tool):
+            raise SettingError(f"tools[{place}]", expected="a tool", found=describe(tool), do=do)
+        if plain := [name for name in _TOOL[1:] if not_async(getattr(tool, name))]:
             expected, do = f"`async def {plain[0]}`, as in BaseTool", "write `async` before it"
             raise SettingError(f"tool {tool.name!r}", expected=expected, found="a method that is not async", do=do)
-        else:
-            continue
-        raise SettingError(f"tools[{place}]", expected="a tool", found=describe(tool), do=do)
     return listed
+
+
+def _no_tool(tool: Any) -> str:
+    """What to do about an object that is no tool; empty for a tool."""
+    if isinstance(tool, type):
+        return f"make an object of it: {tool.__name__}(…)"
+    if inspect.isroutine(tool):
+        return f"decorate it with @function_tool, or give function_tool({named(tool)})"
+    if not all(callable(getattr(tool, name, None)) for name in _TOOL) or not getattr(tool, "name", None):
+        return f"it needs a name and {', '.join(_TOOL)}: a subclass of BaseTool has them"
+    return ""
 
 
 def not_async(method: Any) -> bool:

@@ -24,12 +24,14 @@ from workbench.agents.parsers import (
     parameters_of,
     register_parser,
     typed,
+    unescaped,
 )
 from workbench.agents.protocol import FunctionCall
 
 # --- elements: a name, and a tag for each parameter -----------------------------------------------------
 
 
+PYTHON_WORDS = MappingProxyType({"True": "true", "False": "false", "None": "null"})
 _NO_TEXT = {"type": ["number", "boolean", "null", "array", "object"]}
 
 
@@ -194,6 +196,7 @@ class MiniMaxM3Parser(FindsCalls):
     """
 
     _TAG = re.compile(r"\]<\]minimax\[>\[<(/?)([^<>\n]{1,128})>")
+    _PAIR = re.compile(r"(\]<\]minimax\[>\[<[^/<>\n][^<>\n]{0,127}>)|\]<\]minimax\[>\[</[^<>\n]{1,128}>")
     _OPEN = re.compile(r'(?:\]<\]minimax\[>\[<tool_call>\s*)?\]<\]minimax\[>\[<invoke name="([^"<>\n]{1,64})">')
     _CLOSE = re.compile(r"(?:\s*\]<\]minimax\[>\[</tool_call>)?")
 
@@ -211,21 +214,25 @@ class MiniMaxM3Parser(FindsCalls):
 
     def _value(self, text: str, place: int, name: str, schema: Mapping[str, Any], depth: int) -> tuple[Any, int]:
         """(what stands before the tag that closes `name`, where that tag ends). Raises `ValueError` where none closes it."""
-        kinds, named, listed, start = kinds_of(schema), dict[str, Any](), list[Any](), place
+        kinds, inside, start = kinds_of(schema), list[tuple[str, Any]](), place
+        if kinds == {"string"} and (closed := matching_tags(self._PAIR, text, place).get(place)):
+            return text[start : closed.start()], closed.end()
         while (tag := self._TAG.search(text, place)) and not tag[1] and depth <= MAX_DEPTH:
-            inner = (
-                (schema.get("properties") or {}).get(tag[2], {}) if "array" not in kinds else schema.get("items") or {}
-            )
-            one, place = self._value(text, tag.end(), tag[2], inner, depth + 1)
-            if tag[2] in named and tag[2] != "item":
-                raise ValueError(f"{tag[2]!r} is given twice")
-            named[tag[2]] = one
-            listed.append(one)
-        if tag is None or tag[2] != name or not tag[1]:
+            inner = schema.get("items") if "array" in kinds else (schema.get("properties") or {}).get(tag[2])
+            one, place = self._value(text, tag.end(), tag[2], inner or {}, depth + 1)
+            inside.append((tag[2], one))
+        if tag is None or (tag[1], tag[2]) != ("/", name):
             raise ValueError(f"{name!r} is not closed")
-        if "array" in kinds or (listed and set(named) == {"item"} and "object" not in kinds):
-            return listed, tag.end()
-        return named if listed or "object" in kinds else typed(text[start : tag.start()], schema), tag.end()
+        return self._made(inside, text[start : tag.start()], schema), tag.end()
+
+    def _made(self, inside: Sequence[tuple[str, Any]], text: str, schema: Mapping[str, Any]) -> Any:
+        """A list, an object or a plain value, of the elements in it or of its text. Raises `ValueError` for a name twice."""
+        kinds, names = kinds_of(schema), {name for name, _ in inside}
+        if "array" in kinds or (names == {"item"} and "object" not in kinds):
+            return [one for _, one in inside]
+        if len(names) < len(inside):
+            raise ValueError("a name is given twice")
+        return dict(inside) if inside or "object" in kinds else typed(text, schema)
 
 
 # --- Gemma's braces ------------------------------------------------------------------------------------
@@ -240,10 +247,11 @@ class GemmaParser(FindsCalls):
 
     _OPEN = re.compile(r"(?:<start_function_call>|<\|tool_call>)\s*call:\s*([\w.-]{1,64})\s*\{")
     _CLOSE = re.compile(r"\s*(?:<end_function_call>|<tool_call\|>)?")
-    _QUOTED = r"""(<escape>|<\|"\|>)(.*?)\1"""
+    # a call in a text belongs to it
+    _CALL = r"(?:<start_function_call>call:.*?<end_function_call>|<\|tool_call>call:.*?<tool_call\|>)"
+    _QUOTED = rf"""(<escape>|<\|"\|>)((?>{_CALL}|(?!\1).)*+)\1"""
     _KEY = re.compile(rf"""\s*(?:{_QUOTED}|"?([^\s"<:{{}}\[\],][^"<:{{}}\[\],]{{0,127}}?)"?)\s*:""", re.S)
     _PART = re.compile(rf"""\s*(?:{_QUOTED}|([{{}}\[\],])|("(?:[^"\\]|\\.)*")|([^\s"<{{}}\[\],]{{1,64}}))\s*""", re.S)
-    _WORDS = MappingProxyType({"True": "true", "False": "false", "None": "null"})
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         opened = self._OPEN.search(text, place)
@@ -262,23 +270,28 @@ class GemmaParser(FindsCalls):
 
     def _json(self, text: str, place: int) -> tuple[str, int]:
         """(the arguments that begin at `place` as JSON, where their brace ends, or -1 where it does not)."""
-        parts, closes, named = ["{"], ["}"], True
+        parts, closes, named, value = ["{"], ["}"], True, False
         while closes:
             if named and (key := self._KEY.match(text, place)):
-                parts.append(f"{dumped(key[2] if key[1] else key[3])}:")
+                parts.append(f"{dumped(''.join(filter(None, key.group(2, 3))))}:")
                 place, named = key.end(), False
                 continue
             one = self._PART.match(text, place)
-            if one is None:
+            sign = one[3] if one else None
+            ends = sign in ("}", "]")
+            if one is None or (value and sign != "," and not ends) or (ends and sign != closes.pop()):
                 return "", -1
-            quote, string, sign, sound, word = one.groups()
-            place = one.end() if closes[1:] or sign != "}" else one.end(3)
-            if sign in ("}", "]") and sign != closes.pop():
-                return "", -1
-            closes += {"{": "}", "[": "]"}.get(sign, "")
-            named = sign in ("{", ",") and closes[-1] == "}"
-            parts.append(dumped(string) if quote else sign or sound or self._WORDS.get(word, word))
+            closes += {"{": "}", "[": "]"}.get(sign or "", "")
+            place = one.end() if closes else one.end(3)
+            named, value = sign in ("{", ",") and closes[-1] == "}", sign not in ("{", "[", ",")
+            parts.append(self._sound(one))
         return "".join(parts), place
+
+    @staticmethod
+    def _sound(part: re.Match[str]) -> str:
+        """A text, a sign, JSON's own text or a word, as JSON."""
+        quote, string, sign, sound, word = part.groups()
+        return dumped(string) if quote else sign or sound or PYTHON_WORDS.get(word, word)
 
 
 # --- as a program --------------------------------------------------------------------------------------
@@ -326,7 +339,7 @@ class PythonicParser(FindsCalls):
         """(the keyword arguments that begin at `start` as JSON, where their parenthesis ends, or -1 where it does not)."""
         parts, closes = ["{"], [")"]
         for one in self._PART.finditer(text, start):
-            _, bracket, word, equals = one.groups()
+            string, bracket, word, equals = one.groups()
             if bracket and bracket in "([{":
                 closes.append({"(": ")", "[": "]", "{": "}"}[bracket])
             elif bracket:
@@ -335,8 +348,12 @@ class PythonicParser(FindsCalls):
                 if not closes:
                     found = loose_json("".join([*parts, "}"]))
                     return arguments_text(found, text[start : one.start()]), one.end()
-            named = bool(word and equals and len(closes) == 1)
-            parts.append(f'"{word}":' if named else one[0])
+            if word and equals and len(closes) == 1:
+                parts.append(f'"{word}":')
+            elif string and string[0] == "'":
+                parts.append(dumped(unescaped(string[1:-1])))
+            else:
+                parts.append(PYTHON_WORDS.get(one[0], one[0]))
         return "", -1
 
 

@@ -6,13 +6,14 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from workbench.agents.protocol import AgentLoopOutput, Seen, Turn
-from workbench.base.errors import DataError
+from workbench.base.errors import DataError, SettingError, unknown
 from workbench.base.seeds import derive
 from workbench.engines.protocol import Bounded, Request, Sample, Sampler, SamplingSettings
 
@@ -32,15 +33,16 @@ class LockStep:
         self.waves: list[int] = []
         """Number of requests of each wave so far."""
 
-    async def sample(self, row: int, request: Request) -> Sample:
-        """Sample one response for `row`, once every episode that is not over waits for its own."""
+    async def sample(self, row: int, request: Request, sampler: Sampler | None = None) -> Sample:
+        """Sample one response for `row` (by `sampler`, where it is not the first policy's), once every episode that is not
+        over waits for its own."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.setdefault(row, []).append(turn)
         loop.call_soon(self._start_if_all_wait)  # when this one waits, too
         try:
             await turn
-            return await self._sampler.sample(request)
+            return await (sampler or self._sampler).sample(request)
         finally:
             if turn.done() and not turn.cancelled():  # else its wave has not begun
                 self._sampling -= 1
@@ -62,6 +64,10 @@ class LockStep:
                 turn.set_result(None)
 
 
+RUNNING: ContextVar[tuple[Episode, Mapping[str, Any]]] = ContextVar("RUNNING")
+"""The episode whose tools are run, and its sampling: a sub-agent reads them."""
+
+
 @dataclass
 class Episode:
     """One row's sampler, and the values from which the seeds of its turns are derived."""
@@ -78,6 +84,10 @@ class Episode:
     lock_step: LockStep | None = None
     progress: Callable[[Transcript], None] | None = None
     """Called with the transcript after each state of the episode, by loops that have states."""
+    policy: str | None = None
+    """The name of the first policy, where the episode has several."""
+    policies: Mapping[str, Sampler] = field(default_factory=dict)
+    """The samplers of the other policies by name."""
     turn: int = 0
     """How many turns were sampled."""
     attempt: int = 0
@@ -106,20 +116,34 @@ class Episode:
         """The seed of one turn, derived from (run seed, purpose, step, uid, sample, turn, attempt)."""
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt)
 
+    def sampler_of(self, policy: str | None) -> Sampler:
+        """The sampler of a policy by its name; None: the first one's. Raises `SettingError` for an unknown name."""
+        if policy is None or policy == self.policy:
+            return self.sampler
+        if policy not in self.policies:
+            do = "give the rollout its engine: policies={…}"
+            raise SettingError(
+                unknown("policy of this episode", policy, (*filter(None, [self.policy]), *self.policies)), do=do
+            )
+        return self.policies[policy]
+
     async def generate(
         self,
         ids: Sequence[int],
         sampling: SamplingSettings | Mapping[str, Any],
+        policy: str | None = None,
         pixels: Mapping[str, torch.Tensor] | None = None,
     ) -> Sample:
-        """Sample the next turn after the token ids `ids`, whose pictures' inputs are `pixels`.
+        """Sample the next turn after the token ids `ids`, by the policy of that name (None: the first).
+
+        `pixels` are the inputs of the pictures among them.
 
         The turn ends where the sampler's longest sequence does. A turn for which nothing is left there is empty, with the
         finish reason `length`; asking for another after it raises `DataError`, and so does a first prompt that is empty or
         too long.
         """
         turn, self.turn = self.turn, self.turn + 1
-        room = self.room(ids)
+        room = self.room(ids, policy)
         if turn == 0:
             self._check_prompt(ids, room)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
@@ -140,16 +164,18 @@ class Episode:
         began = time.perf_counter()
         try:
             waves = self.lock_step
-            found = await (waves.sample(self.row, request) if waves else self.sampler.sample(request))
+            sampler = self.sampler_of(policy)
+            found = await (waves.sample(self.row, request, sampler) if waves else sampler.sample(request))
         finally:
             self.seconds += time.perf_counter() - began
         self.samples.append(found)
         self.versions.append(found.version)
         return found
 
-    def room(self, ids: Sequence[int]) -> float:
-        """How many tokens the sampler can write after `ids`; infinity where its limit is not known."""
-        longest = self.sampler.max_length if isinstance(self.sampler, Bounded) else None
+    def room(self, ids: Sequence[int], policy: str | None = None) -> float:
+        """How many tokens the policy's sampler can write after `ids`; infinity where its limit is not known."""
+        sampler = self.sampler_of(policy)
+        longest = sampler.max_length if isinstance(sampler, Bounded) else None
         return math.inf if longest is None else longest - len(ids)
 
     def _check_prompt(self, ids: Sequence[int], room: float) -> None:

@@ -14,12 +14,13 @@ import torch
 
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.protocol import AgentLoopOutput
-from workbench.agents.tokens import TurnTokens
 from workbench.base.config import Remembering
 from workbench.base.errors import SettingError, describe, unknown
 from workbench.base.shown import Shown
-from workbench.datasets.rendering import encode
+from workbench.datasets.rendering import encode, render
 from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switches_of
+
+_ASKED, _SAID = {"role": "user", "content": "question"}, "\u2e22answer\u2e23"
 
 
 class AgentLoopBase(Remembering, Shown):
@@ -150,14 +151,18 @@ class AgentLoopBase(Remembering, Shown):
     ) -> list[int]:
         """The token ids of a chat with the generation prompt, as verl's loops ask for them.
 
-        With `remove_system_prompt` they are those that follow a turn which the model ended itself (`TurnTokens.delta`).
-        Raises `SettingError` for pictures and films.
+        With `remove_system_prompt` they are those that follow a turn which the model ended itself. Raises `SettingError` for pictures and films.
         """
         _refuse({"images": images, "videos": videos, **media}, "apply_chat_template")
-        tokens = TurnTokens(self.tokenizer, tools=tools or (), **switches_of(self.episode.sampler))
-        if remove_system_prompt:
-            return list(tokens.delta(messages, [self.tokenizer.eos_token_id]))
-        return list(tokens.prompt(messages))
+        switches = {**switches_of(self.episode.sampler), **({"tools": list(tools)} if tools else {})}
+        chat = [dict(one) for one in messages]
+        if not remove_system_prompt:
+            return list(encode(self.tokenizer, chat, **switches))
+        said = {"role": "assistant", "content": _SAID}
+        (text,) = render(self.tokenizer, [[_ASKED, said, *chat]], add_generation_prompt=True, **switches)
+        after = text.rpartition(_SAID)[2]
+        rest = after.partition(self.tokenizer.eos_token or after)[2] or after
+        return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"])
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The pictures and films that a processor finds in a chat: none without one, as in verl."""
@@ -170,14 +175,18 @@ class AgentLoopBase(Remembering, Shown):
         ids: Sequence[int],
         sampling_params: SamplingSettings | Mapping[str, Any],
         *,
+        policy: str | None = None,
         pixels: Mapping[str, torch.Tensor] | None = None,
         **changes: Any,
     ) -> Sample:
-        """Sample the next turn after the token ids `ids`, whose pictures' inputs are `pixels`. `changes` are sampling settings
-        of this turn alone."""
+        """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone.
+
+        `policy` names the policy that speaks, where the rollout has several; a sequence holds one's tokens, and its output
+        says whose: `AgentLoopOutput(policy=…)`. `pixels` are the inputs of the pictures among `ids`.
+        """
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
-        return await self.episode.generate(ids, {**sampling_params, **changes}, pixels)
+        return await self.episode.generate(ids, {**sampling_params, **changes}, policy, pixels)
 
 
 class TokenOutput(list[int]):

@@ -99,7 +99,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
 
 
 def calls_of(
-    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: str = "", cut: bool = False
+    parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: str | bool = "", cut: bool = False
 ) -> list[FunctionCall]:
     """The tool calls that a parser finds in a model's turn. Raises what the parser raises, and `TypeError` for no calls.
 
@@ -107,11 +107,11 @@ def calls_of(
         parser: one that is none of this module's is given the text without reasoning (`outside_reasoning`).
         text: the turn, with its special tokens.
         tools: the tools' schemas.
-        reasoning: the tag with which the prompt has opened the model's reasoning, or empty.
+        reasoning: the tag with which the prompt has opened the model's reasoning (True: `<think>`), or empty.
         cut: whether the turn ended at a limit of tokens: of this module's parsers, calls that could read otherwise, had the
             model written on, are left out, and so are those after a call that cannot be read without repairs.
     """
-    text = reasoning + text
+    text = (next(iter(REASONING)) if reasoning is True else reasoning or "") + text
     if not isinstance(parser, FindsCalls):
         text = outside_reasoning(text)
     elif cut:
@@ -453,7 +453,7 @@ _TOKEN = re.compile(
 )
 """A sign, a string (the last one of a text need not be closed), a word, or a number."""
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.S)
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|(.))", re.S)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
@@ -540,11 +540,17 @@ def _sound(token: re.Match[str], named: bool) -> str:
     """A string, a number or a word as JSON; a word is a name (`named`) or a value."""
     _, quote, string, word, number = token.groups()
     if quote:
-        return json.dumps(_ESCAPE.sub(_unescaped, string))
+        return json.dumps(unescaped(string))
     if number:
         return json.dumps(float(number) if set(number) & set(".eE") else int(number))
     return json.dumps(word if named else _WORDS[word])
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    return chr(int(found[1], 16)) if found[1] else _ESCAPES.get(found[2], found[2])
+def unescaped(text: str) -> str:
+    """What stands between the quotes of a string, with the escapes of JSON and Python replaced by what they mean."""
+    return _ESCAPE.sub(_meant, text)
+
+
+def _meant(found: re.Match[str]) -> str:
+    code = found[1] or found[2] or found[3]
+    return chr(int(code, 16)) if code else _ESCAPES.get(found[4], found[4])

@@ -7,7 +7,7 @@ verl needs only a new import line.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -168,6 +168,8 @@ class AgentLoopOutput:
     """Stable keys: `turn_scores`, `tool_rewards`, `num_tool_calls`; a loop may add its own."""
     seen: tuple[Seen, ...] = ()
     """What the model read of pictures, by turn."""
+    policy: str | None = None
+    """Whose tokens the mask marks, where the rollout has several policies; None: the first one's."""
     extra_fields: InitVar[Mapping[str, Any] | None] = None
     """verl's name of `extra`."""
     multi_modal_data: InitVar[Mapping[str, Any] | None] = None
@@ -176,9 +178,7 @@ class AgentLoopOutput:
 
     def __post_init__(self, extra_fields: Any, multi_modal_data: Any, routed_experts: Any) -> None:
         what = "an agent loop's output"
-        for name, value in (("multi_modal_data", multi_modal_data), ("routed_experts", routed_experts)):
-            if value is not None and not (isinstance(value, Mapping) and not any(value.values())):
-                raise DataError(f"{name} of {what}", expected="none: text alone", found=describe(value))
+        _refuse_media(what, multi_modal_data=multi_modal_data, routed_experts=routed_experts)
         extra = {**(extra_fields or {}), **self.extra}
         object.__setattr__(self, "extra", extra)
         object.__setattr__(self, "extra_fields", extra)
@@ -196,13 +196,8 @@ class AgentLoopOutput:
             raise DataError(
                 what, expected="response_ids, response_mask and response_logprobs of one length", found=found
             )
-        for name, holds, expected in (
-            ("response_mask", lambda one: one in (0, 1), "0 or 1 for each response id"),
-            ("response_logprobs", _finite, "finite numbers"),
-        ):
-            for place, one in enumerate(getattr(self, name) or ()):
-                if not holds(one):
-                    raise DataError(f"{name} of {what}", expected=expected, found=f"{describe(one)} at index {place}")
+        _check_each("response_mask", self.response_mask, lambda one: one in (0, 1), "0 or 1 for each response id")
+        _check_each("response_logprobs", self.response_logprobs or (), _finite, "finite numbers")
 
     def within(self, limit: int) -> AgentLoopOutput:
         """The episode with its response cut to `limit` tokens, as in verl; unchanged where it is not longer."""
@@ -222,6 +217,16 @@ Sequences = tuple[AgentLoopOutput, ...]
 """The sequences of one episode, in order; the last is the one whose response is scored."""
 
 
+SUB_AGENT = "sub_agent"
+"""Key of `extra` that marks a sub-agent's sequence: its name, and which call it answered."""
+
+
+def turn_of_call(output: AgentLoopOutput) -> int | None:
+    """After how many turns of the model a sub-agent was called, whose sequence this is; None for any other sequence."""
+    mark = output.extra.get(SUB_AGENT)
+    return None if mark is None else int(mark["turn"])
+
+
 def sequences(found: Any, place: str) -> Sequences:
     """What the agent loop called `place` returned, one output or several. Raises `ForeignError` for anything else."""
     several = tuple(found) if isinstance(found, list | tuple) else (found,)
@@ -230,6 +235,19 @@ def sequences(found: Any, place: str) -> Sequences:
             f"{place}: " + message("expected an AgentLoopOutput, or a list of them", found=describe(found))
         )
     return several
+
+
+def _check_each(name: str, values: Iterable[Any], holds: Callable[[Any], bool], expected: str) -> None:
+    for place, one in enumerate(values):
+        if not holds(one):
+            found = f"{describe(one)} at index {place}"
+            raise DataError(f"{name} of an agent loop's output", expected=expected, found=found)
+
+
+def _refuse_media(what: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, Mapping) and not any(value.values())):
+            raise DataError(f"{name} of {what}", expected="none: text alone", found=describe(value))
 
 
 def _finite(value: Any) -> bool:

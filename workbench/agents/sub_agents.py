@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from workbench.agents.episode import Episode
+from workbench.agents.episode import RUNNING
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.parsers import outside_reasoning
-from workbench.agents.protocol import AgentLoopOutput, Sequences, ToolResponse, sequences
+from workbench.agents.protocol import SUB_AGENT, Sequences, ToolResponse, sequences
 from workbench.agents.tools import BaseTool
 from workbench.base.config import require
 from workbench.base.errors import SettingError
 from workbench.engines.protocol import Sampler
 
-RUNNING: ContextVar[tuple[Episode, Mapping[str, Any]]] = ContextVar("the episode whose tools are run, and its sampling")
-_MARK = "sub_agent"
-
-
-def call_of(output: AgentLoopOutput) -> tuple[int, int] | None:
-    """(turns that the model had taken, number among that turn's) of the call that a sub-agent's sequence answered; None for
-    any other sequence."""
-    mark = output.extra.get(_MARK)
-    return None if mark is None else (int(mark["turn"]), int(mark["number"]))
-
 
 class SubAgent(BaseTool):
     """The tool that `sub_agent` makes."""
 
+    delegates = True
     seconds_per_call: float | None = None
 
     def __init__(
-        self, loop: AgentLoopBase, *, name: str, description: str, system: str | None, max_tokens: int | None
+        self,
+        loop: AgentLoopBase,
+        *,
+        name: str,
+        description: str,
+        system: str | None = None,
+        max_tokens: int | None = None,
+        policy: str | None = None,
     ) -> None:
         parameters = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
         about = {"name": name, "description": description, "parameters": parameters}
         super().__init__({}, {"type": "function", "function": about})
-        self.name, self.loop, self.system, self.max_tokens = name, loop, system, max_tokens
+        self.name, self.loop, self.system, self.max_tokens, self.policy = name, loop, system, max_tokens, policy
 
     def prepare(self, sampler: Sampler) -> None:
         """Check the loop against the sampler's tokenizer."""
@@ -46,15 +42,17 @@ class SubAgent(BaseTool):
 
     def describe(self) -> dict[str, Any]:
         """The loop's settings, the system prompt and the limit."""
-        return {"system": self.system, "max_tokens": self.max_tokens, "loop": self.loop.describe()}
+        whose = {} if self.policy is None else {"policy": self.policy}
+        return {"system": self.system, "max_tokens": self.max_tokens, "loop": self.loop.describe(), **whose}
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         """Run the loop on the task; its sequences go to the episode that called. Returns the last answer."""
         parent, sampling = RUNNING.get()
         turn = parent.turn
         number = parent.called[turn] = parent.called.get(turn, -1) + 1
+        policy = self.policy or parent.policy
         child = replace(
-            parent, purpose=f"{parent.purpose}/{self.name}@{turn}.{number}", max_prompt_length=None, progress=None,
+            parent, sampler=parent.sampler_of(self.policy), policy=policy, purpose=f"{parent.purpose}/{self.name}@{turn}.{number}", max_prompt_length=None, progress=None,
             turn=0, attempt=0, seconds=0.0, samples=[], told=set(), versions=[], others=[], called={},
         )  # fmt: skip
         chat = [{"role": "system", "content": self.system}] if self.system else []
@@ -63,9 +61,9 @@ class SubAgent(BaseTool):
         given = {"raw_prompt": chat, "uid": parent.uid, "extra_info": {"tools_kwargs": kwargs}}
         found = await self.loop.bound(child).run({**sampling, **changes}, **given)
         several = tuple(map(child.with_log_probs, sequences(found, f"sub-agent {self.name!r}")))
-        mark = {_MARK: {"name": self.name, "turn": turn, "number": number}}
+        mark = {SUB_AGENT: {"name": self.name, "turn": turn, "number": number}}
         several = (*child.others, *several)
-        parent.others += [replace(one, extra={**one.extra, **mark}) for one in several]
+        parent.others += [replace(one, extra={**one.extra, **mark}, policy=one.policy or policy) for one in several]
         return ToolResponse(text=_answer(several, self.loop)), None, {}
 
 
@@ -75,7 +73,13 @@ def _answer(found: Sequences, loop: AgentLoopBase) -> str:
 
 
 def sub_agent(
-    loop: AgentLoopBase, *, name: str, description: str, system: str | None = None, max_tokens: int | None = None
+    loop: AgentLoopBase,
+    *,
+    name: str,
+    description: str,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    policy: str | None = None,
 ) -> SubAgent:
     """A tool by which a `ToolAgent` hands a task to another loop: `tools=[sub_agent(ToolAgent([search]), name="research", …)]`.
 
@@ -89,8 +93,10 @@ def sub_agent(
         description: what the model reads of it; its only argument is `task`, a text.
         system: the sub-agent's system prompt.
         max_tokens: limit of each of its sequences; None: that of the rollout.
+        policy: the policy that samples it, where the rollout has several; None: the caller's.
     """
     if not isinstance(loop, AgentLoopBase):
         raise SettingError("loop of a sub-agent", expected="an agent loop: ToolAgent(…)", found=loop)
     require(max_tokens is None or max_tokens >= 1, "max_tokens of a sub-agent", expected="≥ 1", found=max_tokens)
-    return SubAgent(loop, name=name, description=description, system=system, max_tokens=max_tokens)
+    about = {"name": name, "description": description, "system": system}
+    return SubAgent(loop, max_tokens=max_tokens, policy=policy, **about)

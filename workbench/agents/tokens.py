@@ -225,7 +225,8 @@ class TurnTokens:
         good: dict[tuple[bool, bool], str] = {}
         whys: list[str] = []
         for ids, call in _MODES if role == "tool" else _MODES[:1]:
-            self._wants_ids, self._wants_call = ids, call
+            if role == "tool":
+                self._wants_ids, self._wants_call = ids, call
             try:
                 good[ids, call] = self._checked(role)
             except DataError as error:
@@ -271,12 +272,11 @@ class TurnTokens:
 
 def _calling(answers: Sequence[Message]) -> Message:
     """A turn with the calls that these tools' answers are for."""
-    named = [(one.get("tool_call_id"), {"name": one.get("name") or "tool", "arguments": {}}) for one in answers]
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": key, "type": "function", "function": own} for key, own in named],
-    }
+    calls = []
+    for one in answers:
+        function = {"name": one.get("name") or "tool", "arguments": {}}
+        calls.append({"id": one.get("tool_call_id"), "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _common(one: str, other: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
-from workbench.agents.episode import Transcript
+from workbench.agents.episode import RUNNING, Transcript
 from workbench.agents.formats import parser_of
 from workbench.agents.histories import (
     COMPACT_PROMPT,
@@ -38,7 +38,6 @@ from workbench.agents.protocol import (
     Turn,
     pixels_of,
 )
-from workbench.agents.sub_agents import RUNNING, SubAgent
 from workbench.agents.tokens import TurnTokens
 from workbench.base.config import require
 from workbench.base.errors import DataError, describe, first_line, unknown
@@ -208,9 +207,9 @@ class ToolAgent(AgentLoopBase):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
-    def sub_agents(self) -> dict[str, SubAgent]:
-        """Those of the tools that are sub-agents, by name."""
-        return {name: tool for name, tool in self._box.tools.items() if isinstance(tool, SubAgent)}
+    def sub_agents(self) -> dict[str, Any]:
+        """Those of the tools that are sub-agents (`SubAgent`), by name."""
+        return {name: tool for name, tool in self._box.tools.items() if getattr(tool, "delegates", False)}
 
     @property
     def lacks(self) -> str:
@@ -530,8 +529,8 @@ class ToolAgent(AgentLoopBase):
             now = replace(now, past=[*now.past, Part(now.messages, now.transcript)], messages=chat, transcript=one)
         turns = now.transcript.turns
         now.state = AgentState.GENERATING
-        if is_asked(now.turns[-2:-1]):
-            now.state = AgentState.TERMINATED  # the summary was one too many
+        if turns and is_asked(now.turns[-2:-1]):
+            now.state = AgentState.TERMINATED  # its summary was one too many
         elif turns and turns[-1].role == "assistant":
             last = turns[-1]
             now.calls = self.parsed(now, now.transcript.ids[last.first : last.last + 1])
@@ -583,8 +582,8 @@ class ToolAgent(AgentLoopBase):
         written = list(ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids)
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         try:
-            begun = {"reasoning": self.tokens.reasoning, "cut": bool(episode.transcript.turns[-1].cut)}
-            return calls_of(self._parser, text, self._box.schemas, **begun)
+            reasoning, cut = self.tokens.reasoning, bool(episode.transcript.turns[-1].cut)
+            return calls_of(self._parser, text, self._box.schemas, reasoning=reasoning, cut=cut)
         except Exception as error:  # noqa: BLE001 - what a model wrote is a row's data, whatever it does to a parser
             why = f"the parser failed: {first_line(error)}"
             episode.errors.append(why)

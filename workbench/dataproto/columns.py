@@ -80,6 +80,7 @@ COLUMNS: Mapping[str, Column] = _declare(
         "turn_scores": ("object", "The simulated user's scores of the row's turns, in order."),
         "tool_rewards": ("object", "The tools' own rewards of the row's calls, in order; 0 for calls that failed."),
         "agent_extra": ("object", "What else the row's agent loop gave, as a dict."),
+        "policy": ("object", "Name of the policy whose tokens the row holds, where an episode has several."),
         "session": ("object", "Number of the row's episode; there where an episode of the batch is several rows."),
         "response_text": ("object", "The response decoded, special tokens left out."),
         "multi_modal_inputs": (

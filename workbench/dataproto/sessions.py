@@ -11,6 +11,8 @@ from workbench.dataproto.core import DataProto
 
 SESSION = "session"
 """The column that is there where an episode of the batch is more than one row."""
+POLICY = "policy"
+"""The column that is there where several policies speak in an episode: the name of the one whose tokens a row holds."""
 
 
 def last_rows(batch: DataProto, column: str | None = SESSION) -> Tensor:
@@ -34,6 +36,29 @@ def episodes(batch: DataProto) -> list[list[int]]:
     for row, last in enumerate(last_rows(batch).tolist()):
         found.setdefault(last, []).append(row)
     return list(found.values())
+
+
+def sequence_of(batch: DataProto, row: int) -> tuple[int, list[int]] | None:
+    """(number of a row's episode, rows of that episode in order); None in a batch whose rows are episodes each."""
+    if SESSION not in batch:
+        return None
+    return next((number, rows) for number, rows in enumerate(episodes(batch)) if row in rows)
+
+
+def row_name(batch: DataProto, row: int) -> str:
+    """`row 7`, or `row 7 (episode 3, sequence 2 of 3)`."""
+    found = sequence_of(batch, row)
+    if found is None:
+        return f"row {row}"
+    number, rows = found
+    return f"row {row} (episode {number}, sequence {rows.index(row) + 1} of {len(rows)})"
+
+
+def of_first_policy(batch: DataProto) -> DataProto:
+    """The rows of the policy that `meta_info` names as the first; all rows where there is one policy."""
+    if POLICY not in batch:
+        return batch
+    return batch.select_idxs([row for row, name in enumerate(batch[POLICY]) if name == batch.meta_info.get(POLICY)])
 
 
 def alike(parts: Sequence[DataProto]) -> list[DataProto]:

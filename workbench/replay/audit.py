@@ -231,11 +231,12 @@ def audit_trace(
     `row`: the step's row of metrics.jsonl; `actor`: settings of the learner's engine."""
     found = _Findings(int(trace.step or 0))
     exact = _exact(actor or {})
-    views = [replace(_view(trace, phase, before), exact=exact) for phase in trace]
+    views = [replace(_of_policy(_view(trace, phase, before)), exact=exact) for phase in trace]
     for number, phase in enumerate(trace):
         _phase(found, views, number, phase, (after or {}).get(phase.stage, {}))
-    if row is not None:
-        _whole_step(found, trace, views[-1] if views else None, row)
+    if row is not None:  # of the rows of all policies
+        last = [replace(_view(trace, phase, before), exact=exact) for phase in list(trace)[-1:]]
+        _whole_step(found, trace, last[0] if last else None, row)
     return found.result()
 
 
@@ -247,11 +248,11 @@ def _phase(found: _Findings, views: Sequence[View], number: int, phase: Phase, s
     if formulas is None or whys.get(why):
         found.left |= dict.fromkeys((*phase.wrote, *phase.metrics), why)
         return
-    spoken = found.compare(phase.stage, formulas(view), view.after, phase.metrics)
+    spoken = found.compare(phase.stage, formulas(view), view.after, view.metrics)
     if phase.stage == "filter_groups" and view.metrics.get("train/num_gen_batches", 1) > 1:
         spoken |= _drawn_rows(found, views, view)
     spoken |= found.compare(phase.stage, _carried(view, spoken), view.after, {})
-    found.unread([*phase.wrote, *phase.metrics], spoken)
+    found.unread([*phase.wrote, *view.metrics], spoken)
     if "value" in state and "kl_controller" in phase.settings:
         found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
 
@@ -286,6 +287,23 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
         tokenizer=tokenizer,
         ends=ends,
     )
+
+
+def _of_policy(view: View) -> View:
+    """A view of the rows of one policy, where the phase is of one of several; its metrics under the first policy's names."""
+    policy = view.settings.get("policy") if "policy" in view.after else None
+    if policy is None or "purpose" in view.settings:
+        return view
+    before, after = (
+        Lists(one.batch.select_idxs([name == policy for name in one["policy"]])) for one in (view.before, view.after)
+    )
+    metrics, end = dict(view.metrics), f"_{policy}"
+    if view.stage.endswith(end):
+        names = {name: name.removeprefix(f"{policy}/") for name in metrics}
+        metrics = {short if "/" in short else f"actor/{short}": metrics[name] for name, short in names.items()}
+        made = view.stage.removesuffix(end)
+        view = replace(view, stage="update_actor" if made == "update" else made)
+    return replace(view, before=before, after=after, metrics=metrics)
 
 
 @functools.cache

@@ -322,7 +322,9 @@ def measured_advantages(b: Lists) -> Claims:
 
 
 def measured_batch(b: Lists) -> Claims:
-    """All of them, as far as the batch has the columns."""
+    """All of them, as far as the batch has the columns; of several policies those of the first one's rows."""
+    if "policy" in b:
+        b = Lists(b.batch.select_idxs([name == b.batch.meta_info.get("policy") for name in b["policy"]]))
     for column, part in (
         ("prompt_mask", measured_lengths),
         ("token_level_scores", measured_scores),

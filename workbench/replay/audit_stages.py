@@ -114,6 +114,8 @@ def _repeated(v: View) -> Claims:
         yield Left("session", "the agent loop's cut of an episode into rows; their order is checked")
         order = list(itertools.accumulate(int(a != b) for a, b in itertools.pairwise([0, *rows])))
         yield Claim("session", order, "episodes in order, the rows of one beside each other", partial=True)
+    if "policy" in v.after:
+        yield Left("policy", "the agent loop's own word")
     if "greedy" in v.after:
         yield Claim("greedy", [row % number == number - 1 for row in rows], "the last of each prompt's rows")
 

@@ -195,6 +195,8 @@ class _Maker:
             return {key: self.value(one) for key, one in plain["mapping"].items()}
         if "engine" in plain:
             return self.learners[plain["engine"]]
+        if "stage" in plain:
+            return self.stage(plain["stage"], {})
         if "frozen" in plain:
             return self.open_frozen(plain["frozen"])
         if "reward" in plain:

@@ -31,6 +31,7 @@ from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.policies import OfPolicy
 from workbench.stages.stage import foreign_class
 from workbench.stages.supervised import BradleyTerry, CrossEntropy
 from workbench.stages.update import PolicyLoss, ValueLoss
@@ -194,6 +195,13 @@ MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
         (agents.Calculator, agents.Gsm8kAnswer),
         ("part", lambda one: {"config": one.config, "tool_schema": one.tool_schema}),
     ),
+    agents.SubAgent: (
+        "part",
+        lambda one: (
+            {name: getattr(one, name) for name in ("loop", "name", "system", "max_tokens", "policy")}
+            | {"description": one.tool_schema["function"]["description"]}
+        ),
+    ),
     agents.Gsm8kInteraction: ("part", lambda one: {"config": one.config}),
     **dict.fromkeys(
         (type(agents.tool_parser(name)) for name in agents.parser_names()),
@@ -214,7 +222,7 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
                 "name": stage.name,
                 "class": type(stage).__name__ if type(stage).__module__.startswith(OURS) else None,
                 **_own_class(stage),
-                "arguments": {name: _plain(value, roles) for name, value in made.items()},
+                "arguments": {name: _argument(stage, name, value, roles) for name, value in made.items()},
                 "reads": list(stage.reads),
                 "optional": list(getattr(stage, "optional", ())),
                 "writes": list(stage.writes),
@@ -222,6 +230,14 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
             }
         )
     return records
+
+
+def _argument(stage: Any, name: str, value: Any, roles: Mapping[int, str]) -> Any:
+    """One argument of a stage; of a policy's stage the stage inside as its class and arguments."""
+    if not (isinstance(stage, OfPolicy) and name == "stage" and type(value).__module__.startswith(OURS)):
+        return _plain(value, roles)
+    made = {key: _argument(value, key, one, roles) for key, one in value.made_with.items()}
+    return {"stage": {"class": type(value).__name__, "arguments": made}}
 
 
 def _own_class(stage: Any) -> dict[str, Any]:

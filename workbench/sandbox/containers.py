@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Event
-from typing import Any
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, first_line
@@ -146,11 +145,11 @@ class Containers:
         full = ran.limit is None and int(size or 0) > self.disk_limit_mb << 20
         return replace(ran, limit="disk") if full else ran
 
-    async def in_turn(self, *work: Any) -> Phase:
-        """Run a command (arguments of `run_in`) in one of the sandbox's threads; a cancellation ends it."""
+    async def in_turn(self, name: str, command: str, seconds: float, environment: Mapping[str, str]) -> Phase:
+        """`run_in` in one of the sandbox's threads; a cancellation ends the command."""
         stop = Event()
+        job = partial(self.run_in, name, command, seconds, environment, stop)
         try:
-            job = partial(self.run_in, *work, stop)
             return await asyncio.get_running_loop().run_in_executor(self._threads, job)
         except asyncio.CancelledError:
             stop.set()

@@ -68,8 +68,12 @@ class _Runs(Protocol):
     tier: str
     memory_limit_mb: int
     disk_limit_mb: int
-    phase: Callable[..., Phase]
-    in_turn: Callable[..., Awaitable[Result]]
+
+    @property
+    def phase(self) -> Callable[..., Phase]: ...
+
+    @property
+    def in_turn(self) -> Callable[..., Awaitable[Any]]: ...
 
 
 class LocalWorkspace:

@@ -7,6 +7,7 @@ from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.filtering import FilterGroups, Overlong, Resample
 from workbench.stages.log_prob import LogProb, OffPolicy, Values
 from workbench.stages.pipeline import Pipeline
+from workbench.stages.policies import OfPolicy
 from workbench.stages.reward import Reward, TurnScores, place_turn_scores
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
@@ -16,7 +17,7 @@ from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
     "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LogProb",
-    "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout",
+    "OfPolicy", "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout",
     "RolloutCorrection", "Stage", "Targets", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
     "validation_rollout",
 ]  # fmt: skip

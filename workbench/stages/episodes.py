@@ -15,11 +15,12 @@ from workbench.agents.loop import AgentLoopBase, Loops
 from workbench.agents.protocol import AgentLoopOutput, Seen, Sequences, Turn, pixels_of, sequences
 from workbench.agents.stepping import EpisodeStepper
 from workbench.base import runtime
-from workbench.base.errors import ForeignError, boundary
+from workbench.base.config import require
+from workbench.base.errors import ForeignError, boundary, unknown
 from workbench.base.metrics import Count, Metric
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, episodes, last_rows
+from workbench.dataproto.sessions import POLICY, SESSION, episodes, last_rows
 from workbench.engines.protocol import Late, LogProbModel, Sample, Sampler, SamplingSettings, processor_of
 from workbench.rewards.base import broken_episode, whole_episode
 from workbench.stages.measures import length_metrics
@@ -51,6 +52,9 @@ class EpisodeRollout(Rollout):
             then gives the same bits, however long tools take (unless one exceeds its time limit in one run only).
             Without it no episode waits for another's tool; the tokens are the same, barring float ties.
         sampling: `max_tokens` limits the whole response, tool and user tokens included.
+        policies: the samplers of further policies by name, for loops in which several speak (`generate(…, policy="verifier")`,
+            `sub_agent(…, policy="verifier")`). Each row then has the column `policy`; see `recipes.multi_policy`.
+        policy: the name of `sampler`'s policy there.
         group_size, purpose, greedy_baseline: as in `Rollout`.
 
     Raises `ForeignError`: with the row, where your own agent loop raises or returns no `AgentLoopOutput`; and where the
@@ -72,6 +76,8 @@ class EpisodeRollout(Rollout):
         sampling: SamplingSettings | None = None,
         purpose: str = "rollout",
         greedy_baseline: bool = False,
+        policies: Mapping[str, Sampler] | None = None,
+        policy: str = "actor",
     ) -> None:
         super().__init__(
             sampler, group_size=group_size, sampling=sampling, purpose=purpose, greedy_baseline=greedy_baseline
@@ -81,17 +87,25 @@ class EpisodeRollout(Rollout):
             self.loops.named(None).prepare(sampler)
         self.default_agent = default_agent
         self.deterministic = deterministic
+        self.policy, self.policies = policy, dict(policies or {})
+        if self.policies:
+            require(
+                policy not in self.policies, "policies", expected=f"names other than {policy!r}", found=[*self.policies]
+            )
+            self.writes = (*self.writes, POLICY)
+            self._learners = (sampler, *self.policies.values())
 
     def settings(self) -> dict[str, Any]:
         """Settings of the rollout and of its agent loops, in one flat dict."""
         mine = {"agent": self.loops.describe(), "default_agent": self.loops.default}
-        return {**super().settings(), **mine, "deterministic": self.deterministic}
+        names = {"policies": ", ".join((self.policy, *self.policies))} if self.policies else {}
+        return {**super().settings(), **mine, "deterministic": self.deterministic, **names}
 
     @property
     def blank(self) -> dict[str, Any]:
         """As `Rollout.blank`, with the columns of an episode (`turns`, `num_turns`, …) whose response is empty."""
         silent = AgentLoopOutput((0,), (), (), (), turns=(Turn("assistant", "", 0, -1),))
-        return {**super().blank, **_objects(silent)}
+        return {**super().blank, **_objects(silent), **({POLICY: self.policy} if self.policies else {})}
 
     def __call__(self, batch: DataProto) -> Outcome:
         """P rows in, the sequences of P·G episodes out (of P·(G + 1) with a greedy baseline)."""
@@ -126,6 +140,9 @@ class EpisodeRollout(Rollout):
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
         return self._finished(batch, self._columns(every), rows[_numbers(every)], agent_metrics(_flat(every)))
 
+    def _facts(self) -> dict[str, Any]:
+        return {**super()._facts(), **({POLICY: self.policy} if self.policies else {})}
+
     def _loops_of(self, batch: DataProto) -> list[AgentLoopBase]:
         """The agent loop of each of P rows, prepared."""
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
@@ -141,7 +158,8 @@ class EpisodeRollout(Rollout):
         meta = batch.meta_info
         seeded = {"run_seed": meta.get("seed", 0), "purpose": self.purpose, "step": meta.get("step", 0)}
         limit = meta.get("max_prompt_length")
-        return Episode(self.sampler, batch["uid"][row], sample, row=index, max_prompt_length=limit, **seeded)
+        several = {"policy": self.policy, "policies": self.policies} if self.policies else {}
+        return Episode(self.sampler, batch["uid"][row], sample, row=index, max_prompt_length=limit, **several, **seeded)
 
     # --- a single episode -----------------------------------------------------------------------
 
@@ -201,6 +219,13 @@ class EpisodeRollout(Rollout):
         written = self.written(after if same else before.select_idxs(rows).with_meta(**after.meta_info), columns)
         return Outcome(written, {**length_metrics(written), **counted}, rows)
 
+    def _policy_of(self, name: str) -> Sampler:
+        """A policy's sampler by the name in an agent loop's output."""
+        if name not in self.policies:
+            known = (self.policy, *self.policies)
+            raise ForeignError("policy of an agent loop's output: " + unknown("policy of the rollout", name, known))
+        return self.policies[name]
+
     def _log_probs(
         self, context: Sequence[int], pixels: Mapping[str, torch.Tensor] | None, ids: Sequence[int]
     ) -> list[float]:
@@ -220,6 +245,12 @@ class EpisodeRollout(Rollout):
         columns = columns_of([output.prompt_ids for output in outputs], samples, self._pad_id, masks)
         ids = [list(output.response_ids) for output in outputs]
         columns["response_text"] = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        if self.policies:
+            columns[POLICY] = [one.policy or self.policy for one in outputs]
+            for row, name in enumerate(columns[POLICY]):
+                if name != self.policy:
+                    tokenizer = self._policy_of(name).tokenizer
+                    columns["response_text"][row] = tokenizer.decode(ids[row], skip_special_tokens=True)
         each = [_objects(output) for output in outputs]
         pixels = {PIXELS: [pixels_of(one.seen) for one in outputs]} if any(one.seen for one in outputs) else {}
         several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
@@ -284,6 +315,7 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
         turns=tuple(Turn.from_dict(turn) for turn in batch["turns"][row]),
         extra={**own, **{name: one for name, one in extra.items() if name != "pictures"}},
         seen=_seen(extra.get("pictures") or (), batch[PIXELS][row] if PIXELS in batch else {}),
+        policy=batch[POLICY][row] if POLICY in batch else None,
     )
 
 

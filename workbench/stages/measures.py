@@ -14,16 +14,18 @@ from torch import Tensor
 
 from workbench.base.metrics import Mean, Metric
 from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, episodes, is_last
+from workbench.dataproto.sessions import SESSION, episodes, is_last, of_first_policy
 from workbench.functional.returns import explained_variance
 from workbench.rewards.base import response_lengths
 from workbench.stages.stage import spread
 
 
 def data_metrics(batch: DataProto) -> dict[str, Metric]:
-    """All metrics of verl's `compute_data_metrics` whose columns the batch has; {} for a batch without responses."""
+    """All metrics of verl's `compute_data_metrics` whose columns the batch has; {} for a batch without responses. Of several
+    policies those of the first one's rows: stages measure the others'."""
     if "response_mask" not in batch or not len(batch):
         return {}
+    batch = of_first_policy(batch)
     parts = (("prompt_mask", length_metrics), ("token_level_scores", score_metrics), ("advantages", advantage_metrics))
     return {name: value for column, part in parts if column in batch for name, value in part(batch).items()}
 

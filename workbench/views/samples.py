@@ -11,6 +11,7 @@ import numpy as np
 
 from workbench.base.errors import message, unknown
 from workbench.dataproto import DataProto
+from workbench.dataproto.sessions import SESSION, episodes
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
@@ -48,7 +49,8 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
     """The samples of a batch as a DataFrame, one line per row.
 
     Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
-    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended).
+    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended); where
+    episodes are several rows also episode, sequence (from 1) and sequences (how many the episode has).
 
     A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
     read, and not kept in memory.
@@ -59,6 +61,8 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
     found: dict[str, Any] = {"group": np.arange(len(batch))}
     if "uid" in batch:  # numbered by first appearance
         found["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
+    if SESSION in batch:
+        found |= _of_episodes(batch)
     if "step" in held:  # a dump of several
         found["step"] = held.passing("step").numpy()
     if "reward" in batch:
@@ -71,6 +75,15 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
     found |= _of_tokens(batch)
     in_order = sorted(found, key=lambda name: _COLUMNS.index(name.partition("/")[0]))
     return pd.DataFrame({name: found[name] for name in in_order})
+
+
+def _of_episodes(batch: DataProto) -> dict[str, Any]:
+    """Of rows that are sequences of episodes: the episode's number, the sequence's from 1, and how many there are."""
+    found = {name: np.zeros(len(batch), dtype=int) for name in ("episode", "sequence", "sequences")}
+    for number, rows in enumerate(episodes(batch)):
+        for place, row in enumerate(rows, 1):
+            found["episode"][row], found["sequence"][row], found["sequences"][row] = number, place, len(rows)
+    return found
 
 
 def _of_tokens(batch: DataProto) -> dict[str, Any]:
@@ -88,7 +101,7 @@ def _of_tokens(batch: DataProto) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "group", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
+    "group", "episode", "sequence", "sequences", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
     "sampler_logprob_diff", "tokens", "finish",
 )  # fmt: skip
 _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
@@ -116,7 +129,7 @@ class SampleIndex:
     @cached_property
     def groups(self) -> pd.DataFrame:
         """The DataFrame that `groups(batch)` returns, one line per prompt, but with prompts in full."""
-        rows = self.frame.groupby("group", sort=True)
+        rows = self._once.groupby("group", sort=True)
         asked = {"prompt": ("prompt", "first"), "samples": ("group", "size"), "scored": ("reward", "count")}
         asked |= {"mean": ("reward", "mean"), "std": ("reward", "std")}
         asked |= {"worst": ("reward", "min"), "best": ("reward", "max")}
@@ -124,6 +137,11 @@ class SampleIndex:
         if "advantage" in self.frame:
             found["spread"] = rows["advantage"].max() - rows["advantage"].min()
         return found.round(4)
+
+    @property
+    def _once(self) -> pd.DataFrame:
+        """The rows that stand for an episode each: the last of its sequences."""
+        return self.frame[self.frame["sequence"] == self.frame["sequences"]] if "sequence" in self.frame else self.frame
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -137,7 +155,9 @@ class SampleIndex:
         if "reward" not in self.frame:
             return np.full(len(self.frame), np.nan)
         reward = self.frame["reward"]
-        rows = self.frame.assign(reward=reward.fillna(0.0), counted=reward.notna().astype(float)).groupby("group")
+        once = self.frame.index.isin(self._once.index)
+        given = {"reward": reward.fillna(0.0) * once, "counted": (reward.notna() & once).astype(float)}
+        rows = self.frame.assign(**given).groupby("group")
         others = rows["counted"].transform("sum") - 1
         mean = (rows["reward"].transform("sum") - reward) / others.where(others > 0)
         return (reward - mean).abs().to_numpy()
@@ -284,7 +304,7 @@ class Samples(doc.View):
             scored = doc.bar(abs(reward) / top, f"{reward:g}", reward >= 0)
         tokens, finish = _tokens(row)
         return [
-            f"{number}" if self.by_group else (f"{number}", doc.BREAK, doc.small(f"group\u00a0{int(row['group'])}")),
+            (f"{number}", doc.BREAK, doc.small(", ".join(_place(row)[self.by_group :]))),
             (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
             scored,
             _judgement(row, object_at(self.index.batch, "score", number)),
@@ -309,7 +329,7 @@ _THUMBNAILS = 4
 
 
 def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
-    said = [f"row {number} (group {int(row['group'])})"]
+    said = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
         said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
     said += [doc.one_line(row["why"])] if row.get("why") else []
@@ -318,6 +338,14 @@ def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
     said += [counted_pictures(seen)] if seen else []
     texts = [f"  {doc.one_line(row['prompt'])}"] if "prompt" in row else []
     return ["  ".join(said), *texts, f"  → {doc.one_line(_response(row))}"]
+
+
+def _place(row: Any) -> list[str]:
+    """The row's group, and which sequence of which episode it is, where episodes are several rows."""
+    group = f"group\u00a0{int(row['group'])}"
+    if "sequence" not in row:
+        return [group]
+    return [group, f"episode {int(row['episode'])}", f"sequence {int(row['sequence'])} of {int(row['sequences'])}"]
 
 
 def _response(row: Any) -> str:

@@ -16,6 +16,7 @@ from workbench.base.errors import BatchError, message, unknown
 from workbench.base.shown import plain
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
+from workbench.dataproto.sessions import row_name, sequence_of
 from workbench.datasets.pictures import text_of
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.engines.protocol import Late
@@ -348,12 +349,13 @@ def tokens(
     Example:
         >>> wb.views.tokens(s, 3, "advantage", against_row=5)  # doctest: +SKIP
     """
-    rows, labels = [TokenRow(thing, row, tokenizer)], [f"row {row}"]
+    rows = [TokenRow(thing, row, tokenizer)]
+    labels = [row_name(rows[0].batch, row)]
     if against is not None or against_row is not None:
         other = row if against_row is None else against_row
         rows.append(TokenRow(thing if against is None else against, other, tokenizer))
         if against is None:
-            labels = [f"row {row}", f"row {other}"]
+            labels.append(row_name(rows[1].batch, other))
         else:
             same = rows[0].prompt == rows[1].prompt
             labels = [f"row {row}, first", f"row {other}, second" + ("" if same else " (another prompt)")]
@@ -410,17 +412,30 @@ _OTHER = "rgba(128,128,128,0.5)"
 
 
 class TranscriptView(doc.View):
-    """The view that `transcript(batch, row)` returns: one row's prompt and turns, its tokens coloured."""
+    """The view that `transcript(batch, row)` returns: a row's prompt and turns, its tokens coloured, and those of the other
+    sequences of its episode.
+    """
 
-    def __init__(self, tokens: Tokens, turns: Sequence[Turn], prompt: Sequence[Any]) -> None:
+    def __init__(self, tokens: Tokens, row: TokenRow, turns: Sequence[Turn], prompt: Sequence[Any]) -> None:
         self.tokens = tokens
+        self.sequences: tuple[TranscriptView, ...] = (self,)
+        """The views of all sequences of the episode, in order, this one among them."""
         self.turns = tuple(turns)
         self.prompt = [one if isinstance(one, dict) else {"role": "user", "content": one} for one in prompt]
-        self._row = tokens.rows[0]
+        self._row = row
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each turn: role, text, indices of its first and last token, mask, calls, score, cut, edited."""
+        """A line for each turn: role, text, indices of its first and last token, mask, calls, score, cut, edited; of an episode
+        of several sequences the turns of all, with `sequence`, from 1."""
+        import pandas as pd
+
+        if len(self.sequences) > 1:
+            each = [one._frame().assign(sequence=number) for number, one in enumerate(self.sequences, 1)]
+            return pd.concat(each, ignore_index=True)
+        return self._frame()
+
+    def _frame(self) -> pd.DataFrame:
         import pandas as pd
 
         columns = ["role", "text", "first", "last", "mask", "calls", "score", "cut", "edited"]
@@ -439,13 +454,19 @@ class TranscriptView(doc.View):
         return " · ".join(said)
 
     def document(self) -> doc.Part:
-        """The view's content: the prompt and the turns, in HTML with coloured tokens."""
+        """The view's content: the prompt and the turns of each sequence, in HTML with coloured tokens."""
+        if len(self.sequences) == 1:
+            return self._alone(f"row {self._row.row}", legend(*self.tokens.quantity()))
+        names = [row_name(one._row.batch, one._row.row) for one in self.sequences]
+        return [one._alone(name) for one, name in zip(self.sequences, names, strict=True)]
+
+    def _alone(self, name: str, scale: doc.Part = ()) -> doc.Part:
         row, places = self._row, range(len(self.turns))
         said = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
         page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(text_of(one["content"]))) for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
-        head = doc.line(doc.bold(f"row {row.row}"), f" · {self.head()}"), legend(*self.tokens.quantity())
-        text = [f"row {row.row}: {self.head()}", said, *map(self._said, places)]
+        head = doc.line(doc.bold(name), f" · {self.head()}"), scale
+        text = [f"{name}: {self.head()}", said, *map(self._said, places)]
         return doc.Either(text, [head, page, read, lambda: [self._turn(place) for place in places]])
 
     def _said(self, place: int) -> list[str]:
@@ -469,7 +490,7 @@ class TranscriptView(doc.View):
 
 
 def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer: Any = None) -> TranscriptView:
-    """Show one row of a batch, trace, stepper or run (or a stepped episode) turn by turn.
+    """Show the episode of one row of a batch, trace, stepper or run (or a stepped one) turn by turn, all of its sequences.
 
     The tokens are coloured by `colour`, and have the same indices, as in `tokens`; a dotted underline means mask 0, not
     sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. Raises as `tokens`.
@@ -477,19 +498,32 @@ def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer
     Example:
         >>> wb.views.transcript(s, 3, "advantage").frame  # doctest: +SKIP
     """
-    one = TokenRow(thing, row, tokenizer)
-    shown = Tokens([one], [f"row {row}"], colour)
-    said, text, prompt = (object_at(one.batch, name, row) for name in ("turns", "response_text", "raw_prompt"))
+    first = TokenRow(thing, row, tokenizer)
+    _, numbers = sequence_of(first.batch, row) or (row, [row])
+    rows = [first if number == row else TokenRow(thing, number, tokenizer) for number in numbers]
+    shown = Tokens(rows, [f"row {number}" for number in numbers], colour)
+    main = [one for one in rows if "sub_agent" not in (object_at(one.batch, "agent_extra", one.row) or {})]
+    # the prompts of later sequences and of sub-agents are not the row's
+    views = tuple(_sequence(shown, one, asked=one in main[:1]) for one in rows)
+    for view in views:
+        view.sequences = views
+    return views[numbers.index(row)]
+
+
+def _sequence(shown: Tokens, one: TokenRow, *, asked: bool) -> TranscriptView:
+    said, text, prompt = (object_at(one.batch, name, one.row) for name in ("turns", "response_text", "raw_prompt"))
     # without turns it is one response, or of a loop that keeps no transcript
     alone = Turn("assistant", str(text or "".join(one.texts)), 0, one.length - 1)
     turns = [Turn.from_dict(turn) for turn in said or ()] or [alone]
-    return TranscriptView(shown, turns, [] if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt))
+    chat = [] if prompt is None or not asked else [prompt] if isinstance(prompt, str) else list(prompt)
+    return TranscriptView(shown, one, turns, chat)
 
 
 def episode(made: EpisodeStepper) -> doc.Part:
     """The view of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
     view = transcript(made.batch, 0, tokenizer=made.tokenizer)
-    view._row.row = made.row
+    if len(view.sequences) == 1:
+        view._row.row = made.row
     return view.document(), doc.line(doc.bold(_upcoming(made)))
 
 

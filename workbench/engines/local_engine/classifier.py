@@ -10,7 +10,7 @@ import torch
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import EngineError, boundary
-from workbench.engines.local_engine.loading import chosen_device, pretrained, resolve
+from workbench.engines.local_engine.loading import auto_tokenizer, chosen_device, pretrained, resolve
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.protocol import Classified
 
@@ -94,7 +94,7 @@ def open_classifier(
     With `begin` a causal model's folder will do, too: a new head is added, with zero weights. Raises `EngineError` as
     `classifier` does.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -111,7 +111,7 @@ def open_classifier(
             model = pretrained(AutoModelForSequenceClassification, found, **given, **trust)
         finally:
             logging.set_verbosity(told)
-        tokenizer = AutoTokenizer.from_pretrained(found, **trust)
+        tokenizer = auto_tokenizer(found, **trust)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         expected = "a sequence classifier with one label and a head called 'score'"
         found = f"{model.config.num_labels} labels, {type(model).__name__}"

@@ -248,12 +248,35 @@ def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **given:
     return model
 
 
+_PROBE = "Is 12345 + 0.5 really 6?\n\n  def f(x):\n\treturn x  # naïve, 中文, привет 🙂"
+"""A text that tells tokenizers apart."""
+
+
+def auto_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or hub name, as its `tokenizer.json` has it.
+
+    transformers 5 rebuilds some tokenizers by the class that their configuration names, not by their file: DeepSeek's, as a
+    `LlamaTokenizerFast`, then lose all spaces. Where the ids of a text differ from the file's, the file is taken.
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    found = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    if not isinstance(found, PreTrainedTokenizerFast) or type(found) is PreTrainedTokenizerFast:
+        return found
+    file = cached_file(str(path), "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return found
+    theirs = Tokenizer.from_file(file).encode(_PROBE, add_special_tokens=False).ids
+    same = theirs == found.encode(_PROBE, add_special_tokens=False)
+    return found if same else PreTrainedTokenizerFast.from_pretrained(str(path))
+
+
 def load_tokenizer(path: str | Path, model: Any, settings: Any) -> Any:
     """Load a tokenizer by folder or hub name. Raises `EngineError` where it has more ids than the model embeddings."""
-    from transformers import AutoTokenizer
-
     with boundary(f"loading the tokenizer {str(path)!r}", EngineError):
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=settings.trust_remote_code)
+        tokenizer = auto_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         what, found = f"tokenizer and model of {str(path)!r} do not fit", f"{len(tokenizer)} in the tokenizer"
@@ -267,9 +290,7 @@ def open_tokenizer(path: str) -> Any | None:
     """The tokenizer of a model folder on this machine; None where the folder has none."""
     if not (Path(path) / "tokenizer_config.json").is_file():
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return auto_tokenizer(path)
 
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:

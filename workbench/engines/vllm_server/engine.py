@@ -23,7 +23,7 @@ from workbench.base.config import Settings, require
 from workbench.base.errors import EngineError, SettingError, boundary
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
-from workbench.engines.local_engine.loading import eos_ids_of, resolve
+from workbench.engines.local_engine.loading import auto_tokenizer, eos_ids_of, resolve
 from workbench.engines.protocol import Classified, Closing, Request, Sample, SamplingSettings
 from workbench.engines.tensor_files import in_memory
 from workbench.engines.vllm_server.link import Answer, Link
@@ -247,11 +247,11 @@ def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
 
 def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], int]:
     """The model's tokenizer, the ids that end a response, and the number of ids that the model knows."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     with boundary(f"loading the tokenizer {str(folder)!r}", EngineError):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust)
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust)
+        tokenizer = auto_tokenizer(folder, trust_remote_code=trust)
     try:
         generation = GenerationConfig.from_pretrained(str(folder))
     except OSError:  # many models have none
