@@ -33,7 +33,7 @@ SMALL = {
         "save_freq": 2,
     },
     "107_reward_models": {"steps": 3, "policy_steps": 4, "batch_size": 4, "group_size": 4, "num_pairs": 4},
-    "108_harness": {"steps": 2, "batch_size": 2, "group_size": 4, "num_eval_rows": 4, "num_tasks": 2},
+    "108_harness": {"steps": 3, "batch_size": 2, "group_size": 4, "num_eval_rows": 4, "num_tasks": 2},
     "201_train_grpo": {
         "steps": 3,
         "batch_size": 4,

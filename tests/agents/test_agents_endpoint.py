@@ -19,9 +19,10 @@ from tests_patience import examples
 
 from workbench import engines
 from workbench.agents import Endpoint, Episode, Limits, PolicySession, endpoint
-from workbench.agents.policy_server import split_reasoning
+from workbench.agents.policy_messages import split_reasoning
 from workbench.agents.recording import chain
 from workbench.base import runtime
+from workbench.base.loopback import Asked
 from workbench.dataproto import DataProto
 from workbench.engines.http.openai_form import Refusal
 from workbench.engines.protocol import SamplingSettings
@@ -295,14 +296,14 @@ def test_reasoning_is_told_apart_and_goes_on_though_the_client_drops_it(scripted
 @pytest.mark.parametrize(
     ("text", "opened", "found"),
     [
-        ("<think>a</think>\n\nb", False, ("a", "b")),
-        ("a</think>b", True, ("a", "b")),
-        ("never closed", True, ("never closed", "")),
-        ("b <think>a</think>", False, ("", "b <think>a</think>")),
-        ("<think>a", False, ("a", "")),
+        ("<think>a</think>\n\nb", "", ("a", "b")),
+        ("a</think>b", "<think>", ("a", "b")),
+        ("never closed", "<think>", ("never closed", "")),
+        ("b <think>a</think>", "", ("", "b <think>a</think>")),
+        ("<think>a", "", ("a", "")),
     ],
 )
-def test_reasoning_is_what_a_text_begins_with(text: str, opened: bool, found: tuple[str, str]) -> None:
+def test_reasoning_is_what_a_text_begins_with(text: str, opened: str, found: tuple[str, str]) -> None:
     assert split_reasoning(text, opened) == found
 
 
@@ -385,6 +386,35 @@ def test_calls_where_the_template_writes_none_are_given_as_they_were_written(tin
             chat(session, [{"role": "user", "content": "edited"}, *heard(strange, "5")], tools=TOOLS)
 
 
+def test_a_body_that_is_too_long_is_refused_in_openais_form(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.base.loopback.MAX_REQUEST", 200)
+    with endpoint(scripted(["x"])) as e, e.session() as session:
+        status, reply = asked(e, session, messages=[{"role": "user", "content": "x" * 200}])
+        assert status == 413 and "at most 200" in reply["error"]["message"]
+
+
+def test_tools_without_a_known_parser_are_refused_before_anything_is_sampled(tiny: str) -> None:
+    script = Script(tokenizers(tiny)["own"], ["x"])
+    with endpoint(script) as e, e.session() as session:
+        status, reply = asked(e, session, messages=ASKED, tools=TOOLS)
+        assert status == 400 and "parser" in reply["error"]["message"] and not script.requests
+        assert asked(e, session, messages=ASKED)[0] == 200
+
+
+@pytest.mark.parametrize("name", ["own", "qwen", "llama", "no system"])
+def test_any_template_has_whole_sequences(tiny: str, name: str) -> None:
+    """Where a template cannot append a tool's answer, what comes after is a sequence of its own."""
+    script = Script(tokenizers(tiny)[name], [ADD, "It is 5."])
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        first = {"role": "assistant", **chat(session, ASKED, tools=TOOLS)}
+        chat(session, [*ASKED, *heard(first, "5")], tools=TOOLS)
+        outputs = session.sequences()
+    assert sum(said(outputs)) == 2 and all(own(one) for one in outputs)
+    for request in script.requests:
+        whole = [tuple(one.prompt_ids + one.response_ids) for one in outputs]
+        assert any(one[: len(request.ids)] == tuple(request.ids) for one in whole)
+
+
 def test_contents_may_be_parts(scripted: Any) -> None:
     script = scripted(["x", "y"])
     with endpoint(script) as e, e.session() as session:
@@ -394,6 +424,21 @@ def test_contents_may_be_parts(scripted: Any) -> None:
         assert said(session.sequences()) == [2]
         with pytest.raises(Refusal, match="parts of type text"):
             chat(session, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+FIELDS = (
+    "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "top_logprobs", "stop", "max_tokens",
+    "max_completion_tokens", "temperature", "top_p", "seed", "response_format", "role", "content", "type", "function", "name",
+    "arguments", "tool_calls", "id", "tool_call_id", "text", "parallel_tool_calls", "reasoning_content", "logit_bias",
+)  # fmt: skip
+_FUZZED: list[Script] = []
+
+
+def fuzzed(tiny: str) -> Script:
+    """One script for all examples: making a tokenizer takes a while."""
+    if not _FUZZED:
+        _FUZZED.append(Script(tokenizers(tiny)["qwen"], ["<think>x</think>so", ADD, "yes"]))
+    return _FUZZED[0]
 
 
 MESSAGES = st.lists(
@@ -431,6 +476,35 @@ def test_every_answer_that_counts_is_trained_exactly_once(tiny: str, moves: list
     for node, request in zip(nodes, whole, strict=True):
         assert tuple(node.ids[: -len(node.sample.ids)]) == request
     assert len({one.prompt_ids + one.response_ids for one in outputs}) == len(outputs)
+
+
+ANY = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["\ud800", "user", "text"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(150))
+@given(st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=6), st.booleans(), st.binary(max_size=20))
+def test_no_body_is_answered_by_a_failure(tiny: str, body: dict[str, Any], whole: bool, raw: bytes) -> None:
+    script = fuzzed(tiny)
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        sent = json.dumps({"messages": ASKED, "tools": TOOLS, **body} if whole else body).encode()
+        for one in (sent, raw):
+            request = Asked("POST", f"/e/{session.api_key}/v1/chat/completions", {}, one, lambda: False)
+            status, reply = e.answer(request)
+            reply = list(reply) if isinstance(reply, Iterator) else reply
+            assert status in (200, 400), reply
+            json.dumps(reply)
+        assert all(any(one.response_mask) for one in session.sequences())
 
 
 def test_log_probs_are_those_of_the_model(engine: Any) -> None:

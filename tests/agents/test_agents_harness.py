@@ -184,7 +184,11 @@ def test_a_function_that_raises_or_waits_is_that_rows_infra_error(tiny: str) -> 
     async def slow(policy: Any, row: dict[str, Any]) -> None:
         await asyncio.sleep(60)
 
+    def stuck(policy: Any, row: dict[str, Any]) -> None:
+        time.sleep(30)
+
     assert "no such level" in why(played(Harness(wrong), script(tiny))[0])
+    assert "within 0.2 s" in why(played(Harness(stuck, seconds=0.2), script(tiny))[0])
     assert "within 0.2 s" in why(played(Harness(slow, seconds=0.2), script(tiny))[0])
 
 

@@ -11,7 +11,6 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +18,11 @@ from typing import Any, TypeVar
 
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.plain import plain
-from workbench.agents.policy_server import Endpoint, Limits, PolicySession, PolicyTokens, endpoint
+from workbench.agents.policy_messages import PolicyTokens
+from workbench.agents.policy_server import Endpoint, Limits, PolicySession, endpoint
 from workbench.agents.protocol import AgentLoopOutput, ToolParser, Turn
 from workbench.agents.tokens import TurnTokens
+from workbench.agents.tools.functions import in_thread
 from workbench.base.config import require
 from workbench.base.errors import SettingError, WorkbenchError, describe, first_line
 from workbench.datasets.pictures import text_of
@@ -55,7 +56,8 @@ class Harness(AgentLoopBase):
     tools=…)`). Any other runs in a thread.
 
     A program that fails, runs out of time or never asks makes its row an *infra error*, with the last lines of its errors:
-    it is not scored. One that ends so after a limit has refused a request is scored: `finish_reason` is `turns` or `length`. When
+    it is not scored, and the reward's `on_failure` says what then happens (`by_data_source(on_failure="mask")` leaves it out).
+    One that ends so after a limit has refused a request is scored: `finish_reason` is `turns` or `length`. When
     an episode is over, its processes are killed. The program itself is trusted: what the model writes is code only in a
     sandbox of the program's own.
 
@@ -90,9 +92,9 @@ class Harness(AgentLoopBase):
         model: str = "policy",
         name: str = "harness",
     ) -> None:
-        command = not callable(play)
-        if command and (isinstance(play, str) or not play or not all(isinstance(one, str) for one in play)):
-            expected = "a command as a list of texts, or an async function of (policy, row)"
+        texts = not isinstance(play, str) and not callable(play) and all(isinstance(one, str) for one in play)
+        if not callable(play) and (not texts or not play):
+            expected = "a command as a list of texts, or a function of (policy, row)"
             raise SettingError("play of a harness", expected=expected, found=describe(play))
         require(seconds > 0, "seconds", expected="seconds > 0", found=seconds)
         require(max_concurrent >= 1, "max_concurrent", expected="≥ 1", found=max_concurrent)
@@ -101,7 +103,8 @@ class Harness(AgentLoopBase):
         self.name, self.model = name, model
         self.max_assistant_turns, self.seconds = max_assistant_turns, seconds
         self.max_concurrent, self.keep_reasoning = max_concurrent, keep_reasoning
-        self._play, self._env = play if callable(play) else tuple(play), dict(env or {})
+        self._play: Any = play if callable(play) else tuple(play)
+        self._env = dict(env or {})
         self._folder = None if folder is None else str(folder)
         self._parser = parser
         self._door = _Door()
@@ -122,8 +125,7 @@ class Harness(AgentLoopBase):
         return f"{type(self).__name__}({self.name}: {self.source})"
 
     def prepare(self, sampler: Sampler) -> None:
-        """Check parser and chat template before any row is played."""
-        TurnTokens(sampler.tokenizer, roles=["user"], **switches_of(sampler))
+        """Check the parser before any row is played."""
         PolicyTokens(sampler, self._parser)
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> Any:
@@ -134,8 +136,9 @@ class Harness(AgentLoopBase):
         limits = Limits(self.max_assistant_turns, int(sampling_params["max_tokens"]))
         async with self._door.open(self.episode.sampler, self._parser, self.model, self.max_concurrent) as room:
             sampling = SamplingSettings.from_parameters(sampling_params)
-            asks = {"sampling": sampling, "limits": limits, "keep_reasoning": self.keep_reasoning}
-            with room.address.session(self.episode, **asks) as session:
+            with room.address.session(
+                self.episode, sampling=sampling, limits=limits, keep_reasoning=self.keep_reasoning
+            ) as session:
                 extra, trouble = await self._played(room, session, row)
         if session.failure is not None:
             raise session.failure
@@ -152,8 +155,7 @@ class Harness(AgentLoopBase):
                 found = await self._until(session, self._play(session, dict(row)))
             else:
                 async with room.turns:
-                    work = asyncio.get_running_loop().run_in_executor(room.threads, self._play, session, dict(row))
-                    found = await self._until(session, work)
+                    found = await self._until(session, in_thread(self._play, session, dict(row)))
             return _result(found), ""
         except TimeoutError:
             return {}, f"the harness did not end within {self.seconds:g} s"
@@ -178,7 +180,7 @@ class Harness(AgentLoopBase):
                 "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model, "WORKBENCH_ROW": told["row"],
                 "WORKBENCH_RESULT": told["result"], **{key: _filled(one, told) for key, one in self._env.items()},
             }  # fmt: skip
-            command = [_filled(one, told) for one in self._play]  # type: ignore[union-attr]
+            command = [_filled(one, told) for one in self._play]
             with ExitStack() as opened:
                 pipes = [opened.enter_context(open(files[one], mode)) for one, mode in _PIPES]
                 trouble = await self._ended(session, command, pipes, env, self._folder or str(files["work"]))
@@ -258,7 +260,6 @@ class _Room:
     stack: ExitStack
     address: Endpoint
     turns: asyncio.Semaphore
-    threads: ThreadPoolExecutor
     inside: int = 0
 
 
@@ -274,8 +275,7 @@ class _Door:
         if (room := self._rooms.get(id(sampler))) is None:
             stack = ExitStack()
             address = stack.enter_context(endpoint(sampler, parser=parser, model=model))
-            threads = stack.enter_context(ThreadPoolExecutor(most, thread_name_prefix="workbench-harness"))
-            room = self._rooms[id(sampler)] = _Room(stack, address, asyncio.Semaphore(most), threads)
+            room = self._rooms[id(sampler)] = _Room(stack, address, asyncio.Semaphore(most))
         room.inside += 1
         try:
             yield room

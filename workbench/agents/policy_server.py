@@ -15,17 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.agents.episode import Episode
-from workbench.agents.formats import parser_of
-from workbench.agents.parsers import REASONING, calls_of, checked_parser, tool_parser
+from workbench.agents.policy_messages import PolicyTokens
 from workbench.agents.protocol import AgentLoopOutput, ToolParser
 from workbench.agents.recording import Node, Recording
-from workbench.agents.tokens import TurnTokens
 from workbench.base import runtime
-from workbench.base.errors import SettingError
 from workbench.base.loopback import Asked, serving
 from workbench.base.seeds import derive
 from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
-from workbench.engines.protocol import Bounded, Sample, Sampler, SamplingSettings, switches_of
+from workbench.engines.protocol import Bounded, Sample, Sampler, SamplingSettings
 
 _LONGEST = 1 << 20
 """Longest sequence in tokens where neither the model nor the rollout has a limit."""
@@ -39,119 +36,6 @@ class Limits:
     """Most answers in an episode, of all its sequences together."""
     max_tokens: int | None = None
     """Longest response of a sequence in tokens: all that follows its prompt."""
-
-
-class PolicyTokens:
-    """How a sampler's messages become token ids, and its answers messages: one for all episodes of an endpoint."""
-
-    def __init__(self, sampler: Sampler, parser: ToolParser | str | None) -> None:
-        self.sampler = sampler
-        self.tokenizer = sampler.tokenizer
-        self._parser = checked_parser(parser, format="function_calling", tools=True)
-        self._made: dict[str, tuple[TurnTokens, frozenset[str]]] = {}
-
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnTokens, frozenset[str]]:
-        """(what tokenizes with these tools, the roles whose messages the template can append to a conversation)."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._made:
-            switches = {"tools": tools, **switches_of(self.sampler)}
-            roles = [role for role in ("user", "tool") if self._appends(role, switches)]
-            self._made[key] = TurnTokens(self.tokenizer, roles=roles, **switches), frozenset(roles)
-        return self._made[key]
-
-    def _appends(self, role: str, switches: Mapping[str, Any]) -> bool:
-        try:
-            TurnTokens(self.tokenizer, roles=[role], **switches)
-        except SettingError:
-            return False
-        return True
-
-    def for_template(self, message: Mapping[str, Any], recording: Recording) -> dict[str, Any]:
-        """A message as the chat template wants it: arguments of calls as objects; where it writes no calls, as the model
-        itself wrote them."""
-        if not message.get("tool_calls"):
-            return dict(message)
-        if "tool_calls" not in str(getattr(self.tokenizer, "chat_template", "")):
-            written = recording.as_written(message)
-            if written is None:
-                why = "an assistant's message has tool_calls that the model did not make, and its chat template writes none"
-                raise Refusal(400, why, None, "messages")
-            return {"role": "assistant", "content": written}
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-        return {**message, "tool_calls": calls}
-
-    def message(self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int) -> tuple[dict[str, Any], str]:
-        """(an answer as a message, the text as the model wrote it)."""
-        ids = list(sample.ids)
-        written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        said: dict[str, Any] = {"content": text}
-        if asked.tools and asked.calls and (found := self._calls(asked, tokens, sample, written)):
-            said["content"], calls = found
-            said["tool_calls"] = [
-                {
-                    "id": call.tool_call_id or f"call_{derive(seed, number):016x}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for number, call in enumerate(calls[: None if asked.parallel else 1])
-            ]
-        thought, said["content"] = split_reasoning(said["content"], tokens.reasoning)
-        said["content"] = _before(said["content"], asked.sampling.get("stop", ()))
-        if thought:
-            said["reasoning_content"] = thought
-        if said.get("tool_calls"):
-            said["content"] = said["content"].strip() or None
-        return said, text
-
-    def _calls(
-        self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, written: list[int]
-    ) -> tuple[str, list[Any]] | None:
-        """(the text without its calls, the calls); None where there are none."""
-        if self._parser is None:
-            self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
-        text = self.tokenizer.decode(written, skip_special_tokens=False)
-        begun = {"reasoning": tokens.reasoning, "cut": sample.finish_reason == "length"}
-        try:
-            calls = calls_of(self._parser, text, asked.tools, **begun)
-            content = self._parser.extract_tool_calls(text, asked.tools)[0] if calls else ""
-        except Exception:  # noqa: BLE001 - what a model wrote is data, whatever it does to a parser: then it is text
-            return None
-        return (_without(self.tokenizer, content), calls) if calls else None
-
-
-def _without(tokenizer: Any, text: str) -> str:
-    """A text without the tokenizer's special tokens."""
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, "")
-    return text
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """A text without the stop text that ended it."""
-    return next((text[: -len(one)] for one in stops if one and text.endswith(one)), text)
-
-
-def _object(text: str) -> Any:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, dict) else text
-
-
-def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """(the reasoning that a model's text begins with, the rest); `opened`: the prompt has begun the reasoning."""
-    start = text.lstrip()
-    for tag, end in REASONING.items():
-        inside = start.startswith(tag)
-        if inside or (opened and end in text):
-            thought, _, rest = (start[len(tag) :] if inside else text).partition(end)
-            return thought.strip(), rest.lstrip("\n")
-    return (text.strip(), "") if opened else ("", text)
 
 
 @dataclass(eq=False)
@@ -193,7 +77,8 @@ class PolicySession:
     refused: float | None = None
     """When it began to refuse (`time.monotonic`)."""
     _pending: dict[tuple[Any, ...], list[_Pending]] = field(default_factory=dict)
-    _count: int = 0
+    _requests: int = 0
+    _turns: int = 0
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def chat(self, **asked: Any) -> dict[str, Any]:
@@ -235,71 +120,79 @@ class PolicySession:
         self, asked: ChatRequest, parent: Node | None, taken: int, name: str, again: int
     ) -> tuple[Reply, list[Node]]:
         """The answers to a request that goes on after `parent`, the last of its first `taken` messages."""
-        number, self._count = self._count, self._count + 1
-        self._at_a_limit()
+        number, began = self._requests, time.monotonic()
+        self._requests += 1
         tokens, roles = self.policy.of(asked.tools)
         new = asked.messages[taken:]
         if parent is not None and any(one["role"] not in roles for one in new):
             parent, new = None, asked.messages
-        before = [] if parent is None else parent.path
         if parent is None:
             heard = tokens.prompt([self.policy.for_template(one, self.recording) for one in new])
-            self._fits(heard)
         else:
             heard = tokens.delta([dict(one) for one in new], parent.sample.ids)
-        ids = [*(parent.ids if parent else ()), *heard]
-        prompt = len(before[0].heard) if before else len(heard)
-        settings = self._settings(asked, self._room(len(ids), prompt))
-        read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
-        first = derive(self.episode.seed(len(before)), read, asked.seed, again)
-        seeds = [derive(first, place) if place else first for place in range(asked.n)]
-        try:
-            samples = await asyncio.gather(*(self.episode.draw(ids, settings, seed) for seed in seeds))
-        except Exception as cause:
-            self.failure = cause
-            raise
-        if parent is not None:
-            parent.delivered = True
-        nodes, answers = [], []
+        before = () if parent is None else parent.ids
+        prompt = heard if parent is None else parent.path[0].heard
+        settings = self._settings(asked, self._room(len(before) + len(heard), len(prompt)))
+        self._in_turn()
+        depth = 0 if parent is None else len(parent.path)
+        samples, seeds = await self._drawn([*before, *heard], settings, asked, depth, again)
+        nodes = []
         for sample, seed in zip(samples, seeds, strict=True):
             said, text = self.policy.message(asked, tokens, sample, seed)
             nodes.append(Node(parent, tuple(heard), tuple(new), name, number, sample, said, text))
-            reason = (
-                "tool_calls" if said.get("tool_calls") else "length" if sample.finish_reason == "length" else "stop"
-            )
-            answers.append(Answer(said, reason, len(sample.ids), sample))
-        if any(sample.finish_reason == "abort" for sample in samples):
-            raise Refusal(500, "the engine gave up sampling this answer")
-        self.recording.add(nodes)
-        self.reason = self.refused = None
-        return Reply(f"chatcmpl-{first:016x}", self.model, len(ids), answers, self.policy.tokenizer), nodes
+        self._record(nodes, began)
+        answers = [Answer(one.message, _ended(one), len(one.sample.ids), one.sample) for one in nodes]
+        read = len(before) + len(heard)
+        return Reply(f"chatcmpl-{seeds[0]:016x}", self.model, read, answers, self.policy.tokenizer), nodes
 
-    def _at_a_limit(self) -> None:
+    def _record(self, nodes: Sequence[Node], began: float) -> None:
+        """Keep the answers to a request that came at `began`: the one before them was read, and no limit holds any more."""
+        if (parent := nodes[0].parent) is not None:
+            parent.delivered = True
+        self.recording.add(nodes)
+        if self.refused is not None and self.reason == "length" and began > self.refused:
+            self.reason = self.refused = None
+
+    async def _drawn(
+        self, ids: Sequence[int], settings: SamplingSettings, asked: ChatRequest, depth: int, again: int
+    ) -> tuple[list[Sample], list[int]]:
+        """(the samples, their seeds); what the engine raises is kept as `failure`, too."""
+        read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
+        first = derive(self.episode.seed(depth), read, asked.seed, again)
+        seeds = [derive(first, place) if place else first for place in range(asked.n)]
+        try:
+            samples = list(await asyncio.gather(*(self.episode.draw(ids, settings, seed) for seed in seeds)))
+        except Exception as cause:
+            self.failure = cause
+            raise
+        if any(one.finish_reason == "abort" for one in samples):
+            raise Refusal(500, "the engine gave up sampling this answer")
+        return samples, seeds
+
+    def _in_turn(self) -> None:
+        """Count an answer that is to be sampled. Raises `Refusal` where the episode has had all of them."""
         most = self.limits.max_assistant_turns
-        said = sum(node.delivered for node in self.recording.nodes) if most is not None else 0
-        if most is not None and said >= most:
+        if most is not None and self._turns >= most:
             self._refused("turns")
             raise Refusal(400, f"the episode has had its {most} answers (max_assistant_turns)", "turn_limit_exceeded")
+        self._turns += 1
 
     def _refused(self, reason: str) -> None:
         self.reason, self.refused = reason, self.refused or time.monotonic()
 
-    def _fits(self, prompt: Sequence[int]) -> None:
-        most = self.episode.max_prompt_length
-        if most is not None and len(prompt) > most:
-            raise _too_long(f"a prompt of {len(prompt)} tokens; the rows' max_prompt_length is {most}")
-
     def _room(self, length: int, prompt: int) -> int:
         """Most tokens of an answer after `length` tokens, of which `prompt` are the sequence's prompt. Raises `Refusal`."""
-        longest = (self.policy.sampler.max_length if isinstance(self.policy.sampler, Bounded) else None) or _LONGEST
-        room = min(longest - length, (self.limits.max_tokens or _LONGEST) - (length - prompt))
-        if room < 1:
-            self._refused("length")
-            allowed = f"a response {self.limits.max_tokens} tokens" if self.limits.max_tokens else f"{longest} tokens"
-            raise _too_long(
-                f"{length} tokens, {length - prompt} of them after the sequence's prompt; allowed: {allowed}"
-            )
-        return room
+        sampler, most, limit = self.policy.sampler, self.episode.max_prompt_length, self.limits.max_tokens or _LONGEST
+        longest = (sampler.max_length if isinstance(sampler, Bounded) else None) or _LONGEST
+        room = min(longest - length, limit - (length - prompt))
+        if prompt <= (most or prompt) and room >= 1:
+            return room
+        self._refused("length")
+        allowed = f"{most or longest} of a prompt, {min(limit, longest)} of a response, {longest} in all"
+        why = f"{length} tokens, {prompt} of them the sequence's prompt; allowed are {allowed}"
+        # clients know this error by these words, some by nothing else
+        why = f"This model's maximum context length is passed: {why}"
+        raise Refusal(400, why, "context_length_exceeded", "messages")
 
     def _settings(self, asked: ChatRequest, room: int) -> SamplingSettings:
         given = dict(asked.sampling if self.sampling is None else self.sampling)
@@ -317,9 +210,11 @@ class PolicySession:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def _too_long(why: str) -> Refusal:
-    # clients know this error by these words, some by nothing else
-    return Refusal(400, f"This model's maximum context length is passed: {why}", "context_length_exceeded", "messages")
+def _ended(node: Node) -> str:
+    """OpenAI's finish reason of an answer."""
+    if node.message.get("tool_calls"):
+        return "tool_calls"
+    return "length" if node.sample.finish_reason == "length" else "stop"
 
 
 class Endpoint:

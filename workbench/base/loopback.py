@@ -48,78 +48,7 @@ def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int,
     the `Host` of a name that was bound to loopback; so is a body of more than `MAX_REQUEST` bytes (413). `refusal` gives
     what is then sent, from status and reason. `name` is the thread's.
     """
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-        wbufsize = -1  # head and body leave in one packet
-
-        def do_GET(self) -> None:
-            if not self._from_a_page():
-                self._send(*answer(self._asked("GET", b"")))
-
-        def do_POST(self) -> None:
-            if self._from_a_page():
-                return
-            length = self.headers.get("Content-Length") or "0"
-            size = int(length) if length.isdecimal() else -1
-            if size < 0:
-                return self._refuse(400, "Content-Length is no number of bytes")
-            if size > MAX_REQUEST:
-                return self._refuse(413, f"the request has {size} bytes; expected at most {MAX_REQUEST}")
-            self._send(*answer(self._asked("POST", self.rfile.read(size))))
-
-        def _asked(self, method: str, body: bytes) -> Asked:
-            return Asked(method, self.path, self.headers, body, lambda: _closed(self.connection))  # type: ignore[arg-type]
-
-        def _from_a_page(self) -> bool:
-            """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
-            host = self.headers.get("Host") or ""
-            marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in self.headers]
-            marks += [] if host.partition(":")[0] in ("127.0.0.1", "localhost") else [f"Host {host[:80]!r}"]
-            if marks:
-                self._refuse(403, f"not for pages of a browser: {', '.join(marks)}")
-            return bool(marks)
-
-        def _refuse(self, status: int, why: str) -> None:
-            self.close_connection = True  # its body is not read
-            self._send(status, refusal(status, why))
-
-        def _send(self, status: int, reply: Any) -> None:
-            streams = isinstance(reply, Iterator)
-            body = b"" if streams else json.dumps(reply).encode()
-            try:
-                self.send_response(status)
-                self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
-                self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", str(len(body)))))
-                self.end_headers()
-                self.wfile.write(body)
-                for event in reply if streams else ():
-                    self._chunk(f"data: {json.dumps(event)}\n\n")
-                if streams:
-                    self._chunk("data: [DONE]\n\n")
-                    self._chunk("")
-                self.wfile.flush()
-            except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True  # whoever asked has left
-
-        def _chunk(self, text: str) -> None:
-            body = text.encode()
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
-            self.wfile.flush()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not printed into the notebook."""
-
-    class Server(ThreadingHTTPServer):
-        request_queue_size = 1024  # a batch's episodes all come at once
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Who closes a connection is no news."""
-            if not isinstance(sys.exc_info()[1], ConnectionError):
-                super().handle_error(request, client_address)
-
-    server = Server(("127.0.0.1", port), Handler)
+    server = _Server(port, answer, refusal)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     try:
@@ -128,6 +57,82 @@ def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int,
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 1024  # a batch's episodes all come at once
+
+    def __init__(self, port: int, answer: Answer, refusal: Callable[[int, str], Any]) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.answer, self.refusal = answer, refusal
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who closes a connection is no news."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1  # head and body leave in one packet
+
+    def do_GET(self) -> None:
+        if not self._from_a_page():
+            self._send(*self.server.answer(self._asked("GET", b"")))
+
+    def do_POST(self) -> None:
+        if self._from_a_page():
+            return
+        length = self.headers.get("Content-Length") or "0"
+        size = int(length) if length.isdecimal() else -1
+        if size < 0:
+            return self._refuse(400, "Content-Length is no number of bytes")
+        if size > MAX_REQUEST:
+            return self._refuse(413, f"the request has {size} bytes; expected at most {MAX_REQUEST}")
+        self._send(*self.server.answer(self._asked("POST", self.rfile.read(size))))
+
+    def _asked(self, method: str, body: bytes) -> Asked:
+        return Asked(method, self.path, self.headers, body, lambda: _closed(self.connection))  # type: ignore[arg-type]
+
+    def _from_a_page(self) -> bool:
+        """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
+        host = self.headers.get("Host") or ""
+        marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in self.headers]
+        marks += [] if host.partition(":")[0] in ("127.0.0.1", "localhost") else [f"Host {host[:80]!r}"]
+        if marks:
+            self._refuse(403, f"not for pages of a browser: {', '.join(marks)}")
+        return bool(marks)
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.close_connection = True  # its body is not read
+        self._send(status, self.server.refusal(status, why))
+
+    def _send(self, status: int, reply: Any) -> None:
+        streams = isinstance(reply, Iterator)
+        body = b"" if streams else json.dumps(reply).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+            self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", str(len(body)))))
+            self.end_headers()
+            self.wfile.write(body)
+            if streams:
+                for event in (*map(json.dumps, reply), "[DONE]"):
+                    self._chunk(f"data: {event}\n\n")
+                self._chunk("")
+            self.wfile.flush()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # whoever asked has left
+
+    def _chunk(self, text: str) -> None:
+        body = text.encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not printed into the notebook."""
 
 
 def _closed(connection: socket.socket) -> bool:

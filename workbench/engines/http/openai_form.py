@@ -15,7 +15,7 @@ from workbench.engines.protocol import Sample
 MAX_N = 128
 """Most answers to one request."""
 _LEGACY = ("functions", "function_call", "logit_bias", "frequency_penalty", "presence_penalty", "modalities", "audio")
-_IGNORED = ("", 0, False, None, {}, [], ["text"], "auto", "none")
+_IGNORED: tuple[Any, ...] = ("", 0, False, None, {}, [], ["text"], "auto", "none")
 _SAMPLING = ("temperature", "top_p", "top_k")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -76,22 +76,8 @@ class ChatRequest:
 def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
     """Read a request for chat completions: the body of a POST, or its fields. Raises `Refusal` (400) for what is wrong or
     cannot be done here."""
-    try:
-        asked = json.loads(body) if isinstance(body, bytes) else dict(body)
-    except (ValueError, RecursionError) as cause:
-        raise Refusal(400, f"the body is not JSON: {first_line(cause)}") from cause
-    if not isinstance(asked, dict):
-        raise Refusal(400, f"the request is of type {type(asked).__name__}; expected a JSON object")
-    for name in _LEGACY:
-        if asked.get(name) not in _IGNORED:
-            raise Refusal(400, f"the request asks for {name}, which this server does not do", "unsupported", name)
-    wanted = asked.get("response_format") or {"type": "text"}
-    if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
-        why = "the request asks for response_format, which this server does not do; expected none, or text"
-        raise Refusal(400, why, "unsupported", "response_format")
-    messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
+    asked = _fields(body)
+    messages = asked["messages"]
     stop = asked.get("stop") or ()
     options = asked.get("stream_options") or {}
     return ChatRequest(
@@ -112,6 +98,26 @@ def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
         logprobs=bool(asked.get("logprobs")),
         top_logprobs=_number(asked, "top_logprobs", 0, 20) or 0,
     )
+
+
+def _fields(body: bytes | Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request, where all that it asks for can be done here."""
+    try:
+        asked = json.loads(body) if isinstance(body, bytes) else dict(body)
+    except (ValueError, RecursionError) as cause:
+        raise Refusal(400, f"the body is not JSON: {first_line(cause)}") from cause
+    if not isinstance(asked, dict):
+        raise Refusal(400, f"the request is of type {type(asked).__name__}; expected a JSON object")
+    for name in _LEGACY:
+        if asked.get(name) not in _IGNORED:
+            raise Refusal(400, f"the request asks for {name}, which this server does not do", "unsupported", name)
+    wanted = asked.get("response_format") or {"type": "text"}
+    if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
+        why = "the request asks for response_format, which this server does not do; expected none, or text"
+        raise Refusal(400, why, "unsupported", "response_format")
+    if not isinstance(asked.get("messages"), list) or not asked["messages"]:
+        raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
+    return asked
 
 
 def _number(asked: Mapping[str, Any], name: str, least: int | None = None, most: int | None = None) -> int | None:
