@@ -18,6 +18,7 @@ from workbench.agents import ToolAgent, ToolResponse, Tree
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings
+from workbench.engines.local_engine.tree import Tree as Shared
 from workbench.engines.protocol import Request, Sample
 from workbench.recipes import tree_grpo
 from workbench.stages import EpisodeRollout, LearntOnce, Pipeline, Reward, TreeRollout, validation_rollout
@@ -338,11 +339,14 @@ def test_it_trains(tiny: str, credit: str) -> None:
     tools = wb.agents.load_tools(ROOT / "data" / "arith-tools" / "tools.yaml")
     agent = ToolAgent(tools, parser="hermes", max_assistant_turns=4)
     rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
-    pipe = tree_grpo(engine, agent=agent, credit=credit, group_size=4, max_tokens=96)
+    pipe = tree_grpo(engine, agent=agent, credit=credit, group_size=8, max_tokens=96)
     s = wb.Stepper(pipe, rows.batch(4)).run()
     batch, metrics = s.batch, s.trace["update_actor"].metrics
     assert metrics["actor/grad_norm"] > 0 and torch.equal(batch["advantages"] * batch["loss_mask"], batch["advantages"])
-    assert s.trace["learnt_once"].metrics["tree/learnt_tokens"] == s.trace["rollout"].metrics["tree/sampled_tokens"]
+    sampled = s.trace["rollout"].metrics["tree/sampled_tokens"]
+    assert s.trace["learnt_once"].metrics["tree/learnt_tokens"] == sampled < int(batch["response_mask"].sum())
+    through = len(Shared(batch, torch.device("cpu")).labels)
+    assert through <= sampled, "and shared turns go through the model once, when scored and learnt"
     with pytest.raises(SettingError, match="agent"):
         tree_grpo(engine)
 
