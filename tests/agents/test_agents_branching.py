@@ -218,6 +218,22 @@ class TestContinuations:
         with pytest.raises(PipelineError, match=r"expected one of turns 0; found 4; branch there, too: turns=\[0, 4\]"):
             s.branch(0, turn=0, n=2).value(4)
 
+    def test_one_that_breaks_ends_the_others_and_holds_nothing(self, tokenizer: Any) -> None:
+        tool, seen = Counter(), itertools.count()
+        game = Game(tokenizer, even)
+        stage = EpisodeRollout(game, agent=ToolAgent([tool], parser=Tags()), group_size=1, sampling=SAMPLING)
+        e = stage.episode(prompts(), 0).run()
+
+        def broken(turn: int) -> int:
+            if turn == 2 and next(seen) == 1:
+                raise RuntimeError("the engine is gone")
+            return 0
+
+        game.order = broken
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            e.branch(0, n=4)
+        assert not tool.open and e.next_role is None
+
 
 class TestTree:
     def test_nodes_values_and_credit(self, tokenizer: Any) -> None:

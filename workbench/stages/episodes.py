@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -126,7 +125,7 @@ class EpisodeRollout(Rollout):
                 raise ForeignError(f"{place}: " + message("expected an AgentLoopOutput", found=describe(output)))
             return self._received(tell, index, episode.with_log_probs(output))
 
-        outputs = runtime.run(_all(list(map(run, played))))
+        outputs = runtime.run_all(run, played)
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
@@ -288,15 +287,3 @@ def _objects(output: AgentLoopOutput) -> dict[str, Any]:
 
 def _sample(output: AgentLoopOutput) -> Sample:
     return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
-
-
-async def _all(runs: Sequence[Coroutine[Any, Any, AgentLoopOutput]]) -> list[AgentLoopOutput]:
-    """All at once; the first that raises, or a cancellation, ends the others, and waits until they have let go."""
-    tasks = [asyncio.ensure_future(run) for run in runs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
