@@ -18,6 +18,7 @@ from workbench.agents import ToolAgent, ToolResponse, Tree
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings
+from workbench.engines.local_engine.tree import Tree as Shared
 from workbench.engines.protocol import Request, Sample
 from workbench.recipes import tree_grpo
 from workbench.stages import EpisodeRollout, LearntOnce, Pipeline, Reward, TreeRollout, validation_rollout
@@ -217,6 +218,22 @@ class TestContinuations:
         with pytest.raises(PipelineError, match=r"expected one of turns 0; found 4; branch there, too: turns=\[0, 4\]"):
             s.branch(0, turn=0, n=2).value(4)
 
+    def test_one_that_breaks_ends_the_others_and_holds_nothing(self, tokenizer: Any) -> None:
+        tool, seen = Counter(), itertools.count()
+        game = Game(tokenizer, even)
+        stage = EpisodeRollout(game, agent=ToolAgent([tool], parser=Tags()), group_size=1, sampling=SAMPLING)
+        e = stage.episode(prompts(), 0).run()
+
+        def broken(turn: int) -> int:
+            if turn == 2 and next(seen) == 1:
+                raise RuntimeError("the engine is gone")
+            return 0
+
+        game.order = broken
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            e.branch(0, n=4)
+        assert not tool.open and e.next_role is None
+
 
 class TestTree:
     def test_nodes_values_and_credit(self, tokenizer: Any) -> None:
@@ -338,11 +355,14 @@ def test_it_trains(tiny: str, credit: str) -> None:
     tools = wb.agents.load_tools(ROOT / "data" / "arith-tools" / "tools.yaml")
     agent = ToolAgent(tools, parser="hermes", max_assistant_turns=4)
     rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
-    pipe = tree_grpo(engine, agent=agent, credit=credit, group_size=4, max_tokens=96)
+    pipe = tree_grpo(engine, agent=agent, credit=credit, group_size=8, max_tokens=96)
     s = wb.Stepper(pipe, rows.batch(4)).run()
     batch, metrics = s.batch, s.trace["update_actor"].metrics
     assert metrics["actor/grad_norm"] > 0 and torch.equal(batch["advantages"] * batch["loss_mask"], batch["advantages"])
-    assert s.trace["learnt_once"].metrics["tree/learnt_tokens"] == s.trace["rollout"].metrics["tree/sampled_tokens"]
+    sampled = s.trace["rollout"].metrics["tree/sampled_tokens"]
+    assert s.trace["learnt_once"].metrics["tree/learnt_tokens"] == sampled < int(batch["response_mask"].sum())
+    through = len(Shared(batch, torch.device("cpu")).labels)
+    assert through <= sampled, "and shared turns go through the model once, when scored and learnt"
     with pytest.raises(SettingError, match="agent"):
         tree_grpo(engine)
 

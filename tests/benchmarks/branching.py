@@ -1,7 +1,8 @@
-"""What trees of episodes learn beside GRPO, at equal leaves: the tool world of notebook 106, `python tests/benchmarks/branching.py`.
+"""What trees of episodes learn beside GRPO in the tool world of notebook 106: `python tests/benchmarks/branching.py`.
 
-Same prompts, rows, steps and learning rate; a tree samples fewer tokens, because shared turns are sampled once. Prints a row for
-each way and seed: held-out reward along the run, its mean over the run, and the tokens that were sampled.
+Same prompts, steps and learning rate, and eight leaves a prompt: a tree samples fewer tokens, because shared turns are sampled
+once. With 11 leaves (14 with three branches) it samples as many as GRPO. Prints a row for each way and seed: held-out reward
+along the run, its mean over the run, calls per episode, and the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from workbench.agents import ToolAgent
 from workbench.agents.tools import load_tools
 
 COMMON = {"group_size": 8, "max_tokens": 96, "kl_coef": 0.0}
-TREES = partial(wb.recipes.tree_grpo, branch_turns="entropy")
+TREES = partial(wb.recipes.tree_grpo, **COMMON)
 WAYS: dict[str, Callable[..., wb.Pipeline]] = {
-    "grpo": wb.recipes.grpo,
+    "grpo": partial(wb.recipes.grpo, **COMMON),
     "turn": partial(TREES, credit="turn"),
     "turn, branches=3": partial(TREES, credit="turn", branches=3),
-    "turn, random": partial(wb.recipes.tree_grpo, credit="turn", branch_turns="random"),
+    "turn, random": partial(TREES, credit="turn", branch_turns="random"),
+    "turn, 11 leaves": partial(TREES, credit="turn", group_size=11),
+    "turn, branches=3, 14 leaves": partial(TREES, credit="turn", branches=3, group_size=14),
     "arpo": partial(TREES, credit="arpo"),
     "arpo, every row": partial(TREES, credit="arpo", learn_once=False),
     "tree_rl, every row": partial(TREES, credit="tree_rl", learn_once=False),
@@ -38,7 +41,7 @@ def measure(name: str, seed: int, steps: int, lr: float, folder: Path) -> str:
     agent = ToolAgent(load_tools("data/arith-tools/tools.yaml"), parser="hermes", max_assistant_turns=4)
     rows = wb.rows("data/arith-tools/train.parquet", max_prompt_length=256)
     eval_rows = wb.rows("data/arith-tools/test.parquet", max_prompt_length=256)[:256]
-    pipe = WAYS[name](wb.engines.local("data/tiny-arith-tools", lr=lr), agent=agent, **COMMON)
+    pipe = WAYS[name](wb.engines.local("data/tiny-arith-tools", lr=lr), agent=agent)
     whole = {"steps": steps, "batch_size": 16, "seed": seed, "run": folder / f"{name}-{seed}"}
     run = wb.train_blocking(pipe, rows, eval_rows=eval_rows, test_freq=5, **whole)
     val = [row["val/reward"] for row in run.rows if "val/reward" in row]

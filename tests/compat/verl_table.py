@@ -96,6 +96,8 @@ critic/score/std | deviation of the scores in `critic/score/mean`
 model_tokens/{mean,max,min} | an episode's tokens of the model's own
 response/cut_ratio | rows whose finish reason is `length`
 turn_scores/{mean,max,min} | scores that `TurnScores` places
+tree/sampled_tokens, tree/shared_ratio | own tokens of a tree rollout, shared ones counted once; the share of own tokens that an earlier row has, too
+tree/branched, tree/learnt_tokens | rows that were branched from another; own tokens that are in the loss, with `LearntOnce`
 advantage/{singleton_groups,zero_rows,zero_share} | groups of one row; rows without any advantage
 agent_loop/{num_turns,num_tool_calls}/{mean,max,min} | the same as `num_turns/…` and `tool_call_counts/…`, by the rollout
 agent_loop/{errors,tool_errors} | episodes with a failed parser, tool release or user; failed tool calls

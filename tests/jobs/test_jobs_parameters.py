@@ -151,7 +151,14 @@ def test_a_recipe_with_a_critic_is_sent_to_its_notebook() -> None:
     with pytest.raises(SettingError, match="did you mean 'grpo'"):
         open_recipe("gprpo", wb.rows("data/arith/train.parquet", limit=4))
     recipe = {one.name: one.help for one in declared_parameters(NOTEBOOKS["201"])}["recipe"]
-    others = ("by_name", "multi_policy", "reward_model", "sft", "tree_grpo", "with_rollout_correction")  # of no text alone
+    others = (
+        "by_name",
+        "multi_policy",
+        "reward_model",
+        "sft",
+        "tree_grpo",
+        "with_rollout_correction",
+    )  # of no text alone
     names = [name for name in dir(wb.recipes) if name not in others]
     assert [name for name in names if name not in recipe] == [], "each is in the parameter's help"
     assert {*names} == {*RECIPES, "ppo"}

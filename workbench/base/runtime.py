@@ -75,10 +75,20 @@ async def _releasing(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
-    """Run the coroutines `ask(question)` of all questions concurrently, wait, and return their results in order."""
+    """Run the coroutines `ask(question)` of all questions concurrently, wait, and return their results in order.
+
+    The first that raises, or a cancellation, ends the others, and waits until they have let go.
+    """
 
     async def together() -> list[T]:
-        return list(await asyncio.gather(*map(ask, questions)))
+        tasks = [asyncio.ensure_future(ask(one)) for one in questions]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
     return run(together())
 

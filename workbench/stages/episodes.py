@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -138,8 +137,13 @@ class EpisodeRollout(Rollout):
             given = sequences(output, place)
             return self._received(tell, index, [episode.with_log_probs(one) for one in given])
 
+<<<<<<< HEAD
         every = runtime.run(_all(list(map(run, played))))
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
+=======
+        outputs = runtime.run_all(run, played)
+        whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
+>>>>>>> h22_E
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
@@ -374,6 +378,7 @@ def _objects(output: AgentLoopOutput) -> dict[str, Any]:
 
 def _sample(output: AgentLoopOutput) -> Sample:
     return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
+<<<<<<< HEAD
 
 
 def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:
@@ -395,3 +400,5 @@ async def _all(runs: Sequence[Coroutine[Any, Any, Sequences]]) -> list[Sequences
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+=======
+>>>>>>> h22_E
