@@ -137,13 +137,8 @@ class EpisodeRollout(Rollout):
             given = sequences(output, place)
             return self._received(tell, index, [episode.with_log_probs(one) for one in given])
 
-<<<<<<< HEAD
-        every = runtime.run(_all(list(map(run, played))))
+        every = runtime.run_all(run, played)
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
-=======
-        outputs = runtime.run_all(run, played)
-        whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for one in outputs]
->>>>>>> h22_E
         if whys and all(whys):
             do = "fix the simulated user, or the environment behind it"
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
@@ -378,27 +373,5 @@ def _objects(output: AgentLoopOutput) -> dict[str, Any]:
 
 def _sample(output: AgentLoopOutput) -> Sample:
     return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
-<<<<<<< HEAD
-
-
-def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:
-    return [one for many in every for one in many]
-
-
-def _numbers(every: Sequence[Sequences]) -> torch.Tensor:
-    """[B] int64: the number of each sequence's episode."""
-    return torch.arange(len(every)).repeat_interleave(torch.tensor([len(many) for many in every], dtype=torch.long))
-
-
-async def _all(runs: Sequence[Coroutine[Any, Any, Sequences]]) -> list[Sequences]:
-    """All at once; the first that raises, or a cancellation, ends the others, and waits until they have let go."""
-    tasks = [asyncio.ensure_future(run) for run in runs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-=======
->>>>>>> h22_E
+        every = runtime.run_all(run, played)
+        whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
