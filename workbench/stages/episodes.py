@@ -267,18 +267,22 @@ class EpisodeRollout(Rollout):
         samples = [_sample(output) for output in outputs]
         masks = [output.response_mask for output in outputs]
         columns = columns_of([output.prompt_ids for output in outputs], samples, self._pad_id, masks)
-        ids = [list(output.response_ids) for output in outputs]
-        columns["response_text"] = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        columns["response_text"] = self._texts(outputs)
         if self.policies:
             columns[POLICY] = [one.policy or self.policy for one in outputs]
-            for row, name in enumerate(columns[POLICY]):
-                if name != self.policy:
-                    tokenizer = self._policy_of(name).tokenizer
-                    columns["response_text"][row] = tokenizer.decode(ids[row], skip_special_tokens=True)
         each = [_objects(output) for output in outputs]
         pixels = {PIXELS: [pixels_of(one.seen) for one in outputs]} if any(one.seen for one in outputs) else {}
         several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
         return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several, **pixels}
+
+    def _texts(self, outputs: Sequence[AgentLoopOutput]) -> list[str]:
+        """Each sequence decoded, by the tokenizer of whoever wrote it."""
+        ids = [list(output.response_ids) for output in outputs]
+        texts = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        for row, one in enumerate(outputs):
+            if one.policy not in (None, self.policy):
+                texts[row] = self._policy_of(one.policy).tokenizer.decode(ids[row], skip_special_tokens=True)
+        return texts
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
@@ -373,5 +377,12 @@ def _objects(output: AgentLoopOutput) -> dict[str, Any]:
 
 def _sample(output: AgentLoopOutput) -> Sample:
     return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
-        every = runtime.run_all(run, played)
-        whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
+
+
+def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:
+    return [one for many in every for one in many]
+
+
+def _numbers(every: Sequence[Sequences]) -> torch.Tensor:
+    """[B] int64: the number of each sequence's episode."""
+    return torch.arange(len(every)).repeat_interleave(torch.tensor([len(many) for many in every], dtype=torch.long))
