@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from agents_parts import Adder, Script, Tags, User, call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests_patience import examples
 from transformers import AutoTokenizer
 
 import workbench as wb
@@ -85,6 +89,22 @@ def test_a_template_that_keeps_the_history_is_one_sequence_of_the_same_tokens() 
         assert [replace(a, metrics={}) for a in found] == [replace(a, metrics={}) for a in plain]
 
 
+@pytest.mark.skipif(not os.environ.get("WORKBENCH_TOKENIZERS"), reason="WORKBENCH_TOKENIZERS: see fetch_tokenizers.py")
+@pytest.mark.parametrize(("name", "sequences"), [("qwen3", 2), ("qwen2_5", 1), ("llama3_1", 1)])
+def test_original_templates_decide_where_a_sequence_ends(name: str, sequences: int) -> None:
+    """Qwen3's keeps the reasoning between tool calls, and strips it when the user speaks."""
+    made = AutoTokenizer.from_pretrained(Path(os.environ["WORKBENCH_TOKENIZERS"]) / name)
+    asks = '<tool_call>\n{"name": "add", "arguments": {"numbers": [2, 3]}}\n</tool_call>'
+    says = ["<think>\nhm\n</think>\n\n" + asks, "<think>\nso\n</think>\n\nno", "<think>\nwell\n</think>\n\nyes"]
+    agent = ToolAgent([Adder()], parser="hermes", interactions=[User()], history="template")
+    found = play(agent, Script(made, says), limit=2000, **of_word())
+    assert len(found) == sequences
+    whole = read(made, found[-1].prompt_ids) + read(made, found[-1].response_ids)
+    assert whole.endswith(says[-1] + made.eos_token) and ("hm" in whole) == (sequences == 1)
+    if sequences == 2:
+        assert says[0] in read(made, found[0].response_ids) and says[1] in read(made, found[0].response_ids)
+
+
 def compacting(**settings: Any) -> ToolAgent:
     return ToolAgent([Adder()], parser=Tags(), compact_prompt="Sum up.", **settings)
 
@@ -125,6 +145,36 @@ def test_limits_hold_for_the_episode_and_sequences_are_bounded() -> None:
     for wrong in ({"history": "strip"}, {"compact_at": 0}, {"max_sequences": 0}, {"compact_prompt": ""}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
             ToolAgent(**wrong)
+
+
+WORDS = st.lists(
+    st.sampled_from(["<think>a</think>", "no", "<think>", call(numbers=[1, 2]), "\n", " ö", "</think>yes"]), max_size=3
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(WORDS.map("".join), min_size=1, max_size=7),
+    st.sampled_from(["append", "template"]),
+    st.sampled_from([None, 25, 60]),
+)
+def test_whatever_is_said_nothing_is_tokenised_again(says: list[str], history: str, compact_at: int | None) -> None:
+    made = tokenizer(STRIPPING)
+    script = Script(made, [*says, "yes"])
+    agent = compacting(
+        history=history, compact_at=compact_at, interactions=[User()], max_assistant_turns=6, max_sequences=5
+    )
+    found = play(agent, script, **of_word())
+    own = [token for one in found for token, mine in zip(one.response_ids, one.response_mask, strict=True) if mine]
+    asked = [request.ids for request in script.requests]
+    texts = [[*says, "yes"][min(n, len(says))] for n in range(len(asked))]
+    assert own == [t for text in texts for t in [*made(text, add_special_tokens=False)["input_ids"], made.eos_token_id]]
+    begun = [ids for one in found for ids in asked if ids == one.prompt_ids]
+    assert len(begun) >= len({one.prompt_ids for one in found}) and len(found) <= 5
+    for one in found:  # each turn was sampled after exactly what stands before it
+        for turn in one.turns:
+            if turn.role == "assistant":
+                assert (*one.prompt_ids, *one.response_ids[: turn.first]) in asked
 
 
 def leading(inner: ToolAgent | None = None, **settings: Any) -> ToolAgent:
@@ -225,7 +275,14 @@ def test_an_episode_of_several_sequences_is_stepped_and_put_back(name: str) -> N
     assert short.next_role is None and len(short.outputs) == 1
     t = s.with_episodes(short).run()
     assert list(t.batch["session"]) == [0, 1, 1] and t.trace["rollout"].rows.tolist() == [0] * 3
-    assert wb.views.transcript(whole).frame is not None
+    shown = wb.views.transcript(s, 1)
+    assert len(shown.sequences) == 2 and list(shown.frame["sequence"].unique()) == [1, 2]
+    assert len(shown.frame) == sum(len(one.turns) for one in whole.outputs)
+    for text in (repr(shown), repr(wb.views.samples(s)), repr(wb.views.tokens(s, 1))):
+        assert "episode 0, sequence 2 of 2" in text
+    assert "row 0 (episode 0, sequence 1 of 2)" in repr(shown) and "episode 0, sequence 2 of 2" in repr(whole)
+    frame = wb.views.samples(s, order="index").frame
+    assert list(frame["episode"]) == [0, 0, 1, 1] and wb.views.groups(s)["samples"].tolist() == [2]
 
 
 # --- learning -----------------------------------------------------------------------------------------
