@@ -156,7 +156,7 @@ class EpisodeRollout(Rollout):
         meta = batch.meta_info
         seeded = {"run_seed": meta.get("seed", 0), "purpose": self.purpose, "step": meta.get("step", 0)}
         limit = meta.get("max_prompt_length")
-        several = {"policy": self.policy, "policies": self.policies} if self.policies else {}
+        several: dict[str, Any] = {"policy": self.policy, "policies": self.policies} if self.policies else {}
         return Episode(self.sampler, batch["uid"][row], sample, row=index, max_prompt_length=limit, **several, **seeded)
 
     # --- a single episode -----------------------------------------------------------------------
