@@ -270,10 +270,11 @@ class EpisodeRollout(Rollout):
         columns["response_text"] = self._texts(outputs)
         if self.policies:
             columns[POLICY] = [one.policy or self.policy for one in outputs]
+        if any(output.seen for output in outputs):
+            columns[PIXELS] = [pixels_of(output.seen) for output in outputs]
         each = [_objects(output) for output in outputs]
-        pixels = {PIXELS: [pixels_of(one.seen) for one in outputs]} if any(one.seen for one in outputs) else {}
         several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
-        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several, **pixels}
+        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several}
 
     def _texts(self, outputs: Sequence[AgentLoopOutput]) -> list[str]:
         """Each sequence decoded, by the tokenizer of whoever wrote it."""
