@@ -150,16 +150,17 @@ class Episode:
         if room <= 0:
             return self._full(ids)
         settings = settings.replace(max_tokens=int(min(settings.max_tokens, room)))
-        return await self.draw(ids, settings, self.seed(turn, self.attempt), pixels)
+        return await self.draw(ids, settings, self.seed(turn, self.attempt), policy, pixels)
 
     async def draw(
         self,
         ids: Sequence[int],
         settings: SamplingSettings,
         seed: int,
+        policy: str | None = None,
         pixels: Mapping[str, torch.Tensor] | None = None,
     ) -> Sample:
-        """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples."""
+        """Sample one answer as `generate` does, with a seed of the caller's, and keep it among the episode's samples."""
         request = Request(tuple(ids), settings, seed, pixels or None)
         began = time.perf_counter()
         try:
