@@ -48,6 +48,15 @@ def asked(e: Endpoint, session: PolicySession, **body: Any) -> tuple[int, Any]:
     return reply.status, json.loads(reply.read())
 
 
+def asked_of(script: Script) -> None:
+    """Wait until the model has been asked."""
+    for _ in range(3000):
+        if script.requests:
+            return
+        time.sleep(0.01)
+    pytest.fail("the model was not asked")
+
+
 def chat(session: PolicySession, messages: Sequence[dict[str, Any]], **body: Any) -> dict[str, Any]:
     """One answer without HTTP, as a message."""
     return runtime.run(session.chat(messages=list(messages), **body))["choices"][0]["message"]
@@ -239,8 +248,7 @@ def test_a_retry_gets_the_answer_that_nobody_waited_for(scripted: Any) -> None:
         head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((host, int(port))) as impatient:
             impatient.sendall(head.encode() + body)
-            while not script.requests:
-                time.sleep(0.01)
+            asked_of(script)
         status, reply = asked(e, session, messages=ASKED)
         assert status == 200 and reply["choices"][0]["message"]["content"] == "first" and len(script.requests) == 1
         assert asked(e, session, messages=ASKED)[1]["choices"][0]["message"]["content"] == "second"
@@ -269,8 +277,7 @@ def test_an_answer_that_nobody_read_is_not_trained_on(scripted: Any) -> None:
         head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((host, int(port))) as impatient:
             impatient.sendall(head.encode() + body)
-            while not script.requests:
-                time.sleep(0.01)
+            asked_of(script)
         asked(e, session, messages=ASKED)
         (output,) = session.sequences()
         assert output.turns[0].text == "read"
@@ -365,8 +372,7 @@ def test_an_episode_that_is_over_answers_nobody(scripted: Any) -> None:
             answers: list[Any] = []
             waiting = threading.Thread(target=lambda: answers.append(asked(e, session, messages=ASKED)))
             waiting.start()
-            while not script.requests:
-                time.sleep(0.01)
+            asked_of(script)
         waiting.join(timeout=4.0)
         assert answers and answers[0][0] == 401
         assert asked(e, session, messages=ASKED)[0] == 401
