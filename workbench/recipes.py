@@ -495,29 +495,32 @@ def multi_policy(policies: Mapping[str, Pipeline]) -> Pipeline:
         >>> wb.recipes.multi_policy({"solver": first, "verifier": wb.recipes.grpo(verifier, judged, agent=loop)})  # doctest: +SKIP
     """
     require(len(policies) > 1, "policies", expected="two or more pipelines by name", found=[*policies])
-    rollouts = {name: one["rollout"] for name, one in policies.items()}
-    samplers = {name: getattr(one, "sampler", None) for name, one in rollouts.items()}
     main, *others = policies
-    if len({id(one) for one in samplers.values()}) < len(samplers):
-        raise SettingError(
-            "engines of the policies", expected="one for each", do="give sequences of one policy no name"
-        )
-    for name, one in rollouts.items():
-        own, mine = one.settings(), rollouts[main].settings()
-        unlike = [
-            key for key in {**mine, **own} if own.get(key) != mine.get(key) or not isinstance(one, EpisodeRollout)
-        ]
-        do = "give each pipeline the same agent, group_size and sampling"
-        require(not unlike, f"the rollout of policy {name!r}", expected=f"that of {main!r}", found=unlike, do=do)
-    first = rollouts[main].with_settings(policy=main, policies={name: samplers[name] for name in others})
-    stages: list[Stage] = [first]
+    rollouts = _alike({name: one["rollout"] for name, one in policies.items()}, main)
+    samplers = {name: rollouts[name].sampler for name in others}
+    stages: list[Stage] = [rollouts[main].with_settings(policy=main, policies=samplers)]
     for name, pipeline in policies.items():
-        for stage in [one for one in pipeline if one.name != "rollout"]:
+        for stage in list(pipeline)[1:]:
             if stage.updates and name != main:
-                end = f"_{stage.name.removeprefix('update_')}" if stage.name != "update_actor" else ""
-                stage = stage.with_settings(name=f"update_{name}{end}")
+                end = stage.name.removeprefix("update_").replace("actor", "")
+                stage = stage.with_settings(name="_".join(filter(None, ("update", name, end))))
             stages.append(OfPolicy(stage, name, first=name == main))
     return Pipeline(stages, given=policies[main].given)
+
+
+def _alike(rollouts: Mapping[str, Any], main: str) -> Mapping[str, Any]:
+    """The rollouts of several policies. Raises `SettingError` where they differ in more than their samplers."""
+    wanted = rollouts[main].settings()
+    for name, one in rollouts.items():
+        kind, own = f"the rollout of policy {name!r}", one.settings()
+        require(isinstance(one, EpisodeRollout), kind, expected="one with an agent: agent=…", found=one)
+        unlike = [key for key in {**wanted, **own} if own.get(key) != wanted.get(key)]
+        do = "give each pipeline the same agent, group_size and sampling"
+        require(not unlike, kind, expected=f"that of {main!r}", found=unlike, do=do)
+    if len({id(one.sampler) for one in rollouts.values()}) < len(rollouts):
+        do = "one engine is one policy: its sequences need no name"
+        raise SettingError("engines of the policies", expected="one for each", do=do)
+    return rollouts
 
 
 def _sampling(sampling: SamplingSettings | None, **given: float | None) -> SamplingSettings:

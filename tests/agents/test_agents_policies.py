@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ class Checked(AgentLoopBase):
     name = "checked"
 
     async def run(self, sampling_params: Any, *, raw_prompt: Any, **row: Any) -> Any:
-        import dataclasses
-
         tokens, found = TurnTokens(self.tokenizer, roles=["user"]), []
         text = ""
         for policy in ("solver", "verifier"):
@@ -36,7 +35,7 @@ class Checked(AgentLoopBase):
             sample = await self.generate(said.context, sampling_params, policy=policy)
             text = self.tokenizer.decode(sample.ids, skip_special_tokens=True) or "-"
             said.say(sample, text)
-            found.append(dataclasses.replace(said.output(self.episode, said=text), policy=policy))
+            found.append(replace(said.output(self.episode, said=text), policy=policy))
         return found[::-1]  # the solver's answer is the last: the episode's own
 
 
@@ -177,3 +176,30 @@ def test_what_is_refused() -> None:
     batch = DataProto.from_single_dict({"policy": ["solver"], "uid": ["a"]})
     with pytest.raises(PipelineError, match="no row of policy 'verifier'"):
         OfPolicy(made(first, second)["reward"].stage, "verifier")(batch)
+
+
+class SolvesAgain(Checked):
+    """The verifier answers the question by itself, as a check on the solver's answer."""
+
+    name = "solves_again"
+
+    async def run(self, sampling_params: Any, *, raw_prompt: Any, **row: Any) -> Any:
+        prompt, found = TurnTokens(self.tokenizer).prompt(raw_prompt), []
+        for policy in ("verifier", "solver"):
+            said = Transcript(prompt, sampling_params["max_tokens"])
+            sample = await self.generate(prompt, sampling_params, policy=policy)
+            said.say(sample, self.tokenizer.decode(sample.ids, skip_special_tokens=True))
+            found.append(replace(said.output(self.episode), policy=policy))
+        return found
+
+
+@pytest.mark.slow
+def test_solver_and_verifier_both_learn_arithmetic(tmp_path: Path) -> None:
+    rows, held_out = (wb.rows(f"data/arith/{part}.parquet", max_prompt_length=256) for part in ("train", "test"))
+    solver, verifier = (wb.engines.local(TINY, lr=3e-4) for _ in range(2))
+    given: dict[str, Any] = {"group_size": 8, "max_tokens": 32, "kl_coef": 0, "agent": SolvesAgain()}
+    pipe = multi_policy({"solver": grpo(solver, **given), "verifier": grpo(verifier, **given)})
+    before = wb.evaluate(solver, held_out, max_tokens=32, batch_size=256).mean
+    wb.train_blocking(pipe, rows, steps=10, batch_size=8, seed=1, run=tmp_path / "run", display=None, trackers=())
+    for engine in (solver, verifier):
+        assert wb.evaluate(engine, held_out, max_tokens=32, batch_size=256).mean > before + 0.25

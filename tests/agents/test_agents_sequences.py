@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from agents_parts import Adder, Script, Tags, User, call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests_patience import examples
 from transformers import AutoTokenizer
 
 import workbench as wb
@@ -85,6 +89,22 @@ def test_a_template_that_keeps_the_history_is_one_sequence_of_the_same_tokens() 
         assert [replace(a, metrics={}) for a in found] == [replace(a, metrics={}) for a in plain]
 
 
+@pytest.mark.skipif(not os.environ.get("WORKBENCH_TOKENIZERS"), reason="WORKBENCH_TOKENIZERS: see fetch_tokenizers.py")
+@pytest.mark.parametrize(("name", "sequences"), [("qwen3", 2), ("qwen2_5", 1), ("llama3_1", 1)])
+def test_original_templates_decide_where_a_sequence_ends(name: str, sequences: int) -> None:
+    """Qwen3's keeps the reasoning between tool calls, and strips it when the user speaks."""
+    made = AutoTokenizer.from_pretrained(Path(os.environ["WORKBENCH_TOKENIZERS"]) / name)
+    asks = '<tool_call>\n{"name": "add", "arguments": {"numbers": [2, 3]}}\n</tool_call>'
+    says = ["<think>\nhm\n</think>\n\n" + asks, "<think>\nso\n</think>\n\nno", "<think>\nwell\n</think>\n\nyes"]
+    agent = ToolAgent([Adder()], parser="hermes", interactions=[User()], history="template")
+    found = play(agent, Script(made, says), limit=2000, **of_word())
+    assert len(found) == sequences
+    whole = read(made, found[-1].prompt_ids) + read(made, found[-1].response_ids)
+    assert whole.endswith(says[-1] + made.eos_token) and ("hm" in whole) == (sequences == 1)
+    if sequences == 2:
+        assert says[0] in read(made, found[0].response_ids) and says[1] in read(made, found[0].response_ids)
+
+
 def compacting(**settings: Any) -> ToolAgent:
     return ToolAgent([Adder()], parser=Tags(), compact_prompt="Sum up.", **settings)
 
@@ -125,6 +145,36 @@ def test_limits_hold_for_the_episode_and_sequences_are_bounded() -> None:
     for wrong in ({"history": "strip"}, {"compact_at": 0}, {"max_sequences": 0}, {"compact_prompt": ""}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
             ToolAgent(**wrong)
+
+
+WORDS = st.lists(
+    st.sampled_from(["<think>a</think>", "no", "<think>", call(numbers=[1, 2]), "\n", " ö", "</think>yes"]), max_size=3
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(WORDS.map("".join), min_size=1, max_size=7),
+    st.sampled_from(["append", "template"]),
+    st.sampled_from([None, 25, 60]),
+)
+def test_whatever_is_said_nothing_is_tokenised_again(says: list[str], history: str, compact_at: int | None) -> None:
+    made = tokenizer(STRIPPING)
+    script = Script(made, [*says, "yes"])
+    agent = compacting(
+        history=history, compact_at=compact_at, interactions=[User()], max_assistant_turns=6, max_sequences=5
+    )
+    found = play(agent, script, **of_word())
+    own = [token for one in found for token, mine in zip(one.response_ids, one.response_mask, strict=True) if mine]
+    asked = [request.ids for request in script.requests]
+    texts = [[*says, "yes"][min(n, len(says))] for n in range(len(asked))]
+    assert own == [t for text in texts for t in [*made(text, add_special_tokens=False)["input_ids"], made.eos_token_id]]
+    begun = [ids for one in found for ids in asked if ids == one.prompt_ids]
+    assert len(begun) >= len({one.prompt_ids for one in found}) and len(found) <= 5
+    for one in found:  # each turn was sampled after exactly what stands before it
+        for turn in one.turns:
+            if turn.role == "assistant":
+                assert (*one.prompt_ids, *one.response_ids[: turn.first]) in asked
 
 
 def leading(inner: ToolAgent | None = None, **settings: Any) -> ToolAgent:
@@ -251,3 +301,29 @@ def test_a_compacting_agent_learns_with_a_clean_audit(tmp_path: Path) -> None:
         own = [batch["advantages"][row][batch["response_mask"][row].bool()].unique().tolist() for row in one]
         assert len({number for numbers in own for number in numbers}) == 1
     assert run.metrics["agent_loop/sequences/max"].max() > 1
+
+
+def test_sub_agents_in_lock_step_are_the_same_every_time() -> None:
+    """Parallel sub-agents of a row, each with turns of its own, share waves with the other rows; none waits for ever."""
+    tool = sub_agent(
+        ToolAgent([Adder(seconds=0.01)], parser=Tags()), name="helper", description="Does a sum.", system="You add."
+    )
+    agent = ToolAgent([tool], parser=Tags(), max_parallel_calls=2)
+
+    def says(text: str) -> str:
+        if "You add." in text:
+            return by_prompt(text)
+        return "done" if "it is 5" in text else call("helper", task="one") + call("helper", task="two")
+
+    found = []
+    for _ in range(2):
+        sampling = SamplingSettings(max_tokens=400)
+        stage = EpisodeRollout(
+            Script(tokenizer(STRIPPING), says), agent=agent, group_size=3, sampling=sampling, deterministic=True
+        )
+        asked = DataProto.from_single_dict({"raw_prompt": [[{"role": "user", "content": "?"}]] * 2, "uid": ["a", "b"]})
+        found.append(stage(asked).batch)
+    assert list(found[0]["session"]) == [n // 3 for n in range(18)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0].batch)
+    marks = [extra.get("sub_agent") for extra in found[0]["agent_extra"][:3]]
+    assert [mark and mark["number"] for mark in marks] == [0, 1, None]

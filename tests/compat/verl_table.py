@@ -129,7 +129,7 @@ AgentLoopOutput.{extra_fields,multi_modal_data,routed_experts} | AgentLoopOutput
 BaseInteraction | agents.BaseInteraction | the same methods; a class written for verl needs another import line
 get_seqlen_balanced_partitions | functional.balancing.balanced | never less balanced
 get_group_balanced_partitions | functional.balancing.balanced_groups | groups need not be neighbours
-compute_advantage_for_multi_trajectories | stages.Advantage(sessions=column) | for every estimator of whole rows, where verl has grpo alone; the last row of a session is the one that counts
+compute_advantage_for_multi_trajectories | stages.Advantage | for every estimator of whole rows, where verl has grpo alone; the last row of a session (column `session`, or another by `sessions=`) is the one that counts
 """
 
 

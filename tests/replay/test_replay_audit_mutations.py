@@ -24,7 +24,7 @@ import torch
 
 import workbench as wb
 from workbench import functional as F
-from workbench.agents import HermesParser, ToolAgent, function_tool
+from workbench.agents import AgentLoopBase, HermesParser, ToolAgent, Transcript, TurnTokens, function_tool
 from workbench.stages import Advantage, Pipeline, TurnScores
 
 # --- slips ----------------------------------------------------------------------------------------
@@ -195,6 +195,20 @@ def episodes(recipe: Callable[..., Pipeline], **settings: Any) -> Pipeline:
     return pipeline.replace("rollout", deterministic=True)
 
 
+class Parts(AgentLoopBase):
+    """Episodes of one to three sequences."""
+
+    async def run(self, sampling_params: Any, *, raw_prompt: Any, **row: Any) -> Any:
+        tokens, found = TurnTokens(self.tokenizer, roles=["user"]), []
+        for number in range(1 + (self.episode.sample + self.episode.row // 2) % 3):
+            more = [{"role": "user", "content": f"part {number}"}] if number else []
+            said = Transcript(tokens.prompt([*raw_prompt, *more]), sampling_params["max_tokens"])
+            sample = await self.generate(said.context, sampling_params)
+            said.say(sample, self.tokenizer.decode(sample.ids, skip_special_tokens=True))
+            found.append(said.output(self.episode))
+        return found
+
+
 PLAIN = {"sampling": None, "max_tokens": 12, "temperature": 1.5}
 PPO = {"gamma": 0.9, "lam": 0.8, "kl_coef": 0.1, "critic_lr": 1e-2, "ppo_mini_batch_size": None}
 TRAININGS: dict[str, Callable[[], Pipeline]] = {
@@ -224,6 +238,7 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "episodes of reinforce++": lambda: episodes(wb.recipes.reinforce_plus_plus, gamma=0.9),
     "turn scores": lambda: episodes(wb.recipes.grpo).insert_after("reward", TurnScores(final_weight=0.5)),
     "alone": lambda: estimated(F.rloo, singleton="verl"),
+    "sequences": lambda: grpo(agent=Parts()),
     "silence": lambda: made(wb.recipes.grpo, silent=True),
 }  # fmt: skip
 
@@ -333,7 +348,7 @@ SLIPS = [
     Slip("one", MEA, "length_metrics", "values >= limit", "values > limit", "grpo"),
     Slip("one", f"{ST}.advantage", "group_numbers", "for uid in uids]", "for uid in [uids[0], *uids[:-1]]]", "rloo"),
     Slip("one", f"{ST}.log_prob", "version_lag", "(version - rows)", "(version - rows + 1)", "grpo"),
-    Slip("one", f"{ST}.rollout", "Rollout._finished", "% each) == self.group_size", "% each) == self.group_size - 1", "remax"),
+    Slip("one", f"{ST}.rollout", "Rollout._finished", "% each == self.group_size", "% each == self.group_size - 1", "remax"),
     Slip("one", f"{ST}.reward", "Reward._metrics", "mask.sum(-1) == 0", "mask.sum(-1) <= 6", "silence"),
     Slip("one", MEA, "length_metrics", "lengths[lengths > 0]", "lengths[lengths >= 0]", "silence"),
     Slip("one", "workbench.rewards.base", "response_lengths", "arange(1, mask.shape[1] + 1", "arange(mask.shape[1]", "grpo"),
@@ -341,6 +356,12 @@ SLIPS = [
     Slip("one", ADV, "_token_baseline", "energy.cumsum(-1)", "energy.cumsum(-1).roll(1, -1)", "token baseline"),
     Slip("one", ADV, "_token_baseline", "(at < limit)", "(at <= limit)", "token baseline"),
     # normalisers and denominators
+    Slip("one", f"{ST}.advantage", "Advantage.__call__", "last_rows(batch, self.sessions)", "torch.arange(len(batch))",
+         "sequences"),
+    Slip("one", f"{ST}.reward", "of_rows", "scores[number[row]]", "scores[row % len(scores)]", "sequences"),
+    Slip("one", UPD, "Update._mini_batches", "episodes(batch)", "[[row] for row in range(len(batch))]", "sequences"),
+    Slip("metric", MEA, "score_metrics", "scored & is_last(batch)", "scored", "sequences"),
+    Slip("metric", MEA, "length_metrics", "float(len(rows))", "float(len(rows) + 1)", "sequences"),
     Slip("normaliser", ADV, "Groups.deviation", "(self._count - 1).clamp(min=1)", "self._count.clamp(min=1)", "grpo"),
     Slip("normaliser", ADV, "Groups.__init__", "self._count.clamp(min=1)",
          "per_group(torch.ones_like(self.scores), groups)", "grpo"),
@@ -398,7 +419,7 @@ SLIPS = [
     Slip("metric", CORR, "_weight_metrics", "_over_rows(raw_rows > upper)", "_over_rows(rows > upper)", "row weights"),
     Slip("metric", CORR, "off_policy", "(2 * sums).exp()", "sums.exp()", "row weights"),
     Slip("metric", UPD, "PolicyLoss.__call__", "_sum(entropy)", "_sum(self.entropy_coeff * entropy)", "grpo"),
-    Slip("metric", f"{ST}.rollout", "Baseline.__call__", '[greedy & scored]', '[~greedy & scored]', "remax"),
+    Slip("metric", f"{ST}.rollout", "Baseline.__call__", "[once & scored]", "[~once & scored]", "remax"),
     Slip("metric", f"{ST}.log_prob", "Values.__call__", 'values[batch["response_mask"].bool()]', "values.flatten()", "ppo"),
     Slip("metric", f"{ST}.log_prob", "sampler_logprob_diff", "gap.std(correction=min(1, count - 1))", "gap.std(correction=0)",
          "token weights"),

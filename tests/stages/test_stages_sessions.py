@@ -252,3 +252,29 @@ def test_runs_with_sessions_stream_resume_replay_and_audit(tmp_path: Any) -> Non
         assert not wb.compare(run.traces[3], other.traces[3]).columns
     again = wb.load_run(run.path).stepper(3).run()
     assert not wb.compare(run.traces[3], again.trace).columns
+
+
+@pytest.mark.parametrize("recipe", ["remax", "dapo", "ppo", "reinforce_plus_plus", "gdpo"])
+def test_other_recipes_take_sessions_with_a_clean_audit(recipe: str, tmp_path: Any) -> None:
+    """A greedy baseline, filtered groups that are drawn again, a critic, parts of a reward."""
+    rows, engine = prompts(), wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu")
+    given: dict[str, Any] = {"agent": Parts(), "group_size": 2, "max_tokens": 10, "kl_coef": 0.01}
+    extra = {"dapo": {"rows": rows, "overlong_buffer": 4}, "ppo": {"critic_lr": 1e-3}}.get(recipe, {})
+    if recipe == "gdpo":
+        pipe = wb.recipes.grpo(engine, in_parts, **given)
+        pipe = pipe.replace("advantage", Advantage(F.gdpo, parts=("length", "even")))
+    else:
+        pipe = getattr(wb.recipes, recipe)(engine, size, **given, **extra)
+    run = wb.train_blocking(
+        pipe, rows, steps=2, batch_size=3, run=tmp_path / "run", trace_freq=1, display=None, trackers=()
+    )
+    found, done = run.audit(), run.traces[2].batch
+    assert found.agrees and not found.unaudited, found.disagreements[:3]
+    assert "session" in done and len(episodes(done)) < len(done)
+    assert {"advantages", "returns", "reward"} <= found.columns
+    if recipe == "remax":
+        assert "greedy" not in done.select_idxs([0]).batch or not done["greedy"].any()
+
+
+def in_parts(response: str) -> dict[str, float]:
+    return {"score": size(response), "length": float(len(response)), "even": float(len(response) % 2)}

@@ -41,8 +41,9 @@ REASONING: Mapping[str, str] = {
 Found = tuple[int, int, tuple[FunctionCall, ...] | None]
 """Where a piece of text with calls begins, where it ends, its calls; None where no more calls are read."""
 _MARK = re.compile("|".join(map(re.escape, (*REASONING, *REASONING.values()))))
-AT_LINE = rf"(?:^|(?-i:{'|'.join(f'(?<={re.escape(tag)})' for tag in REASONING.values())}))[ \t]*"
-"""Pattern of the beginning of a line, which the end of reasoning is, too."""
+_ENDINGS = "|".join(f"(?<={re.escape(tag)})" for tag in REASONING.values())
+AT_LINE = rf"(?:^|(?<=[{re.escape(''.join(sorted({tag[-1] for tag in REASONING.values()})))}])(?-i:{_ENDINGS}))[ \t]*"
+"""Pattern of the beginning of a line, which the end of reasoning is, too; what a tag may end with is looked at first."""
 _OPENING = re.compile(rf"\s*({'|'.join(map(re.escape, REASONING))})")
 _NAMED = re.compile(r"""\0?\s*(?:```\w*\s*)?\[?\s*\{\s*["']?name["']?\s*:\s*["']([\w.-]{1,64})["']""")
 _LIKE_JSON = re.compile(r"\s*(?:[{\[]|```)")

@@ -221,10 +221,11 @@ SUB_AGENT = "sub_agent"
 """Key of `extra` that marks a sub-agent's sequence: its name, and which call it answered."""
 
 
-def turn_of_call(output: AgentLoopOutput) -> int | None:
-    """After how many turns of the model a sub-agent was called, whose sequence this is; None for any other sequence."""
-    mark = output.extra.get(SUB_AGENT)
-    return None if mark is None else int(mark["turn"])
+def call_of(output: AgentLoopOutput) -> tuple[int, int]:
+    """Which call of a sub-agent a sequence answered: (turns that the model had taken, number among the calls of the last);
+    (0, 0) for a sequence of the agent's own."""
+    mark = output.extra.get(SUB_AGENT) or {}
+    return int(mark.get("turn", 0)), int(mark.get("number", 0))
 
 
 def sequences(found: Any, place: str) -> Sequences:

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.agents.episode import Episode, Transcript
 from workbench.agents.histories import cut
 from workbench.agents.loop import AgentLoopBase
-from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn, sequences, turn_of_call
+from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn, call_of, sequences
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.base import runtime
 from workbench.base.config import require
@@ -82,8 +82,8 @@ class EpisodeStepper(Shown):
         self._now, self._fits = self._loop.start(sampling, **row), True
         self._outputs: Sequences | None = recorded
         if recorded is not None:
-            episode.others = [one for one in recorded if turn_of_call(one) is not None]
-            main = [one for one in recorded if turn_of_call(one) is None]
+            episode.others = [one for one in recorded if call_of(one) != (0, 0)]
+            main = [one for one in recorded if call_of(one) == (0, 0)]
             said = [_transcript(self._now.transcript, one) for one in main]
             self._now, self._fits = self._at(said), False
             self._now.state = AgentState.TERMINATED
@@ -260,7 +260,7 @@ class EpisodeStepper(Shown):
         """The state after exactly the turns of these sequences, with the present tools and user."""
         state, episode = self._loop.at(self._now, said), self._loop.episode
         answered = sum(turn.role == "assistant" for turn in state.turns[:-1])
-        episode.others = [one for one in episode.others if (turn_of_call(one) or 0) <= answered]
+        episode.others = [one for one in episode.others if call_of(one)[0] <= answered]
         episode.called = {}
         return state
 

@@ -98,5 +98,5 @@ def sub_agent(
     if not isinstance(loop, AgentLoopBase):
         raise SettingError("loop of a sub-agent", expected="an agent loop: ToolAgent(…)", found=loop)
     require(max_tokens is None or max_tokens >= 1, "max_tokens of a sub-agent", expected="≥ 1", found=max_tokens)
-    about = {"name": name, "description": description, "system": system}
-    return SubAgent(loop, max_tokens=max_tokens, policy=policy, **about)
+    limits: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "policy": policy}
+    return SubAgent(loop, name=name, description=description, **limits)

@@ -274,7 +274,7 @@ def _calling(answers: Sequence[Message]) -> Message:
     """A turn with the calls that these tools' answers are for."""
     calls = []
     for one in answers:
-        function = {"name": one.get("name") or "tool", "arguments": {}}
+        function: dict[str, Any] = {"name": one.get("name") or "tool", "arguments": {}}
         calls.append({"id": one.get("tool_call_id"), "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}
 

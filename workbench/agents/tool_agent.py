@@ -36,6 +36,7 @@ from workbench.agents.protocol import (
     ToolCall,
     ToolParser,
     Turn,
+    call_of,
     pixels_of,
 )
 from workbench.agents.tokens import TurnTokens
@@ -365,7 +366,7 @@ class ToolAgent(AgentLoopBase):
             own, versions = (versions, []) if last else (versions[:number], versions[number:])
             of = replace(self.episode, versions=own, seconds=self.episode.seconds if last else 0.0)
             found.append(said.output(of, **(extra if last else {})))
-        return (*self.episode.others, *found)
+        return (*sorted(self.episode.others, key=call_of), *found)
 
     async def close(self, episode: EpisodeState) -> dict[str, float]:
         """Release an episode's tools and simulated user; returns tool name → reward. A second call does nothing."""

@@ -158,7 +158,7 @@ class EpisodeRollout(Rollout):
         meta = batch.meta_info
         seeded = {"run_seed": meta.get("seed", 0), "purpose": self.purpose, "step": meta.get("step", 0)}
         limit = meta.get("max_prompt_length")
-        several = {"policy": self.policy, "policies": self.policies} if self.policies else {}
+        several: dict[str, Any] = {"policy": self.policy, "policies": self.policies} if self.policies else {}
         return Episode(self.sampler, batch["uid"][row], sample, row=index, max_prompt_length=limit, **several, **seeded)
 
     # --- a single episode -----------------------------------------------------------------------
@@ -246,15 +246,21 @@ class EpisodeRollout(Rollout):
         ids = [list(output.response_ids) for output in outputs]
         columns["response_text"] = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
         if self.policies:
-            columns[POLICY] = [one.policy or self.policy for one in outputs]
-            for row, name in enumerate(columns[POLICY]):
-                if name != self.policy:
-                    tokenizer = self._policy_of(name).tokenizer
-                    columns["response_text"][row] = tokenizer.decode(ids[row], skip_special_tokens=True)
+            columns |= self._spoken_by(outputs, columns["response_text"])
+        if any(output.seen for output in outputs):
+            columns[PIXELS] = [pixels_of(output.seen) for output in outputs]
         each = [_objects(output) for output in outputs]
-        pixels = {PIXELS: [pixels_of(one.seen) for one in outputs]} if any(one.seen for one in outputs) else {}
         several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
-        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several, **pixels}
+        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several}
+
+    def _spoken_by(self, outputs: Sequence[AgentLoopOutput], texts: Sequence[str]) -> dict[str, list[str]]:
+        """The columns of several policies: whose each row is, and its text by that one's tokenizer."""
+        names, said = [one.policy or self.policy for one in outputs], list(texts)
+        for row, name in enumerate(names):
+            if name != self.policy:
+                tokenizer = self._policy_of(name).tokenizer
+                said[row] = tokenizer.decode(list(outputs[row].response_ids), skip_special_tokens=True)
+        return {POLICY: names, "response_text": said}
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:

@@ -198,6 +198,9 @@ def sampler_of(pipeline: Pipeline) -> PinnedWeights:
     first = next(iter(pipeline))
     engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, Given) else None
     found = f"a pipeline that begins with stage {first.name!r}"
+    if getattr(first, "policies", None):
+        do = "set ahead=0"
+        raise SettingError("ahead=1 with several policies", expected="one: the others' weights are not pinned", do=do)
     if isinstance(engine, PinnedWeights):
         if not engine.share_device:
             return engine

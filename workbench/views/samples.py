@@ -11,7 +11,7 @@ import numpy as np
 
 from workbench.base.errors import message, unknown
 from workbench.dataproto import DataProto
-from workbench.dataproto.sessions import SESSION, episodes
+from workbench.dataproto.sessions import POLICY, SESSION, episodes
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
@@ -50,7 +50,8 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
 
     Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
     (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended); where
-    episodes are several rows also episode, sequence (from 1) and sequences (how many the episode has).
+    episodes are several rows also episode, sequence (from 1) and sequences (how many the episode has); of several policies
+    the row's policy.
 
     A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
     read, and not kept in memory.
@@ -63,6 +64,8 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
         found["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
     if SESSION in batch:
         found |= _of_episodes(batch)
+    if POLICY in batch:
+        found["policy"] = pd.Series(list(objects.passing(POLICY)), dtype=object)
     if "step" in held:  # a dump of several
         found["step"] = held.passing("step").numpy()
     if "reward" in batch:
@@ -101,7 +104,7 @@ def _of_tokens(batch: DataProto) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "group", "episode", "sequence", "sequences", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
+    "group", "episode", "sequence", "sequences", "policy", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
     "sampler_logprob_diff", "tokens", "finish",
 )  # fmt: skip
 _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
@@ -342,10 +345,10 @@ def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
 
 def _place(row: Any) -> list[str]:
     """The row's group, and which sequence of which episode it is, where episodes are several rows."""
-    group = f"group\u00a0{int(row['group'])}"
+    said = [f"group\u00a0{int(row['group'])}", *([f"policy {row['policy']}"] if "policy" in row else [])]
     if "sequence" not in row:
-        return [group]
-    return [group, f"episode {int(row['episode'])}", f"sequence {int(row['sequence'])} of {int(row['sequences'])}"]
+        return said
+    return [*said, f"episode {int(row['episode'])}", f"sequence {int(row['sequence'])} of {int(row['sequences'])}"]
 
 
 def _response(row: Any) -> str:
