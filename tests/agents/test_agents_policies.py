@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from agents_parts import Adder, Script, Tags, call
 from transformers import AutoTokenizer
 
 import workbench as wb
-from workbench.agents import AgentLoopBase, ToolAgent, Transcript, TurnTokens, sub_agent
+from workbench.agents import AgentLoopBase, Calculator, ToolAgent, Transcript, TurnTokens, sub_agent
 from workbench.base.errors import ForeignError, PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.recipes import grpo, multi_policy
+from workbench.replay.rebuild import Missing, rebuilt
+from workbench.runs.settings import written_down
 from workbench.stages import EpisodeRollout, FilterGroups, OfPolicy, Pipeline
 
 TINY = "data/tiny-arith"
@@ -203,3 +206,17 @@ def test_solver_and_verifier_both_learn_arithmetic(tmp_path: Path) -> None:
     wb.train_blocking(pipe, rows, steps=10, batch_size=8, seed=1, run=tmp_path / "run", display=None, trackers=())
     for engine in (solver, verifier):
         assert wb.evaluate(engine, held_out, max_tokens=32, batch_size=256).mean > before + 0.25
+
+
+def test_a_pipeline_with_sub_agents_and_policies_is_made_again_from_its_record() -> None:
+    inner = ToolAgent([Calculator()], parser="hermes", history="template")
+    tool = sub_agent(inner, name="check", description="Checks.", system="You check.", policy="verifier", max_tokens=20)
+    given: dict[str, Any] = {"group_size": 2, "max_tokens": 40, "kl_coef": 0}
+    given["agent"] = ToolAgent([tool], parser="hermes", compact_at=30, max_sequences=3)
+    first, second = engines()
+    pipe = multi_policy({"solver": grpo(first, **given), "verifier": grpo(second, **given)})
+    records = json.loads(json.dumps(written_down(pipe)))
+    again = rebuilt(records, {"actor": first, "verifier": second}, lambda record: None)
+    assert not any(isinstance(stage, Missing) for stage in again)
+    assert [repr(one.settings()) for one in again] == [repr(one.settings()) for one in pipe]
+    assert again["rollout"].loops.describe() == pipe["rollout"].loops.describe()

@@ -275,7 +275,14 @@ def test_an_episode_of_several_sequences_is_stepped_and_put_back(name: str) -> N
     assert short.next_role is None and len(short.outputs) == 1
     t = s.with_episodes(short).run()
     assert list(t.batch["session"]) == [0, 1, 1] and t.trace["rollout"].rows.tolist() == [0] * 3
-    assert wb.views.transcript(whole).frame is not None
+    shown = wb.views.transcript(s, 1)
+    assert len(shown.sequences) == 2 and list(shown.frame["sequence"].unique()) == [1, 2]
+    assert len(shown.frame) == sum(len(one.turns) for one in whole.outputs)
+    for text in (repr(shown), repr(wb.views.samples(s)), repr(wb.views.tokens(s, 1))):
+        assert "episode 0, sequence 2 of 2" in text
+    assert "row 0 (episode 0, sequence 1 of 2)" in repr(shown) and "episode 0, sequence 2 of 2" in repr(whole)
+    frame = wb.views.samples(s, order="index").frame
+    assert list(frame["episode"]) == [0, 0, 1, 1] and wb.views.groups(s)["samples"].tolist() == [2]
 
 
 # --- learning -----------------------------------------------------------------------------------------

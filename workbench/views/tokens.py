@@ -422,6 +422,8 @@ class TranscriptView(doc.View):
         """The views of all sequences of the episode, in order, this one among them."""
         self.turns = tuple(turns)
         self.prompt = [one if isinstance(one, dict) else {"role": "user", "content": one} for one in prompt]
+        self.label = row_name(row.batch, row.row)
+        """Which row it is, and of episodes of several rows which sequence."""
         self._row = row
 
     @property
@@ -455,18 +457,17 @@ class TranscriptView(doc.View):
 
     def document(self) -> doc.Part:
         """The view's content: the prompt and the turns of each sequence, in HTML with coloured tokens."""
-        if len(self.sequences) == 1:
-            return self._alone(f"row {self._row.row}", legend(*self.tokens.quantity()))
-        names = [row_name(one._row.batch, one._row.row) for one in self.sequences]
-        return [one._alone(name) for one, name in zip(self.sequences, names, strict=True)]
+        return [
+            one._alone(legend(*self.tokens.quantity()) if not place else ()) for place, one in enumerate(self.sequences)
+        ]
 
-    def _alone(self, name: str, scale: doc.Part = ()) -> doc.Part:
+    def _alone(self, scale: doc.Part) -> doc.Part:
         row, places = self._row, range(len(self.turns))
         said = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
         page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(text_of(one["content"]))) for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
-        head = doc.line(doc.bold(name), f" · {self.head()}"), scale
-        text = [f"{name}: {self.head()}", said, *map(self._said, places)]
+        head = doc.line(doc.bold(self.label), f" · {self.head()}"), scale
+        text = [f"{self.label}: {self.head()}", said, *map(self._said, places)]
         return doc.Either(text, [head, page, read, lambda: [self._turn(place) for place in places]])
 
     def _said(self, place: int) -> list[str]:
@@ -522,8 +523,9 @@ def _sequence(shown: Tokens, one: TokenRow, *, asked: bool) -> TranscriptView:
 def episode(made: EpisodeStepper) -> doc.Part:
     """The view of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
     view = transcript(made.batch, 0, tokenizer=made.tokenizer)
-    if len(view.sequences) == 1:
-        view._row.row = made.row
+    for number, one in enumerate(view.sequences, 1):
+        several = f"episode {made.number}, sequence {number} of {len(view.sequences)}"
+        one.label = several if len(view.sequences) > 1 else f"row {made.row}"
     return view.document(), doc.line(doc.bold(_upcoming(made)))
 
 
