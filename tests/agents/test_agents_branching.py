@@ -14,7 +14,8 @@ import torch
 from agents_parts import Adder, Script, Tags, User, call
 
 import workbench as wb
-from workbench.agents import ToolAgent, ToolResponse, Tree
+from workbench.agents import AgentLoopOutput, ToolAgent, ToolResponse, Tree
+from workbench.agents.branching import only_sequence
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings
@@ -379,3 +380,10 @@ def test_a_correction_leaves_shared_tokens_to_one_row(tiny: str) -> None:
     assert torch.equal(s.batch["loss_mask"], s.trace["learnt_once"].batch["loss_mask"]), "nothing was rejected"
     with pytest.raises(SettingError, match="rollout_rs in bypass mode"):
         wb.recipes.with_rollout_correction(pipe, bypass_mode=True, **strict)
+
+
+def test_a_leaf_is_one_sequence() -> None:
+    one = AgentLoopOutput((1,), (2,), (1,), (0.0,))
+    assert only_sequence((one,)) is one
+    with pytest.raises(SettingError, match="expected one sequence; found 2; branch an agent without compaction"):
+        only_sequence((one, one))
