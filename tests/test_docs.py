@@ -57,6 +57,7 @@ def test_the_readme_and_the_pages_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", LONGER)
 def test_a_page_that_takes_longer_runs(name: str, tmp_path: Path) -> None:
     run([ROOT / "docs" / "guide" / f"{name}.md"], tmp_path)

@@ -49,7 +49,7 @@ def test_the_wheel_has_what_a_user_needs(wheel: Path, tmp_path: Path) -> None:
     assert "workbench/py.typed" in inside and "workbench/widgets/static/style.css" in inside
     starting = {name for name in inside if name.startswith("workbench/starter/")}
     wanted = listed("notebooks", "data")
-    wanted -= {name for name in wanted if name.endswith((".py", ".png"))}  # what made them, and the README's pictures
+    wanted -= {name for name in wanted if name.endswith(".py") and name.count("/") == 1}  # what made them
     assert starting == {f"workbench/starter/{name}" for name in wanted}
     for name in wanted:
         assert (tmp_path / "workbench" / "starter" / name).read_bytes() == (ROOT / name).read_bytes(), name

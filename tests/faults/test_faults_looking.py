@@ -45,6 +45,10 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
     )
 
 
+SAMPLES = ("columns", "statuses", "query", "headline", "bins", "picked")
+"""What the script of `SamplesTable` reads."""
+
+
 # --- E6: what a script of ours draws ---------------------------------------------------------------
 
 SINKS = (
@@ -116,7 +120,7 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
     table = SamplesTable(wb.views.samples(batch))
     tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer(HOSTILE)))
     with watched_page() as (page, asked, dialogs):
-        alone(page, table, ("columns", "statuses", "query", "picked"))
+        alone(page, table, SAMPLES)
         page.locator(".wb-scroll tbody tr").first.wait_for()
         page.locator(".wb-scroll tbody tr").nth(1).click()
         page.locator(".wb-detail").get_by_text("other samples").or_(
@@ -140,7 +144,7 @@ def test_C1_a_view_waits_for_a_busy_kernel_and_says_so() -> None:
     table = SamplesTable(wb.views.samples(batch))
     tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer("ab ")))
     with watched_page() as (page, _, _):
-        alone(page, table, ("columns", "statuses", "query", "picked"), late=3500)
+        alone(page, table, SAMPLES, late=3500)
         page.get_by_text("waiting for the kernel").wait_for()
         page.locator(".wb-scroll tbody tr").nth(1).wait_for()
         assert page.get_by_text("waiting for the kernel").count() == 0

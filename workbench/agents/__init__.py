@@ -8,10 +8,11 @@ are sampled by `stages.EpisodeRollout`; rewards over episodes are in `rewards`.
 
 from workbench.agents.branching import Estimate, Tree, TreeNode
 from workbench.agents.calls import Toolbox, truncate
+from workbench.agents.elements import Qwen3CoderParser
 from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
 from workbench.agents.episode import Episode, LockStep, Transcript
 from workbench.agents.files import load_interactions, load_tools
-from workbench.agents.formats import KimiParser, Qwen3CoderParser, ToolArgsParser, parser_of
+from workbench.agents.formats import KimiParser, ToolArgsParser, parser_of
 from workbench.agents.harnesses import Harness
 from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, RemoteInteraction, interacting
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from workbench.agents.elements import Qwen3CoderParser as Qwen3CoderParser
 from workbench.agents.parsers import (
     DECODER,
     Found,

@@ -22,7 +22,7 @@ _MOVED = {
     "agents.loop": "agents.single_turn",
     "agents.parsers": "agents.loose_json agents.react",
     "agents.formats:KimiParser": "agents.parsers:KimiParser",
-    "agents.formats:Qwen3CoderParser": "agents.parsers:Qwen3CoderParser",
+    "agents.elements:Qwen3CoderParser": "agents.parsers:Qwen3CoderParser",
     "agents.formats:ToolArgsParser": "agents.parsers:ToolArgsParser",
     "agents.parsers:checked_parser": "agents.checks:checked_parser",
     "agents.tools.shipped": "agents.tools.gsm8k agents.tools.python agents.tools.search",
