@@ -220,3 +220,15 @@ def test_a_pipeline_with_sub_agents_and_policies_is_made_again_from_its_record()
     assert not any(isinstance(stage, Missing) for stage in again)
     assert [repr(one.settings()) for one in again] == [repr(one.settings()) for one in pipe]
     assert again["rollout"].loops.describe() == pipe["rollout"].loops.describe()
+
+
+def test_each_policy_may_be_an_adapter_of_the_same_model() -> None:
+    pytest.importorskip("peft")
+    first, second = engines(lora_rank=4)
+    before = [one.snapshot("memory")["weights"] for one in (first, second)]
+    s = wb.Stepper(made(first, second), rows().batch(4)).run()
+    after = [one.snapshot("memory")["weights"] for one in (first, second)]
+    for old, new in zip(before, after, strict=True):
+        moved = [name for name, value in new.items() if not torch.equal(value, old[name])]
+        assert moved and all("lora" in name for name in moved)
+    assert (first.version, second.version) == (1, 1) and s.trace.names[-1] == "update_verifier"
