@@ -545,7 +545,7 @@ def multi_policy(policies: Mapping[str, Pipeline]) -> Pipeline:
     """Several policies in one episode (solver and verifier, debate), each trained by the stages of a recipe of its own.
 
     The rollout is the first pipeline's, and so is the agent loop in which the policies speak: `generate(…, policy="verifier")`,
-    with `AgentLoopOutput(policy="verifier")` for the sequences that hold its tokens, or `sub_agent(…, policy="verifier")`.
+    with `AgentLoopOutput(policy="verifier")` for the sequences that hold its tokens, or `SubAgent(…, policy="verifier")`.
     The stages behind the rollout then work for each policy on its own rows (`stages.OfPolicy`): its reward scores its last
     sequence of each episode, its advantages compare within (uid, policy), its update's gradient is of its tokens alone. What a
     policy's reward has to know of the others the loop puts into `extra` (column `agent_extra`).

@@ -13,7 +13,7 @@ from agents_parts import Adder, Script, Tags, call
 from transformers import AutoTokenizer
 
 import workbench as wb
-from workbench.agents import AgentLoopBase, Calculator, ToolAgent, Transcript, TurnTokens, sub_agent
+from workbench.agents import AgentLoopBase, Calculator, SubAgent, ToolAgent, Transcript, TurnTokens
 from workbench.base.errors import ForeignError, PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.recipes import grpo, multi_policy
@@ -143,7 +143,7 @@ def test_a_sub_agent_of_another_policy_is_stepped() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     solver = Script(tokenizer, [call("check", task="5?"), "5"])
     verifier = Script(tokenizer, ["yes, 5"])
-    tool = sub_agent(ToolAgent(), name="check", description="Says whether an answer is right.", policy="verifier")
+    tool = SubAgent(ToolAgent(), name="check", description="Says whether an answer is right.", policy="verifier")
     agent = ToolAgent([tool, Adder()], parser=Tags())
     stage = EpisodeRollout(
         solver, agent=agent, group_size=1, policies={"verifier": verifier}, policy="solver",
@@ -210,7 +210,7 @@ def test_solver_and_verifier_both_learn_arithmetic(tmp_path: Path) -> None:
 
 def test_a_pipeline_with_sub_agents_and_policies_is_made_again_from_its_record() -> None:
     inner = ToolAgent([Calculator()], parser="hermes", history="template")
-    tool = sub_agent(inner, name="check", description="Checks.", system="You check.", policy="verifier", max_tokens=20)
+    tool = SubAgent(inner, name="check", description="Checks.", system="You check.", policy="verifier", max_tokens=20)
     given: dict[str, Any] = {"group_size": 2, "max_tokens": 40, "kl_coef": 0}
     given["agent"] = ToolAgent([tool], parser="hermes", compact_at=30, max_sequences=3)
     first, second = engines()

@@ -17,7 +17,7 @@ from tests_patience import examples
 from transformers import AutoTokenizer
 
 import workbench as wb
-from workbench.agents import AgentLoopOutput, ToolAgent, TurnTokens, sub_agent
+from workbench.agents import AgentLoopOutput, SubAgent, ToolAgent, TurnTokens
 from workbench.agents.episode import Episode
 from workbench.agents.protocol import sequences
 from workbench.agents.tools import load_tools
@@ -179,7 +179,7 @@ def test_whatever_is_said_nothing_is_tokenised_again(says: list[str], history: s
 
 def leading(inner: ToolAgent | None = None, **settings: Any) -> ToolAgent:
     inner = inner or ToolAgent([Adder()], parser=Tags())
-    tool = sub_agent(inner, name="helper", description="Does a sum.", system="You add.")
+    tool = SubAgent(inner, name="helper", description="Does a sum.", system="You add.")
     return ToolAgent([tool], parser=Tags(), **settings)
 
 
@@ -204,7 +204,7 @@ def test_a_sub_agents_sequences_come_first_and_its_answer_is_read() -> None:
     assert len({request.seed for request in script.requests}) == 4
     assert leading().describe()["sub_agents"]["helper"]["system"] == "You add."
     with pytest.raises(SettingError, match="loop of a sub-agent"):
-        sub_agent("tool_agent", name="x", description="y")  # type: ignore[arg-type]
+        SubAgent("tool_agent", name="x", description="y")  # type: ignore[arg-type]
 
 
 # --- stepping -----------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_a_compacting_agent_learns_with_a_clean_audit(tmp_path: Path) -> None:
 
 def test_sub_agents_in_lock_step_are_the_same_every_time() -> None:
     """Parallel sub-agents of a row, each with turns of its own, share waves with the other rows; none waits for ever."""
-    tool = sub_agent(
+    tool = SubAgent(
         ToolAgent([Adder(seconds=0.01)], parser=Tags()), name="helper", description="Does a sum.", system="You add."
     )
     agent = ToolAgent([tool], parser=Tags(), max_parallel_calls=2)

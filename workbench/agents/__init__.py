@@ -35,7 +35,7 @@ from workbench.agents.protocol import (
     Turn,
 )
 from workbench.agents.stepping import EpisodeStepper
-from workbench.agents.sub_agents import SubAgent, sub_agent
+from workbench.agents.sub_agents import SubAgent
 from workbench.agents.tasksets import verifiers_reward
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
@@ -65,6 +65,6 @@ __all__ = [
     "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Tree", "TreeNode", "Turn",
     "TurnTokens", "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool",
     "interacting", "load_interactions", "load_tools", "mcp_tools", "parser_names", "parser_of", "register",
-    "register_agent_loop", "register_parser", "sub_agent", "terminal_rows", "tool_parser", "truncate",
+    "register_agent_loop", "register_parser", "terminal_rows", "tool_parser", "truncate",
     "verifiers_reward", "verifiers_rows",
 ]  # fmt: skip

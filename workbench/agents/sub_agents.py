@@ -16,7 +16,22 @@ from workbench.engines.protocol import Sampler
 
 
 class SubAgent(BaseTool):
-    """The tool that `sub_agent` makes."""
+    """A tool by which a `ToolAgent` hands a task to another loop: `SubAgent(ToolAgent([search]), name="research", description="…")`.
+
+    The sub-agent is sampled by the same policy, with seeds of its own. Its sequences are rows of the episode, before those of
+    the agent that called it, and share the episode's reward and advantage. Its last answer is what the caller reads. It has no
+    time limit of its own: those of its tools, turns and tokens hold.
+
+    Args:
+        loop: the loop that does the task, of which each call is one run.
+        name: the tool's name.
+        description: what the model reads of it; its only argument is `task`, a text.
+        system: the sub-agent's system prompt.
+        max_tokens: limit of each of its sequences; None: that of the rollout.
+        policy: the policy that samples it, where the rollout has several; None: the caller's.
+
+    Raises `SettingError` for anything but an agent loop, and for a limit below 1.
+    """
 
     delegates = True
     seconds_per_call: float | None = None
@@ -31,6 +46,9 @@ class SubAgent(BaseTool):
         max_tokens: int | None = None,
         policy: str | None = None,
     ) -> None:
+        if not isinstance(loop, AgentLoopBase):
+            raise SettingError("loop of a sub-agent", expected="an agent loop: ToolAgent(…)", found=loop)
+        require(max_tokens is None or max_tokens >= 1, "max_tokens of a sub-agent", expected="≥ 1", found=max_tokens)
         parameters = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
         about = {"name": name, "description": description, "parameters": parameters}
         super().__init__({}, {"type": "function", "function": about})
@@ -70,33 +88,3 @@ class SubAgent(BaseTool):
 def _answer(found: Sequences, loop: AgentLoopBase) -> str:
     said = [turn.text for turn in found[-1].turns if turn.role == "assistant"]
     return outside_reasoning(said[-1]).strip() if said else ""
-
-
-def sub_agent(
-    loop: AgentLoopBase,
-    *,
-    name: str,
-    description: str,
-    system: str | None = None,
-    max_tokens: int | None = None,
-    policy: str | None = None,
-) -> SubAgent:
-    """A tool by which a `ToolAgent` hands a task to another loop: `tools=[sub_agent(ToolAgent([search]), name="research", …)]`.
-
-    The sub-agent is sampled by the same policy, with seeds of its own. Its sequences are rows of the episode, before those of
-    the agent that called it, and share the episode's reward and advantage. Its last answer is what the caller reads. It has no
-    time limit of its own: those of its tools, turns and tokens hold.
-
-    Args:
-        loop: the loop that does the task, of which each call is one run.
-        name: the tool's name.
-        description: what the model reads of it; its only argument is `task`, a text.
-        system: the sub-agent's system prompt.
-        max_tokens: limit of each of its sequences; None: that of the rollout.
-        policy: the policy that samples it, where the rollout has several; None: the caller's.
-    """
-    if not isinstance(loop, AgentLoopBase):
-        raise SettingError("loop of a sub-agent", expected="an agent loop: ToolAgent(…)", found=loop)
-    require(max_tokens is None or max_tokens >= 1, "max_tokens of a sub-agent", expected="≥ 1", found=max_tokens)
-    limits: dict[str, Any] = {"system": system, "max_tokens": max_tokens, "policy": policy}
-    return SubAgent(loop, name=name, description=description, **limits)

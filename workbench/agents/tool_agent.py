@@ -102,7 +102,7 @@ class ToolAgent(AgentLoopBase):
     no room, and at the limits of turns and calls (calls of the turn that reaches one are not run, but a simulated user still scores it). A simulated user that fails
     ends the episode as `abort`, and it is not scored.
 
-    With `history="template"`, `compact_at` or sub-agents (`sub_agent`) an episode is several sequences, each a row of the
+    With `history="template"`, `compact_at` or sub-agents (`SubAgent`) an episode is several sequences, each a row of the
     batch, the agent's last one behind all others. `max_tokens` limits each; the limits of turns and calls hold for the episode.
 
     Args:

@@ -52,7 +52,7 @@ class EpisodeRollout(Rollout):
             Without it no episode waits for another's tool; the tokens are the same, barring float ties.
         sampling: `max_tokens` limits the whole response, tool and user tokens included.
         policies: the samplers of further policies by name, for loops in which several speak (`generate(…, policy="verifier")`,
-            `sub_agent(…, policy="verifier")`). Each row then has the column `policy`; see `recipes.multi_policy`.
+            `SubAgent(…, policy="verifier")`). Each row then has the column `policy`; see `recipes.multi_policy`.
         policy: the name of `sampler`'s policy there.
         group_size, purpose, greedy_baseline: as in `Rollout`.
 
