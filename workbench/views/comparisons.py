@@ -95,7 +95,7 @@ def _change(a: float, b: float) -> str:
 
 def _row_line(found: Comparison, row: RowChange) -> str:
     flip = "sign flipped" if row.flipped else ""
-    text = doc.one_line(object_at(found.traces[0].batch, "response_text", row.row) or "", 40)
+    text = _one_line(object_at(found.traces[0].batch, "response_text", row.row) or "", 40)
     said = f"  row {row.row:<4} reward {_sides(row.reward):<10} advantage {_sides(row.advantage)}  {flip}"
     return f"{said}{'  ' * bool(flip and text)}{text}".rstrip()
 
@@ -120,8 +120,12 @@ def _responses(batches: Sequence[DataProto], row: int) -> doc.Part:
     """One line of a row's response, and a second where the sides' differ; on hover the prompt's last question."""
     prompt = doc.cut(question(object_at(batches[0], "raw_prompt", row)), 400)
     texts = dict.fromkeys(object_at(batch, "response_text", row) for batch in batches)
-    lines = [doc.one_line(text, _LINE) + "…" * (len(text) > _LINE) for text in texts if isinstance(text, str)]
+    lines = [_one_line(text, _LINE) for text in texts if isinstance(text, str)]
     return doc.Span(doc.stacked(lines), title=prompt)
+
+
+def _one_line(text: object, limit: int) -> str:
+    return doc.one_line(doc.cut(text, limit).replace("\n", "⏎"))
 
 
 def _bar(value: float, most: float) -> doc.Part:

@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
+from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
 from workbench.dataproto.sessions import SESSION
 from workbench.rewards.score import Score
@@ -25,7 +27,6 @@ from workbench.views.samples import SampleIndex
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from workbench.dataproto import DataProto
     from workbench.datasets import Report, Rows, Samples
     from workbench.replay.rebuild import Counterfactual
     from workbench.replay.run import Run, Summary, Traces
@@ -133,7 +134,7 @@ def headline(made: Phase) -> str:
     warning if nothing can be learned; its first metric where there are no words for it, and empty where it has none."""
     told, metrics = _HEADLINES.get(made.stage, ()), made.metrics
     said = [form.format(metrics[key]) for key, form in told if key in metrics]
-    if "reward" in made.wrote and (judged := _judged(made.batch)):
+    if "reward" in made.wrote and "reward" in made.batch.batch and (judged := _judged(made.batch)):
         said = [judged]
     elif not said and metrics:
         key = "critic/score/mean" if "critic/score/mean" in metrics else next(iter(metrics))
@@ -143,14 +144,20 @@ def headline(made: Phase) -> str:
     return " · ".join(said)
 
 
+_words: WeakKeyDictionary[DataProto, str] = WeakKeyDictionary()
+"""Batch, which does not change → what `_judged` said of it: a face says it several times."""
+
+
 def _judged(made: DataProto) -> str:
-    """The words of the samples' table for a batch with rewards; only the columns for them are read."""
-    if len(made.batch.raw()["reward"].shape) != 1:
-        return ""
-    kept = [name for name in _JUDGED if name in made]
-    if "score" in kept and not all(isinstance(one, Score) for one in made.non_tensor_batch.passing("score")):
-        kept.remove("score")
-    return SampleIndex(made.without(*(name for name in made.columns if name not in kept))).headline
+    """The words of the samples' table for a batch with rewards; only the columns for them are read, and once."""
+    if made not in _words:
+        kept = made.without(*(name for name in made.columns if name not in _JUDGED))
+        if "score" in kept:
+            scores, kept = list(kept.non_tensor_batch.passing("score")), kept.without("score")
+            kept = kept.with_columns({"score": scores}) if all(isinstance(one, Score) for one in scores) else kept
+        single = len(made.batch.raw()["reward"].shape) == 1
+        _words[made] = SampleIndex(kept).headline if single else ""
+    return _words[made]
 
 
 def _seconds(made: Phase) -> str:
