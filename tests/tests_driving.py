@@ -24,6 +24,17 @@ def step_and_back(lab: str, page: Any, name: str) -> None:
     shot(page, "driven_back")
     face.get_by_role("button", name="next").click()
     until(page, lambda: ".next()" in face.inner_text())
+    face.get_by_role("button", name="● reward").click()
+    until(page, lambda: '.trace["reward"]' in face.inner_text())
+    assert "● update_actor" in face.inner_text(), "shown, not moved"
+    assert "token_level_scores" in face.locator(".wb-shown").inner_text()
+    shot(page, "driven_phase")
+    face.get_by_role("button", name="back to before advantage").click()
+    until(page, lambda: '.back(to="advantage")' in face.inner_text() and "▶ advantage" in face.inner_text())
+    face.get_by_role("button", name="run until").click()
+    until(page, lambda: "▶ update_actor" in face.inner_text())
+    face.get_by_role("button", name="next", exact=True).click()
+    until(page, lambda: "● update_actor" in face.inner_text())
 
 
 def look_around(lab: str, page: Any, name: str) -> None:

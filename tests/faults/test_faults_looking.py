@@ -114,11 +114,17 @@ def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(t
 @in_chromium
 def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
     """The scripts alone in a browser, on a model that answers with markup: nothing runs, nothing is fetched."""
-    from workbench.widgets.layer import SamplesTable, TokenView
+    from workbench.steps.trace import Phase
+    from workbench.widgets.layer import SamplesTable, StepperFace, TokenView
 
     batch = hostile_batch(HOSTILE)
     table = SamplesTable(wb.views.samples(batch))
     tokens = TokenView(wb.views.tokens(batch, 0, tokenizer=HostileTokenizer(HOSTILE)))
+    told = {"metrics": {HOSTILE: 1.0}, "settings": {HOSTILE: HOSTILE}}  # a metric's name stands in the phase's button
+    batch = batch.with_columns({"token_level_scores": batch["advantages"]})
+    trace = wb.Trace(batch).add(Phase(stage="advantage", batch=batch, wrote=("advantages",), **told))
+    stage = wb.stages.Advantage(wb.functional.grpo)
+    stepper = StepperFace(wb.Stepper(wb.Pipeline([stage], given=stage.reads), batch).from_trace(trace))
     with watched_page() as (page, asked, dialogs):
         alone(page, table, SAMPLES)
         page.locator(".wb-scroll tbody tr").first.wait_for()
@@ -131,6 +137,11 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
         alone(page, tokens, ("quantities", "labels", "colour"))
         page.locator(".wb-tokens span").nth(2).hover()
         assert "<img src=x" in page.locator(".wb-tokens").first.inner_text()
+        assert page.locator("body script, body img, body svg, body a, body style").count() == 0
+        alone(page, stepper, ("names", "face"))
+        page.locator(".wb-look").first.click()
+        page.locator("code", has_text=".trace[").wait_for()
+        assert "<script>alert(1)</script>" in page.locator(".wb-look").first.inner_text()
         assert page.locator("body script, body img, body svg, body a, body style").count() == 0
     assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
 

@@ -55,6 +55,39 @@ def test_a_comparison_begins_with_what_people_ask_for() -> None:
     assert any(line.startswith("  row 0    reward 1 → 0") and "sign flipped" in line for line in lines)
     html = found._repr_html_()
     assert lint(html) == [] and "-0.25 (-50.0%)" in html and "worth 1.0" in html and "worth 0.0" in html
+    assert html.count("<details>") == 3, "texts in full, columns, metrics: one screen, whatever number of rows"
+
+
+def test_a_changed_row_is_a_line_with_prompt_verdicts_and_bars_and_flips_come_first() -> None:
+    texts = ["a\nb", "<i>c</i>", "d" * 500, "e"]
+    batch = answered(texts, uid=["x", "x", "y", "y"])
+    batch = batch.with_columns({"raw_prompt": [[{"role": "user", "content": f"ask {row}?"}] for row in range(4)]})
+    sides = []
+    for values in ([0.5, 9.0, 1.0, 0.0], [-0.5, 0.0, 1.5, 0.0]):
+        made = batch.with_columns({"advantages": torch.tensor(values)[:, None] * batch["response_mask"]})
+        sides.append(wb.Trace(batch, (Phase(stage="advantage", batch=made, wrote=(), metrics={}, settings={}),)))
+    found = wb.compare(*sides)
+    assert [row.row for row in found.rows] == [0, 1, 2], "the flip first, then by size"
+    html = found._repr_html_()
+    assert lint(html) == [] and 'title="ask 0?">a⏎b<' in html and "&lt;i&gt;c" in html and "d" * 89 + "…<" in html
+    # 0.5 of 9 to the right of the middle on the first side, and to the left of it on the second
+    assert "rgba(46,160,67,0.35) 50%, rgba(46,160,67,0.35) 53%" in html
+    assert "rgba(207,80,60,0.35) 47%, rgba(207,80,60,0.35) 50%" in html
+    assert repr(found).splitlines()[1].endswith("sign flipped  a⏎b")
+
+
+def test_a_comparison_of_many_rows_stays_small() -> None:
+    batch = answered(["word " * 400] * 10_000, uid=[str(row) for row in range(10_000)])
+    sides = [
+        wb.Trace(
+            batch.with_columns({"reward": torch.full((10_000,), value), "scored": torch.ones(10_000, dtype=torch.bool)})
+        )
+        for value in (0.0, 1.0)
+    ]
+    found = wb.compare(*sides)
+    html = found._repr_html_()
+    assert len(found.rows) == 10_000 and "and 9988 more rows: .rows has them" in html and len(html) < 60_000
+    assert len(repr(found)) < 3000
 
 
 def test_what_was_not_run_again_is_named() -> None:

@@ -36,9 +36,30 @@ def test_numbers_are_short() -> None:
 
 
 def test_a_phase_has_a_headline() -> None:
-    assert headline(traced()["advantage"]) == "1 largest advantage"
+    assert headline(traced()["advantage"]) == "1 largest advantage · 50% of the rows have advantage 0"
     empty = Phase(stage="mine", batch=start(), wrote=(), metrics={}, settings={})
     assert headline(empty) == "" and headline(Phase(**{**vars(empty), "metrics": {"x/y": 0.5}})) == "0.5 x/y"
+    update = {"actor/grad_norm": 0.25, "actor/pg_clipfrac": 0.125, "actor/loss": 1.0}
+    phase = Phase(**{**vars(empty), "stage": "update_actor", "metrics": update})
+    assert headline(phase) == "0.25 gradient norm · 12.5% clipped"
+
+
+def test_a_phase_with_rewards_says_what_the_samples_table_says() -> None:
+    phase = Phase(stage="mine", batch=start(), wrote=("reward",), metrics={}, settings={})
+    assert headline(phase) == wb.views.samples(start()).index.headline == "4 samples · 2 right"
+    foreign = start().with_columns({"score": ["good", "bad", "good", "bad"]})
+    assert headline(Phase(**{**vars(phase), "batch": foreign})) == "4 samples · 2 right", (
+        "scores of another kind are left out"
+    )
+
+
+def test_columns_of_ids_masks_and_positions_are_folded() -> None:
+    trace = wb.Trace.load("data/arith-batch")
+    text, html = repr(trace["rollout"]), trace["rollout"]._repr_html_()
+    assert "  7 bookkeeping columns: prompts, prompt_mask, responses, " in text and "position_ids" in text
+    assert not any(line.split()[0] == "prompts" for line in text.splitlines())
+    assert html.index("response_text") < html.index("7 bookkeeping columns</summary>") < html.index("position_ids")
+    assert lint(html) == [] and ", 7 bookkeeping columns" in repr(trace)
 
 
 def test_a_trace_says_what_each_phase_wrote() -> None:
@@ -55,7 +76,7 @@ def test_a_comparison_shows_flips_first_and_escapes_texts() -> None:
     assert found.sign_flips == 2 and [row.row for row in found.rows] == [0, 2] and found.rows[0].flipped
     assert {change.name for change in found.columns} == {"advantages", "returns"}
     text, html = repr(found), found._repr_html_()
-    assert "2 advantages changed sign" in text and "1 → -1  sign flipped" in text
+    assert "2 advantages changed sign" in text and "1 → -1  sign flipped" in text and "sign flipped  <b>w</b>" in text
     assert lint(html) == [] and "&lt;b&gt;w" in html and "<b>w</b>" not in html
     assert compare(traced(), traced())._repr_html_() == "<div>Nothing differs.</div>"
 

@@ -140,6 +140,21 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     assert said["code"] == 's.back(to="reward")' and s.next_stage == "reward"
     assert face.answer({"kind": "back", "stands": s.position})["code"] == "s.back()" and s.next_stage == "rollout"
     assert heard(face, {"kind": "back", "stands": 0, "asked": 3})[0]["kind"] == "error", "nothing is before it"
+    s.run(until="old_log_prob")
+    shown = face.answer({"kind": "show", "phase": "rollout", "stands": 3})
+    assert s.position == 3 and shown["code"] == 's.trace["rollout"]' and shown["shown"] == "rollout"
+    assert (
+        "bookkeeping columns" in shown["html"] and "token_level_scores" not in shown["html"].partition("<details>")[0]
+    )
+    assert [one["mark"] for one in shown["chips"]] == ["●", "●", "●", "▶", "○", "○"] and "right" in shown["chips"][1][
+        "headline"
+    ]
+    assert face.answer({"kind": "look"})["shown"] == "old_log_prob", "the last one again"
+    assert heard(face, {"kind": "show", "phase": "advantage", "stands": 3, "asked": 4})[0]["kind"] == "error"
+    s.back(to="reward")
+    gone = face.answer({"kind": "show", "phase": "reward", "stands": 3})
+    assert "elsewhere" in gone["note"] and gone["shown"] == "rollout", "pressed on an old face"
+    s.back()
     s.next()  # a cell moves it
     stale = face.answer({"kind": "next", "stands": 0})
     assert s.position == 1 and "elsewhere" in stale["note"] and stale["stands"] == 1

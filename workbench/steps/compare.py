@@ -63,7 +63,8 @@ class RowChange:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Shown):
-    """Result of `compare`: the columns, rows and metrics that differ, with the rows that changed most first."""
+    """Result of `compare`: the columns, rows and metrics that differ, with the rows whose advantage changed sign first, then those that
+    changed most."""
 
     columns: tuple[ColumnChange, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -94,7 +95,7 @@ def compare(first: Any, second: Any) -> Comparison:
     a, b = first.batch, second.batch
     _check_rows(a, b)
     only = (tuple(name for name in a.columns if name not in b), tuple(name for name in b.columns if name not in a))
-    rows = tuple(sorted(_rows(a, b), key=lambda row: -row.size))
+    rows = tuple(sorted(_rows(a, b), key=lambda row: (not row.flipped, -row.size)))
     x, y = first.metrics, second.metrics
     keys = [key for key in x if key in y and not key.startswith("timing_s/")]
     metrics = {key: (x[key], y[key]) for key in keys if not _HOW.numbers(x[key], y[key])}

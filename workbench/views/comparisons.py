@@ -16,6 +16,7 @@ from workbench.stages import Advantage
 from workbench.views import document as doc
 from workbench.views.curve_axes import bare
 from workbench.views.curves import WORDS, cell_figure
+from workbench.views.rewards import question
 from workbench.views.samples import object_at
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from workbench.steps.differences import Beside, Divergence, Spread
     from workbench.steps.what_if import WhatIf
 
-_RED = "background:rgba(207,80,60,0.18);padding:0 4px"
+_RED = "background:rgba(207,80,60,0.18);padding:0 4px;white-space:nowrap"
+_ROWS = 12
+_LINE = 90
+"""Characters of a response that are shown in its line."""
 
 
 def _sides(pair: tuple[float, float] | None) -> str:
@@ -35,7 +39,7 @@ def _sides(pair: tuple[float, float] | None) -> str:
 
 
 def comparison(found: Comparison) -> doc.Part:
-    """The view of a `Comparison` of two traces: main metrics, rows that changed most, columns and metrics that differ."""
+    """The view of a `Comparison` of two traces: main metrics, changed rows (sign flips first), what differs."""
     if found.identical:
         return doc.Either("Comparison: nothing differs", "Nothing differs.")
     main = {key: pair for key in WORDS if (pair := found.metrics.get(key))}
@@ -43,14 +47,15 @@ def comparison(found: Comparison) -> doc.Part:
     changes = [[WORDS[key], *map(doc.number, pair), _change(*pair)] for key, pair in main.items()]
     sides = zip(("first", "second"), found.only, strict=True)
     only = [f"only in the {side}: {', '.join(names)}" for side, names in sides if names]
-    rows = [_row(found, row) for row in found.rows[:12]]
-    left, reused = len(found.rows) - len(rows), _reused(found)
+    shown, reused = found.rows[:_ROWS], _reused(found)
+    left, said_rows = len(found.rows) - len(shown), [_row_line(found, row) for row in found.rows[:8]]
     return (
         doc.line(doc.bold(_title(found))),
         doc.Either(page=doc.small(reused)),
         doc.Either(doc.Table([""] * 2, said), doc.Table(["", "first", "second", "change"], changes)),
-        doc.Either([_row_line(row) for row in found.rows[:8]], doc.Table(["row", "reward", "advantage", ""], rows)),
+        doc.Either(said_rows, _changed(found, shown)),
         doc.Either(page=doc.small(f"and {left} more rows: .rows has them") if left else ()),
+        doc.Either(page=doc.Fold("their responses and verdicts in full", lambda: _full(found, shown))) if shown else (),
         [doc.Either(f"  {one}", one) for one in only],
         _others(found),
         doc.Either([reused] if reused else ()),
@@ -88,20 +93,63 @@ def _change(a: float, b: float) -> str:
     return f"{b - a:+.4g}" + (f" ({(b - a) / abs(a):+.1%})" if a else "")
 
 
-def _row_line(row: RowChange) -> str:
-    flip = "  sign flipped" if row.flipped else ""
-    return f"  row {row.row:<4} reward {_sides(row.reward):<18} advantage {_sides(row.advantage)}{flip}"
+def _row_line(found: Comparison, row: RowChange) -> str:
+    flip = "sign flipped" if row.flipped else ""
+    text = _one_line(object_at(found.traces[0].batch, "response_text", row.row) or "", 40)
+    said = f"  row {row.row:<4} reward {_sides(row.reward):<10} advantage {_sides(row.advantage)}  {flip}"
+    return f"{said}{'  ' * bool(flip and text)}{text}".rstrip()
 
 
-def _row(found: Comparison, row: RowChange) -> list[doc.Part]:
-    text = object_at(found.traces[0].batch, "response_text", row.row)
-    said = [doc.block(text)] if text is not None else []
-    for side, trace in zip(("first", "second"), found.traces, strict=True):
-        if (score := object_at(trace.batch, "score", row.row)) is not None:
-            said.append(doc.line(doc.bold(side), " ", doc.cut(score, 400)))
-    advantage = _sides(row.advantage) + (" sign flipped" if row.flipped else "")
-    marked = doc.Span(advantage, _RED if row.flipped else "")
-    return [str(row.row), _sides(row.reward), marked, doc.Fold("response and verdicts", said) if said else ""]
+def _changed(found: Comparison, rows: Sequence[RowChange]) -> doc.Table:
+    """A line a row: its response, the reward on both sides, the advantages as bars on one scale."""
+    most = max((abs(one) for row in rows for one in row.advantage or ()), default=0.0)
+    lines = list[list[doc.Part]]()
+    for row in rows:
+        first, second = (_bar(one, most) for one in row.advantage or (math.nan, math.nan))
+        scores = [object_at(trace.batch, "score", row.row) for trace in found.traces]
+        verdicts = " → ".join(doc.one_line(score, 200) for score in scores if score is not None)
+        flip = doc.Span("sign flipped", _RED) if row.flipped else ""
+        reward = doc.Span(_sides(row.reward), title=verdicts)
+        lines.append(
+            [str(row.row), _responses([trace.batch for trace in found.traces], row.row), reward, first, second, flip]
+        )
+    return doc.Table(["row", "response (prompt on hover)", "reward", "advantage, first", "second", ""], lines)
+
+
+def _responses(batches: Sequence[DataProto], row: int) -> doc.Part:
+    """One line of a row's response, and a second where the sides' differ; on hover the prompt's last question."""
+    prompt = doc.cut(question(object_at(batches[0], "raw_prompt", row)), 400)
+    texts = dict.fromkeys(object_at(batch, "response_text", row) for batch in batches)
+    lines = [_one_line(text, _LINE) for text in texts if isinstance(text, str)]
+    return doc.Span(doc.stacked(lines), title=prompt)
+
+
+def _one_line(text: object, limit: int) -> str:
+    return doc.one_line(doc.cut(text, limit).replace("\n", "⏎"))
+
+
+def _bar(value: float, most: float) -> doc.Part:
+    """A number over a bar from the middle: to the right and green above 0, to the left and red below."""
+    if value != value or not most or not math.isfinite(value / most):
+        return doc.number(value)
+    end, rgb = 50 + 50 * value / most, "46,160,67" if value > 0 else "207,80,60"
+    low, high = sorted((50.0, end))
+    around = "rgba(128,128,128,0.08)"
+    edges = f"{around} {low:.0f}%, rgba({rgb},0.35) {low:.0f}%, rgba({rgb},0.35) {high:.0f}%, {around} {high:.0f}%"
+    style = f"background:linear-gradient(90deg, {edges});min-width:80px;text-align:center;border-radius:3px"
+    return doc.line(doc.number(value), style=style)
+
+
+def _full(found: Comparison, rows: Sequence[RowChange]) -> doc.Part:
+    lines = list[list[doc.Part]]()
+    for row in rows:
+        text = object_at(found.traces[0].batch, "response_text", row.row)
+        said = [doc.block(doc.cut(text, doc.CELL))] if text is not None else []
+        for side, trace in zip(("first", "second"), found.traces, strict=True):
+            if (score := object_at(trace.batch, "score", row.row)) is not None:
+                said.append(doc.line(doc.bold(side), " ", doc.cut(score, 400)))
+        lines.append([str(row.row), said])
+    return doc.Table(["row", ""], lines)
 
 
 # --- where two part ---------------------------------------------------------------------------
@@ -221,17 +269,35 @@ def _extent(spread: Spread) -> str:
 
 def what_if(made: WhatIf) -> doc.Part:
     """The view of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ most."""
-    rows = []
-    for row in made.rows():
+    said, page = list[list[doc.Part]](), list[list[doc.Part]]()
+    sums = made.difference.sum(-1).tolist()
+    means = _advantages(made.batch) if "advantages" in made.batch else None
+    shown = made.rows()
+    most = max((abs(sums[row]) for row in shown), default=0.0)
+    largest = max((abs(means[row]) for row in shown), default=0.0) if means is not None else 0.0
+    for row in shown:
         reward = f"{float(made.batch['reward'][row]):g}" if "reward" in made.batch else ""
-        token, moved = int(made.difference[row].abs().argmax()), f"{float(made.difference[row].sum()):+.4f}"
-        rows.append([str(row), reward, moved, f"token {token} ({float(made.difference[row][token]):+.4f})"])
-    movers = doc.Table(["row", "reward", "Δ log-prob", "most moved token"], rows)
+        token = int(made.difference[row].abs().argmax())
+        moved = f"token {token} ({float(made.difference[row][token]):+.4f})"
+        advantage = _bar(means[row], largest) if means is not None else ""
+        said.append([str(row), reward, f"{sums[row]:+.4f}", moved])
+        page.append([str(row), _responses([made.batch], row), reward, advantage, _bar(sums[row], most), moved])
+    header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "most moved token"]
+    movers = doc.Either(doc.Table([header[0], header[2], *header[4:]], said), doc.Table(header, page))
     return (
         doc.line(doc.bold(f"What if {made.other.name}: cosine between the updates {made.cosine:.4f}")),
         doc.Table(["", "as it is", "otherwise"], _both(made)),
-        doc.Fold("rows that part most", movers, opened=True),
+        doc.line(doc.bold("rows that part most")),
+        movers,
     )
+
+
+def _advantages(batch: DataProto) -> list[float]:
+    """Each row's mean advantage over its response tokens."""
+    mask = batch["response_mask"]
+    own = batch["advantages"].masked_fill(mask == 0, 0)
+    found: list[float] = (own.sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+    return found
 
 
 def _both(made: WhatIf) -> list[list[str]]:

@@ -20,7 +20,7 @@ _DOCUMENTS = {
     "workbench.replay.run:Run": "traces:run",
     "workbench.replay.run:Summary": "traces:summary",
     "workbench.replay.run:Traces": "traces:traces",
-    "workbench.replay.stepping:Replayed": "traces:replayed",
+    "workbench.replay.stepping:Replayed": "traces:stepper",
     "workbench.replay.rebuild:Counterfactual": "traces:counterfactual",
     "workbench.rewards.dry_run:DryRun": "rewards:dry_run",
     "workbench.rewards.judge_reports:JudgeReport": "judges:judge_report",

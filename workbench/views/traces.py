@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
+from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
+from workbench.dataproto.sessions import SESSION
+from workbench.rewards.score import Score
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
 from workbench.runs.trackers import KL
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, figure, panel
+from workbench.views.samples import SampleIndex
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from workbench.dataproto import DataProto
     from workbench.datasets import Report, Rows, Samples
     from workbench.replay.rebuild import Counterfactual
     from workbench.replay.run import Run, Summary, Traces
-    from workbench.replay.stepping import Replayed
     from workbench.runs.preflight import Preflight
     from workbench.stages import Outcome, Pipeline
     from workbench.steps.stepper import Stepper
@@ -110,25 +113,51 @@ def data(made: Rows | Report | Samples) -> doc.Part:
 
 # --- phases in a word ----
 
-HEADLINES = {
-    "rollout": "response_length/mean",
-    "reward": "critic/score/mean",
-    "old_log_prob": "actor/entropy",
-    "values": "critic/values/mean",
-    "advantage": "critic/advantages/max",
-    "update_critic": "critic/vf_loss",
-    "update_actor": "actor/grad_norm",
-}
-"""Stage → its one main metric."""
+_HEADLINES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "rollout": (("response_length/mean", "{:.4g} tokens a response"), ("response/cut_ratio", "{:.1%} cut off")),
+    "old_log_prob": (("actor/entropy", "{:.4g} nats entropy"),),
+    "values": (("critic/values/mean", "{:.4g} mean value"),),
+    "advantage": (
+        ("critic/advantages/max", "{:.4g} largest advantage"), ("advantage/zero_share", "{:.0%} of the rows have advantage 0"),
+    ),
+    "update_critic": (("critic/vf_loss", "{:.4g} value loss"), ("critic/grad_norm", "{:.4g} gradient norm")),
+    "update_actor": (
+        ("actor/grad_norm", "{:.4g} gradient norm"), ("actor/pg_clipfrac", "{:.1%} clipped"), ("actor/ppo_kl", "{:.2g} KL"),
+    ),
+}  # fmt: skip
+"""Stage → its main metrics, and the words for each."""
+_JUDGED = ("uid", SESSION, "reward", "scored", "score")
 
 
 def headline(made: Phase) -> str:
-    """A phase's main metric as `0.4062 mean reward`, with a warning if nothing can be learned; empty where it has none."""
-    key = HEADLINES.get(made.stage) or next(iter(made.metrics), "")
-    said = [f"{doc.number(made.metrics[key])} {WORDS.get(key, key)}"] if key in made.metrics else []
-    said += ["no row was scored"] if made.metrics.get("reward/scored_ratio") == 0 else []
-    said += ["every advantage is 0: nothing to learn"] if made.metrics.get("advantage/zero_share") == 1 else []
-    return "; ".join(said)
+    """A phase in words, `64 samples · 24 right · 3 of 8 groups say nothing` or `0.3 gradient norm · 2.1% clipped`, with a
+    warning if nothing can be learned; its first metric where there are no words for it, and empty where it has none."""
+    told, metrics = _HEADLINES.get(made.stage, ()), made.metrics
+    said = [form.format(metrics[key]) for key, form in told if key in metrics]
+    if "reward" in made.wrote and "reward" in made.batch.batch and (judged := _judged(made.batch)):
+        said = [judged]
+    elif not said and metrics:
+        key = "critic/score/mean" if "critic/score/mean" in metrics else next(iter(metrics))
+        said = [f"{doc.number(metrics[key])} {WORDS.get(key, key)}"]
+    said += ["no row was scored"] if metrics.get("reward/scored_ratio") == 0 else []
+    said += ["every advantage is 0: nothing to learn"] if metrics.get("advantage/zero_share") == 1 else []
+    return " · ".join(said)
+
+
+_words: WeakKeyDictionary[DataProto, str] = WeakKeyDictionary()
+"""Batch, which does not change → what `_judged` said of it: a face says it several times."""
+
+
+def _judged(made: DataProto) -> str:
+    """The words of the samples' table for a batch with rewards; only the columns for them are read, and once."""
+    if made not in _words:
+        kept = made.without(*(name for name in made.columns if name not in _JUDGED))
+        if "score" in kept:
+            scores, kept = list(kept.non_tensor_batch.passing("score")), kept.without("score")
+            kept = kept.with_columns({"score": scores}) if all(isinstance(one, Score) for one in scores) else kept
+        single = len(made.batch.raw()["reward"].shape) == 1
+        _words[made] = SampleIndex(kept).headline if single else ""
+    return _words[made]
 
 
 def _seconds(made: Phase) -> str:
@@ -149,7 +178,8 @@ def phases(made: Trace) -> doc.Part:
     """The phases of a trace as a table: seconds, main metric, columns written."""
     said, page = list[list[doc.Part]](), list[list[doc.Part]]()
     for one in made:
-        wrote = ", ".join(f"{name} {kind_of(one.batch, name)}" for name in one.wrote)
+        shown, folded = _apart(one.wrote)
+        wrote = ", ".join([*(f"{name} {kind_of(one.batch, name)}" for name in shown), *_bookkeeping(folded)])
         seconds, told, more = _seconds(one), headline(one), doc.line(_beneath(one), style="white-space:nowrap")
         said += [[one.stage, seconds, told], ["", "", f"→ {wrote}"]]
         page.append([doc.bold(one.stage), seconds.replace(" ", "\u00a0"), told, wrote, more])
@@ -171,31 +201,52 @@ _MARKS = {"●": "rgba(46,160,67,0.20)", "▶": "rgba(56,139,253,0.25)", "○": 
 _STEP = "display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;vertical-align:top"
 
 
+class Chip(NamedTuple):
+    """A phase of a stepper in a row of them."""
+
+    name: str
+    mark: str
+    """● done, ▶ next, ○ to come."""
+    time: str
+    """Seconds, or `reused`; empty where it has not run, as is the headline."""
+    headline: str
+
+
+def chips(made: Stepper) -> list[Chip]:
+    """The phases of a stepper: done, next, to come."""
+    done = [
+        Chip(name, "●", _seconds(one), headline(one))
+        for name, one in zip(made.pipeline.names, made.trace, strict=False)
+    ]
+    ahead = made.pipeline.names[len(done) :]
+    return done + [Chip(name, "○" if place else "▶", "", "") for place, name in enumerate(ahead)]
+
+
 def stepper(made: Stepper) -> doc.Part:
-    """The view of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote."""
-    past, boxes, strip = made.trace, [], []
-    for place, name in enumerate(made.pipeline.names):
-        mark = "●" if place < made.position else "▶" if place == made.position else "○"
-        strip.append(f"{mark} {name}")
+    """The view of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote. Of a replayed step
+    also notes on what in it is recorded and which weights it has."""
+    strip, boxes = list[str](), list[doc.Part]()
+    for place, chip in enumerate(chips(made)):
+        strip.append(f"{chip.mark} {chip.name}")
         frame = "rgba(46,160,67,0.75)" if place == made.position - 1 else "rgba(0,0,0,0)"
-        below: doc.Part = ()
-        if mark == "●":
-            below = doc.BREAK, doc.small(_seconds(past.phases[place]), doc.BREAK, headline(past.phases[place]))
-        boxes.append(doc.line(strip[-1], below, style=f"{_STEP};border:2px solid {frame};background:{_MARKS[mark]}"))
-    head = (
-        doc.Either("  ".join(strip), doc.line(boxes)),
-        [doc.line(doc.bold(said)) for said in outdated(made.pipeline)],
-        [
-            doc.line(f"the update keeps the weights of {role!r}: {price}")
-            for role, price in made.prices().items()
-            if price
-        ],
-    )
+        below = (doc.BREAK, doc.small(chip.time, doc.BREAK, chip.headline)) if chip.time else ()
+        style = f"{_STEP};border:2px solid {frame};background:{_MARKS[chip.mark]}"
+        boxes.append(doc.line(strip[-1], below, style=style))
+    return doc.Either("  ".join(strip), doc.line(boxes)), standing(made)
+
+
+def standing(made: Stepper, shown: str | None = None) -> doc.Part:
+    """What is under a stepper's phases: what the last one wrote, or the phase `shown`, which has run; the stepper stays."""
+    past, style = made.trace, "font-size:90%;opacity:0.75"
+    head = [doc.line(doc.bold(said)) for said in outdated(made.pipeline)]
+    prices = made.prices().items()
+    head += [doc.line(f"the update keeps the weights of {role!r}: {price}") for role, price in prices if price]
+    notes = [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in getattr(made, "notes", ())]
     if not len(past):
-        return head, f"nothing has run yet; {doc.counted(len(made.batch), 'prompt')} are waiting"
-    last = past.phases[-1]
+        return head, f"nothing has run yet; {doc.counted(len(made.batch), 'prompt')} are waiting", notes
+    one = past[shown] if shown is not None else past.phases[-1]
     earlier = doc.Fold(f"all {len(past)} phases: metrics and settings", lambda: phases(past))
-    return head, phase(last, past.before(last.stage)), earlier
+    return head, phase(one, past.before(one.stage)), earlier, notes
 
 
 # --- phases -------------------------------------------------------------------------------
@@ -315,10 +366,36 @@ def _common(values: list[Any]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
 
 
+_BOOKKEEPING = frozenset((
+    "prompts", "prompt_mask", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
+    "loss_mask", "source_row",
+))  # fmt: skip
+"""Columns of ids, masks and positions: what is in them is read as text or as tokens, and their spread says nothing."""
+
+
+def _apart(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of columns to show, and those of bookkeeping to fold; a single one is not worth a fold."""
+    folded = [name for name in names if name in _BOOKKEEPING]
+    folded = folded if len(folded) > 1 else []
+    return [name for name in names if name not in folded], folded
+
+
+def _bookkeeping(folded: Sequence[str]) -> list[str]:
+    return [f"{len(folded)} bookkeeping columns"] if folded else []
+
+
 def fields(made: Phase, before: DataProto | None = None) -> doc.Part:
-    """A table of the columns that a phase wrote, with their kind and range, and the same of the batch `before` it."""
+    """A table of the columns that a phase wrote, with their kind and range, and the same of the batch `before` it; columns
+    of ids, masks and positions are folded."""
+    shown, folded = _apart(made.wrote)
+    names = f"  {', '.join(_bookkeeping(folded))}: {', '.join(folded)}"
+    more = [doc.Either(names, doc.Fold(title, lambda: _fields(made, before, folded))) for title in _bookkeeping(folded)]
+    return _fields(made, before, shown), more
+
+
+def _fields(made: Phase, before: DataProto | None, names: Sequence[str]) -> doc.Part:
     rows, page, partial = list[list[doc.Part]](), list[list[doc.Part]](), False
-    for name in made.wrote:
+    for name in names:
         kind, (read, numbers, histogram) = kind_of(made.batch, name), field_of(made.batch, name)
         partial = partial or read < len(made.batch)
         cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), numbers]
@@ -384,12 +461,6 @@ def traces(made: Traces) -> doc.Part:
         return "no recorded steps"
     title = f"{len(lines)} recorded steps; run.traces[step] opens one, run.stepper(step, at=…) steps it"
     return title, doc.Table(["step", *_COLUMNS, "kept because"], lines, right=True, most=len(lines))
-
-
-def replayed(made: Replayed) -> doc.Part:
-    """The view of a `Replayed` stepper: the stepper, and notes on what in it is recorded and which weights it has."""
-    style = "font-size:90%;opacity:0.75"
-    return stepper(made), [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in made.notes]
 
 
 def summary(made: Summary) -> doc.Part:

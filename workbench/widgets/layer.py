@@ -28,6 +28,7 @@ from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.samples import difference, group_line
 from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, tokens, visible
+from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
 if TYPE_CHECKING:
@@ -273,8 +274,11 @@ class Face(Layer):
         return self._face(self._move(asked))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
-        said = {"kind": "face", "html": self._stepped._repr_html_(), "code": code, "note": note}
+        said = {"kind": "face", "html": self._html(), "code": code, "note": note}
         return {**said, "stands": self._stands(), "next_stage": getattr(self._stepped, self.ahead)}
+
+    def _html(self) -> str:
+        return str(self._stepped._repr_html_())
 
     def _stands(self) -> Any:
         """A value that differs between places of the stepped object."""
@@ -286,26 +290,44 @@ class Face(Layer):
 
 
 class StepperFace(Face, script="stepping"):
-    """The widget of a `Stepper`: buttons next, back, run until a phase, back to a phase."""
+    """The widget of a `Stepper`: buttons next, back, run until a phase, back to a phase; a phase that is pressed is shown, and
+    the stepper stays where it stands."""
 
     names: Any = traitlets.List().tag(sync=True)
     noun = "stepper"
+    _shown: str | None = None
+    """The phase that the next face shows in place of the last one."""
 
     def __init__(self, stepper: Stepper) -> None:
         super().__init__(stepper, names=list(stepper.pipeline.names))
+
+    def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
+        said = [{name: plain(value) for name, value in one._asdict().items()} for one in chips(self._stepped)]
+        names = self._stepped.trace.names
+        shown = self._shown or (names[-1] if names else "")
+        try:
+            return {**super()._face(code, note), "chips": said, "shown": shown}
+        finally:
+            self._shown = None
+
+    def _html(self) -> str:
+        return doc.html(standing(self._stepped, self._shown))
 
     def _stands(self) -> int:
         return int(self._stepped.position)
 
     def _move(self, asked: dict[str, Any]) -> str:
-        kind = asked["kind"]
+        kind, name = asked["kind"], name_of(self._stepped, "s")
+        if kind == "show":
+            self._shown = self._stepped.trace[str(asked["phase"])].stage
+            return f'{name}.trace["{self._shown}"]'
         if kind not in ("next", "back", "run", "back to"):
             return ""
         method, argument = kind.split()[0], {"run": "until", "back to": "to"}.get(kind)
         options = {argument: str(asked["phase"])} if argument else {}
         getattr(self._stepped, method)(**options)
-        said = ", ".join(f'{name}="{value}"' for name, value in options.items())
-        return f"{name_of(self._stepped, 's')}.{method}({said})"
+        said = ", ".join(f'{option}="{value}"' for option, value in options.items())
+        return f"{name}.{method}({said})"
 
 
 class EpisodeFace(Face, script="episodes"):

@@ -4,26 +4,51 @@ function render({ model, el }) {
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const names = model.get("names");
   const code = make("code", { class: "wb-code" });
-  const body = make("div");
+  const row = make("div", { class: "wb-chips", role: "group", ariaLabel: "phases" });
+  const body = make("div", { class: "wb-shown" });
   const press = (label, question) => make("button", { onclick: () => ask(question()) }, label);
   const next = press("next", () => ({ kind: "next" }));
   const back = press("back", () => ({ kind: "back" }));
-  const phase = make("select", {}, names.map((name) => make("option", { value: name }, name)));
+  const phase = make("select", { ariaLabel: "phase" }, names.map((name) => make("option", { value: name }, name)));
   const run = press("run until", () => ({ kind: "run", phase: phase.value }));
   const backTo = press("back to", () => ({ kind: "back to", phase: phase.value }));
   phase.value = names[names.length - 1];
-  const buttons = [back, next, run, backTo];
+  const own = [back, next, run, backTo];
+  const buttons = [...own];  // and those of the phases, which are drawn anew with each face
+  let pressed = null;  // the phase whose button has the keyboard
   const { ask, drawn } = mover(talk, problem, buttons, draw);
-  el.append(make("div", { class: "wb" }, make("div", { class: "wb-bar" }, buttons, phase, code, problem), body));
+  el.append(make("div", { class: "wb" }, row, make("div", { class: "wb-bar" }, own, phase, code, problem), body));
+
+  // a phase that has run is a button that shows it, the stepper staying where it stands, with ↶ to go back to before it
+  function chip(one, shown) {
+    const said = [`${one.mark} ${one.name}`, one.time && make("small", {}, one.time), one.headline && make("small", {}, one.headline)];
+    if (one.mark !== "●") {
+      return make("span", { class: `wb-chip ${one.mark === "▶" ? "wb-next" : "wb-ahead"}`, title: "has not run yet" }, said.filter(Boolean));
+    }
+    const look = make("button", {
+      class: "wb-look", title: `show what ${one.name} wrote; the stepper does not move`, ariaPressed: String(one.name === shown),
+      onclick: () => { pressed = one.name; ask({ kind: "show", phase: one.name }); },
+    }, said.filter(Boolean));
+    const undo = make("button", {
+      class: "wb-undo", title: `back to before ${one.name}`, ariaLabel: `back to before ${one.name}`,
+      onclick: () => ask({ kind: "back to", phase: one.name }),
+    }, "↶");
+    buttons.push(look, undo);
+    return make("span", { class: "wb-chip wb-done" }, look, undo);
+  }
 
   function draw(face) {
     problem.textContent = face.note || "";
     if (face.code) code.textContent = face.code;
+    buttons.length = own.length;
+    row.replaceChildren(...face.chips.map((one) => chip(one, face.shown)));
     fromViews(body, face.html);
     next.disabled = face.next_stage === null;
     back.disabled = face.stands === 0;
     run.disabled = backTo.disabled = false;
     next.title = face.next_stage ? `run ${face.next_stage}` : "";
+    if (pressed === face.shown) row.querySelector("[aria-pressed=true]")?.focus();
+    pressed = null;
   }
   // what stood here when the cell ended: the stepper may have moved on since, and a button says so
   drawn(model.get("face"));
