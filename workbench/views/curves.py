@@ -236,8 +236,7 @@ def figure(
     name that no run has, before anything is written. `metrics` and `marks` are those of `panel`.
 
     Args:
-        keys: titles of the panel (`reward`, `KL`, `entropy`, …), metric names or patterns of them (`critic/*`), or words on
-            the axis → metric names.
+        keys: titles of the panel (`reward`, `KL`, …), metrics or patterns (`critic/*`), or words on the axis → metrics.
         width: `column` (3.25 in; plots under each other), `page` (6.75 in; up to three beside each other), or inches.
         height: inches of the whole figure.
         others: name → rows of other runs, drawn over it; a legend names all.
@@ -290,9 +289,7 @@ def _width(width: str | float) -> float:
     return inches
 
 
-def asked(
-    keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]
-) -> dict[str, Sequence[str]]:
+def asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
     """Words on the axis → metrics, all of which some run has.
 
     A key is a title of `PANEL` (also without its unit), a metric, or a pattern of metrics such as `critic/*`. Raises

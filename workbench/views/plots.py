@@ -39,14 +39,13 @@ class Plots:
         found = series(name, first.rows, {one: run.rows for one, run in others})
         plots = asked(self.keys, found) if self.keys else {t: w for t, w in PANEL.items() if recorded(found, w)}
         steps = np.unique(np.concatenate([run.steps for run in found]))
-        drawn = [{"title": label(title), "lines": _lines(wanted, found, steps)} for title, wanted in plots.items()]
+        both = zip(found, self.runs.values(), strict=True)
         return {
-            "steps": [int(step) for step in steps],
-            "runs": [
-                {"name": label(one.name), "colour": one.colour, "traces": list(run.traces)}
-                for one, run in zip(found, self.runs.values(), strict=True)
+            "steps": steps.astype(int).tolist(),
+            "runs": [{"name": label(one.name), "colour": one.colour, "traces": list(run.traces)} for one, run in both],
+            "plots": [
+                {"title": label(title), "lines": _lines(wanted, found, steps)} for title, wanted in plots.items()
             ],
-            "plots": drawn,
             "marks": [{"step": int(mark.since), "text": label(mark, 400)} for mark in self.marks],
             "smooth": round(memory(found), 3),
         }
@@ -54,7 +53,7 @@ class Plots:
     def samples(self, run: int, step: int) -> Samples:
         """The samples that a run (an index) recorded in a step. Raises `RunError` where the step has no trace."""
         traces = list(self.runs.values())[run].traces
-        if step not in traces:
+        if step not in list(traces):  # `in` alone would open the trace
             there = sorted(traces, key=lambda one: (abs(one - step), one))
             expected = f"one of the steps {sorted(there[:6])}" if there else "a run that records its steps"
             do = "train(…, trace_freq=1) keeps the trace of every step"
@@ -64,22 +63,35 @@ class Plots:
 
 def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[dict[str, Any]]:
     """The lines of one plot; a single run's several metrics differ by colour, several runs' by dashes."""
+    there, lines = _metrics(wanted, runs), []
+    for place, name in enumerate(there):
+        dots = name == HELD_OUT and len(there) > 1
+        words = "held out" if dots else WORDS.get(name, name.removeprefix("timing_s/"))
+        for number, run in enumerate(runs):
+            lines.append({
+                "run": number,
+                "words": label(words),
+                "colour": colour(place) if len(runs) == 1 and not dots else run.colour,
+                "dash": place if len(runs) > 1 and not dots else 0,
+                "smoothed": name not in EXACT and not dots,
+                "dots": dots,
+                "values": _column(run, name, steps),
+            })  # fmt: skip
+    return lines
+
+
+def _metrics(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
+    """The metrics of a plot that any run has: phases by name for a single run, held-out rewards beside the batch's."""
     phases = [f"timing_s/{phase}" for phase in runs[0].phases()] if len(runs) == 1 else ["timing_s/step"]
     names = [one for name in wanted for one in (phases if name == PHASES else [name])]
     names += [HELD_OUT] if "critic/score/mean" in wanted else []
-    there = [name for name in names if any(len(run.points(name)[0]) for run in runs)]
-    lines = []
-    for place, name in enumerate(there):
-        for number, run in enumerate(runs):
-            at, values = run.points(name)
-            column: list[float | None] = [None] * len(steps)
-            for index, value in zip(np.searchsorted(steps, at).tolist(), values.tolist(), strict=True):
-                column[index] = float(f"{value:.6g}")
-            dots = name == HELD_OUT and len(there) > 1
-            words = "held out" if dots else WORDS.get(name, name.removeprefix("timing_s/"))
-            shade = colour(place) if len(runs) == 1 and not dots else run.colour
-            lines.append({
-                "run": number, "words": label(words), "colour": shade, "dash": place if len(runs) > 1 and not dots else 0,
-                "smoothed": name not in EXACT and not dots, "dots": dots, "values": column,
-            })  # fmt: skip
-    return lines
+    return [name for name in names if any(len(run.points(name)[0]) for run in runs)]
+
+
+def _column(run: Series, name: str, steps: Array) -> list[float | None]:
+    """A metric at each of `steps`, [steps]; None where the run has no finite number."""
+    at, values = run.points(name)
+    column: list[float | None] = [None] * len(steps)
+    for index, value in zip(np.searchsorted(steps, at).tolist(), values.tolist(), strict=True):
+        column[index] = float(f"{value:.6g}")
+    return column

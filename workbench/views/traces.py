@@ -458,13 +458,13 @@ def _was_would(pair: tuple[float, float] | None) -> str:
 
 def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
     """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step axis."""
-    there = {run.path.name: run, **(others or {})}
     if not keys:
-        made = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
+        made: Any = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
     else:
-        wide = len(asked(keys, series(run.path.name, run.rows, _beside(run, others, False)["others"]))) > 2
-        made = run_figure(run, *keys, others=others, marks=marks, width="page" if wide else "column")
-    made.plots = Plots(there, keys, Watch(run.rows).marks if marks else ())
+        several = series(run.path.name, run.rows, {name: other.rows for name, other in (others or {}).items()})
+        width = "page" if len(asked(keys, several)) > 2 else "column"
+        made = run_figure(run, *keys, others=others, marks=marks, width=width)
+    made.plots = Plots({run.path.name: run, **(others or {})}, keys, Watch(run.rows).marks if marks else ())
     return made
 
 

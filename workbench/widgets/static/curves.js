@@ -1,6 +1,6 @@
 // Curves of runs: uPlot draws on canvases, and every name is a text node of ours beside them.
 const HEIGHT = 150;
-const DASHES = [[], [2, 3], [7, 4], [1, 5]];
+const DASHES = [[], [2, 3], [7, 4]];
 
 // A running mean over the numbers that there are, unbiased from the start, as `views` has it.
 function smoothed(values, weight) {
@@ -26,13 +26,28 @@ function inks(el) {
   return {
     text: (alpha) => `rgba(${red},${green},${blue},${alpha})`,
     line: (colour, alpha = 1) => `rgba(${mix(colour).join(",")},${alpha})`,
+    faint: dark ? 0.5 : 0.35,
   };
 }
 
-function onAxis(value, short) {
+function digits(value, number = 4) {
+  if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e5)) return value.toExponential(short ? 1 : 2).replace("e+", "e");
-  return String(Number(value.toPrecision(short ? 4 : 5)));
+  if (size && (size < 1e-3 || size >= 1e6)) return String(Number(value.toPrecision(3)).toExponential()).replace("e+", "e");
+  return String(Number(value.toPrecision(number)));
+}
+
+// As the static form has it: from 0 where the numbers come near it, and a constant gets ±10 %, not digits of noise.
+function spread(low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) [low, high] = [low - Math.abs(low) * 0.1, high + (Math.abs(high) * 0.1 || 0.1)];
+  if (low >= 0 && low <= high / 2) low = 0;
+  const margin = 0.05 * (high - low);
+  return [low - margin, high + margin];
+}
+
+function swatch(colour, dash = 0) {
+  return make("i", { class: "wb-swatch", style: { borderTop: `3px ${["solid", "dotted", "dashed"][dash % 3]} ${colour}` } });
 }
 
 // One plot: its canvas, the line above it with the values at the cursor, the marks over it.
@@ -40,8 +55,10 @@ function plotted(plot, all, look, on) {
   const values = make("span", { class: "wb-at-cursor" });
   const host = make("div", { class: "wb-canvas", tabIndex: 0, role: "group" });
   host.dataset.lmSuppressShortcuts = "true";  // arrow keys move the cursor here, not Lab's cells
-  const node = make("section", { class: "wb-plot" },
-    make("div", { class: "wb-plot-head" }, make("b", {}, plot.title), values), host);
+  const words = [...new Set(plot.lines.map((line) => line.words))];
+  const head = make("div", { class: "wb-plot-head" }, make("b", { title: plot.title }, plot.title));
+  const node = make("section", { class: "wb-plot" }, head, host);
+  (words.length > 1 ? node : head).append(values);
   let drawn = null, marks = [], lines = [];
 
   const shown = () => plot.lines.filter((line) => !look.hidden.has(line.run));
@@ -62,7 +79,7 @@ function plotted(plot, all, look, on) {
     const dots = { show: true, size: 7, width: 1 };
     return [
       {},
-      ...faint.map((line) => ({ stroke: ink(line, 0.3), width: 1, spanGaps: true, points: { show: false } })),
+      ...faint.map((line) => ({ stroke: ink(line, look.ink.faint), width: 1, spanGaps: true, points: { show: false } })),
       ...lines.map((line) => (line.dots
         ? { stroke: ink(line), paths: () => null, points: { ...dots, fill: ink(line), stroke: ink(line) } }
         : { stroke: ink(line), width: 2, dash: DASHES[line.dash % DASHES.length], spanGaps: true,
@@ -103,11 +120,11 @@ function plotted(plot, all, look, on) {
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 } },
       scales: {
         x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-        y: look.log ? { distr: 3 } : {},
+        y: look.log ? { distr: 3 } : { range: (_, low, high) => spread(low, high) },
       },
       axes: [
         { ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000], space: 60 },
-        { ...axis, size: 52, space: 30, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : onAxis(tick, true))) },
+        { ...axis, size: 52, space: 30, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) },
       ],
       series: series(faint),
       hooks: {
@@ -121,7 +138,8 @@ function plotted(plot, all, look, on) {
     let pressed = 0;
     drawn.over.addEventListener("mousedown", (event) => { pressed = event.clientX; host.focus({ preventScroll: true }); });
     drawn.over.addEventListener("click", (event) => {
-      if (Math.abs(event.clientX - pressed) < 4 && drawn.cursor.idx !== null) on.open(nearest(drawn.cursor.idx, drawn.cursor.top), drawn.cursor.idx);
+      const still = event.detail < 2 && Math.abs(event.clientX - pressed) < 4;  // no drag, no second click of two
+      if (still && drawn.cursor.idx !== null) on.open(nearest(drawn.cursor.idx, drawn.cursor.top), drawn.cursor.idx);
     });
     drawn.over.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && document.activeElement !== host) return;  // a page is scrolled over a plot that nobody chose
@@ -156,12 +174,12 @@ function plotted(plot, all, look, on) {
         drawn.setCursor({ left, top: HEIGHT / 3 }, false);
       }
       values.replaceChildren(...lines.map((line) => make("span", { class: "wb-value" },
-        make("i", { class: "wb-swatch", style: { background: look.ink.line(line.colour) } }), said(line.values[at], 4))));
+        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", digits(line.values[at]))));
     },
     text: (at) => lines.filter((line) => line.values[at] !== null).map((line) => {
-      const mean = line.smoothed && look.smooth > 0 ? ` (mean ${said(line.mean[at], 4)})` : "";
+      const mean = line.smoothed && look.smooth > 0 ? ` (mean ${digits(line.mean[at])})` : "";
       const name = all.runs.length > 1 ? ` of ${all.runs[line.run].name}` : "";
-      return `${line.words}${name} ${said(line.values[at], 4)}${mean}`;
+      return `${line.words}${name} ${digits(line.values[at])}${mean}`;
     }).join(" · ") || "nothing recorded",
     last() {
       const there = all.steps.length - 1;
@@ -177,7 +195,7 @@ function render({ model, el }) {
   const below = overStatic(el, ".workbench-static, img");
   const problem = make("span", { class: "wb-problem", role: "alert" });
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
-  const readout = make("div", { class: "wb-readout", role: "status" }, "hover: values · drag or wheel: zoom · double-click: all · click: the step's samples");
+  const readout = make("div", { class: "wb-readout", role: "status" });
   const bar = make("div", { class: "wb-bar" });
   const grid = make("div", { class: "wb-plots" });
   const notes = make("ol", { class: "wb-marks" });
@@ -188,11 +206,12 @@ function render({ model, el }) {
   const look = { smooth: 0, log: false, hidden: new Set(), ink: inks(root) };
   let all = null, plots = [], at = 0, span = [], opened = 0;
 
+  const read = (plot) => { readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`; };
   const on = {
     cursor(plot, index) {
       at = index;
       plots.forEach((one) => one.show(at, one === plot));
-      readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`;
+      read(plot);
     },
     zoom(min, max) {
       if (span[0] === min && span[1] === max) return;
@@ -224,7 +243,7 @@ function render({ model, el }) {
       const first = inside[0][1], last = inside[inside.length - 1][1];
       at = Math.min(Math.max(at + moves[event.key], first), last);
       plots.forEach((one) => one.show(at));
-      readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`;
+      read(plot);
     } else if (event.key === "Enter") on.open(plot.nearest(at, HEIGHT / 2), at);
     else if (event.key === "+" || event.key === "=") plot.zoomed(0.7, all.steps[at]);
     else if (event.key === "-") plot.zoomed(1 / 0.7, all.steps[at]);
@@ -241,7 +260,7 @@ function render({ model, el }) {
   }
 
   function controls() {
-    const strength = make("output", {}, String(look.smooth));
+    const strength = make("span", { class: "wb-count" }, String(look.smooth));
     // as a share of the slider, so that long memories have room: 0, 0.9, 0.99, 0.999
     const slider = make("input", { type: "range", min: "0", max: "3", step: "0.05", title: "weight of the past in the running mean",
       ariaLabel: "smoothing", value: String(-Math.log10(1 - look.smooth)),
@@ -257,10 +276,12 @@ function render({ model, el }) {
         if (box.checked) look.hidden.delete(index); else look.hidden.add(index);
         rebuild();
       } });
-      return make("label", {}, box, make("i", { class: "wb-swatch", style: { background: look.ink.line(run.colour) } }), run.name);
+      return make("label", {}, box, swatch(look.ink.line(run.colour)), run.name);
     });
     bar.append(...runs, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
-      make("button", { onclick: whole, title: "show all steps" }, "all steps"));
+      make("button", { onclick: whole, title: "show all steps" }, "all steps"),
+      make("span", { class: "wb-count", title: "the wheel zooms with Ctrl, or over the plot that was clicked last; arrow keys, Enter, + and − work there, too" },
+        "drag to zoom, click a step for its samples (a tick on the axis: they were kept)"));
   }
 
   const theme = () => {
@@ -285,6 +306,7 @@ function render({ model, el }) {
       one.last();
       one.host.addEventListener("keydown", (event) => keys(event, one));
     });
+    if (plots.length) read(plots[0]);
     notes.append(...all.marks.map((mark) => make("li", {}, mark.text)));
     sizes.observe(grid);
     watch.observe(document.body, { attributes: true });
