@@ -113,9 +113,22 @@ def test_a_point_opens_its_steps_samples_or_says_why_not(trained: wb.Run, tmp_pa
         widget.answer({"kind": "samples", "run": 1, "step": 1})
 
 
+class Told:
+    """A widget whose errors are replies, as its `_on_message` makes them."""
+
+    def __init__(self, widget: CurvePlots) -> None:
+        self._esm, self._widget = widget._esm, widget
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        sent: list[dict[str, Any]] = []
+        self._widget.send = sent.append
+        self._widget._on_message(None, message, None)
+        return sent[0]
+
+
 def drawn(page: Any, widget: CurvePlots) -> None:
     """The widget alone in a page that has its style sheet, too."""
-    alone(page, widget, ())
+    alone(page, Told(widget), ())
     page.add_style_tag(content=widget._css)
     page.locator(".wb-canvas canvas").first.wait_for()
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -127,7 +140,6 @@ def test_a_pointer_shows_values_and_a_click_opens_samples(trained: wb.Run) -> No
     widget = CurvePlots(figure)
     column = figure.plots.columns()["plots"][0]["lines"][0]["values"]
     with watched_page() as (page, asked, _):
-        page.set_default_timeout(8000)
         drawn(page, widget)
         over, said = page.locator(".u-over").first, page.get_by_role("status")
         box = over.bounding_box()
