@@ -242,13 +242,13 @@ class Run(Shown):
     def curves(self, *metrics: str, marks: bool = True, **others: Run | str | Path) -> Any:
         """Draw the metric curves as a matplotlib figure; other runs (or their folders), given by name, are overlaid.
 
-        Of the `metrics` that are named, or of the main ones. `marks`: number this run's symptoms on the time axis and list
-        them beneath. `figure` has more settings.
+        In a live notebook a widget lies over the figure: values under the pointer, zoom, smoothing, log scale, and the
+        samples of a step that is clicked. `metrics`: those to draw instead of the main ones, by the panel's titles, by name
+        or as patterns, `run.curves("KL", "critic/*", "mine/len")`. `marks`: number this run's symptoms on the step axis and
+        list them beneath. `figure` has more settings. Raises `SettingError` for a name that no run has.
         """
         opened = {name: run if isinstance(run, Run) else Run(run) for name, run in others.items()}
-        if metrics:
-            return self.figure(*metrics, others=opened, marks=marks)
-        return shows(self, "curves", marks=marks, others=opened)
+        return shows(self, "curves", *metrics, marks=marks, others=opened)
 
     def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
         """Curves for a paper in one call: `run.figure("reward", "KL", path="curves.pdf", others={"DAPO": other})`.

@@ -303,11 +303,15 @@ class Series:
         there = np.isfinite(values)
         return self.steps[there], values[there]
 
+    def names(self) -> list[str]:
+        """The names in the run's rows, in the order in which they come."""
+        # one may come late (a critic's warm-up), but not for one step in hundreds
+        some = [*self.rows[:: max(len(self.rows) // 200, 1)], *self.rows[-1:]]
+        return list(dict.fromkeys(name for row in some for name in row))
+
     def phases(self) -> list[str]:
         """The training phases whose seconds (`timing_s/<phase>`) the run records, in the order in which they run."""
-        # a phase may come late (a critic's warm-up), but not for one step in hundreds
-        some = [*self.rows[:: max(len(self.rows) // 200, 1)], *self.rows[-1:]]
-        names = dict.fromkeys(name for row in some for name in row if name.startswith("timing_s/"))
+        names = [name for name in self.names() if name.startswith("timing_s/")]
         found = [name.removeprefix("timing_s/") for name in names]
         own = [name for name in found if "/" not in name and name not in _NO_PHASE and _TWICE.get(name) not in found]
         return [name for name in own if len(self.points(f"timing_s/{name}")[0])]

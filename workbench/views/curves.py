@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.base.errors import SettingError, unknown
+from workbench.base.errors import SettingError, message, nearest, unknown
 from workbench.base.files import write_bytes
+from workbench.base.shown import Shown
 from workbench.runs.symptoms import Rows, Symptom
 from workbench.views import curve_axes as plot
 from workbench.views.curve_axes import PHASES, Series, label
@@ -78,7 +80,7 @@ def panel(
     Example:
         >>> wb.views.panel(run.rows, others={"without KL": other.rows})  # doctest: +SKIP
     """
-    runs, marks = _series(title or "this run", metrics, others), marks or ()
+    runs, marks = series(title or "this run", metrics, others), marks or ()
     plots = keys if isinstance(keys, Mapping) else PANEL if keys is None else {key: (key,) for key in keys}
     if not empty:
         plots = {name: wanted for name, wanted in plots.items() if plot.recorded(runs, wanted)} or plots
@@ -95,7 +97,10 @@ def panel(
     return figure
 
 
-def _series(name: str, metrics: Rows | pd.DataFrame, others: Mapping[str, Rows | pd.DataFrame] | None) -> list[Series]:
+def series(
+    name: str, metrics: Rows | pd.DataFrame, others: Mapping[str, Rows | pd.DataFrame] | None = None
+) -> list[Series]:
+    """The runs as columns: the first is called `name`, and each has a colour of its own."""
     tables: list[tuple[str, Any]] = [(name, metrics), *(others or {}).items()]
     rows = [table.to_dict("records") if hasattr(table, "to_dict") else table for _, table in tables]
     return [Series(one, rows[place], plot.colour(place)) for place, (one, _) in enumerate(tables)]
@@ -116,11 +121,22 @@ def _say(axes: Axes, plotted: plot.Plotted, shade: str) -> None:
         axes.set_title(plot.number_text(plotted.last), fontsize=9, loc="right", color=shade, y=1.0)
 
 
+class Live(Shown):
+    """What a figure has beside matplotlib's: `plots`, from which its widget draws the same curves; None has no widget."""
+
+    plots: Any = None
+
+    def _ipython_display_(self) -> None:
+        if self.plots is None:
+            raise NotImplementedError("this figure has no widget")  # IPython goes on with the PNG
+        super()._ipython_display_()
+
+
 def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any) -> Figure:
     """A matplotlib `Figure` of this size in inches that a notebook shows as a PNG, although pyplot is not imported."""
     from matplotlib.figure import Figure
 
-    class Shown(Figure):
+    class Shown(Figure, Live):  # its name stands in the text form
         def _repr_png_(self) -> bytes:
             return png(self)
 
@@ -220,7 +236,7 @@ def figure(
     name that no run has, before anything is written. `metrics` and `marks` are those of `panel`.
 
     Args:
-        keys: titles of the panel (`reward`, `KL`, `entropy`, …) or metric names, or words on the axis → metric names.
+        keys: titles of the panel (`reward`, `KL`, …), metrics or patterns (`critic/*`), or words on the axis → metrics.
         width: `column` (3.25 in; plots under each other), `page` (6.75 in; up to three beside each other), or inches.
         height: inches of the whole figure.
         others: name → rows of other runs, drawn over it; a legend names all.
@@ -234,8 +250,8 @@ def figure(
     if smooth is not None and not 0 <= smooth < 1:
         what = "smooth is the weight of the past in a running mean"
         raise SettingError(what, expected="0 ≤ smooth < 1", found=smooth)
-    runs = _series(name, metrics, others)
-    plots = _asked(keys, runs)
+    runs = series(name, metrics, others)
+    plots = asked(keys, runs)
     inches = _width(width)
     columns = 1 if inches < 5 else {2: 2, 4: 2}.get(len(plots), min(len(plots), 3))
     lines = math.ceil(len(plots) / columns)
@@ -273,23 +289,46 @@ def _width(width: str | float) -> float:
     return inches
 
 
-def _asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
-    """Words on the axis → metrics, all of which some run has."""
-    plots: dict[str, Sequence[str]]
+def asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
+    """Words on the axis → metrics, all of which some run has.
+
+    A key is a title of `PANEL` (also without its unit), a metric, or a pattern of metrics such as `critic/*`. Raises
+    `SettingError` for a key that nothing is recorded for.
+    """
+    plots: dict[str, Sequence[str]] = {}
     if isinstance(keys, Mapping):
         plots = dict(keys)
     else:
         short = {title.split(" (")[0]: title for title in PANEL}
-        titles = [short.get(key, key) for key in ([keys] if isinstance(keys, str) else keys)]
-        plots = {title: PANEL.get(title, (title,)) for title in titles}
+        for key in [keys] if isinstance(keys, str) else keys:
+            title = short.get(key, key)
+            plots |= {title: PANEL[title]} if title in PANEL else _matching(key, runs)
     if not plots:
         raise SettingError("a figure needs a plot: keys", expected="at least one title or metric", found=list(keys))
     for words, wanted in plots.items():
         if not plot.recorded(runs, wanted):
-            known = [title for title in PANEL if plot.recorded(runs, PANEL[title])]
-            known += [name for row in runs[0].rows[-1:] for name in row]
-            raise SettingError(unknown("plot or metric of these runs", words, known))
+            raise SettingError(_not_there(words, runs))
     return plots
+
+
+def _matching(key: str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
+    """A plot of its own for a metric, or for each one that a pattern matches; the key itself where it is no pattern."""
+    if key == PHASES or plot.recorded(runs, [key]) or not set(key) & set("*?["):
+        return {key: (key,)}
+    names = dict.fromkeys(name for run in runs for name in run.names())
+    found = [name for name in names if fnmatchcase(name, key) and plot.recorded(runs, [name])]
+    return {name: (name,) for name in found} or {key: (key,)}
+
+
+def _not_there(key: str, runs: Sequence[Series]) -> str:
+    """The error text for a plot that nothing is recorded for: the nearest name first, and how the names begin."""
+    titles = [title for title in PANEL if plot.recorded(runs, PANEL[title])]
+    names = list(dict.fromkeys(name for run in runs for name in run.names()))
+    close = nearest(key, [*titles, *(title.split(" (")[0] for title in titles), *names])
+    hint = f"; did you mean {close!r}?" if close else ""
+    groups = sorted({f"{name.partition('/')[0]}/*" for name in names if "/" in name})
+    what = f"{key!r} is not a plot or metric of these runs{hint}"
+    return message(what, expected=f"one of {', '.join(titles)}, a metric, or a pattern ({', '.join(groups) or 'a*'})")
 
 
 def save_figure(made: Figure, path: str | Path, *, dpi: float = 300) -> Path:

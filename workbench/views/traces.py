@@ -21,7 +21,8 @@ from workbench.runs.symptoms import Symptoms, Watch, shown_by
 from workbench.runs.trackers import KL
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
-from workbench.views.curves import WORDS, figure, panel
+from workbench.views.curves import WORDS, asked, figure, panel, series
+from workbench.views.plots import Plots
 from workbench.views.samples import SampleIndex
 
 if TYPE_CHECKING:
@@ -526,9 +527,16 @@ def _was_would(pair: tuple[float, float] | None) -> str:
 # --- its curves -----------------------------------------------------------------------------------
 
 
-def run_curves(run: Run, *, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
-    """Draw the panel of a run's curves, with `others` drawn over it; `marks` shows the run's symptoms on the step axis."""
-    return panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
+def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
+    """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step axis."""
+    if not keys:
+        made: Any = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
+    else:
+        several = series(run.path.name, run.rows, {name: other.rows for name, other in (others or {}).items()})
+        width = "page" if len(asked(keys, several)) > 2 else "column"
+        made = run_figure(run, *keys, others=others, marks=marks, width=width)
+    made.plots = Plots({run.path.name: run, **(others or {})}, keys, Watch(run.rows).marks if marks else ())
+    return made
 
 
 def run_figure(

@@ -47,8 +47,11 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     if not in_notebook():
         display({"text/plain": repr(thing)}, raw=True)
         return
-    static = f'<div class="workbench-static">{thing._repr_html_()}</div>'  # by this class the scripts find it
-    display({"text/html": static, "text/plain": repr(thing)}, raw=True)
+    html = thing._repr_html_()
+    picture = {"image/png": thing._repr_png_()} if html is None else {}
+    # by this class the scripts find it
+    static = picture or {"text/html": f'<div class="workbench-static">{html}</div>'}
+    display({**static, "text/plain": repr(thing)}, raw=True)
     if not os.environ.get("WORKBENCH_JOB"):
         layer = widget()
         _alive.append(layer)
@@ -65,11 +68,13 @@ class Layer(anywidget.AnyWidget):
     _esm: Any = ""
     _css: Any = ""
 
-    def __init_subclass__(cls, script: str = "", **options: Any) -> None:
+    def __init_subclass__(cls, script: str = "", library: str = "", **options: Any) -> None:
         if script:
             folder = Path(__file__).parent / "static"
-            cls._esm = (folder / "common.js").read_text() + (folder / f"{script}.js").read_text()
-            cls._css = (folder / "style.css").read_text()
+            before = [f"{library}.iife.min.js"] if library else []
+            cls._esm = "".join((folder / name).read_text() for name in (*before, "common.js", f"{script}.js"))
+            styles = [f"{library}.min.css"] if library else []
+            cls._css = "".join((folder / name).read_text() for name in (*styles, "style.css"))
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:

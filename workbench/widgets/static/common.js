@@ -60,13 +60,13 @@ function talker(model, waitingFor, below) {
 }
 
 // The static form stands in the output above: hidden once this one has something to show, back when it goes.
-function overStatic(el) {
+function overStatic(el, form = ".workbench-static") {
   let hidden = null;
   return {
     hide: () => {
       const child = el.closest(".jp-OutputArea-child");
       const above = child && child.previousElementSibling;
-      if (!hidden && above && above.querySelector(".workbench-static")) {
+      if (!hidden && above && above.querySelector(form)) {
         hidden = above;
         above.style.display = "none";
       }

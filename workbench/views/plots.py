@@ -1,0 +1,97 @@
+"""A run's curves as columns of numbers for the page that draws them, and the samples that a clicked point opens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.base.errors import RunError
+from workbench.runs.symptoms import Symptom
+from workbench.views.curve_axes import EXACT, PHASES, WORDS, Array, Series, colour, label, memory, recorded
+from workbench.views.curves import PANEL, asked, series
+from workbench.views.samples import Samples, samples
+
+if TYPE_CHECKING:
+    from workbench.replay.run import Run
+
+HELD_OUT = "val/reward"
+
+
+@dataclass(frozen=True)
+class Plots:
+    """The curves of runs (name → run, the first one's symptoms are `marks`); `keys` as `views.figure` takes them."""
+
+    runs: Mapping[str, Run]
+    keys: Sequence[str] = ()
+    marks: Sequence[Symptom] = ()
+
+    def columns(self) -> dict[str, Any]:
+        """All that is drawn, for JSON: numbers have six digits, None stands for what is missing, NaN or infinite.
+
+        `steps`: all runs' steps, ascending, [steps]. `runs`: name, colour, and the steps that have a trace. `plots`: title
+        and lines, of each its run (an index), words, colour, `dash` (an index), whether it is smoothed or only has dots,
+        and its values, [steps]. `marks`: the step and the text of each symptom. `smooth`: the weight that a slider has first.
+        """
+        (name, first), *others = self.runs.items()
+        found = series(name, first.rows, {one: run.rows for one, run in others})
+        plots = asked(self.keys, found) if self.keys else {t: w for t, w in PANEL.items() if recorded(found, w)}
+        steps = np.unique(np.concatenate([run.steps for run in found]))
+        both = zip(found, self.runs.values(), strict=True)
+        return {
+            "steps": steps.astype(int).tolist(),
+            "runs": [{"name": label(one.name), "colour": one.colour, "traces": list(run.traces)} for one, run in both],
+            "plots": [
+                {"title": label(title), "lines": _lines(wanted, found, steps)} for title, wanted in plots.items()
+            ],
+            "marks": [{"step": int(mark.since), "text": label(mark, 400)} for mark in self.marks],
+            "smooth": round(memory(found), 3),
+        }
+
+    def samples(self, run: int, step: int) -> Samples:
+        """The samples that a run (an index) recorded in a step. Raises `RunError` where the step has no trace."""
+        traces = list(self.runs.values())[run].traces
+        if step not in list(traces):  # `in` alone would open the trace
+            there = sorted(traces, key=lambda one: (abs(one - step), one))
+            expected = f"one of the steps {sorted(there[:6])}" if there else "a run that records its steps"
+            do = "train(…, trace_freq=1) keeps the trace of every step"
+            raise RunError(f"step {step} has no trace, so there are no samples to show", expected=expected, do=do)
+        return samples(traces[step])
+
+
+def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[dict[str, Any]]:
+    """The lines of one plot; a single run's several metrics differ by colour, several runs' by dashes."""
+    there, lines = _metrics(wanted, runs), []
+    for place, name in enumerate(there):
+        dots = name == HELD_OUT and len(there) > 1
+        words = "held out" if dots else WORDS.get(name, name.removeprefix("timing_s/"))
+        for number, run in enumerate(runs):
+            lines.append({
+                "run": number,
+                "words": label(words),
+                "colour": colour(place) if len(runs) == 1 and not dots else run.colour,
+                "dash": place if len(runs) > 1 and not dots else 0,
+                "smoothed": name not in EXACT and not dots,
+                "dots": dots,
+                "values": _column(run, name, steps),
+            })  # fmt: skip
+    return lines
+
+
+def _metrics(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
+    """The metrics of a plot that any run has: phases by name for a single run, held-out rewards beside the batch's."""
+    phases = [f"timing_s/{phase}" for phase in runs[0].phases()] if len(runs) == 1 else ["timing_s/step"]
+    names = [one for name in wanted for one in (phases if name == PHASES else [name])]
+    names += [HELD_OUT] if "critic/score/mean" in wanted else []
+    return [name for name in names if any(len(run.points(name)[0]) for run in runs)]
+
+
+def _column(run: Series, name: str, steps: Array) -> list[float | None]:
+    """A metric at each of `steps`, [steps]; None where the run has no finite number."""
+    at, values = run.points(name)
+    column: list[float | None] = [None] * len(steps)
+    for index, value in zip(np.searchsorted(steps, at).tolist(), values.tolist(), strict=True):
+        column[index] = float(f"{value:.6g}")
+    return column

@@ -1,0 +1,317 @@
+// Curves of runs: uPlot draws on canvases, and every name is a text node of ours beside them.
+const HEIGHT = 150;
+const DASHES = [[], [2, 3], [7, 4]];
+
+// A running mean over the numbers that there are, unbiased from the start, as `views` has it.
+function smoothed(values, weight) {
+  let sum = 0, weights = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + value;
+    weights = weight * weights + 1;
+    return sum / weights;
+  });
+}
+
+function parts(colour) {
+  const found = colour.match(/[\d.]+/g).map(Number);
+  return colour.startsWith("#") ? [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)) : found.slice(0, 3);
+}
+
+// The page's own colours, read when something is drawn: a theme may change. On a dark page lines are paler.
+function inks(el) {
+  const [red, green, blue] = parts(getComputedStyle(el).color);
+  const dark = red + green + blue > 384;
+  const mix = (colour) => parts(colour).map((part) => Math.round(dark ? part + (255 - part) * 0.35 : part));
+  return {
+    text: (alpha) => `rgba(${red},${green},${blue},${alpha})`,
+    line: (colour, alpha = 1) => `rgba(${mix(colour).join(",")},${alpha})`,
+    faint: dark ? 0.5 : 0.35,
+  };
+}
+
+function digits(value, number = 4) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e6)) return String(Number(value.toPrecision(3)).toExponential()).replace("e+", "e");
+  return String(Number(value.toPrecision(number)));
+}
+
+// As the static form has it: from 0 where the numbers come near it, and a constant gets ±10 %, not digits of noise.
+function spread(low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) [low, high] = [low - Math.abs(low) * 0.1, high + (Math.abs(high) * 0.1 || 0.1)];
+  if (low >= 0 && low <= high / 2) low = 0;
+  const margin = 0.05 * (high - low);
+  return [low - margin, high + margin];
+}
+
+function swatch(colour, dash = 0) {
+  return make("i", { class: "wb-swatch", style: { borderTop: `3px ${["solid", "dotted", "dashed"][dash % 3]} ${colour}` } });
+}
+
+// One plot: its canvas, the line above it with the values at the cursor, the marks over it.
+function plotted(plot, all, look, on) {
+  const values = make("span", { class: "wb-at-cursor" });
+  const host = make("div", { class: "wb-canvas", tabIndex: 0, role: "group" });
+  host.dataset.lmSuppressShortcuts = "true";  // arrow keys move the cursor here, not Lab's cells
+  const words = [...new Set(plot.lines.map((line) => line.words))];
+  const head = make("div", { class: "wb-plot-head" }, make("b", { title: plot.title }, plot.title));
+  const node = make("section", { class: "wb-plot" }, head, host);
+  (words.length > 1 ? node : head).append(values);
+  let drawn = null, marks = [], lines = [];
+
+  const shown = () => plot.lines.filter((line) => !look.hidden.has(line.run));
+  const positive = (column) => (look.log ? column.map((value) => (value > 0 ? value : null)) : column);
+
+  // a faint line of the step's own numbers under the strong one of their mean
+  function data() {
+    const faint = look.smooth > 0 ? lines.filter((line) => line.smoothed) : [];
+    lines.forEach((line) => {
+      line.mean = line.smoothed && look.smooth > 0 ? smoothed(line.values, look.smooth) : line.values;
+    });
+    return { faint, columns: [all.steps, ...faint.map((line) => positive(line.values)), ...lines.map((line) => positive(line.mean))] };
+  }
+
+  function series(faint) {
+    const ink = (line, alpha) => () => look.ink.line(line.colour, alpha);
+    const alone = (u, at) => u.data[at].reduce((count, value) => count + (value !== null), 0) < 2;
+    const dots = { show: true, size: 7, width: 1 };
+    return [
+      {},
+      ...faint.map((line) => ({ stroke: ink(line, look.ink.faint), width: 1, spanGaps: true, points: { show: false } })),
+      ...lines.map((line) => (line.dots
+        ? { stroke: ink(line), paths: () => null, points: { ...dots, fill: ink(line), stroke: ink(line) } }
+        : { stroke: ink(line), width: 2, dash: DASHES[line.dash % DASHES.length], spanGaps: true,
+            points: { ...dots, show: alone, fill: ink(line), stroke: ink(line) } })),
+    ];
+  }
+
+  function below(u) {  // what lies on the step axis: steps with samples, and symptoms
+    const { ctx, bbox } = u;
+    const pixel = (step) => Math.round(u.valToPos(step, "x", true));
+    const inside = (step) => step >= u.scales.x.min && step <= u.scales.x.max;
+    ctx.save();
+    ctx.fillStyle = look.ink.text(0.6);
+    const traced = new Set(all.runs.flatMap((run, at) => (look.hidden.has(at) ? [] : run.traces)));
+    traced.forEach((step) => { if (inside(step)) ctx.fillRect(pixel(step) - 1, bbox.top + bbox.height - 5, 2, 5); });
+    ctx.strokeStyle = look.ink.line("#b4402a", 0.8);
+    ctx.setLineDash([4, 4]);
+    all.marks.filter((mark) => inside(mark.step)).forEach((mark) => {
+      ctx.beginPath();
+      ctx.moveTo(pixel(mark.step), bbox.top);
+      ctx.lineTo(pixel(mark.step), bbox.top + bbox.height);
+      ctx.stroke();
+    });
+    ctx.restore();
+    marks.forEach((node, at) => {
+      const step = all.marks[at].step;
+      Object.assign(node.style, { display: inside(step) ? "" : "none", left: `${u.valToPos(step, "x")}px`, top: `${(at % 4) * 14}px` });
+    });
+  }
+
+  function build() {
+    if (drawn) drawn.destroy();
+    lines = shown();
+    const { faint, columns } = data();
+    const axis = { stroke: () => look.ink.text(0.8), grid: { stroke: () => look.ink.text(0.12), width: 1 }, ticks: { show: false }, font: "11px sans-serif" };
+    drawn = new uPlot({
+      width: Math.max(host.clientWidth, 120), height: HEIGHT, legend: { show: false },
+      cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 } },
+      scales: {
+        x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        y: look.log ? { distr: 3 } : { range: (_, low, high) => spread(low, high) },
+      },
+      axes: [
+        { ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000], space: 60 },
+        { ...axis, size: 52, space: 30, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) },
+      ],
+      series: series(faint),
+      hooks: {
+        setCursor: [(u) => { if (u.cursor.idx !== null && u.cursor.idx !== undefined) on.cursor(self, u.cursor.idx); }],
+        setScale: [(u, key) => { if (key === "x") on.zoom(u.scales.x.min, u.scales.x.max); }],
+        draw: [below],
+      },
+    }, columns, host);
+    marks = all.marks.map((mark, at) => make("span", { class: "wb-mark", title: mark.text }, String(at + 1)));
+    drawn.over.append(...marks);
+    let pressed = 0;
+    drawn.over.addEventListener("mousedown", (event) => { pressed = event.clientX; host.focus({ preventScroll: true }); });
+    drawn.over.addEventListener("click", (event) => {
+      const still = event.detail < 2 && Math.abs(event.clientX - pressed) < 4;  // no drag, no second click of two
+      if (still && drawn.cursor.idx !== null) on.open(nearest(drawn.cursor.idx, drawn.cursor.top), drawn.cursor.idx);
+    });
+    drawn.over.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && document.activeElement !== host) return;  // a page is scrolled over a plot that nobody chose
+      event.preventDefault();
+      zoomed(event.deltaY < 0 ? 0.7 : 1 / 0.7, drawn.posToVal(drawn.cursor.left, "x"));
+    }, { passive: false });
+  }
+
+  function zoomed(factor, around) {
+    const { min, max } = drawn.scales.x;
+    const first = all.steps[0], last = all.steps[all.steps.length - 1];
+    if ((max - min) * factor < 2) return;
+    on.zoom(Math.max(around - (around - min) * factor, first), Math.min(around + (max - around) * factor, last));
+  }
+
+  // the run whose line is the nearest to a place of the pointer
+  function nearest(at, top) {
+    const here = lines.filter((line) => line.values[at] !== null);
+    const far = (line) => Math.abs(drawn.valToPos(line.mean[at], "y") - top);
+    return (here.length ? here.reduce((best, line) => (far(line) < far(best) ? line : best)) : lines[0])?.run ?? 0;
+  }
+
+  const self = {
+    node, build, zoomed, nearest, host,
+    colours: () => drawn.redraw(false),
+    smooth: () => build(),
+    size: () => { if (drawn && host.clientWidth && host.clientWidth !== drawn.width) drawn.setSize({ width: host.clientWidth, height: HEIGHT }); },
+    zoom: (min, max) => { if (drawn.scales.x.min !== min || drawn.scales.x.max !== max) drawn.setScale("x", { min, max }); },
+    show(at, quiet) {  // the cursor at a step, and the values there above the plot
+      if (!quiet) {
+        const left = drawn.valToPos(all.steps[at], "x");
+        drawn.setCursor({ left, top: HEIGHT / 3 }, false);
+      }
+      values.replaceChildren(...lines.map((line) => make("span", { class: "wb-value" },
+        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", digits(line.values[at]))));
+    },
+    text: (at) => lines.filter((line) => line.values[at] !== null).map((line) => {
+      const mean = line.smoothed && look.smooth > 0 ? ` (mean ${digits(line.mean[at])})` : "";
+      const name = all.runs.length > 1 ? ` of ${all.runs[line.run].name}` : "";
+      return `${line.words}${name} ${digits(line.values[at])}${mean}`;
+    }).join(" · ") || "nothing recorded",
+    last() {
+      const there = all.steps.length - 1;
+      host.ariaLabel = `${plot.title}: steps ${all.steps[0]} to ${all.steps[there]}; arrow keys move along steps, Enter opens a step's samples, plus and minus zoom`;
+      self.show(there, true);
+    },
+    title: plot.title,
+  };
+  return self;
+}
+
+function render({ model, el }) {
+  const below = overStatic(el, ".workbench-static, img");
+  const problem = make("span", { class: "wb-problem", role: "alert" });
+  const talk = talker(model, (text) => { problem.textContent = text; }, below);
+  const readout = make("div", { class: "wb-readout", role: "status" });
+  const bar = make("div", { class: "wb-bar" });
+  const grid = make("div", { class: "wb-plots" });
+  const notes = make("ol", { class: "wb-marks" });
+  const code = make("code", { class: "wb-code" });
+  const cards = make("div", { class: "wb-samples-below" });
+  const root = make("div", { class: "wb wb-curves" }, bar, readout, grid, notes, make("div", {}, problem, code), cards);
+  el.append(root);
+  const look = { smooth: 0, log: false, hidden: new Set(), ink: inks(root) };
+  let all = null, plots = [], at = 0, span = [], opened = 0;
+
+  const read = (plot) => { readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`; };
+  const on = {
+    cursor(plot, index) {
+      at = index;
+      plots.forEach((one) => one.show(at, one === plot));
+      read(plot);
+    },
+    zoom(min, max) {
+      if (span[0] === min && span[1] === max) return;
+      span = [min, max];
+      plots.forEach((one) => one.zoom(min, max));
+    },
+    async open(run, index) {
+      const asked = ++opened, step = all.steps[index];
+      problem.textContent = "";
+      try {
+        const found = await talk.ask({ kind: "samples", run, step });
+        if (asked !== opened) return;
+        code.textContent = found.code;
+        fromViews(cards, found.html);
+      } catch (text) {
+        if (asked !== opened) return;
+        code.textContent = "";
+        cards.replaceChildren();
+        problem.textContent = text;
+      }
+    },
+  };
+  const whole = () => on.zoom(all.steps[0], all.steps[all.steps.length - 1]);
+
+  function keys(event, plot) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
+    if (event.key in moves) {
+      const inside = all.steps.map((step, index) => [step, index]).filter(([step]) => step >= span[0] && step <= span[1]);
+      const first = inside[0][1], last = inside[inside.length - 1][1];
+      at = Math.min(Math.max(at + moves[event.key], first), last);
+      plots.forEach((one) => one.show(at));
+      read(plot);
+    } else if (event.key === "Enter") on.open(plot.nearest(at, HEIGHT / 2), at);
+    else if (event.key === "+" || event.key === "=") plot.zoomed(0.7, all.steps[at]);
+    else if (event.key === "-") plot.zoomed(1 / 0.7, all.steps[at]);
+    else if (event.key === "0") whole();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  function rebuild() {
+    const [min, max] = span;
+    plots.forEach((one) => one.build());
+    plots.forEach((one) => { one.zoom(min, max); one.show(at, true); });
+  }
+
+  function controls() {
+    const strength = make("span", { class: "wb-count" }, String(look.smooth));
+    // as a share of the slider, so that long memories have room: 0, 0.9, 0.99, 0.999
+    const slider = make("input", { type: "range", min: "0", max: "3", step: "0.05", title: "weight of the past in the running mean",
+      ariaLabel: "smoothing", value: String(-Math.log10(1 - look.smooth)),
+      oninput: () => {
+        look.smooth = Number((1 - 10 ** -Number(slider.value)).toFixed(3));
+        strength.textContent = String(look.smooth);
+        rebuild();
+      } });
+    const log = make("input", { type: "checkbox", title: "logarithmic scale: numbers of 0 and below have no place there",
+      onchange: () => { look.log = log.checked; rebuild(); } });
+    const runs = all.runs.length < 2 ? [] : all.runs.map((run, index) => {
+      const box = make("input", { type: "checkbox", checked: true, title: "show this run", onchange: () => {
+        if (box.checked) look.hidden.delete(index); else look.hidden.add(index);
+        rebuild();
+      } });
+      return make("label", {}, box, swatch(look.ink.line(run.colour)), run.name);
+    });
+    bar.append(...runs, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
+      make("button", { onclick: whole, title: "show all steps" }, "all steps"),
+      make("span", { class: "wb-count", title: "the wheel zooms with Ctrl, or over the plot that was clicked last; arrow keys, Enter, + and − work there, too" },
+        "drag to zoom, click a step for its samples (a tick on the axis: they were kept)"));
+  }
+
+  const theme = () => {
+    look.ink = inks(root);
+    plots.forEach((one) => { one.colours(); one.show(at, true); });
+  };
+  const watch = new MutationObserver(theme);
+  const sizes = new ResizeObserver(() => plots.forEach((one) => one.size()));
+
+  talk.ask({ kind: "columns" }).then((found) => {
+    all = found;
+    look.smooth = all.smooth;
+    look.ink = inks(root);
+    if (!all.steps.length) { readout.textContent = "no step yet"; return; }
+    at = all.steps.length - 1;
+    span = [all.steps[0], all.steps[at]];
+    controls();
+    plots = all.plots.map((plot) => plotted(plot, all, look, on));
+    grid.append(...plots.map((one) => one.node));
+    plots.forEach((one) => {
+      one.build();
+      one.last();
+      one.host.addEventListener("keydown", (event) => keys(event, one));
+    });
+    if (plots.length) read(plots[0]);
+    notes.append(...all.marks.map((mark) => make("li", {}, mark.text)));
+    sizes.observe(grid);
+    watch.observe(document.body, { attributes: true });
+    below.hide();
+  }).catch((text) => { problem.textContent = text; });
+  return () => { sizes.disconnect(); watch.disconnect(); talk.end(); below.restore(); };
+}
+export default { render };
