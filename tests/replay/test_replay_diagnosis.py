@@ -11,7 +11,10 @@ import pytest
 
 import workbench as wb
 from workbench import functional as F
+from workbench.replay.diagnosis import diagnosed
+from workbench.replay.evidence import Evidence, Row
 from workbench.rewards.scorers import gsm8k
+from workbench.runs.symptoms import Symptom
 
 TRAIN = "data/arith/train.parquet"
 
@@ -116,11 +119,70 @@ GALLERY: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("name", GALLERY)
 def test_the_gallery(name: str, tmp_path: Path) -> None:
     make, cause = GALLERY[name]
-    found = make(tmp_path).diagnose()
-    print(found)
+    run = make(tmp_path)
+    found = run.diagnose()
     assert found.findings, found.looked
     assert found.findings[0].cause == cause
     assert found.findings[0].sure in ("sure", "likely")
+    for one in found.findings:
+        assert eval(one.look, {"wb": wb, "run": run}) is not None, one.look  # noqa: S307 - our own lines
+
+
+def row(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"training/global_step": step, **metrics}
+
+
+def sample(group: str, text: str, reward: float | None, **changed: Any) -> Row:
+    values = {
+        "step": 9,
+        "prompt": f"what is {group}?",
+        "truth": None,
+        "tokens": len(text),
+        "advantage": None,
+        "status": "scored",
+    }
+    return Row(**{**values, "group": group, "text": text, "reward": reward, "why": "", **changed})
+
+
+def named(**found: Any) -> list[str]:
+    return [f"{one.sure}: {one.cause}" for one in diagnosed(Evidence(**{"rows": [], **found})).findings]
+
+
+def test_nothing_found_says_what_was_looked_at() -> None:
+    found = diagnosed(Evidence([row(1)]))
+    assert "Nothing found." in str(found) and "1 steps: symptoms need 3" in str(found) and "none recorded" in str(found)
+    assert "no trace to audit" in found._repr_html_()
+
+
+def test_a_reward_that_is_gamed() -> None:
+    rows = [row(step, **{"critic/score/mean": step / 20, "reward/truth/mean": 1 - step / 20}) for step in range(1, 21)]
+    held = [row(0, **{"val/reward": 0.5}), row(20, **{"val/reward": 0.4})]
+    assert named(rows=rows, held=held) == [
+        "likely: the training reward rises and the held-out one falls",
+        "likely: a part of the reward falls while the sum rises: reward/truth/mean",
+    ]
+    assert named(rows=rows[:9], held=held) == []  # too few steps to tell
+
+
+def test_one_answer_and_truths_that_are_not_read() -> None:
+    same = [sample(f"q{number}", "It is 10.", float(number % 2)) for number in range(8)]
+    assert named(samples=same) == ["likely: one answer is given to every prompt"]
+    unread = [sample(f"q{number}", str(number), None, status="not_applicable", why="no truth") for number in range(8)]
+    assert named(rows=[row(1, **{"reward/scored_ratio": 0.0})], samples=unread) == ["sure: truths cannot be read"]
+
+
+def test_a_truth_that_any_prompt_holds_is_no_leak() -> None:
+    choices = [sample(f"q{number}, A or B", "A", 1.0, truth="AB"[number % 2]) for number in range(6)]
+    assert named(samples=choices) == []
+    told = [sample(f"q{number}, {70 + number}", "", 1.0, truth=70 + number) for number in range(6)]
+    assert named(samples=told) == ["sure: the answer stands in the prompt"]
+
+
+def test_a_symptom_is_a_hint_unless_a_cause_explains_it() -> None:
+    rows = [row(step, **{"actor/lr": 1e-3, "actor/kl_loss": 0.5 * (step - 1)}) for step in range(1, 9)]
+    kl = Symptom("KL to the reference is large", "3 nats", 4, "lower lr")
+    assert named(rows=rows, symptoms=[kl]) == ["sure: the learning rate is too high"]
+    assert named(symptoms=[kl]) == ["hint: KL to the reference is large"]
 
 
 @pytest.mark.slow

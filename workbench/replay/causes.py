@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import StatisticsError, correlation, fmean
 
-from workbench.replay.evidence import ENOUGH, Evidence
+from workbench.replay.evidence import ENOUGH, Evidence, Row
 from workbench.rewards.truths import as_text
 from workbench.runs.folder import STEP
 
@@ -61,7 +61,7 @@ def flipped_advantage(seen: Evidence) -> Iterator[Finding]:
     ]
     if found and fmean(found) < -0.5:
         numbers = f"reward and advantage of a prompt's responses correlate by {fmean(found):.2f} in {len(found)} groups"
-        look = f"wb.views.advantage_table(run.traces[{seen.step}].batch)"
+        look = seen.look("best")
         turn = "the estimator returns score − baseline, not the reverse: compare with functional.grpo"
         yield Finding(
             "the sign of the advantage is flipped", "sure", numbers, look, turn, ("reward has fallen", FLAT, TEACH)
@@ -182,7 +182,7 @@ def repeated_prompts(seen: Evidence) -> Iterator[Finding]:
         numbers = f"{groups} groups of {len(steps)} recorded steps have {prompts} different prompts"
         yield Finding(
             "prompts are repeated within a step", "sure", numbers, f"wb.views.groups(run.traces[{seen.step}])",
-            "the data: drop duplicates (rows.to_pandas().drop_duplicates('question')); more samples of a prompt: group_size",
+            "the data: leave duplicates out (rows.filter(…)); more samples of a prompt: group_size",
         )  # fmt: skip
 
 
@@ -246,16 +246,17 @@ def constant_reward(seen: Evidence) -> Iterator[Finding]:
 
 def paid_length(seen: Evidence) -> Iterator[Finding]:
     """Among a prompt's responses the reward goes with the length, in more steps than right and wrong."""
-    centred = [
-        (row.reward - fmean(one.reward or 0.0 for one in rows), row.tokens - fmean(one.tokens for one in rows))
-        for rows in seen.groups()
-        for row in rows
-        if row.reward is not None
-    ]
-    value = _together(centred) or 0.0
-    if len({row.reward for row in seen.scored}) < 5 or len(set(centred)) < ENOUGH or abs(value) < 0.85:
+    sizes: dict[str, Callable[[Row], float]] = {
+        "tokens": lambda row: row.tokens,
+        "characters": lambda row: len(row.text),
+    }
+    pairs = {unit: [pair for rows in seen.groups() for pair in _centred(rows, size)] for unit, size in sizes.items()}
+    values = {unit: _together(found) or 0.0 for unit, found in pairs.items()}
+    unit = max(values, key=lambda unit: abs(values[unit]))
+    value, number = values[unit], len(pairs[unit])
+    if len({row.reward for row in seen.scored}) < 5 or number < ENOUGH or abs(value) < 0.85:
         return
-    numbers = f"reward and length of a prompt's {len(centred)} responses correlate by {value:.2f}"
+    numbers = f"reward and {unit} correlate by {value:.2f} among a prompt's responses ({number} in all)"
     first, last = seen.first("response_length/mean"), seen.last("response_length/mean")
     numbers += f"; length {first:.0f} → {last:.0f} tokens" if first and last else ""
     yield Finding(
@@ -331,6 +332,12 @@ def _together(pairs: Sequence[tuple[float | None, float | None]]) -> float | Non
         return correlation([a for a, _ in whole], [b for _, b in whole])
     except StatisticsError:  # a constant side
         return None
+
+
+def _centred(rows: Sequence[Row], size: Callable[[Row], float]) -> list[tuple[float, float]]:
+    """(reward, size) of a group's rows, less the group's means."""
+    rewards, sizes = [row.reward or 0.0 for row in rows], [size(row) for row in rows]
+    return [(a - fmean(rewards), b - fmean(sizes)) for a, b in zip(rewards, sizes, strict=True)]
 
 
 def _number(truth: object) -> bool:
