@@ -151,7 +151,7 @@ def named(**found: Any) -> list[str]:
 def test_nothing_found_says_what_was_looked_at() -> None:
     found = diagnosed(Evidence([row(1)]))
     assert "Nothing found." in str(found) and "1 steps: symptoms need 3" in str(found) and "none recorded" in str(found)
-    assert "no trace to audit" in found._repr_html_()
+    assert "no recorded step" in found._repr_html_()
 
 
 def test_a_reward_that_is_gamed() -> None:

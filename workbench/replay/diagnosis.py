@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from workbench.base.shown import Shown
 from workbench.replay.causes import CAUSES, LEVELS, Finding
-from workbench.replay.evidence import Evidence
+from workbench.replay.evidence import AUDITED, Evidence
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,11 +36,9 @@ def diagnosed(seen: Evidence) -> Diagnosis:
 
 def _looked(seen: Evidence) -> list[tuple[str, str]]:
     steps = sorted({row.step for row in seen.samples})
-    audit = (
-        "no trace to audit"
-        if seen.audit is None
-        else f"step {', '.join(map(str, seen.audit.steps))}: {seen.audit.summary()}"
-    )
+    audit = "no recorded step" if not steps else f"not done: more than {AUDITED:,} rows; run.audit({seen.step})"
+    if seen.audit is not None:
+        audit = f"step {seen.step}: {seen.audit.summary()}"
     return [
         ("metrics", f"{len(seen.rows)} steps" if len(seen.rows) > 2 else f"{len(seen.rows)} steps: symptoms need 3"),
         (

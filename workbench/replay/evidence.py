@@ -14,6 +14,8 @@ from workbench.runs.symptoms import WINDOW, Rows, Symptom
 
 TRACES, SAMPLES = 3, 1024
 """The last recorded steps that are read, and how many rows of each."""
+AUDITED = 2048
+"""The most rows of a step that is audited: the slow formulas take their time."""
 ENOUGH = 8
 """Samples below which they show nothing."""
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from workbench.replay.audit import Audit
+    from workbench.replay.causes import Finding
     from workbench.replay.diagnosis import Diagnosis
     from workbench.steps.compare import Comparison, RowChange
     from workbench.steps.differences import Beside, Divergence, Spread
@@ -405,12 +406,20 @@ def diagnosis(made: Diagnosis) -> doc.Part:
         [f"{place}. {one.sure}: {one.cause}", f"   {one.numbers}", f"   look: {one.look}", f"   turn: {one.turn}"]
         for place, one in enumerate(made.findings, 1)
     ]
-    rows: list[list[doc.Part]] = [
-        [one.sure, doc.bold(one.cause), one.numbers, doc.Span(one.look, tag="code"), one.turn] for one in made.findings
+    page = [
+        (doc.line(f"{place}. ", doc.bold(one.cause), doc.faint(f" · {one.sure}"), style="margin-top:6px"), _found(one))
+        for place, one in enumerate(made.findings, 1)
     ]
     looked = "; ".join(f"{what}: {found}" for what, found in made.looked)
     return (
         doc.line(doc.bold(head)),
-        doc.Either(said, doc.Table(["how sure", "cause", "seen by", "look at", "turn"], rows)),
+        doc.Either(said, page),
         doc.line(doc.faint(f"looked at: {looked}")),
+    )
+
+
+def _found(one: Finding) -> doc.Part:
+    code = doc.Span(one.look, "overflow-wrap:anywhere;white-space:pre-wrap", "code")
+    return doc.Table(
+        (), [[doc.faint("seen by"), one.numbers], [doc.faint("look"), code], [doc.faint("turn"), one.turn]]
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import atan, cos, pi, sin, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Seeds(doc.View):
         steps = [step for found in self.curves.values() for curve in found.values() for step in curve]
         plot.dress(axes, (min(steps) - 0.5, max(steps) + 0.5), ticks=8)
         handles = []
-        for place, (name, found) in enumerate(self.curves.items()):
+        for place, found in enumerate(self.curves.values()):
             shared = sorted(set.intersection(*(set(curve) for curve in found.values())))
             at = [interval([curve[step] for curve in found.values()]) for step in shared]
             handles += axes.plot(shared, [one.mean for one in at], color=plot.colour(place), linewidth=1.8)
@@ -106,9 +106,7 @@ class Seeds(doc.View):
         return (
             doc.line(doc.bold(title)),
             doc.Table(header, rows, right=True),
-            doc.line(
-                doc.faint("intervals of Student's t over seeds; of a difference that leaves 0 out the sign is known")
-            ),
+            doc.line(doc.faint("Student's t over seeds; a difference whose interval holds 0 may be chance")),
             doc.Image(lambda: png(self.figure()), title),
         )
 
