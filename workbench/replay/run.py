@@ -18,6 +18,8 @@ from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
 from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
+from workbench.replay.diagnosis import Diagnosis, diagnosed
+from workbench.replay.evidence import AUDITED, TRACES, gathered
 from workbench.replay.stepping import Replayed, controllers, stepper_at
 from workbench.runs import checkpoint
 from workbench.runs.folder import (
@@ -163,6 +165,17 @@ class Run(Shown):
         """What looks wrong in the metrics, with advice; empty when nothing does."""
         traces = self.traces
         return Symptoms(shown_by(self.rows, traces[max(traces)].batch if len(traces) else None))
+
+    def diagnose(self) -> Diagnosis:
+        """What is probably wrong with the run: causes, the surest first, each with what to look at and what to turn.
+
+        Read are the metrics, up to 1,024 samples of each of the last three recorded steps, and the audit of the last one
+        where it has at most 2,048 rows. No model is opened.
+        """
+        traces, rows = self.traces, self.rows
+        batches = {step: traces[step].batch for step in sorted(traces)[-TRACES:]}
+        audit = self.audit(last) if batches and len(batches[last := max(batches)]) <= AUDITED else None
+        return diagnosed(gathered(rows, batches, symptoms=self.symptoms, settings=self.settings, audit=audit))
 
     @property
     def restorable_steps(self) -> str:

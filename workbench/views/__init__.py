@@ -5,6 +5,7 @@ from workbench.views.comparisons import advantage_figure, advantage_table, value
 from workbench.views.curves import figure, panel, save_figure
 from workbench.views.faces import FACES
 from workbench.views.samples import groups, samples
+from workbench.views.seeds import seeds
 from workbench.views.tokens import sampler_logprob_diff, tokens, transcript
 
 shown.register(
@@ -16,5 +17,5 @@ shown.register(
 
 __all__ = [
     "advantage_figure", "advantage_table", "figure", "groups", "panel", "sampler_logprob_diff", "samples",
-    "save_figure", "tokens", "transcript", "values_figure", "what_if_figure", "what_if_table",
+    "save_figure", "seeds", "tokens", "transcript", "values_figure", "what_if_figure", "what_if_table",
 ]  # fmt: skip

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from workbench.replay.audit import Audit
+    from workbench.replay.causes import Finding
+    from workbench.replay.diagnosis import Diagnosis
     from workbench.steps.compare import Comparison, RowChange
     from workbench.steps.differences import Beside, Divergence, Spread
     from workbench.steps.what_if import WhatIf
@@ -460,4 +462,30 @@ def audit(made: Audit) -> doc.Part:
         doc.Either([f"{len(made.left)} not recomputed: .left"] if made.left else (), ()),
         doc.Fold(f"{len(made.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
         doc.Fold("recomputed, and agree", doc.Table(["", ""], agreed)),
+    )
+
+
+def diagnosis(made: Diagnosis) -> doc.Part:
+    """The view of a `Diagnosis`: cause, how sure, numbers, the line to look with, what to turn; what was looked at."""
+    head = "Nothing found." if not made.findings else doc.counted(len(made.findings), "finding")
+    said = [
+        [f"{place}. {one.sure}: {one.cause}", f"   {one.numbers}", f"   look: {one.look}", f"   turn: {one.turn}"]
+        for place, one in enumerate(made.findings, 1)
+    ]
+    page = [
+        (doc.line(f"{place}. ", doc.bold(one.cause), doc.faint(f" · {one.sure}"), style="margin-top:6px"), _found(one))
+        for place, one in enumerate(made.findings, 1)
+    ]
+    looked = "; ".join(f"{what}: {found}" for what, found in made.looked)
+    return (
+        doc.line(doc.bold(head)),
+        doc.Either(said, page),
+        doc.line(doc.faint(f"looked at: {looked}")),
+    )
+
+
+def _found(one: Finding) -> doc.Part:
+    code = doc.Span(one.look, "overflow-wrap:anywhere;white-space:pre-wrap", "code")
+    return doc.Table(
+        (), [[doc.faint("seen by"), one.numbers], [doc.faint("look"), code], [doc.faint("turn"), one.turn]]
     )

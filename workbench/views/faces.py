@@ -17,6 +17,7 @@ _DOCUMENTS = {
     "workbench.datasets.report:Report": "traces:data",
     "workbench.datasets.rows:Rows": "traces:data",
     "workbench.replay.audit:Audit": "comparisons:audit",
+    "workbench.replay.diagnosis:Diagnosis": "comparisons:diagnosis",
     "workbench.replay.run:Run": "traces:run",
     "workbench.replay.run:Summary": "traces:summary",
     "workbench.replay.run:Traces": "traces:traces",

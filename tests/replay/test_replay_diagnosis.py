@@ -1,0 +1,194 @@
+"""Diagnosis: twelve runs broken on purpose, each named by its cause first; a healthy run has nothing beyond hints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workbench as wb
+from workbench import functional as F
+from workbench.replay.diagnosis import diagnosed
+from workbench.replay.evidence import Evidence, Row
+from workbench.rewards.scorers import gsm8k
+from workbench.runs.symptoms import Symptom
+
+TRAIN = "data/arith/train.parquet"
+
+
+@cache
+def questions() -> list[dict[str, Any]]:
+    """Twenty-four questions with their answers as texts."""
+    rows = wb.rows(TRAIN, limit=24)
+    return [
+        {"question": row["prompt"][0]["content"], "answer": row["reward_model"]["ground_truth"]} for row in rows.views()
+    ]
+
+
+def own(change: Callable[[dict[str, Any]], dict[str, Any]], number: int = 24) -> Any:
+    return wb.rows([{**row, **change(row)} for row in questions()[:number]], prompt="question", answer="answer")
+
+
+def right(response: str, ground_truth: Any) -> Any:
+    return gsm8k.gsm8k(response, ground_truth, method="flexible")
+
+
+def long(response: str) -> float:
+    return len(response) / 100
+
+
+def formatted(response: str) -> float:
+    return float("####" in response)
+
+
+def constant(response: str) -> float:
+    return 0.5
+
+
+def last_word(response: str, ground_truth: Any) -> float:
+    return float((response.split() or [""])[-1] == ground_truth)
+
+
+def failing(response: str, ground_truth: Any) -> Any:
+    if response.startswith("Quick"):
+        raise ConnectionError("the grader's server is not there")
+    return right(response, ground_truth)
+
+
+def flipped(scores: Any, groups: Any, mask: Any) -> Any:
+    advantages, returns = F.grpo(scores, groups, mask)
+    return -advantages, returns
+
+
+def made(
+    folder: Path, reward: Any = right, rows: Any = None, lr: float = 2e-4, change: Any = None, **settings: Any
+) -> Any:
+    """A run of six steps of 4 × 4 responses."""
+    engine = wb.engines.local("data/tiny-arith", lr=lr)
+    settings = {"group_size": 4, "kl_coef": 0.001, "max_tokens": 48, **settings}
+    pipe = wb.recipes.grpo(engine, reward, **settings)
+    if change is not None:
+        pipe = change(pipe)
+    rows = wb.rows(TRAIN, limit=64) if rows is None else rows
+    return wb.train_blocking(
+        pipe, rows, steps=6, batch_size=4, run=folder / "run", trace_freq=1, max_rollout_kl=None, display=None
+    )
+
+
+def other_sampler(pipe: Any) -> Any:
+    """Samples come from a copy of the model, which no update reaches."""
+    sampler = wb.engines.local("data/tiny-arith")
+    return pipe.replace("rollout", wb.stages.Rollout(sampler, group_size=4, sampling=pipe["rollout"].sampling))
+
+
+def other_sign(pipe: Any) -> Any:
+    return pipe.replace("advantage", wb.stages.Advantage(flipped))
+
+
+ENDLESS = wb.SamplingSettings(max_tokens=24, ignore_eos=True)
+GALLERY: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no stop": (lambda folder: made(folder, max_tokens=None, sampling=ENDLESS), "responses never stop: the end token is ignored"),
+    "stale sampler": (lambda folder: made(folder, lr=1e-3, change=other_sampler), "the sampler has old weights"),
+    "flipped sign": (lambda folder: made(folder, change=other_sign), "the sign of the advantage is flipped"),
+    "leaked answer": (
+        lambda folder: made(folder, rows=own(lambda row: {"question": f"{row['question']} (answer: {row['answer']})"})),
+        "the answer stands in the prompt",
+    ),
+    "length hack": (lambda folder: made(folder, long), "the reward pays for long responses"),
+    "format only": (lambda folder: made(folder, formatted), "the reward does not look at the answer"),
+    "constant reward": (lambda folder: made(folder, constant), "the reward is a constant"),
+    "no learning rate": (lambda folder: made(folder, lr=0.0), "the learning rate is 0"),
+    "high learning rate": (lambda folder: made(folder, lr=3e-2), "the learning rate is too high"),
+    "huge KL": (lambda folder: made(folder, kl_coef=300.0), "the KL term holds the policy where it was"),
+    "truths of the wrong type": (
+        lambda folder: made(folder, last_word, own(lambda row: {"answer": int(row["answer"])})),
+        "truths are of the wrong type: int",
+    ),
+    "failing reward": (lambda folder: made(folder, failing), "the reward function fails"),
+    "repeated prompts": (
+        lambda folder: made(folder, rows=own(lambda row: questions()[0])),
+        "prompts are repeated within a step",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GALLERY)
+def test_the_gallery(name: str, tmp_path: Path) -> None:
+    make, cause = GALLERY[name]
+    run = make(tmp_path)
+    found = run.diagnose()
+    assert found.findings, found.looked
+    assert found.findings[0].cause == cause
+    assert found.findings[0].sure in ("sure", "likely")
+    for one in found.findings:
+        assert eval(one.look, {"wb": wb, "run": run}) is not None, one.look  # noqa: S307 - our own lines
+
+
+def row(step: int, **metrics: Any) -> dict[str, Any]:
+    return {"training/global_step": step, **metrics}
+
+
+def sample(group: str, text: str, reward: float | None, **changed: Any) -> Row:
+    values = {
+        "step": 9,
+        "prompt": f"what is {group}?",
+        "truth": None,
+        "tokens": len(text),
+        "advantage": None,
+        "status": "scored",
+    }
+    return Row(**{**values, "group": group, "text": text, "reward": reward, "why": "", **changed})
+
+
+def named(**found: Any) -> list[str]:
+    return [f"{one.sure}: {one.cause}" for one in diagnosed(Evidence(**{"rows": [], **found})).findings]
+
+
+def test_nothing_found_says_what_was_looked_at() -> None:
+    found = diagnosed(Evidence([row(1)]))
+    assert "Nothing found." in str(found) and "1 steps: symptoms need 3" in str(found) and "none recorded" in str(found)
+    assert "no recorded step" in found._repr_html_()
+
+
+def test_a_reward_that_is_gamed() -> None:
+    rows = [row(step, **{"critic/score/mean": step / 20, "reward/truth/mean": 1 - step / 20}) for step in range(1, 21)]
+    held = [row(0, **{"val/reward": 0.5}), row(20, **{"val/reward": 0.4})]
+    assert named(rows=rows, held=held) == [
+        "likely: the training reward rises and the held-out one falls",
+        "likely: a part of the reward falls while the sum rises: reward/truth/mean",
+    ]
+    assert named(rows=rows[:9], held=held) == []  # too few steps to tell
+
+
+def test_one_answer_and_truths_that_are_not_read() -> None:
+    same = [sample(f"q{number}", "It is 10.", float(number % 2)) for number in range(8)]
+    assert named(samples=same) == ["likely: one answer is given to every prompt"]
+    unread = [sample(f"q{number}", str(number), None, status="not_applicable", why="no truth") for number in range(8)]
+    assert named(rows=[row(1, **{"reward/scored_ratio": 0.0})], samples=unread) == ["sure: truths cannot be read"]
+
+
+def test_a_truth_that_any_prompt_holds_is_no_leak() -> None:
+    choices = [sample(f"q{number}, A or B", "A", 1.0, truth="AB"[number % 2]) for number in range(6)]
+    assert named(samples=choices) == []
+    told = [sample(f"q{number}, {70 + number}", "", 1.0, truth=70 + number) for number in range(6)]
+    assert named(samples=told) == ["sure: the answer stands in the prompt"]
+
+
+def test_a_symptom_is_a_hint_unless_a_cause_explains_it() -> None:
+    rows = [row(step, **{"actor/lr": 1e-3, "actor/kl_loss": 0.5 * (step - 1)}) for step in range(1, 9)]
+    kl = Symptom("KL to the reference is large", "3 nats", 4, "lower lr")
+    assert named(rows=rows, symptoms=[kl]) == ["sure: the learning rate is too high"]
+    assert named(symptoms=[kl]) == ["hint: KL to the reference is large"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", [None, right])
+def test_a_healthy_run_has_nothing_beyond_hints(reward: Any, tmp_path: Path) -> None:
+    run = made(tmp_path, reward)
+    found = run.diagnose()
+    assert all(one.sure == "hint" for one in found.findings), str(found)
+    assert "3 recorded steps" not in str(found) and "samples: 48 of the recorded steps [4, 5, 6]" in str(found)

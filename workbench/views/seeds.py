@@ -1,0 +1,177 @@
+"""Several seeds of each of several settings: means with 95 % intervals, differences by seed, curves with bands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import atan, cos, pi, sin, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+
+from workbench.base.errors import SettingError, unknown
+from workbench.replay.run import Run
+from workbench.views import curve_axes as plot
+from workbench.views import document as doc
+from workbench.views.curves import cell_figure, png
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Curve: TypeAlias = "dict[int, float]"
+
+
+class Interval(NamedTuple):
+    """A mean over seeds with its 95 % interval of Student's t; an interval of NaN where there is one seed only."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+
+@dataclass(frozen=True, repr=False)
+class Seeds(doc.View):
+    """Result of `views.seeds`."""
+
+    metric: str
+    last: int
+    """How many last steps of a run are averaged."""
+    curves: Mapping[str, Mapping[int, Curve]]
+    """Name → seed → step → value."""
+
+    def values(self, name: str) -> dict[int, float]:
+        """Seed → mean of the metric over the run's last steps."""
+        return {
+            seed: fmean([curve[step] for step in sorted(curve)[-self.last :]])
+            for seed, curve in self.curves[name].items()
+        }
+
+    def difference(self, name: str, base: str) -> Interval | None:
+        """`name` − `base`, seed by seed; None where they have no seed in common."""
+        one, other = self.values(name), self.values(base)
+        both = sorted(set(one) & set(other))
+        return interval([one[seed] - other[seed] for seed in both]) if both else None
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A line for each name: seeds, mean, low, high; difference to the first name by seed, its low and high, its seeds."""
+        import pandas as pd
+
+        base, lines = next(iter(self.curves)), {}
+        for name in self.curves:
+            mine = interval(list(self.values(name).values()))
+            pair = self.difference(name, base) if name != base else None
+            lines[name] = {
+                "seeds": mine.seeds, "mean": mine.mean, "low": mine.low, "high": mine.high,
+                "difference": pair.mean if pair else np.nan, "difference low": pair.low if pair else np.nan,
+                "difference high": pair.high if pair else np.nan, "common seeds": pair.seeds if pair else 0,
+            }  # fmt: skip
+        return pd.DataFrame.from_dict(lines, orient="index")
+
+    def figure(self) -> Figure:
+        """A line of the mean over seeds for each name, in a band of its 95 % intervals; thin lines where there is one seed."""
+        made = cell_figure(7, 3.4, layout="constrained")
+        axes = made.subplots()
+        steps = [step for found in self.curves.values() for curve in found.values() for step in curve]
+        plot.dress(axes, (min(steps) - 0.5, max(steps) + 0.5), ticks=8)
+        handles = []
+        for place, found in enumerate(self.curves.values()):
+            shared = sorted(set.intersection(*(set(curve) for curve in found.values())))
+            at = [interval([curve[step] for curve in found.values()]) for step in shared]
+            handles += axes.plot(shared, [one.mean for one in at], color=plot.colour(place), linewidth=1.8)
+            if len(found) > 1:
+                lows, highs = [one.low for one in at], [one.high for one in at]
+                axes.fill_between(shared, lows, highs, color=plot.colour(place), alpha=0.15, linewidth=0)
+        axes.set_xlabel("step", fontsize=8)
+        axes.set_ylabel(plot.label(self.metric), fontsize=8, parse_math=False)
+        names = [f"{plot.label(name, 40)} ({doc.counted(len(found), 'seed')})" for name, found in self.curves.items()]
+        plot.legend(axes, handles, names, fontsize=8, frameon=False)
+        return made
+
+    def document(self) -> doc.Part:
+        """The view's content: the table, what it says, and in HTML the figure."""
+        base, rows = next(iter(self.curves)), list[list[doc.Part]]()
+        for name in self.curves:
+            pair = self.difference(name, base) if name != base else None
+            said = f"{pair.mean:+.4g}" if pair else "–" if name == base else "no common seed"
+            common = str(pair.seeds) if pair else ""
+            mine = interval(list(self.values(name).values()))
+            rows.append([name, str(mine.seeds), doc.number(mine.mean), _range(mine), said, _range(pair), common])
+        header = ["", "seeds", "mean", "95 % interval", f"less {base}, by seed", "95 % interval", "pairs"]
+        title = f"{self.metric}, mean of the last {doc.counted(self.last, 'step')}"
+        return (
+            doc.line(doc.bold(title)),
+            doc.Table(header, rows, right=True),
+            doc.line(doc.faint("Student's t over seeds; a difference whose interval holds 0 may be chance")),
+            doc.Image(lambda: png(self.figure()), title),
+        )
+
+
+def seeds(
+    groups: Mapping[str, Sequence[Run | str | Path]], metric: str = "critic/score/mean", *, last: int = 5
+) -> Seeds:
+    """Compare settings over seeds: name → runs (or their folders) that differ in the seed alone.
+
+    Shown are each name's mean of the metric over the `last` steps, with its 95 % interval over seeds, and the difference
+    to the first name, taken seed by seed; `.figure()` draws the curves with bands, `.table` is a DataFrame.
+
+    Raises `SettingError` where a name has no run or two of one seed, or a run lacks the metric.
+
+    Example:
+        >>> wb.views.seeds({"grpo": ["runs/g0", "runs/g1"], "rloo": ["runs/r0", "runs/r1"]})  # doctest: +SKIP
+    """
+    if last < 1:
+        raise SettingError("last is a number of steps", expected="≥ 1", found=last)
+    if not groups or not all(groups.values()):
+        raise SettingError("nothing to compare", expected="name → one run or more", found=dict(groups))
+    return Seeds(metric, last, {name: _curves(name, runs, metric) for name, runs in groups.items()})
+
+
+def _curves(name: str, runs: Sequence[Run | str | Path], metric: str) -> dict[int, Curve]:
+    found: dict[int, Curve] = {}
+    for one in runs:
+        run = one if isinstance(one, Run) else Run(one)
+        rows, seed = run.rows, int((run.settings.get("train") or {}).get("seed") or 0)
+        if seed in found:
+            raise SettingError(f"{name!r} has two runs of seed {seed}: {run.path}", do="give one run for each seed")
+        series = plot.Series(name, rows, "")
+        steps, values = series.points(metric)
+        if not len(steps):
+            raise SettingError(unknown("metric of this run", metric, [key for row in rows[-1:] for key in row]))
+        found[seed] = dict(zip(map(int, steps), map(float, values), strict=True))
+    return found
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of values of independent seeds with its 95 % interval: mean ± t · s/√n, s with n − 1."""
+    mean, number = fmean(values), len(values)
+    half = t95(number - 1) * stdev(values) / sqrt(number) if number > 1 else float("nan")
+    return Interval(mean, mean - half, mean + half, number)
+
+
+def t95(freedom: int) -> float:
+    """The t that a Student variable of so many degrees of freedom stays within ±t with probability 0.95."""
+    low, high = 0.0, 64.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """P(|T| ≤ t), by the finite sum that whole degrees of freedom have."""
+    angle = atan(t / sqrt(freedom))
+    odd = freedom % 2
+    term, total = (cos(angle) if odd else 1.0), 0.0
+    for number in range(odd + 1, freedom, 2):  # of each term the exponent of the cosine, plus one
+        total += term
+        term *= cos(angle) ** 2 * number / (number + 1)
+    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+
+
+def _range(one: Interval | None) -> str:
+    return "–" if one is None or one.low != one.low else f"[{one.low:.4g}, {one.high:.4g}]"
