@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,17 +14,26 @@ from workbench.views.curve_axes import EXACT, PHASES, WORDS, Array, Series, colo
 from workbench.views.curves import PANEL, asked, series
 from workbench.views.samples import Samples, samples
 
-if TYPE_CHECKING:
-    from workbench.replay.run import Run
-
 HELD_OUT = "val/reward"
+
+
+class Recorded(Protocol):
+    """What is read of a `Run`."""
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        """The rows of metrics.jsonl."""
+
+    @property
+    def traces(self) -> Mapping[int, Any]:
+        """Step → trace."""
 
 
 @dataclass(frozen=True)
 class Plots:
     """The curves of runs (name → run, the first one's symptoms are `marks`); `keys` as `views.figure` takes them."""
 
-    runs: Mapping[str, Run]
+    runs: Mapping[str, Recorded]
     keys: Sequence[str] = ()
     marks: Sequence[Symptom] = ()
 
