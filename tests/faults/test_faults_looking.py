@@ -68,14 +68,14 @@ def test_E6_scripts_make_text_nodes_and_markup_comes_in_at_one_place() -> None:
     folder = ROOT / "workbench" / "widgets" / "static"
     found = [
         (path.name, line.strip())
-        for path in sorted(folder.glob("*.js"))
+        for path in sorted(folder.rglob("*.js"))  # the library that draws curves, too
         for line in path.read_text().splitlines()
         if any(sink in line for sink in SINKS)
     ]
     assert found == [("common.js", "node.innerHTML = html;")]
     callers = [path.name for path in folder.glob("*.js") if "fromViews(" in path.read_text()]
-    assert sorted(callers) == ["cluster.js", "common.js", "episodes.js", "samples.js", "stepping.js"], (
-        "a card and faces of a stepper and an episode: linted HTML of views"
+    assert sorted(callers) == ["cluster.js", "common.js", "curves.js", "episodes.js", "samples.js", "stepping.js"], (
+        "cards, a step's samples, and faces of a stepper and an episode: linted HTML of views"
     )
 
 

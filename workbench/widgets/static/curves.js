@@ -55,6 +55,8 @@ function plotted(plot, all, look, on) {
   const values = make("span", { class: "wb-at-cursor" });
   const host = make("div", { class: "wb-canvas", tabIndex: 0, role: "group" });
   host.dataset.lmSuppressShortcuts = "true";  // arrow keys move the cursor here, not Lab's cells
+  host.addEventListener("mousemove", () => { look.pointed = self; }, true);
+  host.addEventListener("mouseleave", () => { look.pointed = null; });
   const words = [...new Set(plot.lines.map((line) => line.words))];
   const head = make("div", { class: "wb-plot-head" }, make("b", { title: plot.title }, plot.title));
   const node = make("section", { class: "wb-plot" }, head, host);
@@ -128,7 +130,8 @@ function plotted(plot, all, look, on) {
       ],
       series: series(faint),
       hooks: {
-        setCursor: [(u) => { if (u.cursor.idx !== null && u.cursor.idx !== undefined) on.cursor(self, u.cursor.idx); }],
+        // also called for plots that only follow: the pointer is in one
+        setCursor: [(u) => { if (look.pointed === self && Number.isInteger(u.cursor.idx)) on.cursor(self, u.cursor.idx); }],
         setScale: [(u, key) => { if (key === "x") on.zoom(u.scales.x.min, u.scales.x.max); }],
         draw: [below],
       },
@@ -164,8 +167,6 @@ function plotted(plot, all, look, on) {
 
   const self = {
     node, build, zoomed, nearest, host,
-    colours: () => drawn.redraw(false),
-    smooth: () => build(),
     size: () => { if (drawn && host.clientWidth && host.clientWidth !== drawn.width) drawn.setSize({ width: host.clientWidth, height: HEIGHT }); },
     zoom: (min, max) => { if (drawn.scales.x.min !== min || drawn.scales.x.max !== max) drawn.setScale("x", { min, max }); },
     show(at, quiet) {  // the cursor at a step, and the values there above the plot
@@ -203,7 +204,7 @@ function render({ model, el }) {
   const cards = make("div", { class: "wb-samples-below" });
   const root = make("div", { class: "wb wb-curves" }, bar, readout, grid, notes, make("div", {}, problem, code), cards);
   el.append(root);
-  const look = { smooth: 0, log: false, hidden: new Set(), ink: inks(root) };
+  const look = { smooth: 0, log: false, hidden: new Set(), pointed: null, ink: inks(root) };
   let all = null, plots = [], at = 0, span = [], opened = 0;
 
   const read = (plot) => { readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`; };
@@ -217,6 +218,7 @@ function render({ model, el }) {
       if (span[0] === min && span[1] === max) return;
       span = [min, max];
       plots.forEach((one) => one.zoom(min, max));
+      requestAnimationFrame(() => plots.forEach((one) => one.show(at, one === look.pointed)));
     },
     async open(run, index) {
       const asked = ++opened, step = all.steps[index];
@@ -286,7 +288,7 @@ function render({ model, el }) {
 
   const theme = () => {
     look.ink = inks(root);
-    plots.forEach((one) => { one.colours(); one.show(at, true); });
+    rebuild();
   };
   const watch = new MutationObserver(theme);
   const sizes = new ResizeObserver(() => plots.forEach((one) => one.size()));
