@@ -11,6 +11,7 @@ import pytest
 
 import workbench as wb
 from workbench import functional as F
+from workbench.replay.audit import Audit, Disagreement
 from workbench.replay.diagnosis import diagnosed
 from workbench.replay.evidence import Evidence, Row
 from workbench.rewards.scorers import gsm8k
@@ -176,6 +177,23 @@ def test_a_truth_that_any_prompt_holds_is_no_leak() -> None:
     assert named(samples=choices) == []
     told = [sample(f"q{number}, {70 + number}", "", 1.0, truth=70 + number) for number in range(6)]
     assert named(samples=told) == ["sure: the answer stands in the prompt"]
+
+
+def test_an_audit_that_disagrees() -> None:
+    column = Disagreement(3, "advantage", "advantages", 0, 2, 1.0, 0.5, "score − mean")
+    metric = Disagreement(3, "rollout", "response_length/mean", None, None, 1.0, 2.0, "mean of tokens")
+    lacking = Disagreement(3, "rollout", "response_length/new", None, None, "nothing", 2.0, "mean of tokens")
+    for found, said in (
+        ([metric, column], ["sure: recorded columns are not what their formulas give"]),
+        ([metric], ["hint: recorded metrics are not what their formulas give"]),
+        ([lacking], []),  # a metric that the version that wrote it did not have
+    ):
+        assert named(audit=Audit((3,), disagreements=tuple(found))) == said
+
+
+def test_what_a_run_says_is_text() -> None:
+    rude = [sample(f"q{number}", "<script>x</script>", float(number % 2)) for number in range(8)]
+    assert "<script>" not in (diagnosed(Evidence([], samples=rude))._repr_html_() or "")
 
 
 def test_a_symptom_is_a_hint_unless_a_cause_explains_it() -> None:

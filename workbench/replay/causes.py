@@ -43,13 +43,16 @@ class Finding:
 
 def disagreeing_audit(seen: Evidence) -> Iterator[Finding]:
     """Recorded numbers that a second computation contradicts."""
-    if seen.audit is not None and seen.audit.disagreements:
-        first = seen.audit.disagreements[0]
-        turn = f"the stage {first.stage!r}: its formula, or what changes the batch after it"
-        numbers = f"{len(seen.audit.disagreements)} disagree, first {first}"
+    wrong = [one for one in seen.audit.disagreements if one.recorded != "nothing"] if seen.audit else []
+    columns = [one for one in wrong if one.row is not None]
+    if wrong:  # a metric may have had another meaning in the version that wrote it
+        first = (columns or wrong)[0]
+        what = "columns" if columns else "metrics"
         yield Finding(
-            "recorded numbers are not what their formulas give", "sure", numbers, f"run.audit({first.step})", turn
-        )
+            f"recorded {what} are not what their formulas give", "sure" if columns else "hint",
+            f"{len(columns or wrong)} disagree; {first}", f"run.audit({first.step})",
+            f"the stage {first.stage!r}: its formula, or what changes the batch after it",
+        )  # fmt: skip
 
 
 def flipped_advantage(seen: Evidence) -> Iterator[Finding]:
@@ -160,11 +163,11 @@ def never_stops(seen: Evidence) -> Iterator[Finding]:
 
 def leaked_answer(seen: Evidence) -> Iterator[Finding]:
     """The truth stands in the prompt, more often than the truths of other prompts do."""
-    rows = list({row.prompt: row for row in seen.samples if (as_text(row.truth) or "").strip()}.values())
+    rows = list({row.prompt: row for row in seen.samples if (as_text(row.truth) or "").strip()}.values())[:256]
     if len(rows) < 4:
         return
     own = fmean(_holds(row.prompt, row.truth) for row in rows)
-    others = [_holds(a.prompt, b.truth) for a in rows for b in rows[:32] if as_text(a.truth) != as_text(b.truth)]
+    others = [_holds(a.prompt, b.truth) for a in rows for b in rows[:16] if as_text(a.truth) != as_text(b.truth)]
     chance = fmean(others) if others else 1.0
     if own > 0.8 and chance < 0.4:
         numbers = f"{own:.0%} of {len(rows)} prompts hold their own truth, {chance:.0%} hold another prompt's"
@@ -269,8 +272,8 @@ def paid_length(seen: Evidence) -> Iterator[Finding]:
 def blind_reward(seen: Evidence) -> Iterator[Finding]:
     """Responses without the truth are paid like those with it: the reward sees the form only."""
     rows = [row for row in seen.scored if _number(row.truth)]
-    if len(rows) < ENOUGH or len({row.reward for row in rows}) < 2:
-        return
+    if sum(_holds(_end(row.text), row.truth) for row in rows) < 3 or len({row.reward for row in rows}) < 2:
+        return  # without right answers there is nothing to compare with
     low, high = min(row.reward or 0.0 for row in rows), max(row.reward or 0.0 for row in rows)
     paid = [row for row in rows if (row.reward or 0.0) > (low + high) / 2]
     wrong = [row for row in paid if not _holds(row.text, row.truth)]
@@ -347,8 +350,8 @@ def _number(truth: object) -> bool:
 def _holds(text: str, truth: object) -> bool:
     """Whether the truth stands in the text as a word of its own; commas in numbers count for nothing."""
     wanted = (as_text(truth) or "").strip().replace(",", "").lower()
-    seen = re.sub(r"(?<=\d),(?=\d{3})", "", text.lower())
-    return bool(wanted) and re.search(rf"(?<![\w.]){re.escape(wanted)}(?!\w|\.\d)", seen) is not None
+    seen = re.sub(r"(?<=\d),(?=\d{3})", "", text.lower()) if "," in text else text.lower()
+    return wanted != "" and wanted in seen and None is not re.search(rf"(?<![\w.]){re.escape(wanted)}(?!\w|\.\d)", seen)
 
 
 def _end(text: str) -> str:
