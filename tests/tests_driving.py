@@ -172,7 +172,7 @@ def stepping(page: Any) -> None:
     assert face.get_by_role("button", name="next").is_disabled()
     shot(page, "driven_stepper")
     face.locator("select").select_option("reward")
-    face.get_by_role("button", name="back to").click()
+    face.get_by_role("button", name="back to", exact=True).click()
     until(page, lambda: 's.back(to="reward")' in face.inner_text() and "▶ reward" in face.inner_text())
     assert "reward" in run_cell(page, "print(s.next_stage)")
 

@@ -18,26 +18,19 @@ function fromViews(node, html) {
   node.innerHTML = html;
 }
 
-// Messages to the kernel, each answered once. An answer that takes long (a cell is running) is waited for, and that is said; of a
-// kernel that has nothing to do none will come: it has been restarted, and the static form is the one that is left.
+// Messages to the kernel, each answered once. An answer that takes long (a cell is running) is waited for, and that is said. Where the
+// kernel was restarted none will come: the connection ends, that is said, and the static form is the one that is left.
 function talker(model, waitingFor, below) {
-  let number = 0;
   const restarted = "the kernel was restarted: run this cell again";
-  const idle = () => model.widget_manager?.kernel?.status === "idle";
-  function late(asked) {
-    const found = waiting.get(asked);
-    if (!found) return;
-    if (!(found.idle && idle())) {
-      found.idle = idle();  // seen twice: the answer may be on its way
-      if (!found.idle) waitingFor("waiting for the kernel: is a cell running?");
-      found.timer = setTimeout(() => late(asked), 1000);
-      return;
-    }
-    waiting.delete(asked);
+  let number = 0;
+  let lost = false;
+  model.on("comm_live_update", () => {
+    lost = true;
     below.lost();
     waitingFor(restarted);
-    found.fail(restarted);
-  }
+    waiting.forEach((found) => { clearTimeout(found.timer); found.fail(restarted); });
+    waiting.clear();
+  });
   const waiting = new Map();
   const listen = (message) => {
     const found = waiting.get(message.asked);
@@ -51,8 +44,10 @@ function talker(model, waitingFor, below) {
   model.on("msg:custom", listen);
   return {
     ask: (question) => new Promise((done, fail) => {
+      if (lost) { fail(restarted); return; }
       const asked = ++number;
-      waiting.set(asked, { done, fail, timer: setTimeout(() => late(asked), 2000) });
+      const timer = setTimeout(() => waitingFor("waiting for the kernel: is a cell running?"), 2000);
+      waiting.set(asked, { done, fail, timer });
       model.send({ ...question, asked });
     }),
     end: () => model.off("msg:custom", listen),
