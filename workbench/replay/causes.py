@@ -272,10 +272,11 @@ def paid_length(seen: Evidence) -> Iterator[Finding]:
 def blind_reward(seen: Evidence) -> Iterator[Finding]:
     """Responses without the truth are paid like those with it: the reward sees the form only."""
     rows = [row for row in seen.scored if _number(row.truth)]
-    if sum(_holds(_end(row.text), row.truth) for row in rows) < 3 or len({row.reward for row in rows}) < 2:
+    rewards = [row.reward or 0.0 for row in rows]
+    if sum(_holds(_end(row.text), row.truth) for row in rows) < 3 or len(set(rewards)) < 2:
         return  # without right answers there is nothing to compare with
-    low, high = min(row.reward or 0.0 for row in rows), max(row.reward or 0.0 for row in rows)
-    paid = [row for row in rows if (row.reward or 0.0) > (low + high) / 2]
+    bar = (min(rewards) + max(rewards)) / 2
+    paid = [row for row, reward in zip(rows, rewards, strict=True) if reward > bar]
     wrong = [row for row in paid if not _holds(row.text, row.truth)]
     if len(wrong) > 0.25 * len(paid) and len(wrong) >= 3:
         numbers = f"{len(wrong)} of {len(paid)} well-paid responses do not hold the truth anywhere"

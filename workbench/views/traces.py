@@ -438,7 +438,12 @@ def run(made: Run) -> doc.Part:
     if made.stopped is not None:
         pairs.append(("stopped", f"before the update of step {made.stopped.trace.step}: look at .stopped"))
     pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in made.notes]
-    calls = ["run.curves()", "run.traces", *(f'run.stepper(step={last}, at="reward")' for last in [*made.traces][-1:])]
+    calls = [
+        "run.curves()",
+        "run.diagnose()",
+        "run.traces",
+        *(f'run.stepper(step={last}, at="reward")' for last in [*made.traces][-1:]),
+    ]
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), doc.pairs(pairs), steps
 
