@@ -29,7 +29,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
           const model = {
             get: (name) => JSON.parse(state)[name] ?? model.own[name],
             own: {}, set: (name, value) => { model.own[name] = value; }, save_changes: () => {},
-            on: (_, listener) => listeners.push(listener), off: () => {},
+            on: (name, listener) => { if (name === "msg:custom") listeners.push(listener); }, off: () => {},
             send: async (message) => {
               const said = await window.reply(message);
               await new Promise((done) => setTimeout(done, late));
