@@ -38,7 +38,7 @@ def test_calls_chain_and_the_repr_shows_what_happened(tiny: str) -> None:
     s, _ = make(tiny)
     assert "▶ rollout" in repr(s) and "nothing has run" in repr(s)
     assert s.run(until="reward") is s and s.next_stage == "old_log_prob"
-    assert "● reward" in repr(s) and "mean reward" in repr(s) and "wrote" in repr(s)
+    assert "● reward" in repr(s) and "6 samples · " in repr(s) and "wrote" in repr(s)
     s.run()
     assert s.next_stage is None
     with pytest.raises(PipelineError, match=r"this step is over.*rows\.batch"):
