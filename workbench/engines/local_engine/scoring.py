@@ -131,8 +131,8 @@ class Layout(Protocol):
     labels: Tensor
     """[M] ids to predict, on the device; M < N where rows have tokens in common."""
 
-    spread: Spread
-    """Puts values [M] at the rows' response tokens."""
+    spread: Callable[[Tensor], Tensor]
+    """Puts values [M] at the rows' response tokens: [b, T]."""
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels`."""
@@ -173,8 +173,15 @@ class Rows:
 
 
 def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
-    """How rows on the CPU go through a model: padded, or packed as a tree; with flash attention packed side by side."""
-    return tree.Tree(rows, model.device) if packed and not flash(model) else Rows(rows, packed, model)
+    """How rows on the CPU go through a model: padded, or packed as a tree; with flash attention packed side by side.
+
+    A tree of a model with a `workbench_share` (context parallelism) is this rank's share of it.
+    """
+    if not packed or flash(model):
+        return Rows(rows, packed, model)
+    whole = tree.Tree(rows, model.device)
+    share: Callable[[tree.Tree], Layout] | None = getattr(model, "workbench_share", None)
+    return whole if share is None else share(whole)
 
 
 def outputs(

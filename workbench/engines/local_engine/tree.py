@@ -165,7 +165,11 @@ class Spread:
 
 
 class Tree:
-    """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token."""
+    """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token.
+
+    Of its `count` tokens `given` has ids and positions [1, N] on the device; `before` [M] (on the device `predicting`) has in
+    order the number of the token whose state predicts each of `labels`.
+    """
 
     def __init__(self, rows: DataProto, device: Any) -> None:
         mask, ids = rows["response_mask"].bool(), rows["input_ids"]
@@ -180,22 +184,22 @@ class Tree:
         segments = _segments(order)
         source, packed = _packed(order, segments, width)
         flat = torch.from_numpy(source)
-        self._ids, self._positions = (
-            sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")
-        )
+        self.given = {
+            name: sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")
+        }
         labels = ids[:, -t:][mask]
         before = torch.from_numpy(packed)[:, width - t - 1 : width - 1][mask]
         # equal tokens behind equal ones are predicted once
         vocabulary = int(labels.max()) + 1 if len(labels) else 1
         pairs, which = torch.unique(before * vocabulary + labels, return_inverse=True)
-        self._before, self.labels = (sent(one, device) for one in (pairs // vocabulary, pairs % vocabulary))
+        self.count, self.before = len(flat), pairs // vocabulary
+        self.predicting, self.labels = (sent(one, device) for one in (self.before, pairs % vocabulary))
         self.spread, self.plan = Spread(mask, device, which), TreePlan(segments, device)
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels` [M]."""
         with planned(model, self.plan) as mask:
-            given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": mask}
-            return head.states(model, **given)[0][self._before]
+            return head.states(model, **self.given, attention_mask=mask)[0][self.predicting]
 
 
 def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_Ints, _Ints]:
