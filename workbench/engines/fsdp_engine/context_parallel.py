@@ -19,6 +19,7 @@ from torch.nn import functional
 from workbench.base.errors import EngineError
 from workbench.engines.local_engine.attention import Layer, Plan, planned
 from workbench.engines.local_engine.head import Head
+from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.tree import Tree
 
 
@@ -62,6 +63,11 @@ class Share:
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [m, H] that predict this rank's `labels`."""
+        chosen = self._tree.experts
+        if chosen is not None:  # padding goes where it likes
+            own = chosen[self._start : self._start + self._count]
+            chosen = functional.pad(own, (0, 0, 0, 0, 0, self._count - len(own)), value=-1)
+        replay(model, chosen)
         with planned(model, _Exchanged(self._tree.plan, self._tree.count, self._group)) as mask:
             given = {name: self._slice(one) for name, one in self._tree.given.items()}
             states = head.states(model, **given, attention_mask=mask)[0]

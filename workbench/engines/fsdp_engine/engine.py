@@ -19,7 +19,7 @@ import torch
 
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.metrics import Mean, join
-from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
 from workbench.engines.local_engine import lora
@@ -129,7 +129,7 @@ class FsdpEngine(ModelEngine, Rewinding):
     # --- LogProbModel -----------------------------------------------------------------------
 
     def _collected(self, method: str, batch: DataProto, want: Sequence[str], *shared: Any) -> dict[str, torch.Tensor]:
-        parts, places = self._on_rows(method, batch.select(list(_SCORED), []), *shared)
+        parts, places = self._on_rows(method, batch.select([*_SCORED, *(EXPERTS,) * (EXPERTS in batch)], []), *shared)
         back = torch.argsort(torch.cat(places))
         return {name: torch.cat([part[name] for part in parts])[back] for name in want}
 
@@ -371,7 +371,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def critic(self, **changes: Any) -> FsdpEngine:
         """A separate learner on the same ranks with these weights and a value head that starts at 0."""
-        return self._copy(self._settings.replace(**changes), head=True)
+        return self._copy(self._settings.replace(**{"routing_replay": False, **changes}), head=True)
 
     def _untouched(self) -> bool:
         return self.version == 0 and not self._taught

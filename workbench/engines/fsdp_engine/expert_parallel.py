@@ -16,11 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from workbench.base.errors import EngineError, SettingError
-
-
-def experts_of(model: Any) -> dict[str, Any]:
-    """A model's layers of experts by name: modules that transformers lets compute by another function than their own."""
-    return {name: one for name, one in model.named_modules() if hasattr(one, "_is_expert_parallel")}
+from workbench.engines.local_engine.routing import experts_of
 
 
 def check(model: Any, size: int) -> None:

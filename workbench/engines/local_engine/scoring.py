@@ -11,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError
-from workbench.dataproto.columns import PIXELS, declared
+from workbench.dataproto.columns import EXPERTS, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora, pictures, tree
 from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.engines.local_engine.loading import check_length
+from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.tree import Spread, places
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
@@ -162,6 +163,11 @@ class Rows:
             own[:, -t:] = mask  # a tool's answer has pictures, too
             own = own.gather(1, order)
             given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+        self._experts: Tensor | None = None
+        if EXPERTS in rows:
+            chosen = torch.where(attention[..., None, None], rows[EXPERTS], -1)
+            chosen = chosen[attention] if packed else chosen[torch.arange(len(order))[:, None], order].flatten(0, 1)
+            self._experts = sent(chosen, model.device)
         self._given = {name: sent(one, model.device) for name, one in given.items()}
         self._before = sent(places(inside), model.device)
         self.labels = sent(rows["input_ids"][:, -t:][mask], model.device)
@@ -169,6 +175,7 @@ class Rows:
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [N, H] (of `OWN`: logits) that predict `labels`."""
+        replay(model, self._experts)
         return head.states(model, **self._given).flatten(0, 1)[self._before]
 
 

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.dataproto.columns import EXPERTS
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine.attention import Layer, planned
 from workbench.engines.local_engine.head import Head
+from workbench.engines.local_engine.routing import replay
 
 LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""
@@ -167,7 +169,8 @@ class Spread:
 class Tree:
     """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token.
 
-    Of its `count` tokens `given` has ids and positions [1, N] on the device; `before` [M] (on the device `predicting`) has in
+    Of its `count` tokens `given` has ids and positions [1, N] on the device, and `experts` [N, L, k] those of the column, where the
+    rows have it: tokens that rows share go where the first row's went. `before` [M] (on the device `predicting`) has in
     order the number of the token whose state predicts each of `labels`.
     """
 
@@ -187,6 +190,7 @@ class Tree:
         self.given = {
             name: sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")
         }
+        self.experts = sent(rows[EXPERTS].flatten(0, 1)[flat], device) if EXPERTS in rows else None
         labels = ids[:, -t:][mask]
         before = torch.from_numpy(packed)[:, width - t - 1 : width - 1][mask]
         # equal tokens behind equal ones are predicted once
@@ -198,6 +202,7 @@ class Tree:
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels` [M]."""
+        replay(model, self.experts)
         with planned(model, self.plan) as mask:
             return head.states(model, **self.given, attention_mask=mask)[0][self.predicting]
 
