@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from workbench.base.errors import EngineError
+from workbench.base.errors import EngineError, SettingError
+from workbench.engines.local_engine import scoring
 from workbench.engines.local_engine.attention import Layer, Plan, planned
 from workbench.engines.local_engine.head import Head
 from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.tree import Tree
 
 
-def check(model: Any, size: int, heads: int | None = None) -> None:
-    """Raises `EngineError` where `size` ranks cannot share a model's tokens; `heads`: those of a rank, where others have more."""
+def check(model: Any, size: int, tensors: int = 1) -> None:
+    """Raise `EngineError` where `size` ranks cannot share a model's tokens, `SettingError` where not its heads, cut by `tensors`."""
     config, name = model.config.get_text_config(), type(model).__name__
     do = "take cp=1 (more ranks in dp), or a model of attention alone"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
@@ -34,15 +35,23 @@ def check(model: Any, size: int, heads: int | None = None) -> None:
     if (chosen := config._attn_implementation) not in (None, "sdpa", "eager"):
         do = "leave attn_implementation at None"
         raise EngineError(f"mesh cp={size}", expected="attn_implementation 'sdpa' or 'eager'", found=chosen, do=do)
-    heads = heads or config.num_attention_heads
-    if heads % size:
-        raise EngineError(f"mesh cp={size} with {name}", expected=f"a divisor of its {heads} heads", do="take another cp")
+    if config.num_attention_heads % (size * tensors):
+        expected, found = "cp·tp that divides its heads", f"{config.num_attention_heads} heads"
+        raise SettingError(f"mesh cp={size}, tp={tensors} with {name}", expected=expected, found=found)
 
 
 def apply(model: Any, mesh: Any) -> None:
     """Let the ranks of a mesh of one dimension share the tokens of a model's packed rows (`scoring.layout`)."""
     check(model, mesh.size())
     model.workbench_share = lambda tree: Share(tree, mesh.get_group())
+
+
+def packs(model: Any, settings: Any) -> bool:
+    """True: rows are packed. Raises `EngineError` where they cannot be: tokens of padded rows are not shared."""
+    if why := "pack='no'" if settings.pack == "no" else scoring.why_padded(model, settings):
+        what, do = f"mesh cp with {type(model).__name__}", "take cp=1 (more ranks in dp)"
+        raise EngineError(what, expected="rows that may be packed", found=why, do=do)
+    return True
 
 
 class Share:

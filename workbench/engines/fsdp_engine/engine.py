@@ -22,6 +22,7 @@ from workbench.base.metrics import Mean, join
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.fsdp_engine.meshes import refuse, sizes_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
@@ -61,7 +62,9 @@ class FsdpEngine(ModelEngine, Rewinding):
         **switches: Any,
     ) -> None:
         # the kernels that attention needs are where it runs, not here
+        self._sizes = sizes_of(settings.mesh, group.size)
         shape = load_model(path, settings.replace(attn_implementation=None), empty=True)
+        refuse(shape, self._sizes)
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings
@@ -116,20 +119,26 @@ class FsdpEngine(ModelEngine, Rewinding):
         return self._call("on", *given, each=each, like=(f"{self._name}.{method}", tokens))
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
-        """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
+        """`method` of each rank's model with its share of the rows: results and row numbers by rank, the same within a block."""
         check_ids(self._model, batch)
         if PIXELS in batch:
             raise EngineError("rows with pictures in an FSDP engine", expected="text", do="use engines.local")
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
         lengths = batch["attention_mask"].sum(-1).tolist()
-        places = shared_out(lengths, self._group.size)
-        each = [(rows.select_idxs(place),) for place in places]
-        return self._on(method, *shared, each=each, tokens=sum(lengths)), places
+        places = shared_out(lengths, self._sizes.blocks)
+        each = [(share,) for share in map(rows.select_idxs, places) for _ in range(self._sizes.block)]
+        found = self._on(method, *shared, each=each, tokens=sum(lengths))
+        return found, [place for place in places for _ in range(self._sizes.block)]
+
+    def _firsts(self, by_rank: Sequence[Any]) -> Sequence[Any]:
+        """Of each block of ranks with the same rows the first one's."""
+        return by_rank[:: self._sizes.block]
 
     # --- LogProbModel -----------------------------------------------------------------------
 
     def _collected(self, method: str, batch: DataProto, want: Sequence[str], *shared: Any) -> dict[str, torch.Tensor]:
-        parts, places = self._on_rows(method, batch.select([*_SCORED, *(EXPERTS,) * (EXPERTS in batch)], []), *shared)
+        scored = batch.select([*_SCORED, *(EXPERTS,) * (EXPERTS in batch)], [])
+        parts, places = map(self._firsts, self._on_rows(method, scored, *shared))
         back = torch.argsort(torch.cat(places))
         return {name: torch.cat([part[name] for part in parts])[back] for name in want}
 
@@ -205,6 +214,7 @@ class FsdpEngine(ModelEngine, Rewinding):
     ) -> StepResult:
         reports, places = self._on_rows(method, batch, loss, loss_counts, temperature, _seed())
         _refuse(reports, places)
+        reports, places = self._firsts(reports), self._firsts(places)
         columns: dict[str, torch.Tensor] = {}
         for report, place in zip(reports, places, strict=True):
             for name, part in report["columns"].items():
@@ -431,7 +441,8 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def describe(self) -> dict[str, Any]:
         """Path, number of ranks and settings by name, for a run's record."""
-        return {"path": self.path, "ranks": self._group.size, **self._settings.to_dict()}
+        settings = {name: one for name, one in self._settings.to_dict().items() if name != "mesh" or one is not None}
+        return {"path": self.path, "ranks": self._group.size, **settings}
 
     def close(self) -> None:
         """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""

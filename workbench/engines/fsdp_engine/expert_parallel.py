@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from workbench.base.errors import EngineError, SettingError
@@ -42,6 +43,12 @@ def apply(model: Any, mesh: Any) -> None:
             part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, torch.nn.Parameter(part, requires_grad=weight.requires_grad))
         experts.forward = partial(_forward, experts, type(experts).forward, mesh.get_group())
+
+
+def shard(model: Any, mesh: Any, **how: Any) -> None:
+    """Shard each rank's part of the experts over a mesh by FSDP2, all of them in their second dimension."""
+    for experts in experts_of(model).values():
+        fully_shard(experts, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1), **how)
 
 
 class _Part:

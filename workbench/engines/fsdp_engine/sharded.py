@@ -18,11 +18,13 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine import context_parallel, tensor_parallel
+from workbench.engines.fsdp_engine.meshes import Mesh, placed
 from workbench.engines.fsdp_engine.pushing import ShardedPushing
 from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
 from workbench.engines.local_engine import lora
@@ -91,7 +93,11 @@ class RankAccount(Account):
 
 
 class ShardedOptimizer(Optimizer):
-    """The local engine's optimizer over shards."""
+    """The local engine's optimizer over shards of a mesh."""
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any, mesh: Mesh) -> None:
+        super().__init__(named, settings)
+        self._mesh = mesh
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
@@ -99,7 +105,16 @@ class ShardedOptimizer(Optimizer):
         return {name: self._adam.state[p] for name, p in self.named.items() if p in self._adam.state}
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return {name: one.to_local() for name, one in super()._gradients().items()}  # type: ignore[attr-defined]
+        """This rank's parts, empty where another rank has the same part."""
+        found: dict[str, Any] = super()._gradients()
+        return {name: one.to_local() if self._mesh.counts(one) else one.to_local()[:0] for name, one in found.items()}
+
+    def _together(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """One list for each mesh: torch's fused step takes tensors of one alone."""
+        found: dict[Any, list[torch.nn.Parameter]] = {}
+        for one in parameters:
+            found.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
+        return list(found.values())
 
     def _total(self, square: torch.Tensor) -> torch.Tensor:
         distributed.all_reduce(square)
@@ -110,20 +125,20 @@ class ShardedOptimizer(Optimizer):
             return value
         if kind == "step":
             return value.to(parameter.device)
-        there = value.to(parameter.device)
-        return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return placed(value, parameter)
 
 
 class ShardedModel(ShardedPushing):
     """One rank's part of one model; its methods are called on all ranks together."""
 
-    def __init__(self, path: str, settings: Any, mesh: Any, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
+    def __init__(self, path: str, settings: Any, mesh: Mesh, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
         self.settings = settings
         self.mesh = mesh
         self._siblings = siblings
         self.whole = build(path, settings, mesh, head)
         self.selfcheck = unchecked(self.whole.causal, settings)
         self._optimizer: ShardedOptimizer | None = None
+        self._summed = tensor_parallel.summed(self.whole.causal) if mesh.sizes.tp > 1 else []
         self._held: dict[str, torch.Tensor] = {}
 
     @property
@@ -162,7 +177,7 @@ class ShardedModel(ShardedPushing):
     def optimizer(self) -> ShardedOptimizer:
         """The optimizer of the trained parameters, made at its first use."""
         if self._optimizer is None:
-            self._optimizer = ShardedOptimizer(self.learning, self.settings)  # type: ignore[arg-type]
+            self._optimizer = ShardedOptimizer(self.learning, self.settings, self.mesh)  # type: ignore[arg-type]
         return self._optimizer
 
     def steps(self) -> int:
@@ -221,8 +236,9 @@ class ShardedModel(ShardedPushing):
         together(told)
         for name, parameter in parameters.items():
             # the shape is all that is asked of other ranks: what has no numbers need not come from the host
-            source = torch.empty(parameter.shape, device=self.mesh.device_type) if plain is None else plain[name]
-            parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))
+            whole = torch.empty(parameter.shape) if plain is None else plain[name].contiguous()
+            distributed.broadcast(whole, 0)
+            parameter.copy_(placed(whole, parameter))
         for name, buffer in buffers.items():
             value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
             distributed.broadcast(value, 0)
@@ -304,8 +320,10 @@ class ShardedModel(ShardedPushing):
     # --- passes -----------------------------------------------------------------------------
 
     @property
-    def _packed(self) -> bool:
-        return packs(self.whole.causal, self.settings)
+    def packed(self) -> bool:
+        """Whether rows go through the model without padding. Raises `EngineError` where they must, and cannot."""
+        chosen = packs if self.mesh.sizes.cp == 1 else context_parallel.packs
+        return chosen(self.whole.causal, self.settings)
 
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
@@ -314,7 +332,8 @@ class ShardedModel(ShardedPushing):
         ahead, so that none waits for the answer.
         """
         device = self.mesh.device_type
-        groups = micro_batches(self.whole.causal, share, self.settings.budget(device), packed) if len(share) else []
+        budget = self.settings.budget(device) * self.mesh.sizes.cp  # each rank has its part of the tokens
+        groups = micro_batches(self.whole.causal, share, budget, packed) if len(share) else []
         most, asked = int(largest(max(len(groups), 1))), _stops()
         for number in range(most):
             if asked():
@@ -334,7 +353,7 @@ class ShardedModel(ShardedPushing):
         self.whole.eval()
         try:
             with lora.switched_off(self.whole.causal) if base else nullcontext():
-                packed = self._packed
+                packed = self.packed
                 return collect(
                     self._cut(share, packed), lambda rows: self._scored(rows, want, temperature, packed), share, want
                 )
@@ -373,7 +392,7 @@ class ShardedModel(ShardedPushing):
         """Exact KL (`kl` [b, T]) of this rank's rows to the model named `sibling`; with `base` without its adapters."""
         off: Any = lora.switched_off if base else nullcontext
         other = self._siblings[sibling]
-        packed = self._packed and other._packed
+        packed = self.packed and other.packed
         # the roots keep their heads gathered after the forward
         mine, theirs = head_of(self.whole.causal), head_of(other.whole.causal)
 
@@ -405,10 +424,10 @@ class ShardedModel(ShardedPushing):
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
-        packed = self._packed
+        packed = self.packed
         try:
             with learning_mode(self.whole, packed), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed + distributed.get_rank())  # dropout is a function of the step and the rank
+                torch.manual_seed(seed + distributed.get_rank() // self.mesh.sizes.block)  # dropout: by step and rows
                 for indices, rows, t in self._cut(share, packed):
                     with memory_errors("learn", rows, holds=self.live):
                         found = self.whole(rows, loss.want, temperature, packed)
@@ -422,6 +441,8 @@ class ShardedModel(ShardedPushing):
             raise
         finally:
             self.whole.reshard()  # type: ignore[operator]
+        if self._summed:
+            tensor_parallel.sum_gradients([self.named[name] for name in self._summed], self.mesh["tp"])
         failed = agreed(account.failed())
         if failed:
             self.optimizer.zero()
@@ -462,8 +483,7 @@ class ShardedModel(ShardedPushing):
         named = self.named
         self._held = {name: named[name].detach().clone() for name in direction}
         for name, values in direction.items():
-            part = distribute_tensor(values, named[name].device_mesh, named[name].placements)
-            named[name].add_(part, alpha=scale)
+            named[name].add_(placed(values, named[name]), alpha=scale)
 
     @torch.no_grad()
     def still(self) -> None:
@@ -475,12 +495,12 @@ class ShardedModel(ShardedPushing):
     def row_norms(self, batch: DataProto, *given: Any) -> list[float]:
         """Gradient norm of each row's share of the loss, NaN where it failed; every rank gets the whole batch."""
         norms = []
-        size, rank = distributed.get_world_size(), distributed.get_rank()
+        sizes, rank = self.mesh.sizes, distributed.get_rank()
         for row in range(len(batch)):
-            mine = batch.slice(row, row + (1 if row % size == rank else 0))
+            mine = batch.slice(row, row + (1 if row % sizes.blocks == rank // sizes.block else 0))
             report = self.backward(mine, *given)
             gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
-            squares = [one.to_local().double().square().sum() for one in gradients]
+            squares = [one.to_local().double().square().sum() for one in gradients if self.mesh.counts(one)]
             square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
             distributed.all_reduce(square)
             norms.append(math.nan if report["failed"] else math.sqrt(float(square)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine import context_parallel, expert_parallel, tensor_parallel
+from workbench.engines.fsdp_engine.meshes import Mesh
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import head_of, hidden_size
 from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model, seal_model
@@ -36,8 +39,8 @@ class Whole(torch.nn.Module):
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
-def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
-    """Build a model sharded by FSDP2 over a device mesh, its weights uninitialised; `head` adds a value head."""
+def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
+    """Build a model cut and sharded over a mesh, its weights uninitialised; `head` adds a value head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = load_model(path, settings, empty=True)
@@ -45,12 +48,21 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
     if head:
         with torch.device("meta"):
             value = torch.nn.Linear(hidden_size(model), 1)
+    if mesh.sizes.tp > 1:
+        tensor_parallel.apply(model, mesh["tp"])
+    if mesh.sizes.ep > 1:
+        expert_parallel.apply(model, mesh["ep"])
+    if mesh.sizes.cp > 1:
+        context_parallel.apply(model, mesh["cp"])
     whole = Whole(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
-    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    shared: dict[str, Any] = {"mesh": mesh.fsdp, "offload_policy": offload}
     half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     mixed = MixedPrecisionPolicy(**(half if settings.half(device) else {}))
+    if mesh.sizes.ep > 1:
+        kept = {"mp_policy": replace(mixed, cast_forward_inputs=False), "offload_policy": offload}  # routers' weights
+        expert_parallel.shard(model, mesh.experts, reshard_after_forward=settings.reshard_after_forward, **kept)
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     for layer in reversed(
         [module for module in model.modules() if type(module).__name__ in blocks]
@@ -72,15 +84,9 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
 
 def _materialise(whole: torch.nn.Module, device: str) -> None:
     """Allocate what is on the meta device; tied weights (one tensor under two names) stay one."""
-    names: dict[int, str] = {}
-    ties = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        if names.setdefault(id(parameter), name) != name:
-            ties[name] = names[id(parameter)]
+    ties = tensor_parallel.tied(whole)
     whole.to_empty(device=device)
-    for name, first in ties.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(whole.get_submodule(owner), leaf, whole.get_parameter(first))
+    tensor_parallel.tie(whole, ties)
 
 
 def read_plain(folder: str, settings: Any) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from torch import distributed
 from workbench.base.errors import CheckpointError, first_line, message
 from workbench.base.files import fsync
 from workbench.base.memory import separate_blocks
+from workbench.engines.fsdp_engine.meshes import Mesh, Sizes, sizes_of
 from workbench.engines.fsdp_engine.sharded import ShardedModel, together
 from workbench.engines.fsdp_engine.sharding import write_plain
 from workbench.engines.local_engine.loading import chosen_device
@@ -82,7 +83,7 @@ class Shards:
         distributed.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._wait
         )
-        self._mesh = distributed.init_device_mesh(self.device, (self.size,))
+        self._meshes: dict[Sizes, Mesh] = {}
         return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": self.device}
 
     # --- models -----------------------------------------------------------------------------
@@ -92,7 +93,11 @@ class Shards:
 
         Returns what the model's self-check found.
         """
-        model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
+        chosen = FsdpSettings(**settings)
+        sizes = sizes_of(chosen.mesh, self.size)
+        if sizes not in self._meshes:
+            self._meshes[sizes] = Mesh(self.device, sizes)
+        model = ShardedModel(path, chosen, self._meshes[sizes], head, self._models)
         if source is None:
             model.load(path)
         elif source in self._models:
@@ -106,6 +111,7 @@ class Shards:
         elif model.settings.self_check:
             model.selfcheck = model.examine()
         model.whole.causal.workbench_paths = model.selfcheck.paths
+        _ = model.packed  # refuses what cannot be
         self._models[name] = model
         return model.selfcheck
 

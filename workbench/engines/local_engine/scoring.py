@@ -41,14 +41,14 @@ def packs(model: Any, settings: Any, batch: DataProto | None = None) -> bool:
     """
     if settings.pack == "no" or (batch is not None and PIXELS in batch):
         return False
-    why = _unpacked(model, settings)
+    why = why_padded(model, settings)
     if settings.pack == "yes" and why:
         what, do = f"pack='yes' for {type(model).__name__}", "leave pack at 'auto', or take 'no'"
         raise EngineError(what, expected="a model that gives the same numbers without padding", found=why, do=do)
     return not why
 
 
-def _unpacked(model: Any, settings: Any) -> str:
+def why_padded(model: Any, settings: Any) -> str:
     """Why rows cannot be packed; empty where they can."""
     if lora.dropout(model) > 0:
         return f"lora_dropout={lora.dropout(model)}: tokens that rows share would be dropped out together"
