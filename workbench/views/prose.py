@@ -111,8 +111,10 @@ class _Page:
                 hidden = node.hidden  # of a list without blank lines
                 return doc.line(self._line(node.children), style="" if hidden else "margin:4px 0")
             case "heading":
-                size = _HEADING[int(node.tag[1]) - 1]
-                return doc.line(self._line(node.children), style=f"font-weight:600;font-size:{size};margin:8px 0 4px")
+                level = int(node.tag[1])
+                mark = doc.faint("#" * level + " ") if level > 3 else ()  # before an answer, as GSM8K has it
+                style = f"font-weight:600;font-size:{_HEADING[level - 1]};margin:8px 0 4px"
+                return doc.line(mark, self._line(node.children), style=style)
             case "fence" | "code_block":
                 language = self._written(node.info).split(maxsplit=1) if node.type == "fence" else []
                 return doc.line(
@@ -175,7 +177,8 @@ class _Page:
                 )
             case "link":  # an address is something to read
                 said, address = self._line(node.children), self._written(str(node.attrs.get("href", "")))
-                return doc.Span(said, "text-decoration:underline dotted", title=address), doc.faint(f" ({address})")
+                known = "".join(one.content for one in node.children) == address
+                return doc.Span(said, "text-decoration:underline dotted"), () if known else doc.faint(f" ({address})")
             case "image":
                 address = self._written(str(node.attrs.get("src", "")))
                 return doc.faint(f"[picture: {self._written(node.content)}, {address}]")
@@ -202,10 +205,10 @@ class _Page:
             return doc.Span(source, "border-bottom:2px dotted rgba(190,70,50,0.9)", title=said)
 
 
-TAGS = frozenset(
-    "math mrow mi mn mo mtext mspace mfrac msqrt mroot msub msup msubsup mover munder munderover mtable mtr mtd mstyle mpadded "
-    "mphantom".split()
-)
+TAGS = {
+    "math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mfrac", "msqrt", "mroot", "msub", "msup", "msubsup",
+    "mover", "munder", "munderover", "mtable", "mtr", "mtd", "mstyle", "mpadded", "mphantom",
+}  # fmt: skip
 """Elements of MathML that a page gets; of others their content."""
 _VALUES = {
     **dict.fromkeys(("stretchy", "fence", "separator", "accent", "accentunder", "displaystyle"), r"true|false"),
@@ -230,8 +233,7 @@ def formula(latex: str, block: bool = False) -> doc.Span:
     latex = re.sub(r"\\(begin|end)\{(?:aligned|align|alignedat)\}", r"\\\1{align*}", latex)
     latex = re.sub(r"\\(begin|end)\{(?:gathered|gather)\*?\}", r"\\\1{matrix}", latex)
     made = convert_to_element(latex, display="block" if block else "inline")
-    looks = "display:block math" if block else ""
-    return doc.Span([_mathml(one) for one in made], looks, "math")
+    return doc.Span([_mathml(one) for one in made], tag="math", attributes=(("display", "block"),) if block else ())
 
 
 def _mathml(element: Element, depth: int = 0) -> doc.Part:
@@ -250,9 +252,10 @@ def _mathml(element: Element, depth: int = 0) -> doc.Part:
 # --- code -----------------------------------------------------------------------------------------
 
 LANGUAGES = (
-    "bash c cpp csharp css diff go haskell html java javascript json julia kotlin latex lean4 lua matlab perl php python r ruby rust "
-    "scala sql swift toml typescript xml yaml"
-).split()
+    "bash", "c", "cpp", "csharp", "css", "diff", "go", "haskell", "html", "java", "javascript", "json", "julia",
+    "kotlin", "latex", "lean4", "lua", "matlab", "perl", "php", "python", "r", "ruby", "rust", "scala", "sql",
+    "swift", "toml", "typescript", "xml", "yaml",
+)  # fmt: skip
 """Those whose code is coloured."""
 _SHORT = {"py": "python", "python3": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "shell": "bash", "c++": "cpp",
           "tex": "latex", "lean": "lean4", "cs": "csharp", "rs": "rust", "yml": "yaml"}  # fmt: skip
