@@ -63,7 +63,7 @@ function render({ model, el }) {
   let timer = null;
   function soon() {
     clearTimeout(timer);
-    timer = setTimeout(() => load(), 150);
+    timer = setTimeout(() => load(), 40);
   }
   function sortBy(name) {
     query.order = query.order === `-${name}` ? name : `-${name}`;
