@@ -512,7 +512,7 @@ class SampleCard(doc.View):
         page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
-            page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.6")]
+            page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.75")]
         page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
         thought, end, said = before.rpartition(THOUGHT)

@@ -295,7 +295,7 @@ def _row_text(row: TokenRow, colour: str) -> str:
 
 def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> doc.Part:
     prompt = "".join(row.prompt)
-    before = doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.5")
+    before = doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.7")
     left = row.length - CAP
     tail = doc.line(f"{left:,} more tokens: a live notebook shows them", style="opacity:0.7") if left > 0 else ()
     return doc.line(before, coloured(row, range(min(row.length, CAP)), quantity, span), style=BOX), tail

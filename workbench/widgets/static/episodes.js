@@ -5,8 +5,8 @@ function render({ model, el }) {
   const code = make("code", { class: "wb-code" });
   const body = make("div");
   const press = (label, title, question) => make("button", { title, onclick: () => ask(question()) }, label);
-  const turn = make("select", { onchange: fill });
-  const text = make("textarea", { rows: 2 });
+  const turn = make("select", { ariaLabel: "turn", onchange: fill });
+  const text = make("textarea", { rows: 2, ariaLabel: "text of the turn" });
   const chosen = () => (turn.value === "next" ? null : Number(turn.value));
   const next = press("next", "one turn further", () => ({ kind: "next" }));
   const back = press("back", "stand before the last turn", () => ({ kind: "back", turn: face.turns.length - 1 }));
