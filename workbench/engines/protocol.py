@@ -73,6 +73,8 @@ class Sample:
     """`stop` (EOS or a stop text), `length` or `abort`."""
     version: int
     """Policy version of the weights that it was sampled with."""
+    times: tuple[float, float] | None = field(default=None, compare=False, repr=False)
+    """When work on it began and when its first token was there, in seconds since the epoch; None where nobody says."""
 
 
 @runtime_checkable

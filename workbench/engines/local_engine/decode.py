@@ -7,6 +7,7 @@ which rows happen to share its wave.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -105,6 +106,8 @@ class _Rows:
         self._requests: list[Request] = []
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
+        self._times: list[tuple[float, float]] = []
+        self._new: list[int] = []
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -123,6 +126,9 @@ class _Rows:
         """As `Cache.seat`, with the place and the request of each row that enters."""
         self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
         self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
+        now = (time.time(), 0.0)
+        self._times = [now if s in entering else self._times[of] for s, of in enumerate(order)]
+        self._new = list(entering)
         new, seats = _begun([request for _, request in entering.values()], self._width), list(entering)
         for name, one in new.items():
             moved = self._held.get(name, one)[list(order)]
@@ -145,6 +151,9 @@ class _Rows:
         # what a row draws that has ended is not used
         column = held["length"].clamp(max=self._width - 1)[:, None]
         tokens, log_probs = self._drawn(logits, held["uniforms"].gather(1, column).squeeze(1))
+        for seat in self._new:
+            self._times[seat] = (self._times[seat][0], time.time())
+        self._new = []
         held["ids"].scatter_(1, column, tokens[:, None])
         held["log_probs"].scatter_(1, column, log_probs[:, None])
         held["last"] = tokens
@@ -179,7 +188,8 @@ class _Rows:
         """The response of a row that has just ended."""
         end = int(self._held["length"][seat])
         ids, log_probs = (tuple(self._held[name][seat, :end].tolist()) for name in ("ids", "log_probs"))
-        return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version)
+        reason = "stop" if self._held["stopped"][seat] else "length"
+        return Sample(ids, log_probs, reason, version, self._times[seat])
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:
