@@ -75,6 +75,8 @@ class Sample:
     """Policy version of the weights that it was sampled with."""
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[S + T, L, k] int16: the experts that the layers' routers chose for each token of prompt and response, -1 where not known."""
+    times: tuple[float, float] | None = field(default=None, compare=False, repr=False)
+    """When work on it began and when its first token was there, in seconds since the epoch; None where nobody says."""
 
 
 @runtime_checkable

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workbench.base import runtime
+from workbench.base.activity import HERE
 from workbench.base.child import Child, TooLong, importing
 from workbench.base.errors import RewardError, first_line
 from workbench.base.memory import total
@@ -127,9 +128,15 @@ class Pool:
             body = bodies[number]
             if isinstance(body, Answer):
                 return body
-            async with places, slot():
-                worker = self._idle.pop() if self._idle else None
-                return await in_thread(lambda: self._answer(worker, body, seconds[number]))
+            asked, answer = HERE.enter("reward"), None
+            try:
+                async with places, slot():
+                    HERE.begin(asked)
+                    worker = self._idle.pop() if self._idle else None
+                    answer = await in_thread(lambda: self._answer(worker, body, seconds[number]))
+                return answer
+            finally:
+                HERE.end(asked, "done" if answer is not None and answer.ok else "raised")
 
         try:
             return runtime.run_all(ask, range(len(calls)))

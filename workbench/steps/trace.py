@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from workbench.base import formats
+from workbench.base.activity import HERE
 from workbench.base.config import source_of
 from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, describe, unknown
 from workbench.base.files import sealed
@@ -277,7 +278,7 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     began = time.perf_counter()
     running = STAGE.set(stage.name)
     try:
-        with boundary(f"stage {stage.name!r}"), memory_errors("its own code", batch, "the number of rows"):
+        with HERE.doing(stage.name), boundary(f"stage {stage.name!r}"), memory_errors("its own code", batch, "the number of rows"):
             outcome = stage(batch)
     except OutOfMemory as error:  # of an engine, which does not know for which phase it works
         error.args = (f"phase {stage.name!r}: {error}",)

@@ -7,6 +7,7 @@ which rows happen to share its wave.
 from __future__ import annotations
 
 import inspect
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,8 @@ class _Rows:
         """By place the experts [L, k] of each token from the prompt's last on, where they are recorded."""
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
+        self._times: list[tuple[float, float]] = []
+        self._new: list[int] = []
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -127,6 +130,9 @@ class _Rows:
         """As `Cache.seat`, with the place and the request of each row that enters."""
         self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
         self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
+        now = (time.time(), 0.0)
+        self._times = [now if s in entering else self._times[of] for s, of in enumerate(order)]
+        self._new = list(entering)
         new, seats = _begun([request for _, request in entering.values()], self._width), list(entering)
         for name, one in new.items():
             moved = self._held.get(name, one)[list(order)]
@@ -152,6 +158,9 @@ class _Rows:
         # what a row draws that has ended is not used
         column = held["length"].clamp(max=self._width - 1)[:, None]
         tokens, log_probs = self._drawn(logits, held["uniforms"].gather(1, column).squeeze(1))
+        for seat in self._new:
+            self._times[seat] = (self._times[seat][0], time.time())
+        self._new = []
         held["ids"].scatter_(1, column, tokens[:, None])
         held["log_probs"].scatter_(1, column, log_probs[:, None])
         if experts is not None:
@@ -194,7 +203,8 @@ class _Rows:
             last = torch.full_like(own[0], -1)  # no token came after it
             before = prompt_experts.get(self._requests[seat].ids[:-1], own[0][None][:0])
             experts = torch.cat([before, torch.stack([*own, last])])
-        return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version, experts)
+        reason = "stop" if self._held["stopped"][seat] else "length"
+        return Sample(ids, log_probs, reason, version, experts, self._times[seat])
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:

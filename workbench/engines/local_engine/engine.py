@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from workbench.base import runtime
+from workbench.base.activity import recorded
 from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
@@ -225,6 +226,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
 
     # --- Sampler ----------------------------------------------------------------------------
 
+    @recorded
     async def sample(self, request: Request) -> Sample:
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends.
 

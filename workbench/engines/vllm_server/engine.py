@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from workbench.base.activity import recorded
 from workbench.base.config import Settings, require
 from workbench.base.errors import EngineError, SettingError, boundary
 from workbench.engines.local_engine import lora
@@ -286,6 +287,7 @@ class VllmEngine(Served, Receiving):
 
     # --- Sampler ----------------------------------------------------------------------------
 
+    @recorded
     async def sample(self, request: Request) -> Sample:
         """Sample one response; vLLM batches concurrent requests.
 
