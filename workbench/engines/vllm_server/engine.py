@@ -236,7 +236,8 @@ def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler gives log-probs before top-k and top-p
+        # 2 alone returns experts; the sampler of 1 gives log-probs before top-k and top-p
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(bool(s.engine_args.get("enable_return_routed_experts")))),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its workers must not fight for the same cores
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
