@@ -22,7 +22,7 @@ from workbench.base.metrics import Mean, join
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
-from workbench.engines.fsdp_engine.meshes import refuse, sizes_of
+from workbench.engines.fsdp_engine.meshes import ranks_of, refuse, sizes_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
@@ -404,20 +404,21 @@ class FsdpEngine(ModelEngine, Rewinding):
         `tokens` of a mini-batch, which the ranks share; None: a full micro-batch on each. Estimated, or `measured` by
         `engines.rehearsal`, in seconds; where that cannot be, the estimate.
         """
-        here, size = self._group.here(), self._group.size
+        here, sizes = self._group.here(), self._sizes
         device = torch.device(self._group.workers[0]["device"])
         sharing = len(here) if device.type == "cpu" else 1
         if measured:
-            budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // size)
+            budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // sizes.blocks)
             with suppress(EngineError):
                 shape = Shape.of(budget, budget if each is None else min(budget, each), each)
                 gpu = device.type == "cuda"
-                found = sharded(self._source, self._settings, size, shape, gpu=gpu, head=self._critic)
+                found = sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic)
                 return device, {name: one * sharing for name, one in found.parts.items()}
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
-        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // size))
-        ranks = {name: 1 if name in ("activations", "logits") else size for name in parts}
+        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // sizes.blocks))
+        cut = sizes.ranks // sizes.replicate
+        ranks = {name: 1 if name in ("activations", "logits") else cut for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
     def memory_free(self) -> int:
@@ -501,7 +502,7 @@ def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]
 def fsdp(
     path: str | Path,
     *,
-    ranks: int = 2,
+    ranks: int | None = None,
     on: Group | None = None,
     threads: int | None = None,
     scratch: str | Path | None = None,
@@ -510,7 +511,7 @@ def fsdp(
 ) -> FsdpEngine:
     """Open a transformers model sharded over ranks by FSDP2: `fsdp("data/tiny-arith", ranks=2, lr=1e-3)`.
 
-    `path` as for `engines.local`. The ranks are processes of this machine, on its GPUs or (gloo) its cores, or those of the
+    `path` as for `engines.local`. The `ranks` (None: as many as the `mesh` says, else 2) are processes of this machine, on its GPUs or (gloo) its cores, or those of the
     `Group` `on`; engines on one group share its workers. `threads`: torch's in each process. `scratch` is the folder for
     snapshots: with several machines one that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises
     `EngineError` where there is no such model, or the workers cannot start.
@@ -522,6 +523,7 @@ def fsdp(
     folder = str(resolve(path))
     if Path(folder).exists():
         folder = str(Path(folder).absolute())  # a worker may have another working directory
-    group = on or local_group(ranks, device=chosen.device, threads=threads, wait=chosen.group_deadline)
+    size = ranks_of(chosen.mesh, ranks) or 2
+    group = on or local_group(size, device=chosen.device, threads=threads, wait=chosen.group_deadline)
     place = str(scratch) if scratch is not None else None
     return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))

@@ -64,6 +64,13 @@ def sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> Sizes:
     return sizes
 
 
+def ranks_of(mesh: Mapping[str, int] | None, ranks: int | None) -> int | None:
+    """The number of ranks that a setting `mesh` needs; without one `ranks` itself. Raises as `sizes_of`."""
+    if mesh is None:
+        return ranks
+    return parsed(mesh).ranks if ranks is None else sizes_of(mesh, ranks).ranks
+
+
 def parsed(mesh: Mapping[str, int]) -> Sizes:
     """The sizes of a setting `mesh`; what it leaves out is 1. Raises `SettingError` for an unknown name or a size below 1."""
     names = tuple(asdict(Sizes()))
@@ -155,6 +162,12 @@ def box(tensor: Any) -> tuple[slice, ...]:
 
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor; what is no `DTensor` is on every rank, whole."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return found
 
 
 def placed(whole: torch.Tensor, like: Any) -> Any:

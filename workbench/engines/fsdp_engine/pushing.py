@@ -6,7 +6,7 @@ to the sampler's dtype before it is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,17 @@ class ShardedPushing:
     @torch.no_grad()
     def send_weights(self: Any, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces to a place, as `Outbox.send`: to a file its own part, else whole tensors (of a broadcast rank 0's)."""
-        held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
         if "file" in place:
+            held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
             memory = mapped(place["file"], place["nbytes"], write=True)
             for piece in (one for one in pieces if not one.tied):
                 self._write(piece, piece.within(memory), held, layers.get(piece.name))
             return None
 
+        whole = self.gathering()
+
         def value(piece: Piece) -> torch.Tensor:
-            return rows_of(_whole(held, layers, piece), piece)
+            return rows_of(whole(piece.name, getattr(torch, piece.dtype)), piece)
 
         self._outbox = self._outbox or Outbox()
         if "broadcast" in place and distributed.get_rank():
@@ -52,6 +54,18 @@ class ShardedPushing:
             return None
         sent = self._outbox.send(pieces, place, value, self._device())
         return sent if "data" not in place or distributed.get_rank() == 0 else None
+
+    def gathering(self: Any) -> Callable[..., torch.Tensor]:
+        """A function that gives one whole tensor to every rank, by its plain name, adapters merged; others in another `dtype`."""
+        held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
+
+        def whole(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+            if name not in layers:
+                return _full(held[name].to(dtype))
+            base, a, b = (_full(one) for one in lora.parts(held, name))
+            return base + lora.delta(layers[name], a, b)
+
+        return whole
 
     def _write(self: Any, piece: Piece, there: torch.Tensor, held: Mapping[str, Any], layer: Any) -> None:
         """Write what this rank has of a piece; what several ranks have the first of them writes."""
@@ -89,12 +103,3 @@ class ShardedPushing:
 
 def _full(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _whole(held: Mapping[str, Any], layers: Mapping[str, Any], piece: Piece) -> torch.Tensor:
-    """A whole tensor on every rank."""
-    layer = layers.get(piece.name)
-    if layer is None:
-        return _full(held[piece.name].to(getattr(torch, piece.dtype)))
-    base, a, b = (_full(one) for one in lora.parts(held, piece.name))
-    return base + lora.delta(layer, a, b)

@@ -11,7 +11,6 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +23,11 @@ from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine import context_parallel, tensor_parallel
-from workbench.engines.fsdp_engine.meshes import Mesh, placed
+from workbench.engines.fsdp_engine.agreement import agreed, everyone, largest
+from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder
+from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
 from workbench.engines.fsdp_engine.pushing import ShardedPushing
-from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
+from workbench.engines.fsdp_engine.sharding import build, read_head, write_plain, write_together
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
@@ -39,29 +40,6 @@ from workbench.engines.protocol import Loss, LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-# --- what ranks must agree on, so that none waits for ever in a collective -----------------------
-
-
-def largest(mine: float) -> float:
-    """The maximum of all ranks' `mine`; every rank must call it."""
-    number = torch.tensor(float(mine))
-    distributed.all_reduce(number, distributed.ReduceOp.MAX)
-    return float(number)
-
-
-def agreed(mine: bool) -> bool:
-    """Whether `mine` is true on any rank; every rank must call it."""
-    return largest(mine) > 0
-
-
-def together(told: str | None, kind: type[Exception] = EngineError) -> None:
-    """Raise `kind` on all ranks where rank 0 has the text of an error, so that no rank waits for another."""
-    box = [told]
-    distributed.broadcast_object_list(box, 0)
-    if box[0] is not None:
-        raise kind(box[0])
 
 
 class RankAccount(Account):
@@ -218,31 +196,31 @@ class ShardedModel(ShardedPushing):
 
     @torch.no_grad()
     def load(self, folder: str, again: bool = False) -> None:
-        """Load a Hugging Face folder: rank 0 reads it, every rank gets its part; a value head that it lacks is set to 0.
+        """Load a Hugging Face folder, each rank its own slices; a value head that it lacks is set to 0.
 
         With `again` the model is loaded already: if it has LoRA adapters, only they are read, from a peft folder.
         """
         adapters = again and self.adapted
         parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
-        plain, told = None, None
-        if distributed.get_rank() == 0:
-            try:
-                plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
-                if self.whole.value_head is not None:
-                    plain |= read_head(folder, hidden_size(self.whole.causal))
-                check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
-            except Exception as error:  # noqa: BLE001 - all ranks raise it
-                told = first_line(error, 1000)
-        together(told)
-        for name, parameter in parameters.items():
-            # the shape is all that is asked of other ranks: what has no numbers need not come from the host
-            whole = torch.empty(parameter.shape) if plain is None else plain[name].contiguous()
-            distributed.broadcast(whole, 0)
-            parameter.copy_(placed(whole, parameter))
-        for name, buffer in buffers.items():
-            value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
-            distributed.broadcast(value, 0)
-            buffer.copy_(value)
+        told = None
+        try:
+            small, whole = adapters_of(folder, self.settings), None
+            if self.whole.value_head is not None:
+                small |= read_head(folder, hidden_size(self.whole.causal))
+            mine = {name: one for name, one in parameters.items() if name in small or _apart(name)}
+            check_fit(f"weights of {folder}", small, mine)
+            for name, parameter in mine.items():
+                local(parameter).copy_(small[name][box(parameter)])
+            if not adapters:
+                whole = Reader.of(base_folder(folder), self.settings)
+            for name, parameter in parameters.items() if whole is not None else ():
+                if name not in mine:
+                    local(parameter).copy_(whole.read(name.replace(".base_layer.", "."), box(parameter)))
+            for name, buffer in buffers.items() if whole is not None else ():
+                buffer.copy_(whole.buffer(name))
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            told = first_line(error, 1000)
+        everyone(told)
 
     @torch.no_grad()
     def copy(self, other: ShardedModel) -> None:
@@ -268,6 +246,22 @@ class ShardedModel(ShardedPushing):
         if merged and self.adapted and held:
             held = lora.merged(self.whole.causal, held)
         return held if distributed.get_rank() == 0 else None
+
+    @torch.no_grad()
+    def save(self, source: str, folder: str, shown: str, merged: bool) -> None:
+        """Write a Hugging Face folder, one tensor at a time; adapters as a peft folder unless `merged`, by rank 0."""
+        heads: dict[str, Any] = {name: one for name, one in self.named.items() if name.startswith("value_head.")}
+        head = {name: one.full_tensor().detach().cpu() for name, one in heads.items()}
+        plain = merged or not self.adapted
+        if plain and write_together(self.gathering(), head, source, folder, self.settings):
+            return
+        weights, told = self.weights(merged), None
+        if weights is not None:
+            try:
+                write_plain(weights, source, folder, self.settings, shown)
+            except Exception as error:  # noqa: BLE001 - all ranks raise it
+                told = first_line(error, 1000)
+        everyone(told)
 
     # --- states -----------------------------------------------------------------------------
 
@@ -506,6 +500,11 @@ class ShardedModel(ShardedPushing):
             norms.append(math.nan if report["failed"] else math.sqrt(float(square)))
         self.optimizer.zero()
         return norms
+
+
+def _apart(name: str) -> bool:
+    """Whether a parameter is in a file of its own: an adapter's, or a value head's."""
+    return "lora_" in name or name.startswith("value_head.")
 
 
 def _stops() -> Callable[[], bool]:

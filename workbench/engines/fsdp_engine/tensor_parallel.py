@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from workbench.base.errors import EngineError, SettingError
@@ -37,7 +37,9 @@ def apply(model: Any, mesh: Any) -> None:
     size = mesh.size()
     check(model, size)
     ties = tied(model)
-    parallelize_module(model, mesh, {name: _STYLES[style][0](**_STYLES[style][1]) for name, style in _plan(model, size)})
+    parallelize_module(
+        model, mesh, {name: _STYLES[style][0](**_STYLES[style][1]) for name, style in _plan(model, size)}
+    )
     tie(model, ties)
 
 

@@ -24,11 +24,6 @@ def experts_of(model: Any) -> dict[str, Any]:
     return {name: one for name, one in model.named_modules() if hasattr(one, "_is_expert_parallel")}
 
 
-def layers_of(model: Any) -> list[int]:
-    """Numbers of the model's layers that have experts."""
-    return [next(int(part) for part in name.split(".") if part.isdecimal()) for name in experts_of(model)]
-
-
 class Routing:
     """What the routers of a model choose; as `model.workbench_routing` it is there where the setting `routing_replay` is on."""
 
@@ -40,25 +35,28 @@ class Routing:
         self.chosen: Tensor | None = None
         """[N, L, k] experts of the tokens of the next passes, -1: the router's own choice; None: of all."""
         self.recording = False
-        self._seen: list[Tensor | None] = [None] * len(found)
-        for number, (name, experts) in enumerate(found.items()):
+        self._layers = model.config.get_text_config().num_hidden_layers
+        self._seen: dict[int, Tensor] = {}
+        for name, experts in found.items():
+            layer = next(int(part) for part in name.split(".") if part.isdecimal())
             block = model.get_submodule(name.rpartition(".")[0])
-            block.forward = partial(self._route, number, experts.num_experts, type(block).forward, block)
+            block.forward = partial(self._route, layer, experts.num_experts, type(block).forward, block)
 
     def seen(self) -> Tensor:
-        """[N, L, k] int16 on the CPU: the experts of the last pass, where it was recorded."""
-        return torch.stack([one for one in self._seen if one is not None], 1).to("cpu", torch.int16)
+        """[N, L, k] int16 on the CPU: the experts of the last pass, where it was recorded; -1 in layers without."""
+        none = torch.full_like(next(iter(self._seen.values())), -1)
+        return torch.stack([self._seen.get(layer, none) for layer in range(self._layers)], 1).to("cpu", torch.int16)
 
-    def _route(self, number: int, count: int, forward: Any, block: Any, *given: Any, **named: Any) -> Any:
+    def _route(self, layer: int, count: int, forward: Any, block: Any, *given: Any, **named: Any) -> Any:
         """In place of the forward of a layer's block of experts and router."""
         if self.chosen is None and not self.recording:
             return forward(block, *given, **named)
-        with _Choice(count, None if self.chosen is None else self.chosen[:, number].long()) as choice:
+        with _Choice(count, None if self.chosen is None else self.chosen[:, layer].long()) as choice:
             found = forward(block, *given, **named)
         if choice.made is None:
             what = f"routing_replay with {type(block).__name__}"
             raise EngineError(what, expected=f"a router that chooses by topk of {count} scores", found="another one")
-        self._seen[number] = choice.made
+        self._seen[layer] = choice.made
         return found
 
 

@@ -170,7 +170,7 @@ class Tree:
     """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token.
 
     Of its `count` tokens `given` has ids and positions [1, N] on the device, and `experts` [N, L, k] those of the column, where the
-    rows have it: tokens that rows share go where the first row's went. `before` [M] (on the device `predicting`) has in
+    rows have it: then rows share tokens that went to the same ones. `before` [M] (on the device `predicting`) has in
     order the number of the token whose state predicts each of `labels`.
     """
 
@@ -183,7 +183,7 @@ class Tree:
         if not kept.any():
             kept = torch.zeros_like(kept)
             kept[0, 0] = True
-        order = in_order(ids, rows["position_ids"], kept)
+        order = in_order(ids, _marks(rows), kept)
         segments = _segments(order)
         source, packed = _packed(order, segments, width)
         flat = torch.from_numpy(source)
@@ -205,6 +205,16 @@ class Tree:
         replay(model, self.experts)
         with planned(model, self.plan) as mask:
             return head.states(model, **self.given, attention_mask=mask)[0][self.predicting]
+
+
+def _marks(rows: DataProto) -> Tensor:
+    """[b, W] numbers that are equal where positions are, and the experts of the column `routed_experts`, where the rows have it."""
+    positions: Tensor = rows["position_ids"]
+    if EXPERTS not in rows:
+        return positions
+    chosen = rows[EXPERTS].flatten(2).long()
+    factors = torch.randint(1 << 40, (chosen.shape[-1],), generator=torch.Generator().manual_seed(0))
+    return positions + ((chosen * factors).sum(-1) << 20)  # it may overflow: a number is all that is asked
 
 
 def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_Ints, _Ints]:
