@@ -20,6 +20,7 @@ from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
 from workbench.runs.evaluate import Evaluation
 from workbench.views import document as doc
+from workbench.views.prose import rendered
 from workbench.views.rewards import BAD, CUT, extras, question, traceback, unfolding, verdict
 
 if TYPE_CHECKING:
@@ -316,6 +317,8 @@ class Samples(doc.View):
         self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
         self.picked: int | None = None
         """The row that was last clicked in the live table."""
+        self.rendered = False
+        """Whether the live table shows texts as Markdown, LaTeX and code."""
         self.selected: np.ndarray = self.index.select(order, where=where, search=search, by_group=by_group)
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
 
@@ -328,9 +331,12 @@ class Samples(doc.View):
         """The pictures of a row's prompt."""
         return object_at(self.index.batch, IMAGES, row) or []
 
-    def row(self, number: int) -> SampleCard:
-        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist."""
-        return SampleCard(self.index, number)
+    def row(self, number: int, rendered: bool = False, formulas: bool = False) -> SampleCard:
+        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist.
+
+        `rendered` draws its texts as Markdown and code, and with `formulas` LaTeX as MathML, which only a trusted page keeps.
+        """
+        return SampleCard(self.index, number, rendered, formulas)
 
     def document(self) -> doc.Part:
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
@@ -476,7 +482,8 @@ _SIBLINGS = 16
 class SampleCard(doc.View):
     """One sample in full, as `samples(batch).row(7)` returns it. Raises `IndexError` for a row that does not exist."""
 
-    def __init__(self, index: SampleIndex, row: int) -> None:
+    def __init__(self, index: SampleIndex, row: int, rendered: bool = False, formulas: bool = False) -> None:
+        self.rendered, self.formulas = rendered, formulas
         if not 0 <= row < len(index.frame):
             raise IndexError(f"row {row} does not exist: this batch has rows 0 to {len(index.frame) - 1}")
         self.index = index
@@ -527,18 +534,25 @@ class SampleCard(doc.View):
         page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
-            page += [_label("prompt"), doc.line(doc.block(prompt), style="opacity:0.6")]
+            page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.6")]
         page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
         thought, end, said = before.rpartition(THOUGHT)
         if end:  # its conclusion alone is in sight
-            page.append(doc.Fold(f"thinking, {len(thought.split())} words", doc.block(thought + end)))
-            response = (said.lstrip("\n"), *response[1:])
-        page += [_label("response"), doc.wrapped(*response), _label("verdict"), doc.pairs(self.facts())]
+            page.append(doc.Fold(f"thinking, {len(thought.split())} words", self._shown(thought + end)))
+            before = said.lstrip("\n")
+            response = (before, *response[1:])
+        said = "response, rendered" if self.rendered else "response"
+        page += [_label(said), self._shown(before + marked + after, response)]
+        page += [_label("verdict"), doc.pairs(self.facts())]
         for what, said in self.more():
             text.append(f"  {what}: {doc.one_line(said, 400)}")
             page.append(doc.Fold(what, doc.block(said)))
         return doc.Either(text, [*page, lambda: self._others(numbers)])
+
+    def _shown(self, text: str, plain: doc.Part = ()) -> doc.Part:
+        """A text as Markdown, LaTeX and code, or as it was written: as the parts `plain` where there are some."""
+        return rendered(text, self.formulas) if self.rendered else doc.wrapped(plain or text, style="margin:2px 0")
 
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []

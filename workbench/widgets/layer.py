@@ -28,7 +28,7 @@ from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.beside import difference
 from workbench.views.samples import group_line
-from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, tokens, visible
+from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
@@ -123,6 +123,7 @@ class SamplesTable(Layer, script="samples"):
     headline = traitlets.Unicode().tag(sync=True)
     bins: Any = traitlets.List().tag(sync=True)
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
+    rendered = traitlets.Bool().tag(sync=True)
 
     def __init__(self, samples: Samples) -> None:
         frame, index = samples.index.frame, samples.index
@@ -136,8 +137,9 @@ class SamplesTable(Layer, script="samples"):
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
             headline=index.headline,
             bins=[list(one) for one in index.bins],
+            rendered=samples.rendered,
         )
-        self.observe(lambda change: setattr(samples, "picked", change["new"]), "picked")
+        self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply: a page of rows, one row in full, its tokens or a difference as HTML, its text, or a note that it was pinned."""
@@ -149,7 +151,8 @@ class SamplesTable(Layer, script="samples"):
             siblings = [
                 [one, _cell(view.index.frame.iloc[one].get("reward"))] for one in view.row(row).siblings[:_SIBLINGS]
             ]
-            return {"kind": "card", "html": view.row(row)._repr_html_(), "siblings": siblings, "code": code}
+            card = view.row(row, bool(asked.get("rendered")), formulas=True)
+            return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code}
         if asked["kind"] == "tokens":
             return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
         if asked["kind"] == "diff":
@@ -339,8 +342,17 @@ class StepperFace(Face, script="stepping"):
 class EpisodeFace(Face, script="episodes"):
     """The widget of an `EpisodeStepper`: buttons next, back, run, and say (write the next turn by hand)."""
 
+    rendered = traitlets.Bool().tag(sync=True)
     noun = "episode"
     ahead = "next_role"
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """As any face; the texts of its turns are drawn as Markdown, LaTeX and code if that is asked."""
+        self.rendered = bool(asked.get("rendered", self.rendered))
+        return super().answer(asked)
+
+    def _html(self) -> str:
+        return doc.html(episode(self._stepped, self.rendered, formulas=True))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
         turns = [{"role": turn.role, "text": turn.text} for turn in self._stepped.turns]
