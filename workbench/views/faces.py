@@ -65,8 +65,10 @@ FACES["workbench.agents.branching:Tree"] |= {
 FACES["workbench.replay.run:Run"] |= {
     "curves": "workbench.views.traces:run_curves",
     "figure": "workbench.views.traces:run_figure",
+    "history": "workbench.views.history:run_history",
     "live": "workbench.widgets.display:run_live",
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
+FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.beside:compared_row"
 FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.plots:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 
 from workbench.base.errors import message, unknown
 from workbench.dataproto import DataProto
+from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.sessions import POLICY, SESSION, episodes
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
@@ -46,6 +47,20 @@ def batch_of(thing: Any) -> DataProto:
 def object_at(batch: DataProto, name: str, row: int) -> Any:
     """The value of an object column in one row; None where there is no such column. Other rows are not read from disk."""
     return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
+
+
+def some_rows(batch: DataProto, rows: Sequence[int]) -> DataProto:
+    """Some rows, with the columns that a samples table is made of. Other rows are not read from disk."""
+    names = [name for name in batch.columns if name in _SOURCES or name.startswith(REWARD_PREFIX)]
+    spans = [[*span] for _, span in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0])]
+    ends = [(span[0][1], span[-1][1] + 1) for span in spans]
+    tensors = {name: torch.cat([batch.batch.part(name, *end) for end in ends]) for name in names if name in batch.batch}
+    objects = {
+        name: [cell for end in ends for cell in batch.non_tensor_batch.part(name, *end)]
+        for name in names
+        if name not in tensors
+    }
+    return DataProto(tensors, objects)
 
 
 def samples_table(batch: DataProto) -> pd.DataFrame:
@@ -120,6 +135,13 @@ _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "finish": ("finish_reason", lambda reason: reason),
 }
 """Column of a table of samples → the batch's column, and what is read of each of its objects."""
+
+
+_SOURCES = (
+    *(column for column, _ in _READ.values()), SESSION, POLICY, "uid", "step", "reward", "scored", "response_mask", "advantages",
+    "advantage", "sampler_logprob_diff",
+)  # fmt: skip
+"""The batch's columns that a table of samples is made of, besides `reward/<part>`."""
 
 
 _BINS = 12
@@ -543,23 +565,6 @@ class SampleCard(doc.View):
 
 def _label(name: str) -> doc.Part:
     return doc.line(doc.small(name), style="opacity:0.65;margin-top:4px")
-
-
-def difference(index: SampleIndex, row: int, other: int) -> doc.Part:
-    """The text of response `row` turned into that of `other`: words left out are struck through, new ones marked."""
-    one, two = (re.findall(r"\s+|[^\s\w]|\w+", _response(index.frame.iloc[each])) for each in (row, other))
-    found: list[doc.Part] = []
-    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=False).get_opcodes():
-        if kind == "equal":
-            found.append("".join(one[a:b]))
-            continue
-        left, came = "".join(one[a:b]), "".join(two[c:d])
-        found += [doc.Either(f"[-{left}-]", doc.Span(left, LEFT_OUT, "s"))] if left else []
-        found += [doc.Either(f"{{+{came}+}}", doc.Span(came, MARK_NEW, "b"))] if came else []
-    return doc.line(doc.bold(f"row {row} → row {other}")), doc.wrapped(*found)
-
-
-LEFT_OUT, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
 
 
 def evaluation(made: Evaluation) -> doc.Part:

@@ -26,7 +26,8 @@ from IPython.display import display
 from workbench.base.errors import EngineError, first_line
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
-from workbench.views.samples import difference, group_line
+from workbench.views.beside import difference
+from workbench.views.samples import group_line
 from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
@@ -155,7 +156,7 @@ class SamplesTable(Layer, script="samples"):
         if asked["kind"] == "tokens":
             return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
         if asked["kind"] == "diff":
-            return {"kind": "card", "html": doc.html(difference(view.index, row, int(asked["other"])))}
+            return {"kind": "card", "html": difference(view.index, row, int(asked["other"])).html()}
         if asked["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
         return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
