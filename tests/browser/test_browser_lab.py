@@ -36,7 +36,7 @@ SMALL = {
     "106_agents": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "201_train_grpo": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
-    "203_compare": {"steps": 2, "batch_size": 4, "num_eval_rows": 8},
+    "203_compare": {"seeds": [0, 1], "steps": 2, "batch_size": 4, "num_eval_rows": 8},
     "301_on_a_cluster": {"steps": 1, "sampler": SAMPLER},
 }
 """Parameters of those that would take minutes; the rest run as they are."""
@@ -62,7 +62,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "108_harness": ("tokens are trained on", "largest difference: ", "held-out reward after", "the model's own"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
-    "203_compare": ("reinforce_plus_plus done", "finished"),
+    "203_compare": ("rloo 1 done", "finished", "less grpo, by seed"),
     "301_on_a_cluster": ("nothing has started", "rollout-0", "WorkerLost", "step 1/1", "advantage"),
 }
 """What a person must be able to read when all cells have run."""
