@@ -63,19 +63,25 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
 
 
+def text_of(*names: str) -> str:
+    """The scripts or styles of these names, one after another."""
+    return "".join((Path(__file__).parent / "static" / name).read_text() for name in names)
+
+
 class Layer(anywidget.AnyWidget):
     """Base of the widgets: the page's script sends messages, `answer` replies, and large data travels in the replies."""
 
     _esm: Any = ""
     _css: Any = ""
+    scripts: tuple[str, ...] = ()
+    styles: tuple[str, ...] = ()
+    """Files of its page's part."""
 
     def __init_subclass__(cls, script: str = "", library: str = "", **options: Any) -> None:
         if script:
-            folder = Path(__file__).parent / "static"
-            before = [f"{library}.iife.min.js"] if library else []
-            cls._esm = "".join((folder / name).read_text() for name in (*before, "common.js", f"{script}.js"))
-            styles = [f"{library}.min.css"] if library else []
-            cls._css = "".join((folder / name).read_text() for name in (*styles, "style.css"))
+            cls.scripts = (*([f"{library}.iife.min.js"] if library else []), "common.js", f"{script}.js")
+            cls.styles = (*([f"{library}.min.css"] if library else []), "style.css")
+            cls._esm, cls._css = text_of(*cls.scripts), text_of(*cls.styles)
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
@@ -84,17 +90,33 @@ class Layer(anywidget.AnyWidget):
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         try:
-            reply = self.answer(dict(content))
+            reply = self.reply(content)
         except KeyboardInterrupt:  # answered, so that the page does not wait, and raised again
             self.send({"kind": "error", "text": "interrupted", "asked": content.get("asked")})
             raise
+        self.send(reply)
+
+    def reply(self, content: Any) -> dict[str, Any]:
+        """What goes back to the page for a message from its script: the answer, or what went wrong."""
+        try:
+            reply = self.answer(dict(content))
         except Exception as error:  # noqa: BLE001 - shown in the widget
             reply = {"kind": "error", "text": first_line(error, 400)}
-        self.send({**reply, "asked": content.get("asked")})
+        return {**reply, "asked": content.get("asked")}
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
+
+
+def kinds() -> dict[str, type[Layer]]:
+    """Name → class of each widget that has a script."""
+    found, left = dict[str, type[Layer]](), [Layer]
+    while left:
+        one = left.pop()
+        left += one.__subclasses__()
+        found |= {one.__name__: one} if one.scripts else {}
+    return found
 
 
 def name_of(thing: Any, otherwise: str) -> str:
