@@ -34,21 +34,42 @@ class Asked:
 Answer = Callable[[Asked], tuple[int, Any]]
 
 
+@dataclass(frozen=True)
+class Page:
+    """A reply that is sent as it is."""
+
+    body: bytes
+    kind: str = "text/html; charset=utf-8"
+    """Its content type."""
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+"""Of a `Page`: it runs no script and loads nothing."""
+
+
 def _detail(status: int, why: str) -> Any:
     return {"detail": why}
 
 
 @contextmanager
-def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int, str], Any] = _detail) -> Iterator[str]:
+def serving(
+    answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int, str], Any] = _detail, looked_at: bool = False
+) -> Iterator[str]:
     """Context manager: serves HTTP at 127.0.0.1 while the block runs, and yields `127.0.0.1:port`.
 
     `answer` gets the request in the connection's thread, and gives (HTTP status, value sent as JSON); an iterator of
-    JSON values is sent as server-sent events, and `[DONE]` after them. Anybody who can log in to this machine can reach the server:
-    it is for one's own notebooks, not a public service. What a page in a browser sends is refused (403): it has an `Origin`, or
-    the `Host` of a name that was bound to loopback; so is a body of more than `MAX_REQUEST` bytes (413). `refusal` gives
+    JSON values is sent as server-sent events, and `[DONE]` after them; a `Page` is sent as it is. Anybody who can log in
+    to this machine can reach the server: it is for one's own notebooks, not a public service. What a page in a browser sends is refused (403): it has an `Origin`, or
+    the `Host` of a name that was bound to loopback; so is a body of more than `MAX_REQUEST` bytes (413). With `looked_at` a
+    person may open its addresses in a browser, by hand or from its own pages. `refusal` gives
     what is then sent, from status and reason. `name` is the thread's.
     """
-    server = _Server(port, answer, refusal)
+    server = _Server(port, answer, refusal, looked_at)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     try:
@@ -62,9 +83,9 @@ def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int,
 class _Server(ThreadingHTTPServer):
     request_queue_size = 1024  # a batch's episodes all come at once
 
-    def __init__(self, port: int, answer: Answer, refusal: Callable[[int, str], Any]) -> None:
+    def __init__(self, port: int, answer: Answer, refusal: Callable[[int, str], Any], looked_at: bool) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.answer, self.refusal = answer, refusal
+        self.answer, self.refusal, self.looked_at = answer, refusal, looked_at
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who closes a connection is no news."""
@@ -100,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
         host = self.headers.get("Host") or ""
         marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in self.headers]
+        if self.server.looked_at and self.headers.get("Sec-Fetch-Site") in ("none", "same-origin"):
+            marks = []
         marks += [] if host.partition(":")[0] in ("127.0.0.1", "localhost") else [f"Host {host[:80]!r}"]
         if marks:
             self._refuse(403, f"not for pages of a browser: {', '.join(marks)}")
@@ -111,10 +134,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, reply: Any) -> None:
         streams = isinstance(reply, Iterator)
-        body = b"" if streams else json.dumps(reply).encode()
+        page = reply if isinstance(reply, Page) else None
+        body = b"" if streams else page.body if page else json.dumps(reply).encode()
         try:
             self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+            kind = "text/event-stream" if streams else page.kind if page else "application/json"
+            for name, value in {"Content-Type": kind, **(_PAGE_HEADERS if page else {})}.items():
+                self.send_header(name, value)
             self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", str(len(body)))))
             self.end_headers()
             self.wfile.write(body)

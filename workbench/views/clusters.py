@@ -286,7 +286,9 @@ def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list
         lanes[one.group, one.rank].append((name, one.began - start, one.ended - start))
     for stage, began, ended in made.stages():
         stages[stage].append((stage, began - start, ended - start))
-    whole = max([*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)], default=0.0) - start
+    whole = (
+        max([*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)], default=0.0) - start
+    )
     return max(whole, 1e-9), {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)}, stages
 
 
