@@ -43,35 +43,31 @@ def health(look: Health) -> doc.Part:
         [name, *(f"{count:,}" for count in (one.waiting, one.running, one.done, one.failed)), *_means(one)]
         for name, one in look.queues.items()
     ]
-    stages = {name: 0.0 for name, _ in look.phases} | dict(look.stage_seconds)
-    whole, now = max(sum(look.stage_seconds.values()), 1e-9), dict(look.phases)
-    workers = [
-        [
-            one.group,
-            str(one.rank),
-            one.doing,
-            f"{doc.number(one.seconds, '.0f')} s",
-            "–" if one.resident is None else gib(one.resident),
-        ]
-        for one in look.workers
-    ]
     return (
         doc.line(doc.bold(f"{look.state}: {look.run}"), f", {look.seconds:.0f} s since the start"),
         doc.line(doc.bold(look.why)) if look.why else (),
         doc.bar(share, f"step {look.step} of {look.steps}{left}", look.ok),
         [doc.line(doc.bold(one.name), f" since step {one.since}: {one.found}; {one.do}") for one in look.symptoms],
         doc.pairs(facts),
-        doc.Table(
-            ["stage", "now", "seconds of all steps"],
-            [
-                [name, doc.bold(f"{now[name]:.1f} s") if name in now else "", doc.bar(one / whole, f"{one:.1f}")]
-                for name, one in stages.items()
-            ],
-        ),
+        doc.Table(["stage", "now", "seconds of all steps"], _stages(look)),
         doc.Table(["asked", "waiting", "running", "done", "failed", "waits", "answer after"], queues),
-        doc.Table(["group", "rank", "does", "for", "memory"], workers),
+        doc.Table(["group", "rank", "does", "for", "memory"], _workers(look)),
         doc.Table(["metric", "last row"], [[name, doc.number(look.row[name])] for name in _SHOWN if name in look.row]),
     )
+
+
+def _stages(look: Health) -> list[list[doc.Part]]:
+    stages = {name: 0.0 for name, _ in look.phases} | dict(look.stage_seconds)
+    whole, now = max(sum(look.stage_seconds.values()), 1e-9), dict(look.phases)
+    running = {name: doc.bold(f"{seconds:.1f} s") for name, seconds in now.items()}
+    return [[name, running.get(name, ""), doc.bar(one / whole, f"{one:.1f}")] for name, one in stages.items()]
+
+
+def _workers(look: Health) -> list[list[str]]:
+    return [
+        [one.group, str(one.rank), one.doing, f"{doc.number(one.seconds, '.0f')} s", gib(one.resident or 0)]
+        for one in look.workers
+    ]
 
 
 def _means(one: Queue) -> tuple[str, str]:
