@@ -52,6 +52,7 @@ LIBRARIES = {
     "ipywidgets": ("widgets/",),
     "anywidget": ("widgets/",),
     "tensorboard": ("runs/",),
+    "prometheus_client": ("runs/health.py",),
     "safetensors": ("dataproto/", "engines/", "jobs/selftest.py"),
     "pandas": ("dataproto/", "datasets/", "views/", "replay/", "runs/", "rewards/"),
     "pyarrow": ("dataproto/", "datasets/"),

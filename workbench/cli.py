@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("-o", "--output", help="where the executed notebook goes (default: into the run folder)")
     train.add_argument("--skip-look", action="store_true", help="leave out cells that are tagged `look`")
+    train.add_argument(
+        "--health", nargs="?", type=int, const=9464, metavar="PORT",
+        help="serve http://localhost:PORT/health and /metrics (Prometheus) while it trains (default: 9464; 0: a free one)",
+    )  # fmt: skip
     train.set_defaults(command=_train)
     check = commands.add_parser("check", help="check everything that can be refused before work starts; writes nothing")
     check.add_argument("notebook")
@@ -87,11 +91,19 @@ def _looking_and_files(commands: Any) -> None:
     runs.set_defaults(command=_runs)
     report = commands.add_parser("report", help="write a run as one HTML file that needs no network")
     report.add_argument("run", metavar="RUN")
-    report.add_argument("-o", "--output", help="default: report.html in the run folder; with --all: the folder `report` there")
-    report.add_argument("--all", action="store_true", help="a folder of pages instead, also of a folder of runs or a dump")
+    report.add_argument(
+        "-o", "--output", help="default: report.html in the run folder; with --all: the folder `report` there"
+    )
+    report.add_argument(
+        "--all", action="store_true", help="a folder of pages instead, also of a folder of runs or a dump"
+    )
     report.set_defaults(command=_report)
-    view = commands.add_parser("view", help="look at a run, a folder of runs, or a dump in a browser, without a notebook")
-    view.add_argument("source", nargs="?", default="runs", metavar="RUN", help="also a folder or a dump (default: runs)")
+    view = commands.add_parser(
+        "view", help="look at a run, a folder of runs, or a dump in a browser, without a notebook"
+    )
+    view.add_argument(
+        "source", nargs="?", default="runs", metavar="RUN", help="also a folder or a dump (default: runs)"
+    )
     view.add_argument("--port", type=int, default=0, help="default: a free one")
     view.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine reaches")
     view.set_defaults(command=_view)
@@ -167,6 +179,7 @@ def _train(options: argparse.Namespace) -> int:
     if notebook is None:
         raise SettingError("nothing to train", expected="NOTEBOOK or --resume RUN")
     more: dict[str, Any] = {"output": options.output, "kernel": options.kernel, "skip_look": options.skip_look}
+    more["health"] = options.health
     result = run_notebook(notebook, given, **more, say=_say)
     if result.code != OK:
         _say(result.error)

@@ -95,7 +95,9 @@ class Timeline(Shown):
     def _asked(self, process: int, start: float) -> list[dict[str, Any]]:
         """The requests as nestable spans of Chrome's format; the first sampler is process number `process`."""
         samplers = list(dict.fromkeys(one.queue for one in self.requests))
-        found = [_meta("process_name", process + place, 0, f"requests to {name}") for place, name in enumerate(samplers)]
+        found = [
+            _meta("process_name", process + place, 0, f"requests to {name}") for place, name in enumerate(samplers)
+        ]
         for number, one in enumerate(self.requests):
             where = {"cat": "request", "id": number, "pid": process + samplers.index(one.queue), "tid": 0}
             args = {"prompt_tokens": one.prompt, "tokens": one.tokens, "outcome": one.outcome}

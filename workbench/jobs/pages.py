@@ -306,7 +306,11 @@ def rendered(page: Page, embed: Callable[[Layer], str] | None = None, head: str 
             inner = f'<div id="part{number}">{contents(one)}</div>'
         parts.append(f"<section><h2>{doc.escape(one.title)}</h2>{inner}</section>")
     trail = " › ".join(link(page.path, words, path) for words, path in page.trail)
-    safe = "" if embed else "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+    safe = (
+        ""
+        if embed
+        else "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{safe}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{doc.escape(page.title)}</title>'
@@ -374,7 +378,13 @@ def _before(run: Run, step: int) -> int | None:
 def _number(text: str, before: str, after: str) -> int:
     """The number in a page's name. Raises `LookupError`."""
     digits = text.removeprefix(before).removesuffix(after)
-    if not (text.startswith(before) and text.endswith(after) and digits.isascii() and digits.isdecimal() and len(digits) < 12):
+    if not (
+        text.startswith(before)
+        and text.endswith(after)
+        and digits.isascii()
+        and digits.isdecimal()
+        and len(digits) < 12
+    ):
         raise LookupError(f"no page {text}")
     return int(digits)
 

@@ -86,7 +86,9 @@ class Viewer:
     def _page(self, path: str, query: dict[str, list[str]]) -> Text:
         page = self.pages.page(path, query)
         up = "../" * path.count("/")
-        head = "".join(f'<link rel="stylesheet" href="{up}-/style/{kind}.css">' for kind in ("SamplesTable", "CurvePlots"))
+        head = "".join(
+            f'<link rel="stylesheet" href="{up}-/style/{kind}.css">' for kind in ("SamplesTable", "CurvePlots")
+        )
         head += f'<script type="module" src="{up}-/viewer.js"></script>'
         body = rendered(page, self._embedded, head)
         if page.live is not None and (stamp := page.live()):
@@ -166,7 +168,9 @@ def view(source: str | Path, *, port: int, host: str, say: Callable[[str], None]
         number = urlsplit(address).port
         say(f"{source} at {address}")
         if host in LOCAL:
-            say(f"from another machine: ssh -N -L {number}:localhost:{number} {socket.gethostname()}, then the same address there")
+            say(
+                f"from another machine: ssh -N -L {number}:localhost:{number} {socket.gethostname()}, then the same address there"
+            )
         say("Ctrl-C ends it")
         try:
             threading.Event().wait()

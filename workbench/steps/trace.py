@@ -278,7 +278,11 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     began = time.perf_counter()
     running = STAGE.set(stage.name)
     try:
-        with HERE.doing(stage.name), boundary(f"stage {stage.name!r}"), memory_errors("its own code", batch, "the number of rows"):
+        with (
+            HERE.doing(stage.name),
+            boundary(f"stage {stage.name!r}"),
+            memory_errors("its own code", batch, "the number of rows"),
+        ):
             outcome = stage(batch)
     except OutOfMemory as error:  # of an engine, which does not know for which phase it works
         error.args = (f"phase {stage.name!r}: {error}",)

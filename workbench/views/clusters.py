@@ -215,24 +215,24 @@ def timeline(made: Timeline) -> doc.Part:
     whole, lanes, stages = _times(made)
     asked = _asked(made)
     width = max(len(name) for name in (*lanes, *asked))
-    lines = []
-    for name, spans in lanes.items():
-        drawn = [" "] * LANE
-        for _, began, ended in spans:
-            first = int(began / whole * LANE)
-            for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
-                drawn[place] = "█"
-        lines.append(f"  {name.ljust(width)} │{''.join(drawn)}│ {_totals(spans)}")
-    for name, requests in asked.items():
-        open_now, most = _open_now(requests, made.start, whole)
-        drawn = [_LEVELS[-(-8 * count // most)] for count in open_now]
-        lines.append(f"  {name.ljust(width)} │{''.join(drawn)}│ {_waits(requests)}")
+    drawn = [(name, _lane(spans, whole), _totals(spans)) for name, spans in lanes.items()]
+    drawn += [(name, _levels(found, made.start, whole), _waits(found)) for name, found in asked.items()]
+    lines = [f"  {name.ljust(width)} │{lane}│ {said}" for name, lane, said in drawn]
     lines += [f"  stages: {_totals(span for spans in stages.values() for span in spans)}"] if stages else []
     counts = [doc.counted(len(made), "call")] if len(made) or not made.requests else []
     counts += [doc.counted(len(made.requests), "request")] if made.requests else []
     counts += [f"{made.left_out} older requests are left out"] if made.left_out else []
     title = f"Timeline: {', '.join(counts)} in {whole:.2f} s; .save(path) writes a Chrome trace"
     return doc.line(doc.bold(title)), doc.Either(lines, doc.Image(lambda: png(timeline_figure(made)), title))
+
+
+def _lane(spans: Iterable[Span], whole: float) -> str:
+    drawn = [" "] * LANE
+    for _, began, ended in spans:
+        first = int(began / whole * LANE)
+        for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
+            drawn[place] = "█"
+    return "".join(drawn)
 
 
 def _totals(spans: Iterable[Span]) -> str:
@@ -253,14 +253,14 @@ def _asked(made: Timeline) -> dict[str, list[Asked]]:
     return found
 
 
-def _open_now(requests: Sequence[Asked], start: float, whole: float) -> tuple[list[int], int]:
-    """(how many requests are open at each of `LANE` moments, the most of them)."""
+def _levels(requests: Sequence[Asked], start: float, whole: float) -> str:
+    """How many requests are open at each of `LANE` moments, as blocks of that height."""
     found = [0] * LANE
     for one in requests:
         first = min(int((one.asked - start) / whole * LANE), LANE - 1)
         for place in range(first, min(max(int(((one.ended or start) - start) / whole * LANE), first + 1), LANE)):
             found[place] += 1
-    return found, max(*found, 1)
+    return "".join(_LEVELS[-(-8 * count // max(*found, 1))] for count in found)
 
 
 def _waits(requests: Sequence[Asked]) -> str:
@@ -286,7 +286,9 @@ def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list
         lanes[one.group, one.rank].append((name, one.began - start, one.ended - start))
     for stage, began, ended in made.stages():
         stages[stage].append((stage, began - start, ended - start))
-    whole = max([*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)], default=0.0) - start
+    whole = (
+        max([*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)], default=0.0) - start
+    )
     return max(whole, 1e-9), {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)}, stages
 
 

@@ -70,7 +70,11 @@ class History(doc.View):
         shown, trend = drawn[-_LINES:], _trend([one.mean for one in drawn if one.kind != GREEDY])
         truth = [] if self.truth is None else [f"  truth: {doc.one_line(self.truth, 200)}"]
         text = [doc.one_line(self.prompt, 400), *truth, *([trend] if trend else [])]
-        page: list[doc.Part] = [doc.wrapped(doc.cut(self.prompt, _TEXT), style="opacity:0.6"), *truth, *([trend] if trend else [])]
+        page: list[doc.Part] = [
+            doc.wrapped(doc.cut(self.prompt, _TEXT), style="opacity:0.6"),
+            *truth,
+            *([trend] if trend else []),
+        ]
         left = f"the last {len(shown)} of {len(drawn)}: .to_pandas() has all" if len(drawn) > len(shown) else ""
         note = "; ".join(filter(None, (self._said, left)))
         return doc.Either(
