@@ -137,8 +137,7 @@ def train(
             `max_lag=k` without end, each learnt from when at most k policy versions old (`runs.streaming`).
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, and before the first, so many samples each.
         save_freq, trace_freq: save a checkpoint, record a trace, every so many steps; 0, as for `test_freq`: after the last.
-        keep_updates: MiB of recorded update inputs, from which any step's weights are made again (`run.stepper`); 0: none.
-        keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
+        keep_updates, keep_val: MiB of recorded update inputs, for any step's weights (`run.stepper`); validations kept in `val/`.
         max_recoveries: how often a step is done again, exactly, whose workers died, were stopped or hang: see `runs.recovery`.
         max_rollout_kl: stop where the sampler is so many nats per token off the learner (see `stages.OffPolicy`); None: never.
         break_if: gets a step's metrics; where it returns true the loop, which runs every stage then, stops before that step's
