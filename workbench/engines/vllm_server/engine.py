@@ -310,7 +310,7 @@ class VllmEngine(Served, Receiving):
         if reason not in ("stop", "length", "abort"):
             raise EngineError("vLLM did not finish a response", expected="finish_reason stop or length", found=reason)
         experts = _experts(reply, len(request.ids) + len(reply["ids"])) if "experts" in reply else None
-        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, reply["version"], experts)
+        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, reply["version"], experts=experts)
 
     def _check(self, request: Request) -> None:
         s = request.settings
