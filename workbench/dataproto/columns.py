@@ -70,6 +70,10 @@ COLUMNS: Mapping[str, Column] = _declare(
         "input_ids": ("int B S+T", "Prompt and response ids side by side."),
         "attention_mask": ("int B S+T", "1 on real tokens, 0 on padding."),
         "position_ids": ("int B S+T", "Position of each real token in its row, from 0."),
+        "routed_experts": (
+            "int B S+T L k",
+            "Experts that each layer's router chose for each token when it was sampled; -1: not known.",
+        ),
         "rollout_log_probs": ("float B T", "Log-prob of each response token when it was sampled, in nats."),
         "finish_reason": ("object", "Why the response ended: stop, length or abort; of an episode also turns."),
         "policy_version": ("int B", "Version of the policy that sampled the row."),
@@ -137,6 +141,8 @@ COLUMNS: Mapping[str, Column] = _declare(
 
 PIXELS = "multi_modal_inputs"
 """The column that is there where a batch has pictures: who reads token ids reads it, too."""
+EXPERTS = "routed_experts"
+"""The column that is there where a sampler returns the choice of a mixture's routers: who scores or trains the policy reads it."""
 MARGIN = "pair_margin"
 """The column that is there where rows are preference pairs: two neighbours, of which the first is preferred."""
 REWARD_PREFIX = "reward/"

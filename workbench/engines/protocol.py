@@ -73,6 +73,8 @@ class Sample:
     """`stop` (EOS or a stop text), `length` or `abort`."""
     version: int
     """Policy version of the weights that it was sampled with."""
+    experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[S + T, L, k] int16: the experts that the layers' routers chose for each token of prompt and response, -1 where not known."""
 
 
 @runtime_checkable

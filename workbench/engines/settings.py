@@ -53,6 +53,9 @@ class LocalSettings(Settings):
     head: Literal["auto", "linear", "model"] = "auto"
     """How logits are made: `linear` from the last hidden states (fast), `model` by the model's own forward, or `auto` (the first
     that the self-check proves)."""
+    routing_replay: bool = False
+    """Of a mixture of experts: return the experts that its routers choose when it samples (column `routed_experts`), and use those
+    of the rows, where they have them, to score and to learn."""
     self_check: bool = True
     """Compare every way of computing with the model's own forward on a few tokens at load, and use none that differs."""
     trust_remote_code: bool = False

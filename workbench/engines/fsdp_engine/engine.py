@@ -19,7 +19,7 @@ import torch
 
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.metrics import Mean, join
-from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
 from workbench.engines.fsdp_engine.meshes import ranks_of, refuse, sizes_of
@@ -137,7 +137,8 @@ class FsdpEngine(ModelEngine, Rewinding):
     # --- LogProbModel -----------------------------------------------------------------------
 
     def _collected(self, method: str, batch: DataProto, want: Sequence[str], *shared: Any) -> dict[str, torch.Tensor]:
-        parts, places = map(self._firsts, self._on_rows(method, batch.select(list(_SCORED), []), *shared))
+        scored = batch.select([*_SCORED, *(EXPERTS,) * (EXPERTS in batch)], [])
+        parts, places = map(self._firsts, self._on_rows(method, scored, *shared))
         back = torch.argsort(torch.cat(places))
         return {name: torch.cat([part[name] for part in parts])[back] for name in want}
 
@@ -380,7 +381,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def critic(self, **changes: Any) -> FsdpEngine:
         """A separate learner on the same ranks with these weights and a value head that starts at 0."""
-        return self._copy(self._settings.replace(**changes), head=True)
+        return self._copy(self._settings.replace(**{"routing_replay": False, **changes}), head=True)
 
     def _untouched(self) -> bool:
         return self.version == 0 and not self._taught

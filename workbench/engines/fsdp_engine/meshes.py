@@ -88,13 +88,18 @@ def parsed(mesh: Mapping[str, int]) -> Sizes:
 
 def refuse(model: Any, sizes: Sizes) -> None:
     """Raise, before anything is loaded, where a model (which may be empty) cannot be laid out on a mesh of these sizes."""
-    if sizes.cp > 1 or sizes.ep > 1:
-        found = f"cp={sizes.cp}, ep={sizes.ep}"
-        raise SettingError("a mesh with context or expert parallel", expected="cp=1 and ep=1", found=found)
     if sizes.tp > 1:
         from workbench.engines.fsdp_engine import tensor_parallel  # torch's, half a second of imports
 
         tensor_parallel.check(model, sizes.tp)
+    if sizes.cp > 1:
+        from workbench.engines.fsdp_engine import context_parallel
+
+        context_parallel.check(model, sizes.cp, sizes.tp)
+    if sizes.ep > 1:
+        from workbench.engines.fsdp_engine import expert_parallel
+
+        expert_parallel.check(model, sizes.ep)
 
 
 class Mesh:
@@ -118,6 +123,9 @@ class Mesh:
             names = ("expert_shard", "ep")
             split = root["shard"]._unflatten(0, (sizes.shards // sizes.ep, sizes.ep), names)
             self._parts |= {name: split[name] for name in names}
+            copies = [self._parts["replicate"]] if sizes.replicate > 1 else []
+            self.experts: Any = split["expert_shard"] if not copies else type(root)._concatenate([*copies, split["expert_shard"]])
+            """What `fully_shard` gets for experts: as `fsdp`, with those of the shards' ranks that have the same experts."""
 
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
-from workbench.engines.fsdp_engine import tensor_parallel
+from workbench.engines.fsdp_engine import context_parallel, tensor_parallel
 from workbench.engines.fsdp_engine.agreement import agreed, everyone, largest
 from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder
 from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
@@ -314,8 +314,10 @@ class ShardedModel(ShardedPushing):
     # --- passes -----------------------------------------------------------------------------
 
     @property
-    def _packed(self) -> bool:
-        return packs(self.whole.causal, self.settings)
+    def packed(self) -> bool:
+        """Whether rows go through the model without padding. Raises `EngineError` where they must, and cannot."""
+        chosen = packs if self.mesh.sizes.cp == 1 else context_parallel.packs
+        return chosen(self.whole.causal, self.settings)
 
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
@@ -324,7 +326,8 @@ class ShardedModel(ShardedPushing):
         ahead, so that none waits for the answer.
         """
         device = self.mesh.device_type
-        groups = micro_batches(self.whole.causal, share, self.settings.budget(device), packed) if len(share) else []
+        budget = self.settings.budget(device) * self.mesh.sizes.cp  # each rank has its part of the tokens
+        groups = micro_batches(self.whole.causal, share, budget, packed) if len(share) else []
         most, asked = int(largest(max(len(groups), 1))), _stops()
         for number in range(most):
             if asked():
@@ -344,7 +347,7 @@ class ShardedModel(ShardedPushing):
         self.whole.eval()
         try:
             with lora.switched_off(self.whole.causal) if base else nullcontext():
-                packed = self._packed
+                packed = self.packed
                 return collect(
                     self._cut(share, packed), lambda rows: self._scored(rows, want, temperature, packed), share, want
                 )
@@ -383,7 +386,7 @@ class ShardedModel(ShardedPushing):
         """Exact KL (`kl` [b, T]) of this rank's rows to the model named `sibling`; with `base` without its adapters."""
         off: Any = lora.switched_off if base else nullcontext
         other = self._siblings[sibling]
-        packed = self._packed and other._packed
+        packed = self.packed and other.packed
         # the roots keep their heads gathered after the forward
         mine, theirs = head_of(self.whole.causal), head_of(other.whole.causal)
 
@@ -415,7 +418,7 @@ class ShardedModel(ShardedPushing):
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
-        packed = self._packed
+        packed = self.packed
         try:
             with learning_mode(self.whole, packed), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + distributed.get_rank() // self.mesh.sizes.block)  # dropout: by step and rows

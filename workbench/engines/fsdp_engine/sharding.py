@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import distributed
 
 from workbench.base.errors import first_line
 from workbench.dataproto.core import DataProto
-from workbench.engines.fsdp_engine import tensor_parallel
+from workbench.engines.fsdp_engine import context_parallel, expert_parallel, tensor_parallel
 from workbench.engines.fsdp_engine.agreement import everyone
 from workbench.engines.fsdp_engine.folders import base_folder, begin_folder, planned, reverted
 from workbench.engines.fsdp_engine.meshes import Mesh
@@ -61,12 +62,19 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
             value = torch.nn.Linear(hidden_size(model), 1)
     if mesh.sizes.tp > 1:
         tensor_parallel.apply(model, mesh["tp"])
+    if mesh.sizes.ep > 1:
+        expert_parallel.apply(model, mesh["ep"])
+    if mesh.sizes.cp > 1:
+        context_parallel.apply(model, mesh["cp"])
     whole = Whole(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh.fsdp, "offload_policy": offload}
     half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     mixed = MixedPrecisionPolicy(**(half if settings.half(device) else {}))
+    if mesh.sizes.ep > 1:
+        kept = {"mp_policy": replace(mixed, cast_forward_inputs=False), "offload_policy": offload}  # routers' weights
+        expert_parallel.shard(model, mesh.experts, reshard_after_forward=settings.reshard_after_forward, **kept)
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     for layer in reversed(
         [module for module in model.modules() if type(module).__name__ in blocks]

@@ -111,6 +111,7 @@ class Shards:
         elif model.settings.self_check:
             model.selfcheck = model.examine()
         model.whole.causal.workbench_paths = model.selfcheck.paths
+        _ = model.packed  # refuses what cannot be
         self._models[name] = model
         return model.selfcheck
 

@@ -7,6 +7,7 @@ which rows happen to share its wave.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -62,8 +63,9 @@ def decode(
             rows.seat(order, dict(zip(seats, entering.items(), strict=True)))
             cache.seat(order, {seat: request.ids for seat, request in zip(seats, entering.values(), strict=True)})
         alive += len(entering)
-        for seat in rows.advance(cache.step(rows.last)):
-            wave.finish(rows.places[seat], rows.sample(seat, version))
+        logits = cache.step(rows.last)
+        for seat in rows.advance(logits, getattr(cache, "experts", None)):
+            wave.finish(rows.places[seat], rows.sample(seat, version, getattr(cache, "prompt_experts", {})))
             alive -= 1
         enters = cache.refills and (size - alive) * _REFILL >= size and joins()
         entering = wave.join(size - alive) if enters else {}
@@ -103,6 +105,8 @@ class _Rows:
         self._held: dict[str, Tensor] = {}
         self._width = _FIRST
         self._requests: list[Request] = []
+        self._experts: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """By place the experts [L, k] of each token from the prompt's last on, where they are recorded."""
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
 
@@ -134,8 +138,11 @@ class _Rows:
         self._kinds = [(self._requests[seats[0]].settings, torch.tensor(seats)) for seats in by_kind.values()]
         self._stopping = [seat for seat, request in enumerate(self._requests) if request.settings.stop]
 
-    def advance(self, logits: Tensor) -> list[int]:
-        """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it."""
+    def advance(self, logits: Tensor, experts: Tensor | None = None) -> list[int]:
+        """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it.
+
+        `experts` [n, L, k] are those of the tokens before, where they are recorded.
+        """
         held = self._held
         if int((held["length"] * held["alive"]).max()) == self._width:
             held["uniforms"] = _uniforms(self._requests, 2 * self._width)
@@ -147,6 +154,9 @@ class _Rows:
         tokens, log_probs = self._drawn(logits, held["uniforms"].gather(1, column).squeeze(1))
         held["ids"].scatter_(1, column, tokens[:, None])
         held["log_probs"].scatter_(1, column, log_probs[:, None])
+        if experts is not None:
+            for seat in held["alive"].nonzero().flatten().tolist():
+                self._experts[self.places[seat]] += [experts[seat]]
         held["last"] = tokens
         held["length"] += held["alive"]
         held["stopped"] = (tokens[:, None] == self._eos).any(-1) & held["minds_eos"]
@@ -175,11 +185,16 @@ class _Rows:
         now, before = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (tail, tail[:-1]))
         return any(text in now and text not in before for text in stop)
 
-    def sample(self, seat: int, version: int) -> Sample:
-        """The response of a row that has just ended."""
+    def sample(self, seat: int, version: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Sample:
+        """The response of a row that has just ended; `prompt_experts` as `SharedPrefix` has them."""
         end = int(self._held["length"][seat])
         ids, log_probs = (tuple(self._held[name][seat, :end].tolist()) for name in ("ids", "log_probs"))
-        return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version)
+        experts = None
+        if own := self._experts.pop(self.places[seat], None):
+            last = torch.full_like(own[0], -1)  # no token came after it
+            before = prompt_experts.get(self._requests[seat].ids[:-1], own[0][None][:0])
+            experts = torch.cat([before, torch.stack([*own, last])])
+        return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version, experts)
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:

@@ -20,7 +20,7 @@ from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
+from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
@@ -249,6 +249,8 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         self._model.eval()
         budget, state = self._budget, self.state_id
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
+        if self._settings.routing_replay and path != SHARED:
+            raise EngineError("sampling with routing_replay", expected=f"decode={SHARED!r}, proven by the self-check", found=path)
         made: Any = cache_of(self._model, path, budget)
         if wave.questions[0].pixels is not None:
             made = nullcontext(PicturedRows(self._model, wave.questions))
@@ -472,10 +474,12 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
 
     def critic(self, **changes: Any) -> LocalEngine:
         """Make a critic: a learner with a copy of the weights and a new value head that gives 0; `changes` are settings."""
-        settings = self._settings.replace(**changes)
-        head = loading.value_head(self._model)
+        settings = self._settings.replace(**{"routing_replay": False, **changes})
+        head, model = loading.value_head(self._model), loading.duplicate(self._model)
+        if not settings.routing_replay:  # the policy's experts are not the critic's
+            model.workbench_routing = None
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
-        made = LocalEngine(loading.duplicate(self._model), self.tokenizer, settings, **told)
+        made = LocalEngine(model, self.tokenizer, settings, **told)
         made._files = self._files
         return made
 

@@ -18,6 +18,7 @@ from workbench.base.files import MANIFEST, check_manifest, record_of, write_mani
 from workbench.base.formats import FORMAT
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
+from workbench.engines.local_engine.routing import Routing
 
 log = logging.getLogger("workbench")
 
@@ -138,6 +139,8 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
+    if getattr(settings, "routing_replay", False):
+        model.workbench_routing = Routing(model)
     return model.eval()
 
 
