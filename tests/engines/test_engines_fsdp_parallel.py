@@ -164,9 +164,7 @@ def test_spread_experts_are_saved_whole_and_loaded_in_another_mesh(
         ("mixtral", Sizes(dp=8, ep=8), "an ep that divides its experts; found 4 in"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_is_loaded(
-    name: str, sizes: Sizes, said: str, folder: Folders
-) -> None:
+def test_what_does_not_fit_is_refused_before_it_is_loaded(name: str, sizes: Sizes, said: str, folder: Folders) -> None:
     shape = load_model(folder(name), FsdpSettings(device="cpu"), empty=True)
     with pytest.raises((EngineError, SettingError), match=said):
         refuse(shape, sizes)
