@@ -24,6 +24,7 @@ from workbench.engines.local_engine.states import read_optimizer
 from workbench.engines.weights import sync_of
 from workbench.testing.engines import LikelihoodLoss
 
+pytestmark = pytest.mark.slow
 MESHES = [
     {"dp": 4},
     {"dp": 2, "tp": 2},
