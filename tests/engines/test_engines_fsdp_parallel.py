@@ -16,9 +16,11 @@ from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group
-from workbench.engines.fsdp_engine.meshes import Sizes, refuse
+from workbench.engines.fsdp_engine.meshes import Sizes
+from workbench.engines.fsdp_engine.sharding import refuse
 from workbench.engines.local_engine.loading import load_model
 from workbench.engines.local_engine.selfcheck import batch_of
+from workbench.engines.rehearsal import Shape, sharded
 from workbench.engines.settings import FsdpSettings
 from workbench.testing.engines import LikelihoodLoss
 
@@ -188,3 +190,13 @@ def test_experts_are_replayed_by_ranks_as_by_one_process(
     mine, theirs = (engine.compute_log_probs(replayed) for engine in (there, here))
     assert difference(mine, theirs) < 3e-6 < 0.1 < difference(theirs, here.compute_log_probs(rows))
     assert difference(*(one.gradient(replayed, LikelihoodLoss(), counts(rows)) for one in (there, here))) < 1e-6
+
+
+def test_memory_of_spread_experts_and_cut_sequences_is_measured_without_weights(folder: Folders) -> None:
+    found = {}
+    for name, mesh in (("all", None), ("spread", {"dp": 2, "ep": 2}), ("cut", {"cp": 2, "ep": 2})):
+        settings = FsdpSettings(device="cpu", dtype="bfloat16", mesh=mesh)
+        found[name] = sharded(str(folder("mixtral")), settings, 2, Shape.of(64, 64, 64), gpu=False, head=False).parts
+    assert found["spread"]["gradients"] == found["cut"]["gradients"] == found["all"]["gradients"]
+    assert found["spread"]["activations"] < found["all"]["activations"]  # no layer's experts are gathered
+    assert found["cut"]["activations"] < 0.7 * found["spread"]["activations"]  # a rank has half of the tokens

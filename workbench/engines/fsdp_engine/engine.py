@@ -22,7 +22,7 @@ from workbench.base.metrics import Mean, join
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
-from workbench.engines.fsdp_engine.meshes import ranks_of, refuse, sizes_of
+from workbench.engines.fsdp_engine.meshes import ranks_of, sizes_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
@@ -64,7 +64,10 @@ class FsdpEngine(ModelEngine, Rewinding):
         # the kernels that attention needs are where it runs, not here
         self._sizes = sizes_of(settings.mesh, group.size)
         shape = load_model(path, settings.replace(attn_implementation=None), empty=True)
-        refuse(shape, self._sizes)
+        if settings.mesh is not None:
+            from workbench.engines.fsdp_engine.sharding import refuse  # torch's FSDP: half a second of imports
+
+            refuse(shape, self._sizes)
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings

@@ -293,9 +293,10 @@ def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
     makes one tensor of the files out of several of the model: these cannot be written one by one."""
     left_out = {*tied(model), *(model._keys_to_ignore_on_save or ())}
     tensors = {name: one for name, one in model.state_dict().items() if name not in left_out}
-    each = {name: reverted(model, {name: one}) for name, one in tensors.items()}
-    together = {name: one.shape for name, one in reverted(model, tensors).items()}
-    if together != {name: one.shape for made in each.values() for name, one in made.items()}:
+    together = reverted(model, tensors)
+    same = {name: one.shape for name, one in together.items()} == {name: one.shape for name, one in tensors.items()}
+    each = {name: {name: one} if same else reverted(model, {name: one}) for name, one in tensors.items()}
+    if together.keys() != {name for made in each.values() for name in made}:
         return None
     parts = [Part()]
     for name, made in each.items():

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
-from workbench.engines.fsdp_engine import context_parallel, tensor_parallel
+from workbench.engines.fsdp_engine import tensor_parallel
 from workbench.engines.fsdp_engine.agreement import agreed, everyone, largest
 from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder
 from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
@@ -33,7 +33,15 @@ from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import Live, available, live, memory_errors, peaks
-from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.scoring import (
+    collect,
+    divergence,
+    layout,
+    micro_batches,
+    packs,
+    trimmed,
+    why_padded,
+)
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
@@ -316,8 +324,13 @@ class ShardedModel(ShardedPushing):
     @property
     def packed(self) -> bool:
         """Whether rows go through the model without padding. Raises `EngineError` where they must, and cannot."""
-        chosen = packs if self.mesh.sizes.cp == 1 else context_parallel.packs
-        return chosen(self.whole.causal, self.settings)
+        model, settings = self.whole.causal, self.settings
+        if self.mesh.sizes.cp == 1:
+            return packs(model, settings)
+        if why := "pack='no'" if settings.pack == "no" else why_padded(model, settings):
+            what, do = f"mesh cp with {type(model).__name__}", "take cp=1 (more ranks in dp)"
+            raise EngineError(what, expected="rows that may be packed", found=why, do=do)
+        return True
 
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
