@@ -57,9 +57,13 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         _alive.append(layer)
         if len(_alive) > MOST:
             _alive.popleft().close()  # its static form is shown again
-        view = {"version_major": 2, "version_minor": 0, "model_id": layer.model_id}
-        # no other form beside the view: a front end without widgets shows the static form above
-        display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
+        made = (
+            layer._repr_mimebundle_()
+        )  # for Colab it says in its metadata where the page finds the manager of such widgets
+        bundle, metadata = made if isinstance(made, tuple) else (made, {})
+        # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
+        shown = {**bundle, "text/html": "", "text/plain": ""}
+        display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
 
 
 class Layer(anywidget.AnyWidget):
