@@ -87,11 +87,19 @@ def _looking_and_files(commands: Any) -> None:
     runs.set_defaults(command=_runs)
     report = commands.add_parser("report", help="write a run as one HTML file that needs no network")
     report.add_argument("run", metavar="RUN")
-    report.add_argument("-o", "--output", help="default: report.html in the run folder; with --all: the folder `report` there")
-    report.add_argument("--all", action="store_true", help="a folder of pages instead, also of a folder of runs or a dump")
+    report.add_argument(
+        "-o", "--output", help="default: report.html in the run folder; with --all: the folder `report` there"
+    )
+    report.add_argument(
+        "--all", action="store_true", help="a folder of pages instead, also of a folder of runs or a dump"
+    )
     report.set_defaults(command=_report)
-    view = commands.add_parser("view", help="look at a run, a folder of runs, or a dump in a browser, without a notebook")
-    view.add_argument("source", nargs="?", default="runs", metavar="RUN", help="also a folder or a dump (default: runs)")
+    view = commands.add_parser(
+        "view", help="look at a run, a folder of runs, or a dump in a browser, without a notebook"
+    )
+    view.add_argument(
+        "source", nargs="?", default="runs", metavar="RUN", help="also a folder or a dump (default: runs)"
+    )
     view.add_argument("--port", type=int, default=0, help="default: a free one")
     view.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine reaches")
     view.set_defaults(command=_view)

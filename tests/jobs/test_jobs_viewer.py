@@ -90,7 +90,9 @@ def test_every_link_leads_to_a_page_and_nothing_is_written(client: httpx.Client,
     other = client.get("/a/step_000003/compare.html", params={"with": "deep/b/3"})
     assert "Nothing differs." in other.text
     two = client.get("/a/step_000003/compare.html").text
-    assert "other metrics" in two and two.count('data-kind="SamplesTable"') == 2  # other prompts: metrics, and both tables
+    assert (
+        "other metrics" in two and two.count('data-kind="SamplesTable"') == 2
+    )  # other prompts: metrics, and both tables
     assert client.get("/a/step_000003/row.html", params={"row": "5"}).status_code == 200
     assert everything(folder) == before
 
@@ -148,7 +150,9 @@ def test_without_the_token_nothing_is_told(served: str) -> None:
         answer = httpx.get(base + path, headers={"Cookie": "workbench=x"})
         assert answer.status_code == 403 and "token" in answer.json()["detail"], path
     port = urlsplit(served).port
-    assert httpx.get(served.replace("127.0.0.1", "localhost"), headers={"Host": f"localhost:{port}1"}).status_code == 302
+    assert (
+        httpx.get(served.replace("127.0.0.1", "localhost"), headers={"Host": f"localhost:{port}1"}).status_code == 302
+    )
 
 
 def test_a_page_allows_no_other_script_and_no_other_host(client: httpx.Client) -> None:
@@ -191,7 +195,7 @@ def test_texts_of_a_model_stay_texts(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     shutil.copytree(folder / "a", run)
     shutil.rmtree(run / "traces" / "step_000003")
-    Trace(hostile_batch(), step=3).save(run / "traces" / "step_000003")
+    Trace(hostile_batch()).save(run / "traces" / "step_000003")
     with viewing(tmp_path / "runs") as url, httpx.Client(follow_redirects=True) as client:
         for path in ("step_000003/index.html", "step_000003/row_0.html", "index.html"):
             base = client.get(url).url
@@ -202,7 +206,9 @@ def test_texts_of_a_model_stay_texts(folder: Path, tmp_path: Path) -> None:
 
 def test_a_dump_is_looked_at_with_the_same_table(tmp_path: Path) -> None:
     path = tmp_path / "1.jsonl"
-    lines = [{"input": "1+1", "output": f"it is {one}", "gts": "2", "score": float(one == 2), "step": 1} for one in (1, 2)]
+    lines = [
+        {"input": "1+1", "output": f"it is {one}", "gts": "2", "score": float(one == 2), "step": 1} for one in (1, 2)
+    ]
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
     for source in (path, tmp_path):
         pages = Pages(source)
@@ -247,11 +253,12 @@ def test_in_chromium_the_widgets_work_without_a_kernel(served: str, folder: Path
         page.get_by_label("metrics to draw").fill("critic/score/*")
         page.keyboard.press("Enter")
         page.locator(".wb-plot-head b", has_text="critic/score/max").wait_for()
-        page.get_by_role("link", name="a", exact=True).evaluate("node => node.click()")
+        page.get_by_label("filter runs").fill("")
+        page.get_by_role("link", name="a", exact=True).click()
         page.get_by_role("link", name="2", exact=True).click()
         page.locator(".wb-samples tbody tr").nth(1).click()
         page.get_by_role("button", name="tokens").click()
-        page.get_by_label("row").last.fill("5")
+        page.locator("input[name=row]").fill("5")
         page.get_by_role("button", name="in full").click()
         page.locator(".wb-tokens span").nth(3).hover()
         assert page.title() == "row 5" and "token" in page.locator(".wb-values").inner_text()
@@ -290,7 +297,10 @@ def test_the_command_says_where_and_ends_with_ctrl_c(folder: Path) -> None:
         url = address.split(" at ")[1]
         port = urlsplit(url).port
         assert f"ssh -N -L {port}:localhost:{port} " in tunnel
-        assert httpx.get(url, follow_redirects=True, timeout=LONG).status_code in (200, 403)  # httpx keeps no cookie here
+        assert httpx.get(url, follow_redirects=True, timeout=LONG).status_code in (
+            200,
+            403,
+        )  # httpx keeps no cookie here
         child.send_signal(signal.SIGINT)
         assert child.wait(LONG) == 0 and child.stdout.read() == "ended\n" and child.stderr.read() == ""
 

@@ -62,11 +62,6 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
 
 
-def text_of(*names: str) -> str:
-    """The scripts or styles of these names, one after another."""
-    return "".join((Path(__file__).parent / "static" / name).read_text() for name in names)
-
-
 class Layer(anywidget.AnyWidget):
     """Base of the widgets: the page's script sends messages, `answer` replies, and large data travels in the replies."""
 
@@ -80,7 +75,9 @@ class Layer(anywidget.AnyWidget):
         if script:
             cls.scripts = (*([f"{library}.iife.min.js"] if library else []), "common.js", f"{script}.js")
             cls.styles = (*([f"{library}.min.css"] if library else []), "style.css")
-            cls._esm, cls._css = text_of(*cls.scripts), text_of(*cls.styles)
+            folder = Path(__file__).parent / "static"
+            cls._esm = "".join((folder / name).read_text() for name in cls.scripts)
+            cls._css = "".join((folder / name).read_text() for name in cls.styles)
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
@@ -106,16 +103,6 @@ class Layer(anywidget.AnyWidget):
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
-
-
-def kinds() -> dict[str, type[Layer]]:
-    """Name → class of each widget that has a script."""
-    found, left = dict[str, type[Layer]](), [Layer]
-    while left:
-        one = left.pop()
-        left += one.__subclasses__()
-        found |= {one.__name__: one} if one.scripts else {}
-    return found
 
 
 def name_of(thing: Any, otherwise: str) -> str:
