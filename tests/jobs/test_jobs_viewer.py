@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -187,7 +186,7 @@ class Tags(HTMLParser):
         if tag in ("iframe", "object", "embed", "base", "svg"):
             self.wrong.append(tag)
         for name, value in attributes:
-            if name.startswith("on") or "javascript:" in (value or "") and name != "data-state":
+            if name.startswith("on") or ("javascript:" in (value or "") and name != "data-state"):
                 self.wrong.append(f"{tag} {name}={value}")
 
 
