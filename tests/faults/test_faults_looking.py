@@ -74,9 +74,15 @@ def test_E6_scripts_make_text_nodes_and_markup_comes_in_at_one_place() -> None:
     ]
     assert found == [("common.js", "node.innerHTML = html;")]
     callers = [path.name for path in folder.glob("*.js") if "fromViews(" in path.read_text()]
-    assert sorted(callers) == ["cluster.js", "common.js", "curves.js", "episodes.js", "samples.js", "stepping.js"], (
-        "cards, a step's samples, and faces of a stepper and an episode: linted HTML of views"
-    )
+    assert sorted(callers) == [
+        "cluster.js",
+        "common.js",
+        "curves.js",
+        "episodes.js",
+        "samples.js",
+        "stepping.js",
+        "viewer.js",
+    ], "cards, a step's samples, and faces of a stepper and an episode: linted HTML of views"
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -322,11 +322,17 @@ def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataF
 
     A run that cannot be read has the error as its state.
     """
+    root = Path(folder)
+    found = find_runs(root)
+    return table({str(one.relative_to(root)) if one != root else one.name: one for one in found}, settings=settings)
+
+
+def table(runs: Mapping[str, Path], *, settings: bool = True) -> pd.DataFrame:
+    """The DataFrame of `list_runs`, over runs by name."""
     import pandas as pd
 
     lines, differing, shown = {}, {}, list[tuple[str, list[str]]]()
-    for path in find_runs(folder):
-        name = str(path.relative_to(folder)) if path != Path(folder) else path.name
+    for name, path in runs.items():
         try:
             run = Run(path)
             lines[name], differing[name] = _line(run), dict(_flat(run.settings)) | _parameters(path)

@@ -64,6 +64,22 @@ def comparison(found: Comparison) -> doc.Part:
     )
 
 
+def metrics_beside(first: Mapping[str, float], second: Mapping[str, float]) -> doc.Part:
+    """The metrics of two steps that have other rows, the main ones in sight."""
+    lines = [[WORDS.get(key, key), *map(doc.number, pair), _change(*pair)] for key, pair in _pairs(first, second)]
+    main = sum(key in WORDS for key, _ in _pairs(first, second))
+    header = ["metric", "first", "second", "change"]
+    others = doc.Table(header, lines[main:], most=len(lines))
+    return doc.Table(header, lines[:main]), doc.Fold(f"{len(lines) - main} other metrics", others)
+
+
+def _pairs(first: Mapping[str, float], second: Mapping[str, float]) -> list[tuple[str, tuple[float, float]]]:
+    """The metrics that both have, those that have words first."""
+    names = [name for name in WORDS if name in first and name in second]
+    names += [name for name in first if name in second and name not in WORDS]
+    return [(name, (first[name], second[name])) for name in names]
+
+
 def _others(found: Comparison) -> doc.Part:
     """Columns and metrics that differ; in a terminal at most eight metrics that are not among the main ones."""
     columns = [[one.name, str(one.rows), doc.number(one.largest)] for one in found.columns]

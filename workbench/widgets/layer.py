@@ -71,14 +71,17 @@ class Layer(anywidget.AnyWidget):
 
     _esm: Any = ""
     _css: Any = ""
+    scripts: tuple[str, ...] = ()
+    styles: tuple[str, ...] = ()
+    """Files of its page's part."""
 
     def __init_subclass__(cls, script: str = "", library: str = "", **options: Any) -> None:
         if script:
+            cls.scripts = (*([f"{library}.iife.min.js"] if library else []), "common.js", f"{script}.js")
+            cls.styles = (*([f"{library}.min.css"] if library else []), "style.css")
             folder = Path(__file__).parent / "static"
-            before = [f"{library}.iife.min.js"] if library else []
-            cls._esm = "".join((folder / name).read_text() for name in (*before, "common.js", f"{script}.js"))
-            styles = [f"{library}.min.css"] if library else []
-            cls._css = "".join((folder / name).read_text() for name in (*styles, "style.css"))
+            cls._esm = "".join((folder / name).read_text() for name in cls.scripts)
+            cls._css = "".join((folder / name).read_text() for name in cls.styles)
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
@@ -87,13 +90,19 @@ class Layer(anywidget.AnyWidget):
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         try:
-            reply = self.answer(dict(content))
+            reply = self.reply(content)
         except KeyboardInterrupt:  # answered, so that the page does not wait, and raised again
             self.send({"kind": "error", "text": "interrupted", "asked": content.get("asked")})
             raise
+        self.send(reply)
+
+    def reply(self, content: Any) -> dict[str, Any]:
+        """What goes back to the page for a message from its script: the answer, or what went wrong."""
+        try:
+            reply = self.answer(dict(content))
         except Exception as error:  # noqa: BLE001 - shown in the widget
             reply = {"kind": "error", "text": first_line(error, 400)}
-        self.send({**reply, "asked": content.get("asked")})
+        return {**reply, "asked": content.get("asked")}
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
