@@ -68,5 +68,6 @@ FACES["workbench.replay.run:Run"] |= {
     "live": "workbench.widgets.display:run_live",
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
+FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
 FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.plots:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"
