@@ -10,6 +10,7 @@ from tests_lint import lint
 
 from workbench.base.runtime import Control
 from workbench.widgets import display
+from workbench.widgets.display import Seen
 
 
 class Handle:
@@ -49,17 +50,36 @@ def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
     for row in rows(4)[2:]:
         shown.on_row(row, 60.0)
     bundle = shown._repr_mimebundle_()
-    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == shown._box.model_id
+    assert set(bundle) == {"text/html", "text/plain"} and "workbench-static" in bundle["text/html"]
+    live = Seen(shown._box.model_id)._repr_mimebundle_()
+    assert live["application/vnd.jupyter.widget-view+json"]["model_id"] == shown._box.model_id
+    assert live["text/html"] == live["text/plain"] == "", "where it cannot be drawn the static form is there"
+    assert type(shown._box.children[0]).__name__ == "Cover", "which hides the one, or the other"
     assert "step 3/9" in bundle["text/plain"] or "step 4/9" in bundle["text/plain"]
     assert "data:image/png" in bundle["text/html"] and "&lt;b&gt;run" in bundle["text/html"]
     assert lint(bundle["text/html"]) == []
     # the widget's own parts were updated, and the output itself left alone: it would be drawn anew under the mouse
     said = shown._bar.value
-    assert (
-        ("step 3/9" in said or "step 4/9" in said)
-        and bytes(shown._picture.value[:4]) == b"\x89PNG"
-        and handle.bundles == []
+    assert ("step 3/9" in said or "step 4/9" in said) and handle.bundles == []
+
+
+def test_the_curves_go_on_with_the_steps_and_mark_what_looks_wrong(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, _, _ = made
+    monkeypatch.setattr(display, "CURVES_EVERY", 0.0)
+    monkeypatch.setattr(display, "STEPS_A_SECOND", 1e12)
+    curves = shown._curves
+    assert curves.alone and shown._box.children[-1] is curves
+    before, first = curves.version, curves.reply({"kind": "columns", "asked": 1})
+    for number in range(3, 8):
+        shown.on_row({**rows(number)[-1], "actor/kl_loss": 3.0}, 60.0)
+    then = curves.reply({"kind": "columns", "keys": ["KL"], "asked": 2})
+    assert curves.version == before + 5 and first["steps"] == [1, 2] and then["steps"] == list(range(1, 8))
+    assert [one["title"] for one in first["plots"]] == ["reward", "KL", "seconds per phase"]
+    assert [one["title"] for one in then["plots"]] == ["KL"] and then["marks"][0]["text"].startswith(
+        "KL to the reference"
     )
+    wrong = curves.reply({"kind": "samples", "run": 0, "step": 2, "asked": 3})
+    assert wrong["kind"] == "error" and "step 2 has no trace" in wrong["text"]
 
 
 def test_what_is_left_needs_no_kernel(made: Any) -> None:
@@ -67,6 +87,7 @@ def test_what_is_left_needs_no_kernel(made: Any) -> None:
     shown.on_row(rows(3)[-1], 60.0)
     shown.close("stopped by hand after step 3; checkpoint 3")
     last = handle.bundles[-1]
+    assert handle.bundles[-2] == {"text/html": "", "text/plain": ""}, "no widget that a page would look for"
     assert set(last) == {"text/html", "text/plain"} and "stopped by hand after step 3" in last["text/html"]
     assert "data:image/png" in last["text/html"] and lint(last["text/html"]) == []
 
@@ -75,7 +96,7 @@ def test_the_static_form_is_refreshed_now_and_then(made: Any, monkeypatch: pytes
     shown, _, handle = made
     monkeypatch.setattr(display, "STATIC_EVERY", -1e9)
     shown.on_row(rows(3)[-1], 60.0)
-    assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"]
+    assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"] and shown._cover.renewed == 1
 
 
 def test_symptoms_stand_below_the_bar_in_the_widget_and_in_its_static_form(made: Any) -> None:

@@ -71,5 +71,6 @@ FACES["workbench.replay.run:Run"] |= {
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
 FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.beside:compared_row"
+FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
 FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.plots:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"
