@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("-o", "--output", help="where the executed notebook goes (default: into the run folder)")
     train.add_argument("--skip-look", action="store_true", help="leave out cells that are tagged `look`")
+    train.add_argument(
+        "--health", nargs="?", type=int, const=9464, metavar="PORT",
+        help="serve http://localhost:PORT/health and /metrics (Prometheus) while it trains (default: 9464; 0: a free one)",
+    )  # fmt: skip
     train.set_defaults(command=_train)
     check = commands.add_parser("check", help="check everything that can be refused before work starts; writes nothing")
     check.add_argument("notebook")
@@ -86,9 +90,23 @@ def _looking_and_files(commands: Any) -> None:
     runs.add_argument("folder", nargs="?", default="runs")
     runs.set_defaults(command=_runs)
     report = commands.add_parser("report", help="write a run as one HTML file that needs no network")
-    report.add_argument("run")
-    report.add_argument("-o", "--output", help="default: report.html in the run folder")
+    report.add_argument("run", metavar="RUN")
+    report.add_argument(
+        "-o", "--output", help="default: report.html in the run folder; with --all: the folder `report` there"
+    )
+    report.add_argument(
+        "--all", action="store_true", help="a folder of pages instead, also of a folder of runs or a dump"
+    )
     report.set_defaults(command=_report)
+    view = commands.add_parser(
+        "view", help="look at a run, a folder of runs, or a dump in a browser, without a notebook"
+    )
+    view.add_argument(
+        "source", nargs="?", default="runs", metavar="RUN", help="also a folder or a dump (default: runs)"
+    )
+    view.add_argument("--port", type=int, default=0, help="default: a free one")
+    view.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, which only this machine reaches")
+    view.set_defaults(command=_view)
     show = commands.add_parser("show", help="print a run, or the samples of a recorded step or of a dump, as text")
     show.add_argument("source", metavar="RUN", help="a run folder, or rollouts that verl or TRL dumped")
     show.add_argument("--step", type=int, help="a recorded step; without it the run itself, or all steps of a dump")
@@ -161,6 +179,7 @@ def _train(options: argparse.Namespace) -> int:
     if notebook is None:
         raise SettingError("nothing to train", expected="NOTEBOOK or --resume RUN")
     more: dict[str, Any] = {"output": options.output, "kernel": options.kernel, "skip_look": options.skip_look}
+    more["health"] = options.health
     result = run_notebook(notebook, given, **more, say=_say)
     if result.code != OK:
         _say(result.error)
@@ -212,9 +231,19 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from workbench.jobs.report import write_report
+    from workbench.jobs.report import write_folder, write_report
 
+    if options.all:
+        _say(write_folder(options.run, options.output)[1])
+        return 0
     _say(str(write_report(options.run, options.output)))
+    return 0
+
+
+def _view(options: argparse.Namespace) -> int:
+    from workbench.jobs.viewer import view
+
+    view(options.source, port=options.port, host=options.host, say=_say)
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -31,7 +31,44 @@ class Asked:
     """Whether whoever asked has closed the connection: nobody will read the answer."""
 
 
+@dataclass(frozen=True)
+class Text:
+    """An answer that is no JSON: a page, a script."""
+
+    body: str
+    kind: str
+    """Its media type, such as `text/html`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Further headers."""
+
+
 Answer = Callable[[Asked], tuple[int, Any]]
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+"""What a machine calls itself."""
+
+
+def from_a_page(asked: Asked) -> str:
+    """Why a request is refused as one of a page in a browser: it has an `Origin`, or the `Host` of another name; else empty."""
+    host = asked.headers.get("Host") or ""
+    marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in asked.headers]
+    marks += [] if host.partition(":")[0] in LOCAL else [f"Host {host[:80]!r}"]
+    return f"not for pages of a browser: {', '.join(marks)}" if marks else ""
+
+
+def from_another_page(asked: Asked) -> str:
+    """As `from_a_page`, but that a person may open the addresses in a browser, by hand or from the server's own pages."""
+    headers = asked.headers
+    own = headers.get("Sec-Fetch-Site") in ("none", "same-origin")
+    return from_a_page(replace(asked, headers={"Host": headers.get("Host", "")}) if own else asked)
+
+
+STILL = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+"""Headers of a page that runs no script and loads nothing."""
 
 
 def _detail(status: int, why: str) -> Any:
@@ -39,20 +76,28 @@ def _detail(status: int, why: str) -> Any:
 
 
 @contextmanager
-def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int, str], Any] = _detail) -> Iterator[str]:
-    """Context manager: serves HTTP at 127.0.0.1 while the block runs, and yields `127.0.0.1:port`.
+def serving(
+    answer: Answer,
+    *,
+    name: str,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    guard: Callable[[Asked], str] = from_a_page,
+    refusal: Callable[[int, str], Any] = _detail,
+) -> Iterator[str]:
+    """Context manager: serves HTTP at 127.0.0.1 (or `host`) while the block runs, and yields `127.0.0.1:port`.
 
-    `answer` gets the request in the connection's thread, and gives (HTTP status, value sent as JSON); an iterator of
-    JSON values is sent as server-sent events, and `[DONE]` after them. Anybody who can log in to this machine can reach the server:
-    it is for one's own notebooks, not a public service. What a page in a browser sends is refused (403): it has an `Origin`, or
-    the `Host` of a name that was bound to loopback; so is a body of more than `MAX_REQUEST` bytes (413). `refusal` gives
-    what is then sent, from status and reason. `name` is the thread's.
+    `answer` gets the request in the connection's thread, and gives (HTTP status, a `Text` or a value sent as JSON); an iterator
+    of JSON values is sent as server-sent events, and `[DONE]` after them. Anybody who can log in to this machine can reach the
+    server: it is for one's own notebooks, not a public service. What `guard` has a reason against (the request's body unread)
+    is refused (403), by default what a page in a browser sends; so is a body of more than `MAX_REQUEST` bytes (413).
+    `refusal` gives what is then sent, from status and reason. `name` is the thread's.
     """
-    server = _Server(port, answer, refusal)
+    server = _Server((host, port), answer, guard, refusal)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     try:
-        yield f"127.0.0.1:{server.server_address[1]}"
+        yield f"{host}:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
@@ -62,9 +107,11 @@ def serving(answer: Answer, *, name: str, port: int = 0, refusal: Callable[[int,
 class _Server(ThreadingHTTPServer):
     request_queue_size = 1024  # a batch's episodes all come at once
 
-    def __init__(self, port: int, answer: Answer, refusal: Callable[[int, str], Any]) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.answer, self.refusal = answer, refusal
+    def __init__(
+        self, at: tuple[str, int], answer: Answer, guard: Callable[[Asked], str], refusal: Callable[[int, str], Any]
+    ) -> None:
+        super().__init__(at, _Handler)
+        self.answer, self.guard, self.refusal = answer, guard, refusal
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who closes a connection is no news."""
@@ -79,11 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # head and body leave in one packet
 
     def do_GET(self) -> None:
-        if not self._from_a_page():
+        if not self._unwanted():
             self._send(*self.server.answer(self._asked("GET", b"")))
 
     def do_POST(self) -> None:
-        if self._from_a_page():
+        if self._unwanted():
             return
         length = self.headers.get("Content-Length") or "0"
         size = int(length) if length.isdecimal() else -1
@@ -96,14 +143,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _asked(self, method: str, body: bytes) -> Asked:
         return Asked(method, self.path, self.headers, body, lambda: _closed(self.connection))  # type: ignore[arg-type]
 
-    def _from_a_page(self) -> bool:
-        """Whether a page in a browser asks: then it is refused, unread, and the connection ends."""
-        host = self.headers.get("Host") or ""
-        marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in self.headers]
-        marks += [] if host.partition(":")[0] in ("127.0.0.1", "localhost") else [f"Host {host[:80]!r}"]
-        if marks:
-            self._refuse(403, f"not for pages of a browser: {', '.join(marks)}")
-        return bool(marks)
+    def _unwanted(self) -> bool:
+        """Whether the guard has a reason against a request: then it is refused, unread, and the connection ends."""
+        if why := self.server.guard(self._asked(self.command, b"")):
+            self._refuse(403, why)
+        return bool(why)
 
     def _refuse(self, status: int, why: str) -> None:
         self.close_connection = True  # its body is not read
@@ -111,10 +155,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, reply: Any) -> None:
         streams = isinstance(reply, Iterator)
-        body = b"" if streams else json.dumps(reply).encode()
+        said = reply if isinstance(reply, Text) else Text("" if streams else json.dumps(reply), "application/json")
+        body = said.body.encode("utf-8", "replace")
         try:
             self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+            self.send_header("Content-Type", "text/event-stream" if streams else said.kind)
+            for header in (*said.headers.items(), *([("Connection", "close")] if self.close_connection else [])):
+                self.send_header(*header)
             self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", str(len(body)))))
             self.end_headers()
             self.wfile.write(body)

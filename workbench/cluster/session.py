@@ -79,6 +79,11 @@ def connect(
     return _open
 
 
+def opened() -> Cluster | None:
+    """The cluster that is open in this process."""
+    return _open if _open is not None and not _open.closed else None
+
+
 class Cluster(Session, Closing):
     """A connection to a Ray cluster, with the pools, worker groups and engines made through it. Made by `wb.cluster(…)`."""
 

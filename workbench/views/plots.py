@@ -37,8 +37,8 @@ class Plots:
     keys: Sequence[str] = ()
     marks: Sequence[Symptom] = ()
 
-    def columns(self) -> dict[str, Any]:
-        """All that is drawn, for JSON: numbers have six digits, None stands for what is missing, NaN or infinite.
+    def columns(self, keys: Sequence[str] = ()) -> dict[str, Any]:
+        """All that is drawn, or the curves of other `keys`, for JSON: numbers have six digits, None is what is missing or not finite.
 
         `steps`: all runs' steps, ascending, [steps]. `runs`: name, colour, and the steps that have a trace. `plots`: title
         and lines, of each its run (an index), words, colour, `dash` (an index), whether it is smoothed or only has dots,
@@ -46,7 +46,8 @@ class Plots:
         """
         (name, first), *others = self.runs.items()
         found = series(name, first.rows, {one: run.rows for one, run in others})
-        plots = asked(self.keys, found) if self.keys else {t: w for t, w in PANEL.items() if recorded(found, w)}
+        chosen = keys or self.keys
+        plots = asked(chosen, found) if chosen else {t: w for t, w in PANEL.items() if recorded(found, w)}
         steps = np.unique(np.concatenate([run.steps for run in found]))
         both = zip(found, self.runs.values(), strict=True)
         return {

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 
 from workbench.base.errors import message, unknown
 from workbench.dataproto import DataProto
+from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.sessions import POLICY, SESSION, episodes
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
 from workbench.runs.evaluate import Evaluation
 from workbench.views import document as doc
+from workbench.views.prose import rendered
 from workbench.views.rewards import BAD, CUT, extras, question, traceback, unfolding, verdict
 
 if TYPE_CHECKING:
@@ -45,6 +47,20 @@ def batch_of(thing: Any) -> DataProto:
 def object_at(batch: DataProto, name: str, row: int) -> Any:
     """The value of an object column in one row; None where there is no such column. Other rows are not read from disk."""
     return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
+
+
+def some_rows(batch: DataProto, rows: Sequence[int]) -> DataProto:
+    """Some rows, with the columns that a samples table is made of. Other rows are not read from disk."""
+    names = [name for name in batch.columns if name in _SOURCES or name.startswith(REWARD_PREFIX)]
+    spans = [[*span] for _, span in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0])]
+    ends = [(span[0][1], span[-1][1] + 1) for span in spans]
+    tensors = {name: torch.cat([batch.batch.part(name, *end) for end in ends]) for name in names if name in batch.batch}
+    objects = {
+        name: [cell for end in ends for cell in batch.non_tensor_batch.part(name, *end)]
+        for name in names
+        if name not in tensors
+    }
+    return DataProto(tensors, objects)
 
 
 def samples_table(batch: DataProto) -> pd.DataFrame:
@@ -119,6 +135,13 @@ _READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "finish": ("finish_reason", lambda reason: reason),
 }
 """Column of a table of samples → the batch's column, and what is read of each of its objects."""
+
+
+_SOURCES = (
+    *(column for column, _ in _READ.values()), SESSION, POLICY, "uid", "step", "reward", "scored", "response_mask", "advantages",
+    "advantage", "sampler_logprob_diff",
+)  # fmt: skip
+"""The batch's columns that a table of samples is made of, besides `reward/<part>`."""
 
 
 _BINS = 12
@@ -294,6 +317,8 @@ class Samples(doc.View):
         self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
         self.picked: int | None = None
         """The row that was last clicked in the live table."""
+        self.rendered = False
+        """Whether the live table shows texts as Markdown, LaTeX and code."""
         self.selected: np.ndarray = self.index.select(order, where=where, search=search, by_group=by_group)
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
 
@@ -306,9 +331,12 @@ class Samples(doc.View):
         """The pictures of a row's prompt."""
         return object_at(self.index.batch, IMAGES, row) or []
 
-    def row(self, number: int) -> SampleCard:
-        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist."""
-        return SampleCard(self.index, number)
+    def row(self, number: int, rendered: bool = False, formulas: bool = False) -> SampleCard:
+        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist.
+
+        `rendered` draws its texts as Markdown and code, and with `formulas` LaTeX as MathML, which only a trusted page keeps.
+        """
+        return SampleCard(self.index, number, rendered, formulas)
 
     def document(self) -> doc.Part:
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
@@ -454,7 +482,8 @@ _SIBLINGS = 16
 class SampleCard(doc.View):
     """One sample in full, as `samples(batch).row(7)` returns it. Raises `IndexError` for a row that does not exist."""
 
-    def __init__(self, index: SampleIndex, row: int) -> None:
+    def __init__(self, index: SampleIndex, row: int, rendered: bool = False, formulas: bool = False) -> None:
+        self.rendered, self.formulas = rendered, formulas
         if not 0 <= row < len(index.frame):
             raise IndexError(f"row {row} does not exist: this batch has rows 0 to {len(index.frame) - 1}")
         self.index = index
@@ -505,18 +534,25 @@ class SampleCard(doc.View):
         page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
-            page += [_label("prompt"), doc.line(doc.block(prompt), style="opacity:0.75")]
+            page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.75")]
         page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
         thought, end, said = before.rpartition(THOUGHT)
         if end:  # its conclusion alone is in sight
-            page.append(doc.Fold(f"thinking, {len(thought.split())} words", doc.block(thought + end)))
-            response = (said.lstrip("\n"), *response[1:])
-        page += [_label("response"), doc.wrapped(*response), _label("verdict"), doc.pairs(self.facts())]
+            page.append(doc.Fold(f"thinking, {len(thought.split())} words", self._shown(thought + end)))
+            before = said.lstrip("\n")
+            response = (before, *response[1:])
+        said = "response, rendered" if self.rendered else "response"
+        page += [_label(said), self._shown(before + marked + after, response)]
+        page += [_label("verdict"), doc.pairs(self.facts())]
         for what, said in self.more():
             text.append(f"  {what}: {doc.one_line(said, 400)}")
             page.append(doc.Fold(what, doc.block(said)))
         return doc.Either(text, [*page, lambda: self._others(numbers)])
+
+    def _shown(self, text: str, plain: doc.Part = ()) -> doc.Part:
+        """A text as Markdown, LaTeX and code, or as it was written: as the parts `plain` where there are some."""
+        return rendered(text, self.formulas) if self.rendered else doc.wrapped(plain or text, style="margin:2px 0")
 
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
@@ -529,23 +565,6 @@ class SampleCard(doc.View):
 
 def _label(name: str) -> doc.Part:
     return doc.line(doc.small(name), style="opacity:0.65;margin-top:4px")
-
-
-def difference(index: SampleIndex, row: int, other: int) -> doc.Part:
-    """The text of response `row` turned into that of `other`: words left out are struck through, new ones marked."""
-    one, two = (re.findall(r"\s+|[^\s\w]|\w+", _response(index.frame.iloc[each])) for each in (row, other))
-    found: list[doc.Part] = []
-    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=False).get_opcodes():
-        if kind == "equal":
-            found.append("".join(one[a:b]))
-            continue
-        left, came = "".join(one[a:b]), "".join(two[c:d])
-        found += [doc.Either(f"[-{left}-]", doc.Span(left, LEFT_OUT, "s"))] if left else []
-        found += [doc.Either(f"{{+{came}+}}", doc.Span(came, MARK_NEW, "b"))] if came else []
-    return doc.line(doc.bold(f"row {row} → row {other}")), doc.wrapped(*found)
-
-
-LEFT_OUT, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
 
 
 def evaluation(made: Evaluation) -> doc.Part:

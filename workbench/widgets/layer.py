@@ -26,8 +26,9 @@ from IPython.display import display
 from workbench.base.errors import EngineError, first_line
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
-from workbench.views.samples import difference, group_line
-from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, tokens, visible
+from workbench.views.beside import difference
+from workbench.views.samples import group_line
+from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
@@ -62,19 +63,25 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
 
 
+def text_of(*names: str) -> str:
+    """The scripts or styles of these names, one after another."""
+    return "".join((Path(__file__).parent / "static" / name).read_text() for name in names)
+
+
 class Layer(anywidget.AnyWidget):
     """Base of the widgets: the page's script sends messages, `answer` replies, and large data travels in the replies."""
 
     _esm: Any = ""
     _css: Any = ""
+    scripts: tuple[str, ...] = ()
+    styles: tuple[str, ...] = ()
+    """Files of its page's part."""
 
     def __init_subclass__(cls, script: str = "", library: str = "", **options: Any) -> None:
         if script:
-            folder = Path(__file__).parent / "static"
-            before = [f"{library}.iife.min.js"] if library else []
-            cls._esm = "".join((folder / name).read_text() for name in (*before, "common.js", f"{script}.js"))
-            styles = [f"{library}.min.css"] if library else []
-            cls._css = "".join((folder / name).read_text() for name in (*styles, "style.css"))
+            cls.scripts = (*([f"{library}.iife.min.js"] if library else []), "common.js", f"{script}.js")
+            cls.styles = (*([f"{library}.min.css"] if library else []), "style.css")
+            cls._esm, cls._css = text_of(*cls.scripts), text_of(*cls.styles)
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
@@ -83,17 +90,33 @@ class Layer(anywidget.AnyWidget):
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
         try:
-            reply = self.answer(dict(content))
+            reply = self.reply(content)
         except KeyboardInterrupt:  # answered, so that the page does not wait, and raised again
             self.send({"kind": "error", "text": "interrupted", "asked": content.get("asked")})
             raise
+        self.send(reply)
+
+    def reply(self, content: Any) -> dict[str, Any]:
+        """What goes back to the page for a message from its script: the answer, or what went wrong."""
+        try:
+            reply = self.answer(dict(content))
         except Exception as error:  # noqa: BLE001 - shown in the widget
             reply = {"kind": "error", "text": first_line(error, 400)}
-        self.send({**reply, "asked": content.get("asked")})
+        return {**reply, "asked": content.get("asked")}
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
+
+
+def kinds() -> dict[str, type[Layer]]:
+    """Name → class of each widget that has a script."""
+    found, left = dict[str, type[Layer]](), [Layer]
+    while left:
+        one = left.pop()
+        left += one.__subclasses__()
+        found |= {one.__name__: one} if one.scripts else {}
+    return found
 
 
 def name_of(thing: Any, otherwise: str) -> str:
@@ -122,6 +145,7 @@ class SamplesTable(Layer, script="samples"):
     headline = traitlets.Unicode().tag(sync=True)
     bins: Any = traitlets.List().tag(sync=True)
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
+    rendered = traitlets.Bool().tag(sync=True)
 
     def __init__(self, samples: Samples) -> None:
         frame, index = samples.index.frame, samples.index
@@ -135,8 +159,9 @@ class SamplesTable(Layer, script="samples"):
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
             headline=index.headline,
             bins=[list(one) for one in index.bins],
+            rendered=samples.rendered,
         )
-        self.observe(lambda change: setattr(samples, "picked", change["new"]), "picked")
+        self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply: a page of rows, one row in full, its tokens or a difference as HTML, its text, or a note that it was pinned."""
@@ -148,11 +173,12 @@ class SamplesTable(Layer, script="samples"):
             siblings = [
                 [one, _cell(view.index.frame.iloc[one].get("reward"))] for one in view.row(row).siblings[:_SIBLINGS]
             ]
-            return {"kind": "card", "html": view.row(row)._repr_html_(), "siblings": siblings, "code": code}
+            card = view.row(row, bool(asked.get("rendered")), formulas=True)
+            return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code}
         if asked["kind"] == "tokens":
             return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
         if asked["kind"] == "diff":
-            return {"kind": "card", "html": doc.html(difference(view.index, row, int(asked["other"])))}
+            return {"kind": "card", "html": difference(view.index, row, int(asked["other"])).html()}
         if asked["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
         return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
@@ -338,8 +364,17 @@ class StepperFace(Face, script="stepping"):
 class EpisodeFace(Face, script="episodes"):
     """The widget of an `EpisodeStepper`: buttons next, back, run, and say (write the next turn by hand)."""
 
+    rendered = traitlets.Bool().tag(sync=True)
     noun = "episode"
     ahead = "next_role"
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """As any face; the texts of its turns are drawn as Markdown, LaTeX and code if that is asked."""
+        self.rendered = bool(asked.get("rendered", self.rendered))
+        return super().answer(asked)
+
+    def _html(self) -> str:
+        return doc.html(episode(self._stepped, self.rendered, formulas=True))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
         turns = [{"role": turn.role, "text": turn.text} for turn in self._stepped.turns]

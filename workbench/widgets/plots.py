@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import traitlets
 
 from workbench.widgets.layer import Layer, name_of
 
 if TYPE_CHECKING:
-    from workbench.views.curves import Live
     from workbench.views.plots import Plots
 
 
-class CurvePlots(Layer, script="curves", library="uplot/uPlot"):
-    """The widget of a figure of curves: its script asks once for all `columns`, and for the `samples` of a run's step."""
+class Drawn(Protocol):
+    """A figure of curves: of a run that goes on, `plots` are those of the moment."""
 
-    def __init__(self, figure: Live) -> None:
-        self._plots: Plots = figure.plots
-        super().__init__()
+    @property
+    def plots(self) -> Plots:
+        """What is drawn."""
+
+
+class CurvePlots(Layer, script="curves", library="uplot/uPlot"):
+    """The widget of a figure of curves: its script asks for all `columns`, again when `version` changes, and for the `samples`
+    of a run's step."""
+
+    version = traitlets.Int().tag(sync=True)
+    """Counts the times that the curves went on."""
+    alone = traitlets.Bool().tag(sync=True)
+    """Whether no static form lies above it, which it would hide."""
+
+    def __init__(self, figure: Drawn, *, alone: bool = False) -> None:
+        self._figure = figure
+        super().__init__(alone=alone)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The reply: the columns, or a step's samples as HTML with the line of code that shows them."""
+        """The reply: the columns (`keys`: those of other metrics), or a step's samples as HTML with the code that shows them."""
+        plots = self._figure.plots
         if asked["kind"] == "columns":
-            return {"kind": "columns", **self._plots.columns()}
+            return {"kind": "columns", **plots.columns(tuple(map(str, asked.get("keys") or ())))}
         number, step = int(asked["run"]), int(asked["step"])
-        html = self._plots.samples(number, step)._repr_html_()
-        code = f"wb.views.samples({name_of(list(self._plots.runs.values())[number], 'run')}.traces[{step}])"
+        html = plots.samples(number, step)._repr_html_()
+        code = f"wb.views.samples({name_of(list(plots.runs.values())[number], 'run')}.traces[{step}])"
         return {"kind": "samples", "html": html, "code": code}

@@ -54,6 +54,30 @@ function talker(model, waitingFor, below) {
   };
 }
 
+// The switch between what a model wrote and that drawn as Markdown, LaTeX and code: the view remembers it, and `r` presses it.
+function renderedSwitch(model, el, draw) {
+  const button = make("button", {
+    title: "Markdown, LaTeX and code drawn; plain is what the model wrote (key: r)", onclick: press,
+  }, "rendered");
+  const mark = () => { button.ariaPressed = String(Boolean(model.get("rendered"))); };
+  async function press() {
+    const focused = document.activeElement === button;
+    model.set("rendered", !model.get("rendered"));
+    model.save_changes();
+    mark();
+    await draw();
+    if (focused) button.focus();
+  }
+  el.addEventListener("keydown", (event) => {
+    if (event.key !== "r" || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
+    event.preventDefault();
+    event.stopPropagation();
+    press();
+  });
+  mark();
+  return button;
+}
+
 // The static form stands in the output above: hidden once this one has something to show, back when it goes.
 function overStatic(el, form = ".workbench-static") {
   let hidden = null;

@@ -187,13 +187,14 @@ function plotted(plot, all, look, on) {
       host.ariaLabel = `${plot.title}: steps ${all.steps[0]} to ${all.steps[there]}; arrow keys move along steps, Enter opens a step's samples, plus and minus zoom`;
       self.show(there, true);
     },
+    take: (found) => { plot = found; },
     title: plot.title,
   };
   return self;
 }
 
 function render({ model, el }) {
-  const below = overStatic(el, ".workbench-static, img");
+  const below = overStatic(el, model.get("alone") === true ? ":not(*)" : ".workbench-static, img");
   const problem = make("span", { class: "wb-problem", role: "alert" });
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const readout = make("div", { class: "wb-readout", role: "status" });
@@ -205,7 +206,7 @@ function render({ model, el }) {
   const root = make("div", { class: "wb wb-curves" }, bar, readout, grid, notes, make("div", {}, problem, code), cards);
   el.append(root);
   const look = { smooth: 0, log: false, hidden: new Set(), pointed: null, ink: inks(root) };
-  let all = null, plots = [], at = 0, span = [], opened = 0;
+  let all = null, plots = [], at = 0, span = [], opened = 0, keys = [], kind = "", loads = 0;
 
   const read = (plot) => { readout.textContent = `step ${all.steps[at]} · ${plot.title}: ${plot.text(at)}`; };
   const on = {
@@ -238,7 +239,7 @@ function render({ model, el }) {
   };
   const whole = () => on.zoom(all.steps[0], all.steps[all.steps.length - 1]);
 
-  function keys(event, plot) {
+  function pressed(event, plot) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
     if (event.key in moves) {
       const inside = all.steps.map((step, index) => [step, index]).filter(([step]) => step >= span[0] && step <= span[1]);
@@ -280,7 +281,10 @@ function render({ model, el }) {
       } });
       return make("label", {}, box, swatch(look.ink.line(run.colour)), run.name);
     });
-    bar.append(...runs, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
+    const chosen = make("input", { type: "search", size: 24, placeholder: "metrics: KL, critic/*", ariaLabel: "metrics to draw",
+      title: "titles, metrics and patterns, with commas between them; empty: the main ones",
+      onchange: () => { keys = chosen.value.split(",").map((one) => one.trim()).filter(Boolean); load(); } });
+    bar.append(...runs, chosen, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
       make("button", { onclick: whole, title: "show all steps" }, "all steps"),
       make("span", { class: "wb-count", title: "the wheel zooms with Ctrl, or over the plot that was clicked last; arrow keys, Enter, + and − work there, too" },
         "drag to zoom, click a step for its samples (a tick on the axis: they were kept)"));
@@ -293,27 +297,50 @@ function render({ model, el }) {
   const watch = new MutationObserver(theme);
   const sizes = new ResizeObserver(() => plots.forEach((one) => one.size()));
 
-  talk.ask({ kind: "columns" }).then((found) => {
-    all = found;
-    look.smooth = all.smooth;
-    look.ink = inks(root);
+  // All that is drawn, at first and whenever the curves went on or other ones are wanted: what was zoomed, hidden, smoothed stays.
+  async function load() {
+    const mine = ++loads;
+    try {
+      const found = await talk.ask({ kind: "columns", keys });
+      if (mine !== loads) return;
+      problem.textContent = "";
+      take(found);
+    } catch (text) {
+      if (mine === loads) problem.textContent = text;
+    }
+  }
+
+  function take(found) {
+    const first = all === null || !all.steps.length;
+    const last = first ? 0 : all.steps.length - 1;
+    const whole = first || (span[0] === all.steps[0] && span[1] === all.steps[last]);
+    const end = at === last;
+    if (first) look.smooth = found.smooth;
+    all = Object.assign(all || {}, found, { plots: found.plots });
     if (!all.steps.length) { readout.textContent = "no step yet"; return; }
-    at = all.steps.length - 1;
-    span = [all.steps[0], all.steps[at]];
-    controls();
-    plots = all.plots.map((plot) => plotted(plot, all, look, on));
-    grid.append(...plots.map((one) => one.node));
-    plots.forEach((one) => {
-      one.build();
-      one.last();
-      one.host.addEventListener("keydown", (event) => keys(event, one));
-    });
-    if (plots.length) read(plots[0]);
-    notes.append(...all.marks.map((mark) => make("li", {}, mark.text)));
+    look.ink = inks(root);
+    if (end || at >= all.steps.length) at = all.steps.length - 1;
+    if (whole) span = [all.steps[0], all.steps[all.steps.length - 1]];
+    if (first) controls();
+    const now = JSON.stringify(all.plots.map((plot) => [plot.title, plot.lines.map((line) => [line.words, line.run])]));
+    if (now !== kind) {
+      plots = all.plots.map((plot) => plotted(plot, all, look, on));
+      plots.forEach((one) => one.host.addEventListener("keydown", (event) => pressed(event, one)));
+      grid.replaceChildren(...plots.map((one) => one.node));
+    } else plots.forEach((one, number) => one.take(all.plots[number]));
+    kind = now;
+    rebuild();
+    plots.forEach((one) => one.last());
+    plots.forEach((one) => one.show(at, true));
+    if (plots.length) read(look.pointed || plots[0]);
+    notes.replaceChildren(...all.marks.map((mark) => make("li", {}, mark.text)));
+    if (!first) return;
     sizes.observe(grid);
     watch.observe(document.body, { attributes: true });
     below.hide();
-  }).catch((text) => { problem.textContent = text; });
-  return () => { sizes.disconnect(); watch.disconnect(); talk.end(); below.restore(); };
+  }
+  model.on("change:version", load);
+  load();
+  return () => { model.off("change:version", load); sizes.disconnect(); watch.disconnect(); talk.end(); below.restore(); };
 }
 export default { render };

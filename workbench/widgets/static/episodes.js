@@ -14,10 +14,11 @@ function render({ model, el }) {
   const say = press("say", "this turn is the text beside; what came after it is gone",
     () => ({ kind: "say", turn: chosen(), text: text.value }));
   const buttons = [back, next, run, say];
+  const rendered = renderedSwitch(model, el, () => ask({ kind: "look", rendered: model.get("rendered") }));
   const { ask, drawn } = mover(talk, problem, buttons, draw);
   let face = model.get("face");
   el.append(make("div", { class: "wb" },
-    make("div", { class: "wb-bar" }, back, next, run, code, problem),
+    make("div", { class: "wb-bar" }, back, next, run, rendered, code, problem),
     make("div", { class: "wb-bar" }, turn, text, say), body));
 
   function fill() {

@@ -6,6 +6,7 @@ function render({ model, el }) {
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const columns = model.get("columns");
   const query = { ...model.get("query") };
+  const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
   let total = 0;
   let group = null;  // of the last line drawn
@@ -119,7 +120,7 @@ function render({ model, el }) {
     model.save_changes();
     mark();
     try {
-      const card = await talk.ask({ kind: "pick", row });
+      const card = await talk.ask({ kind: "pick", row, rendered: model.get("rendered") });
       const body = make("div");
       fromViews(body, card.html);
       detail.replaceChildren(...actions(row, card, body), body);
@@ -147,7 +148,7 @@ function render({ model, el }) {
     return [
       make("div", { class: "wb-bar" },
         make("button", { onclick: () => pick(row) }, `row ${row}`),
-        make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"),
+        make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"), rendered,
         has ? other : null, has ? next : null,
         make("button", { title: "the response's text", onclick: copied(async () => (await talk.ask({ kind: "text", row })).text) }, "copy"),
         make("button", { title: card.code, onclick: copied(async () => card.code) }, "copy code"), told),

@@ -1,0 +1,393 @@
+"""The pages over a folder of runs, a run or a dump: what `workbench view` serves and `workbench report --all` writes.
+
+A page is named by its path in the written folder (`a/step_000010/index.html`), and links are relative, so that both have the
+same. Its sections are views; one that has a widget is that widget where a server answers it, else its static form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape as quoted
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from workbench.base.errors import RunError, WorkbenchError, first_line
+from workbench.compat.dumps import read_dump
+from workbench.replay.run import Run, find_runs, table
+from workbench.runs.folder import is_run, step_files
+from workbench.runs.symptoms import Watch
+from workbench.steps.compare import compare
+from workbench.views import document as doc
+from workbench.views.comparisons import metrics_beside
+from workbench.views.curves import panel, png
+from workbench.views.plots import Plots
+from workbench.views.samples import samples
+from workbench.views.tokens import tokens, transcript
+from workbench.widgets.layer import Layer, SamplesTable, TokenView
+from workbench.widgets.plots import CurvePlots
+
+DRAWN = 8
+"""Runs whose curves are drawn over each other unless others are asked for: the newest."""
+ROWS = 8
+"""Samples of a step that have a page of their own in a written folder: the worst."""
+Query = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under a title of its own."""
+
+    title: str
+    html: Callable[[], str]
+    """Its static form: HTML in which all text is escaped."""
+    widget: Callable[[], Layer] | None = None
+    """Stands in place of the static form on a served page."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What stands on a page, and where it stands."""
+
+    path: str
+    title: str
+    sections: Sequence[Section]
+    trail: Sequence[tuple[str, str]] = ()
+    """(words, path) of the pages above it."""
+    live: Callable[[], str] | None = None
+    """Of a page that may change: gives a text that changes with it, empty once it no longer will."""
+
+
+@dataclass
+class Watched:
+    """Curves of runs whose symptoms are looked for again each time that they are read."""
+
+    runs: Mapping[str, Run]
+    keys: Sequence[str] = field(default=())
+
+    @property
+    def plots(self) -> Plots:
+        """The curves as they are now."""
+        return Plots(self.runs, self.keys, Watch(next(iter(self.runs.values())).rows).marks)
+
+
+class Pages:
+    """The pages over a run folder, a folder of runs, or a dump. Reads nothing outside that folder, and writes nothing.
+
+    `written`: the paths that links may lead to, None where a server makes every page. Raises `RunError` where there is
+    neither a run nor a dump, `DataError` for a dump that cannot be read.
+    """
+
+    def __init__(self, source: str | Path, written: set[str] | None = None) -> None:
+        self.source, self.written = Path(source).resolve(), written
+        self.dump: Any = None
+        self._one = is_run(self.source)
+        if not self._one and not (self.source.is_dir() and find_runs(self.source)):
+            if not self.source.exists():
+                raise RunError(f"nothing at {str(source)!r}", expected="a run, a folder of runs, or a dump of rollouts")
+            self.dump = read_dump(self.source)
+
+    def runs(self) -> dict[str, Path]:
+        """Name → folder of each run, the newest last; one that leads out of the folder is left out."""
+        if self.dump is not None:
+            return {}
+        if self._one:
+            return {self.source.name: self.source}
+        found = find_runs(self.source)
+        return {path.relative_to(self.source).as_posix(): path for path in found if self._inside(path)}
+
+    def _inside(self, path: Path) -> bool:
+        """Whether a folder, and all links in it, stay in the folder that is looked at."""
+        links = (one for one in (path, *path.rglob("*")) if one.is_symlink())
+        return all(one.resolve().is_relative_to(self.source) for one in links)
+
+    # --- by path --------------------------------------------------------------------------------
+
+    def page(self, path: str, query: Query | None = None) -> Page:
+        """The page at a path. Raises `LookupError` where there is none."""
+        query = query or {}
+        if path == "index.html":
+            return self._dump() if self.dump is not None else self._index(query)
+        if self.dump is not None:
+            return self._row(path, self.dump, _asked_row(path, query), [("dump", "index.html")])
+        runs = self.runs()
+        name = next((one for one in sorted(runs, key=len, reverse=True) if path.startswith(f"{one}/")), None)
+        if name is None:
+            raise LookupError(f"no page {path}")
+        return self._of_run(name, Run(runs[name]), path.removeprefix(f"{name}/"), query)
+
+    def _of_run(self, name: str, run: Run, rest: str, query: Query) -> Page:
+        trail = [("runs", "index.html"), (name, f"{name}/index.html")]
+        path = f"{name}/{rest}"
+        if rest == "index.html":
+            return self._run(name, run, trail[:1])
+        if rest == "diagnosis.html":
+            return Page(path, f"{name}: diagnosis", [Section("diagnosis", lambda: _html(run.diagnose()))], trail)
+        if rest.startswith("val_"):
+            step = _number(rest, "val_", ".html")
+            return Page(path, f"{name}: held-out samples of step {step}", [self._table(run.val(step))], trail)
+        folder, _, last = rest.partition("/")
+        step = _number(folder, "step_", "")
+        if step not in list(run.traces):
+            raise LookupError(f"step {step} of {name} has no trace")
+        if last == "index.html":
+            return self._step(name, run, step, trail)
+        trail.append((f"step {step}", f"{name}/{folder}/index.html"))
+        if last == "compare.html":
+            other = (query.get("with") or [""])[0] or f"{name}/{_before(run, step)}"
+            return self._compare(path, (name, step), other, trail)
+        return self._row(path, run.traces[step], _asked_row(last, query), trail)
+
+    def _index(self, query: Query) -> Page:
+        runs, page = self.runs(), "index.html"
+        chosen = [name for name in query.get("run", ()) if name in runs] or list(runs)[-DRAWN:]
+        opened = {name: Run(runs[name]) for name in reversed(chosen)}
+        sections = [Section("runs", lambda: self._listed(page, runs, chosen))]
+        if any(run.rows for run in opened.values()):
+            sections.append(_curves(opened))
+        return Page(page, str(self.source.name), sections, live=lambda: "".join(_stamp(run) for run in opened.values()))
+
+    def _listed(self, page: str, runs: Mapping[str, Path], chosen: Sequence[str]) -> str:
+        """The table of runs; on a served page with boxes that choose whose curves are drawn."""
+        frame = table(runs)[::-1]
+        served = self.written is None
+        lines = []
+        for name, row in frame.iterrows():
+            box = f'<input type="checkbox" name="run" value="{quoted(str(name))}"{" checked" * (name in chosen)} title="draw its curves">'
+            cells = [box * served + self._link(page, str(name), f"{name}/index.html"), *map(_cell, row)]
+            lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        heads = "".join(f"<th>{doc.escape(one)}</th>" for one in ("run", *frame.columns))
+        listed = f'<table class="runs"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+        if not served:
+            return listed
+        bar = '<input type="search" data-filter placeholder="filter runs" aria-label="filter runs"> <button>draw the chosen runs\' curves</button>'
+        return f"<form><p>{bar}</p>{listed}</form>"
+
+    def _run(self, name: str, run: Run, trail: Sequence[tuple[str, str]]) -> Page:
+        page, steps = f"{name}/index.html", sorted(run.traces, reverse=True)
+        held = sorted(step_files(run.path / "val"), reverse=True)
+        further = [
+            ("diagnosis", [("what is probably wrong, and what to turn", f"{name}/diagnosis.html")]),
+            ("recorded steps", [(str(step), _step_path(name, step)) for step in steps]),
+            ("held-out samples", [(f"after step {step}", f"{name}/val_{step:06d}.html") for step in held]),
+        ]
+        sections = [
+            Section("run", lambda: _html(run)),
+            Section("look at", lambda: "".join(self._links(page, what, found) for what, found in further if found)),
+            Section("symptoms", lambda: _html(run.symptoms)),
+        ]
+        if run.rows:
+            sections.insert(1, _curves({name: run}))
+        return Page(page, name, sections, trail, live=lambda: _stamp(run))
+
+    def _step(self, name: str, run: Run, step: int, trail: Sequence[tuple[str, str]]) -> Page:
+        page, made = _step_path(name, step), run.traces[step]
+        folder = page.removesuffix("index.html")
+        worst = samples(made).selected[:ROWS]
+        before = _before(run, step)
+        further = [("samples in full, with tokens", [(f"row {row}", f"{folder}row_{row}.html") for row in worst])]
+        if before is not None:
+            further.append(("compared", [(f"with step {before}", f"{folder}compare.html")]))
+        sections = [
+            Section("phases", lambda: _html(made)),
+            self._table(made),
+            Section(
+                "look at",
+                lambda: "".join(self._links(page, *one) for one in further) + self._choices(f"{name}/{step}"),
+            ),
+        ]
+        return Page(page, f"{name}: step {step}", sections, trail)
+
+    def _choices(self, here: str) -> str:
+        """Forms of a served page: any row of the step, and any recorded step to compare with."""
+        if self.written is not None:
+            return ""
+        steps = [f"{name}/{step}" for name, path in self.runs().items() for step in Run(path).traces]
+        options = "".join(f"<option>{doc.escape(one)}</option>" for one in steps if one != here)
+        row = '<form action="row.html"><label>row <input name="row" type="number" min="0" value="0" required></label> <button>in full</button></form>'
+        other = f'<form action="compare.html"><label>with <select name="with">{options}</select></label> <button>compare</button></form>'
+        return row + other * bool(options)
+
+    def _compare(self, path: str, mine: tuple[str, int], other: str, trail: Sequence[tuple[str, str]]) -> Page:
+        name, _, number = other.rpartition("/")
+        runs = self.runs()
+        if name not in runs or _number(number, "", "") not in list(Run(runs[name]).traces):
+            raise LookupError(f"no recorded step {other}")
+        first, second = Run(runs[name]).traces[int(number)], Run(runs[mine[0]]).traces[mine[1]]
+        title = f"{other} → {mine[0]}/{mine[1]}"
+        try:
+            found = compare(first, second)
+            sections = [Section("the same rows, compared", lambda: _html(found))]
+        except WorkbenchError as error:
+            why = doc.block(first_line(error, 400))
+            sections = [
+                Section("metrics", lambda: doc.html((why, metrics_beside(first.metrics, second.metrics)))),
+                self._table(first, f"samples of {other}"),
+                self._table(second, f"samples of {mine[0]}/{mine[1]}"),
+            ]
+        return Page(path, title, sections, trail)
+
+    # --- samples --------------------------------------------------------------------------------
+
+    def _dump(self) -> Page:
+        links = [(f"row {row}", f"row_{row}.html") for row in samples(self.dump).selected[:ROWS]]
+        further = Section("look at", lambda: self._links("index.html", "samples in full", links))
+        return Page("index.html", self.source.name, [self._table(self.dump), further])
+
+    def _table(self, thing: Any, title: str = "samples") -> Section:
+        shown = samples(thing, rows=ROWS)
+        return Section(title, shown.html, lambda: SamplesTable(shown))
+
+    def _row(self, path: str, thing: Any, row: int, trail: Sequence[tuple[str, str]]) -> Page:
+        try:
+            sections = [Section("sample", samples(thing).row(row).html)]
+        except IndexError as error:
+            raise LookupError(str(error)) from error
+        try:
+            shown = tokens(thing, row)
+            sections.append(Section("tokens", shown.html, lambda: TokenView(shown)))
+            sections.append(Section("episode, turn by turn", transcript(thing, row).html))
+        except ValueError as error:  # a dump without token ids
+            why = str(error)
+            sections.append(Section("tokens", lambda: doc.html(doc.block(why))))
+        return Page(path, f"row {row}", sections, trail)
+
+    # --- links ----------------------------------------------------------------------------------
+
+    def _link(self, page: str, words: str, path: str) -> str:
+        there = self.written is None or path in self.written
+        return link(page, words, path) if there else doc.escape(words)
+
+    def _links(self, page: str, what: str, found: Sequence[tuple[str, str]]) -> str:
+        return f"<p>{doc.escape(what)}: {' · '.join(self._link(page, *one) for one in found)}</p>"
+
+    def paths(self) -> Iterator[str]:
+        """All pages of a written folder, in such an order that a page comes after those it leads to."""
+        if self.dump is not None:
+            yield from (f"row_{row}.html" for row in samples(self.dump).selected[:ROWS])
+        for name, folder in reversed(self.runs().items()):
+            run = Run(folder)
+            for step in sorted(run.traces, reverse=True):
+                page = _step_path(name, step)
+                above = page.removesuffix("index.html")
+                yield from (f"{above}row_{row}.html" for row in _worst(run, step))
+                yield from [f"{above}compare.html"] * (_before(run, step) is not None)
+                yield page
+            yield from (f"{name}/val_{step:06d}.html" for step in step_files(run.path / "val"))
+            yield from (f"{name}/diagnosis.html", f"{name}/index.html")
+        yield "index.html"
+
+
+# --- a page as HTML ------------------------------------------------------------------------------
+
+STYLE = """
+:root { color-scheme: light dark; --page: white; --ink: #1b1f24; --jp-layout-color1: var(--page); --jp-content-font-color1: var(--ink); }
+@media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e2e6ea; } a { color: #79b8ff; } }
+body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 8px 16px 40px; max-width: 1500px; color: var(--ink); background: var(--page); }
+h1 { font-size: 19px; margin: 6px 0; overflow-wrap: anywhere; }
+h2 { font-size: 15px; margin: 18px 0 6px; }
+section { overflow-x: auto; }
+.runs :is(td, th) { padding: 2px 8px 2px 0; text-align: left; white-space: nowrap; }
+form { margin: 6px 0; } input, select, button { font: inherit; }
+:focus-visible { outline: 2px solid #388bfd; }
+#said { min-height: 1.3em; opacity: .7; }
+"""
+
+
+def rendered(page: Page, embed: Callable[[Layer], str] | None = None, head: str = "") -> str:
+    """A page as an HTML document. `embed`: the place of a widget; without it, and the scripts that `head` names, the static
+    forms stand there, and the document needs no kernel, script or network."""
+    parts = []
+    for number, one in enumerate(page.sections):
+        if embed is not None and one.widget is not None:
+            inner = embed(one.widget())
+        else:
+            inner = f'<div id="part{number}">{contents(one)}</div>'
+        parts.append(f"<section><h2>{doc.escape(one.title)}</h2>{inner}</section>")
+    trail = " › ".join(link(page.path, words, path) for words, path in page.trail)
+    safe = (
+        ""
+        if embed
+        else "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{safe}'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{doc.escape(page.title)}</title>'
+        f"<style>{STYLE}</style>{head}</head><body><nav>{trail}</nav><h1>{doc.escape(page.title)}</h1>"
+        f"<main>{''.join(parts)}</main></body></html>"
+    )
+
+
+def contents(section: Section) -> str:
+    """A section's static form; where it cannot be made, the reason."""
+    try:
+        return section.html()
+    except (WorkbenchError, ValueError, OSError) as error:
+        return doc.html(doc.block(first_line(error, 1000)))
+
+
+def link(page: str, words: str, path: str) -> str:
+    """A link from the page at one path to the page at another one."""
+    return f'<a href="{"../" * page.count("/")}{quoted(quote(path))}">{doc.escape(words)}</a>'
+
+
+def _curves(runs: Mapping[str, Run]) -> Section:
+    name, *others = runs
+
+    def picture() -> bytes:
+        beside = {one: runs[one].rows for one in others}
+        return png(panel(runs[name].rows, title=name, others=beside or None, empty=False))
+
+    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), lambda: CurvePlots(Watched(runs)))
+
+
+def _stamp(run: Run) -> str:
+    """Changes with what a run that goes on has written; empty where it no longer goes on."""
+    if run.state != "running":
+        return ""
+    size = (run.path / "metrics.jsonl").stat().st_size if (run.path / "metrics.jsonl").is_file() else 0
+    return f"{run.path.name} {size} {len(run.traces)};"
+
+
+def _html(thing: Any) -> str:
+    return str(thing._repr_html_())
+
+
+def _cell(value: Any) -> str:
+    return doc.escape(doc.number(value) if isinstance(value, float) else "–" if value is None else doc.cut(value, 80))
+
+
+def _step_path(name: str, step: int) -> str:
+    return f"{name}/step_{step:06d}/index.html"
+
+
+def _worst(run: Run, step: int) -> list[int]:
+    """Rows of a step that have pages; none where its trace cannot be read, which its own page says."""
+    try:
+        return list(map(int, samples(run.traces[step]).selected[:ROWS]))
+    except (WorkbenchError, ValueError):
+        return []
+
+
+def _before(run: Run, step: int) -> int | None:
+    """The recorded step before a step."""
+    return max((one for one in run.traces if one < step), default=None)
+
+
+def _number(text: str, before: str, after: str) -> int:
+    """The number in a page's name. Raises `LookupError`."""
+    digits = text.removeprefix(before).removesuffix(after)
+    if not (
+        text.startswith(before)
+        and text.endswith(after)
+        and digits.isascii()
+        and digits.isdecimal()
+        and len(digits) < 12
+    ):
+        raise LookupError(f"no page {text}")
+    return int(digits)
+
+
+def _asked_row(last: str, query: Query) -> int:
+    return _number((query.get("row") or [""])[0], "", "") if last == "row.html" else _number(last, "row_", ".html")

@@ -1,0 +1,178 @@
+"""`workbench view`: the pages over runs, served to a browser on this machine; the widgets talk to it in place of a kernel."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape as quoted
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
+
+from workbench.base.errors import WorkbenchError, first_line
+from workbench.base.loopback import LOCAL, Asked, Text, serving
+from workbench.jobs.pages import Page, Pages, contents, rendered
+from workbench.widgets.layer import Layer, kinds, text_of
+
+ALIVE = 48
+"""Widgets that are kept, each with its batch: those of the pages that were opened last."""
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; "
+        "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class Viewer:
+    """Answers a browser: pages, the widgets' scripts and messages, and what changed in a run that goes on."""
+
+    def __init__(self, pages: Pages, token: str, names: tuple[str, ...] = LOCAL) -> None:
+        self.pages, self.token, self._names = pages, token, names
+        self._widgets: OrderedDict[str, Layer] = OrderedDict()
+        self._one = threading.Lock()
+        self._cookie = f"workbench-{secrets.token_hex(4)}"  # cookies are shared by all servers of a host
+
+    def guard(self, asked: Asked) -> str:
+        """Why a request is refused: a name that is not this machine's, another page's script, or no token."""
+        host = asked.headers.get("Host") or ""
+        if host.rpartition(":")[0] not in self._names and host not in self._names:
+            return f"not served under the name {host[:80]!r}: open the address that workbench view printed"
+        if asked.headers.get("Origin", f"http://{host}") != f"http://{host}":
+            return f"not for pages of {asked.headers['Origin'][:80]!r}"
+        given = [*parse_qs(urlsplit(asked.path).query).get("token", ()), self._kept(asked)]
+        if not any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given):
+            return "the token is missing or wrong: open the whole address that workbench view printed"
+        return ""
+
+    def _kept(self, asked: Asked) -> str:
+        try:
+            found = SimpleCookie(asked.headers.get("Cookie") or "").get(self._cookie)
+        except CookieError:
+            return ""
+        return found.value if found is not None else ""
+
+    def __call__(self, asked: Asked) -> tuple[int, Any]:
+        """The answer to a request."""
+        address = urlsplit(asked.path)
+        path, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
+        with self._one:
+            try:
+                if "token" in query and asked.method == "GET":  # out of the address, the history and the next Referer
+                    kept = f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                    return 302, Text("", "text/plain", {"Location": address.path, "Set-Cookie": kept, **HEADERS})
+                if asked.method == "POST":
+                    return 200, self._ask(path.removeprefix("-/ask/"), json.loads(asked.body))
+                if path.startswith("-/"):
+                    return 200, self._own(path[2:], query)
+                return 200, self._page(path + "index.html" if path.endswith("/") or not path else path, query)
+            except (LookupError, json.JSONDecodeError) as error:
+                return 404, _sorry(asked, first_line(error, 300))
+            except (WorkbenchError, ValueError, OSError) as error:
+                return 500, _sorry(asked, first_line(error, 1000))
+
+    # --- pages ----------------------------------------------------------------------------------
+
+    def _page(self, path: str, query: dict[str, list[str]]) -> Text:
+        page = self.pages.page(path, query)
+        up = "../" * path.count("/")
+        head = "".join(
+            f'<link rel="stylesheet" href="{up}-/style/{kind}.css">' for kind in ("SamplesTable", "CurvePlots")
+        )
+        head += f'<script type="module" src="{up}-/viewer.js"></script>'
+        body = rendered(page, self._embedded, head)
+        if page.live is not None and (stamp := page.live()):
+            said = f'<p id="said" role="status" data-page="{quoted(_address(path, query))}" data-stamp="{quoted(stamp)}"></p>'
+            body = body.replace("<main>", f"{said}<main>", 1)
+        return Text(body, "text/html; charset=utf-8", HEADERS)
+
+    def _embedded(self, widget: Layer) -> str:
+        """The place of a widget in a page, with the state that its script begins with."""
+        number = secrets.token_hex(8)
+        self._widgets[number] = widget
+        while len(self._widgets) > ALIVE:
+            self._widgets.popitem(last=False)[1].close()
+        state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
+        kind, held = type(widget).__name__, quoted(json.dumps(state, default=str))
+        return f'<div data-widget="{number}" data-kind="{kind}" data-state="{held}"></div>'
+
+    def _ask(self, number: str, asked: Any) -> dict[str, Any]:
+        """What a widget answers its script, or a trait that the script has set. Raises `LookupError` for one that is gone."""
+        if number not in self._widgets:
+            raise LookupError("this page was left long ago: load it again")
+        self._widgets.move_to_end(number)
+        widget = self._widgets[number]
+        if "content" in asked:
+            return widget.reply(asked["content"])
+        widget.set_state({name: value for name, value in asked["values"].items() if not name.startswith("_")})
+        return {}
+
+    def _own(self, path: str, query: dict[str, list[str]]) -> Any:
+        """What is no page: scripts and styles, and what changed since a page was made."""
+        folder, _, name = path.partition("/")
+        if path == "viewer.js":
+            return Text(text_of("common.js", "viewer.js"), "text/javascript; charset=utf-8", HEADERS)
+        if folder == "fresh":
+            return self._fresh(query["page"][0], query["stamp"][0])
+        kind = kinds()[name.rpartition(".")[0]]
+        if folder == "script":
+            return Text(text_of(*kind.scripts), "text/javascript; charset=utf-8", HEADERS)
+        return Text(text_of(*kind.styles), "text/css; charset=utf-8", HEADERS)
+
+    def _fresh(self, address: str, stamp: str) -> dict[str, Any]:
+        split = urlsplit(address)
+        page: Page = self.pages.page(unquote(split.path), parse_qs(split.query))
+        now = page.live() if page.live is not None else ""
+        if now == stamp:
+            return {"stamp": now, "parts": {}}
+        still = [(number, one) for number, one in enumerate(page.sections) if one.widget is None]
+        return {"stamp": now, "parts": {f"part{number}": contents(one) for number, one in still}}
+
+
+def _address(path: str, query: dict[str, list[str]]) -> str:
+    return f"{quote(path)}?{urlencode(query, doseq=True)}"
+
+
+def _sorry(asked: Asked, why: str) -> Any:
+    """The reason as JSON for a script, as a line for a reader."""
+    plain = asked.method == "POST" or asked.path.startswith("/-/")
+    return {"detail": why} if plain else Text(why, "text/plain; charset=utf-8", HEADERS)
+
+
+@contextmanager
+def viewing(source: str | Path, *, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> Iterator[str]:
+    """Context manager: serves the pages over a run, a folder of runs or a dump, and yields the address with its token.
+
+    `host`: another address than loopback, which others can then reach: the token alone keeps them out, unencrypted.
+    Raises `RunError` where there is neither run nor dump, `OSError` where the port is taken.
+    """
+    names = LOCAL if host in LOCAL else (*LOCAL, host, socket.gethostname(), socket.getfqdn())
+    viewer = Viewer(Pages(source), token or secrets.token_urlsafe(24), names)
+    with serving(viewer, name="workbench-view", port=port, host=host, guard=viewer.guard) as address:
+        yield f"http://{address}/?token={viewer.token}"
+
+
+def view(source: str | Path, *, port: int, host: str, say: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C, and say where."""
+    with viewing(source, port=port, host=host) as address:
+        number = urlsplit(address).port
+        say(f"{source} at {address}")
+        if host in LOCAL:
+            say(
+                f"from another machine: ssh -N -L {number}:localhost:{number} {socket.gethostname()}, then the same address there"
+            )
+        say("Ctrl-C ends it")
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            say("ended")
