@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -187,7 +186,7 @@ class Tags(HTMLParser):
         if tag in ("iframe", "object", "embed", "base", "svg"):
             self.wrong.append(tag)
         for name, value in attributes:
-            if name.startswith("on") or "javascript:" in (value or "") and name != "data-state":
+            if name.startswith("on") or ("javascript:" in (value or "") and name != "data-state"):
                 self.wrong.append(f"{tag} {name}={value}")
 
 
@@ -195,7 +194,7 @@ def test_texts_of_a_model_stay_texts(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     shutil.copytree(folder / "a", run)
     shutil.rmtree(run / "traces" / "step_000003")
-    Trace(hostile_batch(), step=3).save(run / "traces" / "step_000003")
+    Trace(hostile_batch()).save(run / "traces" / "step_000003")
     with viewing(tmp_path / "runs") as url, httpx.Client(follow_redirects=True) as client:
         for path in ("step_000003/index.html", "step_000003/row_0.html", "index.html"):
             base = client.get(url).url
@@ -253,11 +252,12 @@ def test_in_chromium_the_widgets_work_without_a_kernel(served: str, folder: Path
         page.get_by_label("metrics to draw").fill("critic/score/*")
         page.keyboard.press("Enter")
         page.locator(".wb-plot-head b", has_text="critic/score/max").wait_for()
-        page.get_by_role("link", name="a", exact=True).evaluate("node => node.click()")
+        page.get_by_label("filter runs").fill("")
+        page.get_by_role("link", name="a", exact=True).click()
         page.get_by_role("link", name="2", exact=True).click()
         page.locator(".wb-samples tbody tr").nth(1).click()
         page.get_by_role("button", name="tokens").click()
-        page.get_by_label("row").last.fill("5")
+        page.locator("input[name=row]").fill("5")
         page.get_by_role("button", name="in full").click()
         page.locator(".wb-tokens span").nth(3).hover()
         assert page.title() == "row 5" and "token" in page.locator(".wb-values").inner_text()

@@ -55,11 +55,26 @@ def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
     assert lint(bundle["text/html"]) == []
     # the widget's own parts were updated, and the output itself left alone: it would be drawn anew under the mouse
     said = shown._bar.value
-    assert (
-        ("step 3/9" in said or "step 4/9" in said)
-        and bytes(shown._picture.value[:4]) == b"\x89PNG"
-        and handle.bundles == []
+    assert ("step 3/9" in said or "step 4/9" in said) and handle.bundles == []
+
+
+def test_the_curves_go_on_with_the_steps_and_mark_what_looks_wrong(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, _, _ = made
+    monkeypatch.setattr(display, "CURVES_EVERY", 0.0)
+    monkeypatch.setattr(display, "STEPS_A_SECOND", 1e12)
+    curves = shown._curves
+    assert curves.alone and shown._box.children[-1] is curves
+    before, first = curves.version, curves.reply({"kind": "columns", "asked": 1})
+    for number in range(3, 8):
+        shown.on_row({**rows(number)[-1], "actor/kl_loss": 3.0}, 60.0)
+    then = curves.reply({"kind": "columns", "keys": ["KL"], "asked": 2})
+    assert curves.version == before + 5 and first["steps"] == [1, 2] and then["steps"] == list(range(1, 8))
+    assert [one["title"] for one in first["plots"]] == ["reward", "KL", "seconds per phase"]
+    assert [one["title"] for one in then["plots"]] == ["KL"] and then["marks"][0]["text"].startswith(
+        "KL to the reference"
     )
+    wrong = curves.reply({"kind": "samples", "run": 0, "step": 2, "asked": 3})
+    assert wrong["kind"] == "error" and "step 2 has no trace" in wrong["text"]
 
 
 def test_what_is_left_needs_no_kernel(made: Any) -> None:

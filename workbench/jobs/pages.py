@@ -7,13 +7,14 @@ same. Its sections are views; one that has a widget is that widget where a serve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape as quoted
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from workbench.base.errors import RunError, WorkbenchError, first_line
+from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.replay.run import Run, find_runs, table
 from workbench.runs.folder import is_run, step_files
@@ -21,12 +22,10 @@ from workbench.runs.symptoms import Watch
 from workbench.steps.compare import compare
 from workbench.views import document as doc
 from workbench.views.comparisons import metrics_beside
-from workbench.views.curves import panel, png
+from workbench.views.curves import Live, panel, png
 from workbench.views.plots import Plots
 from workbench.views.samples import samples
 from workbench.views.tokens import tokens, transcript
-from workbench.widgets.layer import Layer, SamplesTable, TokenView
-from workbench.widgets.plots import CurvePlots
 
 DRAWN = 8
 """Runs whose curves are drawn over each other unless others are asked for: the newest."""
@@ -42,8 +41,8 @@ class Section:
     title: str
     html: Callable[[], str]
     """Its static form: HTML in which all text is escaped."""
-    widget: Callable[[], Layer] | None = None
-    """Stands in place of the static form on a served page."""
+    shown: Shown | None = None
+    """What a served page has in its place: the widget of this."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,18 @@ class Page:
     """Of a page that may change: gives a text that changes with it, empty once it no longer will."""
 
 
-@dataclass
-class Watched:
+class Watched(Live):
     """Curves of runs whose symptoms are looked for again each time that they are read."""
 
-    runs: Mapping[str, Run]
-    keys: Sequence[str] = field(default=())
+    alone = True
+
+    def __init__(self, runs: Mapping[str, Run]) -> None:
+        self._runs = runs
 
     @property
     def plots(self) -> Plots:
         """The curves as they are now."""
-        return Plots(self.runs, self.keys, Watch(next(iter(self.runs.values())).rows).marks)
+        return Plots(self._runs, (), Watch(next(iter(self._runs.values())).rows).marks)
 
 
 class Pages:
@@ -237,7 +237,7 @@ class Pages:
 
     def _table(self, thing: Any, title: str = "samples") -> Section:
         shown = samples(thing, rows=ROWS)
-        return Section(title, shown.html, lambda: SamplesTable(shown))
+        return Section(title, shown.html, shown)
 
     def _row(self, path: str, thing: Any, row: int, trail: Sequence[tuple[str, str]]) -> Page:
         try:
@@ -246,7 +246,7 @@ class Pages:
             raise LookupError(str(error)) from error
         try:
             shown = tokens(thing, row)
-            sections.append(Section("tokens", shown.html, lambda: TokenView(shown)))
+            sections.append(Section("tokens", shown.html, shown))
             sections.append(Section("episode, turn by turn", transcript(thing, row).html))
         except ValueError as error:  # a dump without token ids
             why = str(error)
@@ -295,13 +295,13 @@ form { margin: 6px 0; } input, select, button { font: inherit; }
 """
 
 
-def rendered(page: Page, embed: Callable[[Layer], str] | None = None, head: str = "") -> str:
+def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = "") -> str:
     """A page as an HTML document. `embed`: the place of a widget; without it, and the scripts that `head` names, the static
     forms stand there, and the document needs no kernel, script or network."""
     parts = []
     for number, one in enumerate(page.sections):
-        if embed is not None and one.widget is not None:
-            inner = embed(one.widget())
+        if embed is not None and one.shown is not None:
+            inner = embed(shows(one.shown, "widget"))
         else:
             inner = f'<div id="part{number}">{contents(one)}</div>'
         parts.append(f"<section><h2>{doc.escape(one.title)}</h2>{inner}</section>")
@@ -339,7 +339,7 @@ def _curves(runs: Mapping[str, Run]) -> Section:
         beside = {one: runs[one].rows for one in others}
         return png(panel(runs[name].rows, title=name, others=beside or None, empty=False))
 
-    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), lambda: CurvePlots(Watched(runs)))
+    return Section("curves", lambda: doc.html(doc.Image(picture, "curves")), Watched(runs))
 
 
 def _stamp(run: Run) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape as quoted
 from http.cookies import CookieError, SimpleCookie
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
@@ -19,7 +20,6 @@ from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 from workbench.base.errors import WorkbenchError, first_line
 from workbench.base.loopback import LOCAL, Asked, Text, serving
 from workbench.jobs.pages import Page, Pages, contents, rendered
-from workbench.widgets.layer import Layer, kinds, text_of
 
 ALIVE = 48
 """Widgets that are kept, each with its batch: those of the pages that were opened last."""
@@ -39,7 +39,8 @@ class Viewer:
 
     def __init__(self, pages: Pages, token: str, names: tuple[str, ...] = LOCAL) -> None:
         self.pages, self.token, self._names = pages, token, names
-        self._widgets: OrderedDict[str, Layer] = OrderedDict()
+        self._widgets: OrderedDict[str, Any] = OrderedDict()
+        self._kinds: dict[str, Any] = {}
         self._one = threading.Lock()
         self._cookie = f"workbench-{secrets.token_hex(4)}"  # cookies are shared by all servers of a host
 
@@ -86,17 +87,14 @@ class Viewer:
     def _page(self, path: str, query: dict[str, list[str]]) -> Text:
         page = self.pages.page(path, query)
         up = "../" * path.count("/")
-        head = "".join(
-            f'<link rel="stylesheet" href="{up}-/style/{kind}.css">' for kind in ("SamplesTable", "CurvePlots")
-        )
-        head += f'<script type="module" src="{up}-/viewer.js"></script>'
-        body = rendered(page, self._embedded, head)
+        head = f'<script type="module" src="{up}-/viewer.js"></script>'
+        body = rendered(page, lambda widget: self._embedded(widget, up), head)
         if page.live is not None and (stamp := page.live()):
             said = f'<p id="said" role="status" data-page="{quoted(_address(path, query))}" data-stamp="{quoted(stamp)}"></p>'
             body = body.replace("<main>", f"{said}<main>", 1)
         return Text(body, "text/html; charset=utf-8", HEADERS)
 
-    def _embedded(self, widget: Layer) -> str:
+    def _embedded(self, widget: Any, up: str) -> str:
         """The place of a widget in a page, with the state that its script begins with."""
         number = secrets.token_hex(8)
         self._widgets[number] = widget
@@ -104,7 +102,9 @@ class Viewer:
             self._widgets.popitem(last=False)[1].close()
         state = {name: value for name, value in widget.get_state().items() if not name.startswith("_")}
         kind, held = type(widget).__name__, quoted(json.dumps(state, default=str))
-        return f'<div data-widget="{number}" data-kind="{kind}" data-state="{held}"></div>'
+        self._kinds[kind] = type(widget)
+        style = f'<link rel="stylesheet" href="{up}-/style/{kind}.css">'
+        return f'{style}<div data-widget="{number}" data-kind="{kind}" data-state="{held}"></div>'
 
     def _ask(self, number: str, asked: Any) -> dict[str, Any]:
         """What a widget answers its script, or a trait that the script has set. Raises `LookupError` for one that is gone."""
@@ -121,13 +121,13 @@ class Viewer:
         """What is no page: scripts and styles, and what changed since a page was made."""
         folder, _, name = path.partition("/")
         if path == "viewer.js":
-            return Text(text_of("common.js", "viewer.js"), "text/javascript; charset=utf-8", HEADERS)
+            return Text(files("common.js", "viewer.js"), "text/javascript; charset=utf-8", HEADERS)
         if folder == "fresh":
             return self._fresh(query["page"][0], query["stamp"][0])
-        kind = kinds()[name.rpartition(".")[0]]
+        kind = self._kinds[name.rpartition(".")[0]]
         if folder == "script":
-            return Text(text_of(*kind.scripts), "text/javascript; charset=utf-8", HEADERS)
-        return Text(text_of(*kind.styles), "text/css; charset=utf-8", HEADERS)
+            return Text(files(*kind.scripts), "text/javascript; charset=utf-8", HEADERS)
+        return Text(files(*kind.styles), "text/css; charset=utf-8", HEADERS)
 
     def _fresh(self, address: str, stamp: str) -> dict[str, Any]:
         split = urlsplit(address)
@@ -135,8 +135,13 @@ class Viewer:
         now = page.live() if page.live is not None else ""
         if now == stamp:
             return {"stamp": now, "parts": {}}
-        still = [(number, one) for number, one in enumerate(page.sections) if one.widget is None]
+        still = [(number, one) for number, one in enumerate(page.sections) if one.shown is None]
         return {"stamp": now, "parts": {f"part{number}": contents(one) for number, one in still}}
+
+
+def files(*names: str) -> str:
+    """The widgets' scripts or styles of these names, one after another."""
+    return "".join((resources.files("workbench.widgets") / "static" / name).read_text("utf-8") for name in names)
 
 
 def _address(path: str, query: dict[str, list[str]]) -> str:

@@ -125,6 +125,8 @@ class Live(Shown):
     """What a figure has beside matplotlib's: `plots`, from which its widget draws the same curves; None has no widget."""
 
     plots: Any = None
+    alone = False
+    """Whether no picture of it is displayed, which its widget would lie over."""
 
     def _ipython_display_(self) -> None:
         if self.plots is None:

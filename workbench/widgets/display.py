@@ -1,7 +1,7 @@
 """What a training cell shows while it runs: progress as an HTML block (and as text), and the curves as a PNG.
 
 `Live` updates both in place by `display_id`, so that the executed notebook keeps the last state. In a notebook that a
-person looks at it is `TrainingPanel`: the same with buttons, which still work after a page reload.
+person looks at it is `TrainingPanel`: the same with buttons and curves to point at, which still work after a page reload.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.base.runtime import Control
-from workbench.replay.run import Run
+from workbench.base.shown import shows
+from workbench.replay.run import Run, Traces
 from workbench.runs.folder import STEP, strict
-from workbench.runs.symptoms import Watch
+from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import progress_line
 from workbench.views import curves
 from workbench.views.document import Image, Part, View, bar, block, html
+from workbench.views.plots import Plots
 
 log = logging.getLogger("workbench")
 
 CURVES_EVERY = 6.0
+STEPS_A_SECOND = 500
+"""The curves of so many steps are sent or drawn in a second, at most: those of a long run are renewed more seldom."""
 BLOCK_EVERY = 1.0
 STATIC_EVERY = 30.0
 """Seconds between refreshes of the panel's static form: each makes the front end redraw the widget."""
@@ -77,7 +81,7 @@ class Live:
         last = row[STEP] >= self.steps
         if last or now - self._shown >= BLOCK_EVERY:
             self._show(now)
-        if last or now - self._drawn >= CURVES_EVERY:
+        if last or now - self._drawn >= max(CURVES_EVERY, len(self.rows) / STEPS_A_SECOND):
             self._draw(now)
 
     async def watch(self) -> None:
@@ -109,9 +113,14 @@ class Live:
             return f"{self.line}  ·  {'paused' if holding else 'pausing after the step in hand'}"
         return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
 
+    @property
+    def marks(self) -> list[Symptom]:
+        """The symptoms of failing training found so far."""
+        return list(self._watch.marks)
+
     def notes(self) -> list[str]:
-        """One line for each symptom of failing training found so far; it begins with the number that marks it in the curves."""
-        return [f"{number}  {one}" for number, one in enumerate(self._watch.marks, 1)]
+        """One line for each symptom found so far; it begins with the number that marks it in the curves."""
+        return [f"{number}  {one}" for number, one in enumerate(self.marks, 1)]
 
     def _show(self, now: float) -> None:
         self._shown = now
@@ -120,12 +129,18 @@ class Live:
 
     def _draw(self, now: float) -> None:
         self._drawn = now
+        if picture := self.picture():
+            self.draw(picture)
+
+    def picture(self) -> bytes:
+        """The curves as a PNG; empty before the second step, and where they cannot be drawn."""
         if len(self.rows) < 2:
-            return
+            return b""
         try:
-            self.draw(curves.png(curves.panel(self.rows, marks=self._watch.marks)))
+            return curves.png(curves.panel(self.rows, marks=self._watch.marks))
         except Exception:  # a picture is no reason to lose a run
             log.exception("the curves could not be drawn")
+            return b""
 
     def open(self) -> None:
         """Display the progress block in the cell, and under it the place of the curves."""
@@ -145,11 +160,34 @@ class Live:
         self._image.update(display.Image(png))
 
 
+class Progress(NamedTuple):
+    """What there is so far of a run that is being trained here."""
+
+    rows: Sequence[Mapping[str, Any]]
+    traces: Mapping[int, Any]
+
+
+class Growing(curves.Live):
+    """The curves of a training that goes on."""
+
+    alone = True
+
+    def __init__(self, training: Live) -> None:
+        self._training = training
+
+    @property
+    def plots(self) -> Plots:
+        """The curves so far; a recorded step's samples can be opened."""
+        run = self._training
+        traces = Traces(run.path / "traces") if run.path is not None else {}
+        return Plots({"this run": Progress(list(run.rows), traces)}, marks=run.marks)
+
+
 class TrainingPanel(Live):
     """Progress and curves with pause and stop buttons, which only set flags of the loop's `Control`.
 
-    The widget's state is in the kernel, so that it works again in a reloaded page. The same output holds a static form for
-    front ends without widgets; when training ends only the static form is left.
+    The widget's state is in the kernel, so that it works again in a reloaded page. The same output holds a static form, with
+    the curves as a picture, for front ends without widgets; when training ends only the static form is left.
     """
 
     def open(self) -> None:
@@ -157,7 +195,6 @@ class TrainingPanel(Live):
         import ipywidgets
         from IPython.display import display
 
-        self._png = b""
         self._over = False
         self._refreshed = time.monotonic()
         self._pause = ipywidgets.Button(description="pause", tooltip="wait after the step in hand", icon="pause")
@@ -165,9 +202,9 @@ class TrainingPanel(Live):
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
-        self._picture = ipywidgets.Image(format="png", layout=ipywidgets.Layout(max_width="100%", display="none"))
+        self._curves = shows(Growing(self), "widget")
         buttons = ipywidgets.HBox([self._pause, self._stop])
-        self._box = ipywidgets.VBox([buttons, self._bar, self._picture])
+        self._box = ipywidgets.VBox([buttons, self._bar, self._curves])
         self._handle: Any = display(self, display_id=True)
 
     def _on_pause(self, _: Any) -> None:
@@ -187,11 +224,9 @@ class TrainingPanel(Live):
             self._refreshed = self._shown
             self._handle.update(self)
 
-    def draw(self, png: bytes) -> None:
-        """Replace the displayed curves by a PNG."""
-        self._png = png
-        self._picture.value = png
-        self._picture.layout.display = None
+    def _draw(self, now: float) -> None:
+        self._drawn = now
+        self._curves.version += 1
 
     def close(self, stopped: str | None = None) -> None:
         """Show the final state, as the static form without buttons."""
@@ -205,7 +240,8 @@ class TrainingPanel(Live):
         shown = Block(self.status(), self.share, self.notes())
         where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
         moment = () if self._over else block(f"As of this moment; {where} has the present state.")
-        picture = Image(lambda: self._png, "curves") if self._png else ()
+        drawn = self.picture()
+        picture = Image(lambda: drawn, "curves") if drawn else ()
         static = {"text/html": html((shown.document(), moment, picture)), "text/plain": repr(shown)}
         if self._over:
             return static

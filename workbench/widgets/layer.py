@@ -58,14 +58,13 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         _alive.append(layer)
         if len(_alive) > MOST:
             _alive.popleft().close()  # its static form is shown again
-        view = {"version_major": 2, "version_minor": 0, "model_id": layer.model_id}
-        # no other form beside the view: a front end without widgets shows the static form above
-        display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
-
-
-def text_of(*names: str) -> str:
-    """The scripts or styles of these names, one after another."""
-    return "".join((Path(__file__).parent / "static" / name).read_text() for name in names)
+        made = (
+            layer._repr_mimebundle_()
+        )  # for Colab it says in its metadata where the page finds the manager of such widgets
+        bundle, metadata = made if isinstance(made, tuple) else (made, {})
+        # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
+        shown = {**bundle, "text/html": "", "text/plain": ""}
+        display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
 
 
 class Layer(anywidget.AnyWidget):
@@ -81,7 +80,9 @@ class Layer(anywidget.AnyWidget):
         if script:
             cls.scripts = (*([f"{library}.iife.min.js"] if library else []), "common.js", f"{script}.js")
             cls.styles = (*([f"{library}.min.css"] if library else []), "style.css")
-            cls._esm, cls._css = text_of(*cls.scripts), text_of(*cls.styles)
+            folder = Path(__file__).parent / "static"
+            cls._esm = "".join((folder / name).read_text() for name in cls.scripts)
+            cls._css = "".join((folder / name).read_text() for name in cls.styles)
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
@@ -107,16 +108,6 @@ class Layer(anywidget.AnyWidget):
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
-
-
-def kinds() -> dict[str, type[Layer]]:
-    """Name → class of each widget that has a script."""
-    found, left = dict[str, type[Layer]](), [Layer]
-    while left:
-        one = left.pop()
-        left += one.__subclasses__()
-        found |= {one.__name__: one} if one.scripts else {}
-    return found
 
 
 def name_of(thing: Any, otherwise: str) -> str:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class Drawn(Protocol):
-    """A figure of curves: of a run that goes on, `plots` are those of the moment."""
+    """A figure of curves, `views.curves.Live`: of a run that goes on, `plots` are those of the moment."""
+
+    alone: bool
 
     @property
     def plots(self) -> Plots:
@@ -29,9 +31,9 @@ class CurvePlots(Layer, script="curves", library="uplot/uPlot"):
     alone = traitlets.Bool().tag(sync=True)
     """Whether no static form lies above it, which it would hide."""
 
-    def __init__(self, figure: Drawn, *, alone: bool = False) -> None:
+    def __init__(self, figure: Drawn) -> None:
         self._figure = figure
-        super().__init__(alone=alone)
+        super().__init__(alone=figure.alone)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply: the columns (`keys`: those of other metrics), or a step's samples as HTML with the code that shows them."""
