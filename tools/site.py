@@ -122,13 +122,21 @@ def gathered(build: Path) -> Path:
 
 
 def execute(build: Path, names: Sequence[str]) -> None:
-    """Run notebooks with their own parameters into `build`/notebooks: those whose names begin with one of `names`, or all."""
+    """Run notebooks with their own parameters into `build`/notebooks: those whose names begin with one of `names`, or all.
+
+    What they train is trained anew, in `build`/runs: a folder of before would only be read.
+    """
     run_notebook = importlib.import_module("workbench").run_notebook
+    declared_parameters = importlib.import_module("workbench.jobs.parameters").declared_parameters
     for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
         if names and not source.name.startswith(tuple(names)):
             continue
         print(f"running {source.name}", flush=True)
-        result = run_notebook(source, {}, output=build / EXECUTED / source.name)
+        fresh = build / "runs" / source.stem
+        shutil.rmtree(fresh, ignore_errors=True)
+        kept = os.path.relpath(fresh / "run", ROOT)
+        values = {one.name: kept for one in declared_parameters(source) if one.name in ("run", "folder")}
+        result = run_notebook(source, values, output=build / EXECUTED / source.name)
         if result.code:
             sys.exit(f"{source.name}: {result.error}")
 
