@@ -165,7 +165,7 @@ def screens(folder: Path) -> dict[str, Screen]:
 
 # --- contrast -------------------------------------------------------------------------------------
 
-CONTRAST = """() => {
+CONTRAST = """(within = "#screen") => {
   const parts = (text) => { const found = (text.match(/[\\d.]+/g) || []).map(Number); return [...found.slice(0, 3), found[3] ?? 1]; };
   const over = (under, [red, green, blue, alpha]) => [red, green, blue].map((part, at) => part * alpha + under[at] * (1 - alpha));
   const light = (colour) => {
@@ -182,7 +182,7 @@ CONTRAST = """() => {
       .map((pair) => pair.map((colour) => over(under, [...colour, Number(style.opacity)])));
   }
   const found = [];
-  for (const box of document.querySelectorAll("#screen *")) {
+  for (const box of document.querySelectorAll(within + " *")) {
     const field = ["INPUT", "SELECT", "TEXTAREA"].includes(box.tagName) && box.type !== "checkbox" && box.type !== "range";
     const text = field ? box.value || box.placeholder : [...box.childNodes].filter((one) => one.nodeType === 3).map((one) => one.data).join("").trim();
     if (!text || box.tagName === "OPTION" || box.closest(":disabled") || !box.checkVisibility({ visibilityProperty: true })) continue;

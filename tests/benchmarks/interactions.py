@@ -10,15 +10,14 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests")]
+sys.path += [str(Path(__file__).parents[1])]
 from looking import synthetic
 from tests_lab import watched_page
 from tests_screens import Screen, curves, show, stepped
@@ -26,6 +25,7 @@ from tests_screens import Screen, curves, show, stepped
 import workbench as wb
 from workbench.widgets.layer import SamplesTable, StepperFace, TokenView
 
+ROOT = Path(__file__).parents[2]
 WATCH = """() => {
   window.pressed = () => {  // milliseconds from now to the picture after the last change, when 400 ms brought no other
     const began = performance.now();

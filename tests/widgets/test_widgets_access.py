@@ -94,4 +94,4 @@ def test_keys_sort_samples_and_point_at_tokens(drawn: tuple[Any, dict[str, Scree
     show(page, found["tokens"], "light")
     for key, token in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Home", 0)):
         page.locator(".wb-tokens").first.press(key)
-        assert f"token {token} " in page.get_by_role("status").inner_text()
+        assert f"token {token} " in page.locator(".wb-values").inner_text()
