@@ -60,6 +60,7 @@ LIBRARIES = {
     "cloudpickle": ("base/child.py", "rewards/", "engines/workers/"),
     "httpx": ("base/http.py",),
     "pydantic": ("rewards/",),
+    "fsspec": ("replay/remote.py",),
     "psutil": ("sandbox/", "cluster/"),
     "math_verify": ("rewards/scorers/",),
     "pytest": ("testing/",),
