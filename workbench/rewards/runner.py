@@ -109,6 +109,7 @@ class Pool:
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
         self._failed_starts = 0
+        self._seats: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def close(self) -> None:
         """End all worker processes; the next `map` starts new ones."""
@@ -121,7 +122,7 @@ class Pool:
         per call, by default the pool's `timeout`. A call that runs past its limit, or kills its worker, fails alone."""
         bodies = [_packed(arguments) for arguments in calls]
         seconds = [self._timeout] * len(calls) if limits is None else limits
-        places, slot = asyncio.Semaphore(self._size), (self._rate_limit or RateLimit()).slot
+        places, slot = self._places(), (self._rate_limit or RateLimit()).slot
         self._failed_starts = 0
 
         async def ask(number: int) -> Answer:
@@ -143,6 +144,12 @@ class Pool:
         except BaseException:
             self.close()  # an interrupt waits for no row
             raise
+
+    def _places(self) -> asyncio.Semaphore:
+        """As many as workers, for all calls of `map` together: several threads may call it at once."""
+        if self._seats is None or self._seats[0] is not runtime.loop():
+            self._seats = runtime.loop(), asyncio.Semaphore(self._size)
+        return self._seats[1]
 
     def _answer(self, worker: Child | None, body: bytes, limit: float) -> Answer:
         """The answer of a worker, or of a new one: then the call's time starts when that has the function."""

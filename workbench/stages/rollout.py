@@ -233,6 +233,8 @@ def columns_of(
         found = f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}"
         do = "check the model's weights and its dtype"
         raise NonFinite("the sampler's log-probs are NaN or infinite", found=found, do=do)
+    several = [sample.versions or (sample.version,) * len(sample.ids) for sample in samples]
+    each = {"token_versions": _padded(several, 0)} if any(sample.versions for sample in samples) else {}
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
@@ -244,6 +246,7 @@ def columns_of(
         "rollout_log_probs": log_probs,
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": torch.tensor([sample.version for sample in samples]),
+        **each,
     }
 
 

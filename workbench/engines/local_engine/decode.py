@@ -43,20 +43,23 @@ class Cache(Protocol):
 @torch.no_grad()  # in inference mode autocast would cast all weights again for every token
 def decode(
     cache: Cache,
-    tokenizer: Any,
+    rows: Rows,
     wave: Wave[Request, Sample],
-    eos_ids: frozenset[int],
     version: int,
     size: int,
     joins: Callable[[], bool] = lambda: True,
-) -> None:
+    pauses: Callable[[], bool] = lambda: False,
+) -> bool:
     """Sample one response to each request of a wave, at most `size` at a time; each is finished as soon as it ends.
 
-    Requests that wait join while `joins()` is true. An interrupt stops the wave between two decode steps.
+    Requests that wait join while `joins()` is true. An interrupt stops the wave between two decode steps. Returns True where
+    `pauses()` stopped it there: the rows that have not ended go on in the next call, by a new cache.
     """
-    rows = _Rows(eos_ids, tokenizer)
-    entering, alive = dict(enumerate(wave.questions)), 0
-    while True:
+    entering = rows.resumed(wave, version)
+    alive = len(rows)
+    if alive:
+        cache.seat([0] * alive, {seat: rows.written(seat) for seat in range(alive)})
+    while alive or entering:
         runtime.check()
         if entering or alive <= _SHRINK * len(rows):
             order, seats = _seating(rows.alive, len(rows), len(entering))
@@ -64,12 +67,13 @@ def decode(
             cache.seat(order, {seat: request.ids for seat, request in zip(seats, entering.values(), strict=True)})
         alive += len(entering)
         for seat in rows.advance(cache.step(rows.last)):
-            wave.finish(rows.places[seat], rows.sample(seat, version))
+            wave.finish(rows.places[seat], rows.sample(seat))
             alive -= 1
+        if pauses():
+            return True
         enters = cache.refills and (size - alive) * _REFILL >= size and joins()
         entering = wave.join(size - alive) if enters else {}
-        if not alive and not entering:
-            return
+    return False
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int]
     return [*range(seats), *[0] * len(more)], [*free, *more][:entering]
 
 
-class _Rows:
+class Rows:
     """The requests in the seats and what was sampled for them, as tensors [n, ·] on the CPU."""
 
     def __init__(self, eos_ids: frozenset[int], tokenizer: Any) -> None:
@@ -108,6 +112,9 @@ class _Rows:
         """Place of each seat's question in its wave."""
         self._times: list[tuple[float, float]] = []
         self._new: list[int] = []
+        self._versions: list[list[tuple[int, int]]] = []
+        """Of each seat: (number of the first token, policy version) of each of the weights that wrote it."""
+        self._version = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -122,8 +129,28 @@ class _Rows:
         """The newest token of each row, [n]."""
         return self._held["last"]
 
+    def resumed(self, wave: Wave[Request, Sample], version: int) -> dict[int, Request]:
+        """At the start of `decode`: the requests that enter, by their places, where no rows are held; else none, and the rows go
+        on, those that have ended or were given up left out, by the weights of `version`."""
+        self._version = version
+        if not len(self):
+            return dict(enumerate(wave.questions))
+        going = [seat for seat in self.alive if not wave.given_up(self.places[seat])]
+        self.seat(going, {})
+        for seat, marks in enumerate(self._versions):
+            if marks[-1][1] != version:
+                marks.append((int(self._held["length"][seat]), version))
+        return {}
+
+    def written(self, seat: int) -> tuple[int, ...]:
+        """The tokens of a row's prompt and of its response so far."""
+        return (*self._requests[seat].ids, *self._held["ids"][seat, : int(self._held["length"][seat])].tolist())
+
     def seat(self, order: Sequence[int], entering: Mapping[int, tuple[int, Request]]) -> None:
         """As `Cache.seat`, with the place and the request of each row that enters."""
+        self._versions = [
+            [(0, self._version)] if s in entering else list(self._versions[of]) for s, of in enumerate(order)
+        ]
         self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
         self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
         now = (time.time(), 0.0)
@@ -184,12 +211,14 @@ class _Rows:
         now, before = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (tail, tail[:-1]))
         return any(text in now and text not in before for text in stop)
 
-    def sample(self, seat: int, version: int) -> Sample:
+    def sample(self, seat: int) -> Sample:
         """The response of a row that has just ended."""
-        end = int(self._held["length"][seat])
+        end, marks = int(self._held["length"][seat]), self._versions[seat]
         ids, log_probs = (tuple(self._held[name][seat, :end].tolist()) for name in ("ids", "log_probs"))
-        reason = "stop" if self._held["stopped"][seat] else "length"
-        return Sample(ids, log_probs, reason, version, self._times[seat])
+        reason, version = "stop" if self._held["stopped"][seat] else "length", marks[0][1]
+        ends = [*(first for first, _ in marks[1:]), end]
+        each = [one for (first, one), last in zip(marks, ends, strict=True) for _ in range(first, last)]
+        return Sample(ids, log_probs, reason, version, tuple(each) if len(marks) > 1 else (), self._times[seat])
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
-from workbench.engines.local_engine.decode import casts_kept, decode
+from workbench.engines.local_engine.decode import Rows, casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
@@ -249,19 +250,23 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
     def _decode(self, wave: Wave[Request, Sample]) -> None:
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
-        budget, state = self._budget, self.state_id
+        budget, pictured = self._budget, wave.questions[0].pixels is not None
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
-        made: Any = cache_of(self._model, path, budget)
-        if wave.questions[0].pixels is not None:
-            made = nullcontext(PicturedRows(self._model, wave.questions))
-        with (
-            memory_errors("sampling", shape, "max_wave", self._live),
-            self._autocast(),
-            casts_kept(self._model),
-            made as cache,
-        ):
-            given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
-            decode(cache, *given, lambda: self.state_id == state)
+        rows, going = Rows(self._eos, self.tokenizer), True
+        while going:
+            state, version = self.state_id, self.version
+            made: Any = cache_of(self._model, path, budget)
+            if pictured:
+                made = nullcontext(PicturedRows(self._model, wave.questions))
+            with (
+                memory_errors("sampling", shape, "max_wave", self._live),
+                self._autocast(),
+                casts_kept(self._model),
+                made as cache,
+            ):
+                given = (version, self._settings.max_wave, partial(self._still, state))
+                pauses = (lambda: False) if pictured else partial(self._let_in, state)
+                going = decode(cache, rows, wave, *given, pauses)
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -501,7 +506,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)
             with cache_of(self._model, path, everything) as cache:
-                decode(cache, self.tokenizer, asked, self._eos, 0, asked.size(cache))
+                decode(cache, Rows(self._eos, self.tokenizer), asked, 0, asked.size(cache))
             return asked.answers
 
         half = self._settings.half(self._model.device.type)

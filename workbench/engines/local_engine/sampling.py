@@ -78,6 +78,10 @@ class Wave(Generic[Q, A]):
             self._loop.call_soon_threadsafe(_give, future, answer)
         self._last.clear()
 
+    def given_up(self, place: int) -> bool:
+        """Whether nobody waits for one question's answer any more."""
+        return self._futures[place].done()
+
     @property
     def over(self) -> bool:
         """Whether nobody waits for an answer: each was given, or the question given up."""
