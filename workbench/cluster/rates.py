@@ -135,7 +135,7 @@ def _measured(run: Any, known: Mapping[str, Any]) -> Rates:
         "training is taken as proportional to its tokens",
     )
     found = {"token": token, "crowd": crowd, "push": push, "train_token": _learning(rows), "notes": notes}
-    return Rates(**(_of_traces(run) | found | known))
+    return Rates(**{**_of_traces(run), **found, **known})
 
 
 def _learning(rows: Sequence[Mapping[str, Any]]) -> float:

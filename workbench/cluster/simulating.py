@@ -287,15 +287,16 @@ class _Model:
             self._pushed(lambda: self._draw(lambda tokens: self._take(step + 1, tokens)))
 
     def _ahead(self, step: int, tokens: int) -> None:
-        there: dict[str, Any] = {}
+        there: dict[str, int] = {}
 
-        def on() -> None:
-            if "learnt" in there and "tokens" in there and step < self.steps:
-                self._take(step + 1, there["tokens"])
+        def on(what: str, tokens: int) -> None:
+            there[what] = tokens
+            if len(there) == 2:
+                self._take(step + 1, there["rows"])
 
         if step < self.steps:
-            self._draw(lambda tokens: (there.update(tokens=tokens), on())[0])
-        self._learn(step, tokens, lambda: (there.update(learnt=True), on())[0])
+            self._draw(lambda tokens: on("rows", tokens))
+        self._learn(step, tokens, lambda: on("learnt", 0))
 
     def _learn(self, step: int, tokens: int, then: Callable[[], None]) -> None:
         """Score and update; `then()`."""
