@@ -54,7 +54,7 @@ LIBRARIES = {
     "tensorboard": ("runs/",),
     "prometheus_client": ("runs/health.py",),
     "safetensors": ("dataproto/", "engines/", "jobs/selftest.py"),
-    "pandas": ("dataproto/", "datasets/", "views/", "replay/", "runs/", "rewards/"),
+    "pandas": ("dataproto/", "datasets/", "views/", "replay/", "runs/", "rewards/", "cluster/simulating.py"),
     "pyarrow": ("dataproto/", "datasets/"),
     "tensordict": ("dataproto/",),
     "cloudpickle": ("base/child.py", "rewards/", "engines/workers/"),

@@ -9,6 +9,7 @@ _DOCUMENTS = {
     "workbench.cluster.profiling:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",
     "workbench.cluster.session:Cluster": "clusters:cluster",
+    "workbench.cluster.simulating:Simulation": "clusters:simulation",
     "workbench.cluster.status:Logs": "clusters:logs",
     "workbench.cluster.status:Status": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
