@@ -506,16 +506,17 @@ class Flow:
     async def sampled(self, request: Request) -> Sample:
         """Sample one response. Raises `Interrupted` where its `Draw` is cancelled, `WorkerLost` where the sampler's process dies."""
         draw, task = _drawn.get(), asyncio.current_task()
+        assert task is not None
         async with self._changed:
             await self._changed.wait_for(lambda: not self._closed and self._out < self._most)
             self._out += 1
         try:
             if draw.cancelled:
                 raise Interrupted("a rollout that had become too old was cancelled")
-            draw.tasks.add(task)  # type: ignore[arg-type]
+            draw.tasks.add(task)
             sample = await self.engine.sampler.sample(request)
         finally:
-            draw.tasks.discard(task)  # type: ignore[arg-type]
+            draw.tasks.discard(task)
             self._out -= 1
             await self._told()
         draw.tokens += len(sample.ids)
