@@ -131,8 +131,10 @@ class Sampler:
 
     async def sample(self, request: Request) -> Sample:
         self.out += 1
-        await asyncio.sleep(self.dice.choice((0, 0, 0.001, 0.004)))
-        self.out -= 1
+        try:
+            await asyncio.sleep(self.dice.choice((0, 0, 0.001, 0.004)))
+        finally:  # it may be cancelled
+            self.out -= 1
         return Sample((65, 66), (-1.0, -1.0), "stop", self.version)
 
     def load_weights(self, weights: Any, version: int) -> None:
