@@ -28,7 +28,9 @@ def check(model: Any, size: int) -> None:
         raise EngineError(what, expected=expected, found="none", do="leave ep out of the mesh: dp shards any model")
     for name, experts in found.items():
         if experts.num_experts % size:
-            raise SettingError(what, expected="an ep that divides its experts", found=f"{experts.num_experts} in {name}")
+            raise SettingError(
+                what, expected="an ep that divides its experts", found=f"{experts.num_experts} in {name}"
+            )
         for leaf, parameter in experts.named_parameters():
             if parameter.shape[0] != experts.num_experts:
                 expected, shape = f"{experts.num_experts} experts in its first dimension", tuple(parameter.shape)

@@ -124,7 +124,9 @@ class Mesh:
             split = root["shard"]._unflatten(0, (sizes.shards // sizes.ep, sizes.ep), names)
             self._parts |= {name: split[name] for name in names}
             copies = [self._parts["replicate"]] if sizes.replicate > 1 else []
-            self.experts: Any = split["expert_shard"] if not copies else type(root)._concatenate([*copies, split["expert_shard"]])
+            self.experts: Any = (
+                split["expert_shard"] if not copies else type(root)._concatenate([*copies, split["expert_shard"]])
+            )
             """What `fully_shard` gets for experts: as `fsdp`, with those of the shards' ranks that have the same experts."""
 
     def __getitem__(self, name: str) -> Any:

@@ -250,7 +250,9 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         budget, state = self._budget, self.state_id
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
         if self._settings.routing_replay and path != SHARED:
-            raise EngineError("sampling with routing_replay", expected=f"decode={SHARED!r}, proven by the self-check", found=path)
+            raise EngineError(
+                "sampling with routing_replay", expected=f"decode={SHARED!r}, proven by the self-check", found=path
+            )
         made: Any = cache_of(self._model, path, budget)
         if wave.questions[0].pixels is not None:
             made = nullcontext(PicturedRows(self._model, wave.questions))

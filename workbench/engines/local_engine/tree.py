@@ -187,9 +187,7 @@ class Tree:
         segments = _segments(order)
         source, packed = _packed(order, segments, width)
         flat = torch.from_numpy(source)
-        self.given = {
-            name: sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")
-        }
+        self.given = {name: sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")}
         self.experts = sent(rows[EXPERTS].flatten(0, 1)[flat], device) if EXPERTS in rows else None
         labels = ids[:, -t:][mask]
         before = torch.from_numpy(packed)[:, width - t - 1 : width - 1][mask]
