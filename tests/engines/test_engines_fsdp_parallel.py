@@ -63,7 +63,8 @@ def rows() -> DataProto:
 
 
 def agrees(model: Path, where: Group, rows: DataProto, mesh: dict[str, int], **settings: Any) -> None:
-    """Scores to 3e-6 nats, gradients to 1e-6, norms to 1e-5 of theirs, and after three steps weights to a tenth of a step."""
+    """Scores to 3e-6 nats, gradients to 1e-6, norms to 1e-5 of theirs; after steps, in which Adam divides what is nearly 0 by itself,
+    weights to a tenth of a step and scores to 1e-4."""
     lr, want, loss = 1e-3, ("log_probs", "entropy"), LikelihoodLoss()
     there = fsdp(model, on=where, device="cpu", mesh=mesh, lr=lr, **settings)
     here = local(model, device="cpu", lr=lr)
@@ -74,9 +75,9 @@ def agrees(model: Path, where: Group, rows: DataProto, mesh: dict[str, int], **s
         mine, theirs = (engine.learn(rows, loss, counts(rows)) for engine in (there, here))
         norms = [float(one.metrics["grad_norm"].result()) for one in (mine, theirs)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-        assert difference(mine.columns, theirs.columns) < 3e-5
+        assert difference(mine.columns, theirs.columns) < 1e-4
     assert difference(there.full_weights(), here.full_weights()) < lr / 10
-    assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 3e-5
+    assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,7 @@ def test_experts_are_replayed_by_ranks_as_by_one_process(
     assert difference(*(one.gradient(replayed, LikelihoodLoss(), counts(rows)) for one in (there, here))) < 1e-6
 
 
+@pytest.mark.long
 def test_memory_of_spread_experts_and_cut_sequences_is_measured_without_weights(folder: Folders) -> None:
     found = {}
     for name, mesh in (("all", None), ("spread", {"dp": 2, "ep": 2}), ("cut", {"cp": 2, "ep": 2})):
