@@ -159,7 +159,7 @@ def test_routing_replay_is_r3() -> None:
     )
     found = rows_of(**{mode: "R3", on: True})
     assert [row.kind for row in found.values()] == ["exact", "exact"]
-    assert found[on.replace("__", ".")].place == "LocalSettings.routing_replay"
+    assert found[on.replace("__", ".")].becomes == "LocalSettings.routing_replay"
     assert [row.kind for row in rows_of(**{mode: "R2"}).values()] == ["refused"]
 
 
