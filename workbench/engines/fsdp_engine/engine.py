@@ -133,7 +133,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         found = self._on(method, *shared, each=each, tokens=sum(lengths))
         return found, [place for place in places for _ in range(self._sizes.block)]
 
-    def _firsts(self, by_rank: Sequence[Any]) -> Sequence[Any]:
+    def _firsts(self, by_rank: list[Any]) -> list[Any]:
         """Of each block of ranks with the same rows the first one's."""
         return by_rank[:: self._sizes.block]
 
