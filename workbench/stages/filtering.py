@@ -218,5 +218,5 @@ def _widened(part: DataProto, width_s: int, width_t: int) -> DataProto:
         column = declared(name)
         dims = column.dims if column is not None else ()
         room = s * ("S" in dims or "S+T" in dims), t * ("T" in dims or "S+T" in dims)
-        columns[name] = pad(part[name], room) if any(room) else part[name]
+        columns[name] = pad(part[name], (*(0, 0) * (len(dims) - 2), *room)) if any(room) else part[name]
     return DataProto(*apart(columns), part.meta_info, origins=part.origins)

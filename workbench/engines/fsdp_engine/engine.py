@@ -445,8 +445,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def describe(self) -> dict[str, Any]:
         """Path, number of ranks and settings by name, for a run's record."""
-        settings = {name: one for name, one in self._settings.to_dict().items() if name != "mesh" or one is not None}
-        return {"path": self.path, "ranks": self._group.size, **settings}
+        return {"path": self.path, "ranks": self._group.size, **self._settings.recorded()}
 
     def close(self) -> None:
         """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""

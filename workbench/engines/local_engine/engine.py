@@ -147,7 +147,7 @@ class ModelEngine:
 
     def describe(self) -> dict[str, Any]:
         """Path and settings by name, for a run's record."""
-        return {"path": self.path, **self._settings.to_dict()}
+        return {"path": self.path, **self._settings.recorded()}
 
     def _place(self) -> str:
         return str(self._model.device)
