@@ -235,6 +235,7 @@ class TrainingPanel(Live):
         """Show the final state, as the static form without buttons."""
         super().close(stopped)
         self._over = True
+        self._pause.layout.display = self._stop.layout.display = "none"  # a page that was reloaded keeps the panel
         self._seen.update(Seen(""))
         self._handle.update(self)
 
