@@ -66,7 +66,8 @@ def show(page: Any, screen: Screen, theme: str, width: int = 1400, height: int =
     back, ink = THEMES[theme]["back"], THEMES[theme]["ink"]
     page.goto("about:blank")
     page.set_content(
-        f'<!doctype html><html lang="en"><title>screen</title><body><main id="screen"></main><style>'
+        f'<!doctype html><html lang="en"><title>screen</title><body data-jp-theme-light="{str(theme == "light").lower()}">'
+        f'<main id="screen"></main><style>'
         f":root {{ color-scheme: {theme}; --jp-layout-color1: {back}; --jp-content-font-color1: {ink}; }}"
         f"body {{ margin: 8px; background: {back}; color: {ink}; font: 13px/1.4 sans-serif; }}</style></body></html>"
     )
@@ -116,6 +117,31 @@ def shorter(solution_str: str, ground_truth: str, **_: Any) -> float:
     return float(ground_truth in solution_str) - len(solution_str) / 100
 
 
+PROSE = """# A sum
+
+**Five**, `x`, a [link](https://example.com) and $\\frac{1}{2}$:
+
+> quoted
+
+```python
+def f(x):  # a comment
+    return "a" + str(len(x) + 1)
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+
+
+def prose() -> SamplesTable:
+    """Samples that are read as Markdown, with code in colours."""
+    row = {"step": 1, "prompt": "2 + 3?", "completion": PROSE, "answer": "5", "accuracy": 1.0}
+    table = SamplesTable(wb.views.samples(wb.compat.read_dump([row, row])))
+    table.rendered = True
+    return table
+
+
 def stepped(model: str) -> wb.Stepper:
     """A stepper that stands before its update."""
     engine = wb.engines.local(model, lr=2e-4)
@@ -149,6 +175,7 @@ def screens(folder: Path) -> dict[str, Screen]:
     tokens = wb.views.tokens(trace, 0, "advantage", against_row=9)
     live = {
         "samples": Screen(SamplesTable(samples), "#screen tbody tr"),
+        "rendered": Screen(prose(), "#screen tbody tr"),
         "tokens": Screen(TokenView(tokens), ".wb-tokens span[style]"),
         "stepper": Screen(StepperFace(s), ".wb-chip"),
         "episode": Screen(EpisodeFace(episode("data/tiny-arith-tools")), ".wb textarea"),
