@@ -85,15 +85,15 @@ def test_rows_share_a_replica_as_tokens_say() -> None:
     clock, ends = _Clock(), list[float]()
     replica = _Replica(clock, 4, Rates(lengths=[1], token=0.01, crowd=0.01))
     for tokens in (30, 10):
-        replica.ask(tokens, lambda: ends.append(clock.now))
+        replica.ask((tokens, lambda: ends.append(clock.now)))
     clock.run()
     assert ends == pytest.approx([0.2, 0.4]) and replica.busy.seconds == pytest.approx(0.4)
     assert replica.busy.work == pytest.approx(0.6) and replica.busy.spans == [(0.0, pytest.approx(0.4))]
     # a row that comes later slows the first one down from then on, and waits for its first token
     clock, ends = _Clock(), []
     replica = _Replica(clock, 4, Rates(lengths=[1], token=0.01, crowd=0.01, first=0.05))
-    replica.ask(30, lambda: ends.append(clock.now))
-    clock.after(0.10, lambda: replica.ask(5, lambda: ends.append(clock.now)))
+    replica.ask((30, lambda: ends.append(clock.now)))
+    clock.after(0.10, lambda: replica.ask((5, lambda: ends.append(clock.now))))
     clock.run()
     # alone from 0.05 to 0.15: 10 tokens; together 5 rounds of 20 ms: to 0.25; then 15 of 10 ms
     assert ends == pytest.approx([0.25, 0.40])

@@ -8,6 +8,7 @@ step ahead (`ahead=1`), or a stream of groups at most `max_lag` versions old.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import random
@@ -114,25 +115,33 @@ class _Replica:
         self._tokens = self._since = 0.0
         self.busy = _Busy(clock)
 
-    def ask(self, tokens: int, then: Callable[[], None]) -> None:
-        self._waiting.append((tokens, then))
+    def ask(self, *asked: tuple[int, Callable[[], None]]) -> None:
+        """Ask for responses: (tokens, what is called when it is there) of each."""
+        self._waiting += asked
         self._fill()
 
     def _fill(self) -> None:
+        entered = False
         while self._waiting and self._taken < self._slots:
             tokens, then = self._waiting.popleft()
             self._taken += 1
             self.busy.change(1)
             if self._rates.first:
-                self._clock.after(self._rates.first, lambda tokens=tokens, then=then: self._enter(tokens, then))  # type: ignore[misc]
+                self._clock.after(self._rates.first, functools.partial(self._late, tokens, then))
             else:
                 self._enter(tokens, then)
+                entered = True
+        if entered:
+            self._next()
+
+    def _late(self, tokens: int, then: Callable[[], None]) -> None:
+        self._enter(tokens, then)
+        self._next()
 
     def _enter(self, tokens: int, then: Callable[[], None]) -> None:
         self._pass()
         self._number += 1
         heapq.heappush(self._decoding, (self._tokens + tokens, self._number, then))
-        self._next()
 
     def _pass(self) -> None:
         """Let those who decode get the tokens of the time that has passed."""
@@ -244,10 +253,9 @@ class _Model:
 
     def _sample(self, number: int, told: Callable[[int, float], None]) -> None:
         """Sample a group's rows; `told(tokens, reward seconds)` of each that ends."""
-        replica = self.replicas[number % len(self.replicas)]
-        for sample in range(self.layout.group_size):
-            tokens, judged = self._row(number, sample)
-            replica.ask(tokens, lambda tokens=tokens, judged=judged: told(tokens, judged))  # type: ignore[misc]
+        rows = [self._row(number, sample) for sample in range(self.layout.group_size)]
+        asked = [(tokens, functools.partial(told, tokens, judged)) for tokens, judged in rows]
+        self.replicas[number % len(self.replicas)].ask(*asked)
 
     def _draw(self, then: Callable[[int], None]) -> None:
         """Sample and score a whole batch; `then(tokens)`."""
