@@ -57,6 +57,8 @@ def chosen_by(engine: Any, row: DataProto) -> torch.Tensor:
 def test_what_is_recorded_is_the_routers_choice_for_every_token_but_the_last(mixture: Path) -> None:
     engine = local(mixture, device="cpu", routing_replay=True)
     rows = sampled(engine, 3, 2)
+    engine.compute_log_probs(rows)
+    assert engine.examine().paths == engine.selfcheck.paths  # the model's own forward is not replayed
     assert rows["routed_experts"].shape == (6, 30, 2, 2)
     for number in range(len(rows)):
         row = rows.slice(number, number + 1)

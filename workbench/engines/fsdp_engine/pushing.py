@@ -82,7 +82,7 @@ class ShardedPushing:
         if begin < end:
             part = mine[begin - rows.start : end - rows.start]
             if layer is not None:
-                part = part + lora.delta(layer, *small, slice(begin, end))[:, *further]
+                part = part + lora.delta(layer, small[0], small[1], slice(begin, end))[:, *further]
             there[begin - piece.first : end - piece.first, *further].copy_(part)
 
     def open_group(self: Any, size: int | None = None, backend: str = "") -> Any:

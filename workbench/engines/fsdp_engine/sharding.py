@@ -27,6 +27,7 @@ from workbench.engines.local_engine.loading import (
     save_model,
     seal_model,
 )
+from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.scoring import layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
@@ -45,6 +46,7 @@ class Whole(torch.nn.Module):
     ) -> dict[str, torch.Tensor]:
         """The outputs `want` of `scoring.outputs`; the model's own `logits` [b, s, V]; or `hidden` [N, H], the states that predict the N response tokens."""
         if "logits" in want:
+            replay(self.causal, None)
             return {"logits": self.causal(input_ids=rows["input_ids"], use_cache=False).logits}
         if "hidden" in want:
             return {"hidden": layout(self.causal, rows, packed).states(self.causal, head_of(self.causal))}

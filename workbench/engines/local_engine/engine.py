@@ -28,6 +28,7 @@ from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
+from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding
@@ -501,6 +502,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         self._model.eval()
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
+            replay(self._model, None)
             found: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
             return found
 
