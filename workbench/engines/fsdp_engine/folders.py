@@ -313,6 +313,11 @@ def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
     each = {name: {name: one} if same else reverted(model, {name: one}) for name, one in tensors.items()}
     if together.keys() != {name for made in each.values() for name in made}:
         return None
+    return _files_of(each, limit)
+
+
+def _files_of(each: Mapping[str, dict[str, torch.Tensor]], limit: int) -> list[Part]:
+    """Tensors in their order, in files of at most `limit` bytes but for a larger tensor."""
     parts = [Part()]
     for name, made in each.items():
         if parts[-1].tensors and parts[-1].nbytes + sum(one.nbytes for one in made.values()) > limit:
