@@ -160,8 +160,6 @@ class AgentLoopOutput:
     """`stop`, `length` (the response has no room for more), `abort`, or `turns` (a limit of turns or of tool calls)."""
     version: int = 0
     """Policy version of the first generated token; `metrics` has `min_version` and `max_version`."""
-    versions: tuple[int, ...] = ()
-    """Policy version of each response token, where the weights changed on the way (`train(max_lag=…)`); else empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Seconds (`generate_sequences`, `tool_calls`) and counts."""
     turns: tuple[Turn, ...] = ()
@@ -172,6 +170,8 @@ class AgentLoopOutput:
     """What the model read of pictures, by turn."""
     policy: str | None = None
     """Whose tokens the mask marks, where the rollout has several policies; None: the first one's."""
+    versions: tuple[int, ...] = ()
+    """Policy version of each response token, where the weights changed on the way (`train(max_lag=…)`); else empty."""
     extra_fields: InitVar[Mapping[str, Any] | None] = None
     """verl's name of `extra`."""
     multi_modal_data: InitVar[Mapping[str, Any] | None] = None
