@@ -45,7 +45,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
     )
 
 
-SAMPLES = ("columns", "statuses", "query", "headline", "bins", "picked", "rendered")
+SAMPLES = ("columns", "known", "statuses", "query", "headline", "bins", "tabs", "picked", "rendered")
 """What the script of `SamplesTable` reads."""
 
 

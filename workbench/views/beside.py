@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.base.errors import BatchError
 from workbench.views import document as doc
-from workbench.views.sample_table import samples_table, some_rows
+from workbench.views.sample_table import batch_of, object_at, samples_table, some_rows
 from workbench.views.samples import SampleIndex
 
 if TYPE_CHECKING:
@@ -79,6 +80,17 @@ def _said(value: Any) -> str:
 def difference(index: SampleIndex, row: int, other: int) -> SideBySide:
     """Two samples of one batch."""
     return SideBySide(*((f"row {one}", index.frame.iloc[one]) for one in (row, other)))
+
+
+def same_row(index: SampleIndex, row: int, other: Any) -> SideBySide:
+    """A sample, and the same row of another trace, stepper or batch. Raises `BatchError` where that row is another prompt's."""
+    batch = batch_of(other)
+    one, two = (object_at(each, "uid", row) if row < len(each) else None for each in (index.batch, batch))
+    if row >= len(batch) or one != two:
+        expected, found = f"a sample of prompt {one}", f"{len(batch)} rows" if row >= len(batch) else f"prompt {two}"
+        raise BatchError(f"row {row} of the other side", expected=expected, found=found)
+    there = samples_table(some_rows(batch, [row])).iloc[0]
+    return SideBySide((f"row {row}", index.frame.iloc[row]), ("the other side", there))
 
 
 def compared_row(found: Comparison, row: int, *, brief: bool = False) -> SideBySide:
