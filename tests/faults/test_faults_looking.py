@@ -45,7 +45,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
     )
 
 
-SAMPLES = ("columns", "statuses", "query", "headline", "bins", "picked", "rendered")
+SAMPLES = ("columns", "known", "statuses", "query", "headline", "bins", "tabs", "picked", "rendered")
 """What the script of `SamplesTable` reads."""
 
 
@@ -106,6 +106,9 @@ def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(t
             table.answer({"kind": "rows", "order": "worst", "start": 0, "count": 50}),
             table.answer({"kind": "pick", "row": 0}),
             table.answer({"kind": "pick", "row": 1}),
+            table.answer({"kind": "rows", "order": "worst", "start": 0, "count": 50, "tab": "left"}),
+            table.answer({"kind": "pick", "row": 0, "tab": "left"}),
+            table.answer({"kind": "diff", "row": 0, "other": 1}),
             tokens.answer({"kind": "tokens"}),
         ]
         for reply in replies:
@@ -113,7 +116,10 @@ def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(t
             for one in strings(reply):
                 assert not set(one) & set("\x1b\x07\u202e\u202c"), one[:80]
         for widget in (table, tokens):
-            assert len(json.dumps(widget.get_state(["columns", "query"] if widget is table else ["labels"]))) < 200_000
+            assert (
+                len(json.dumps(widget.get_state(["known", "tabs", "query"] if widget is table else ["labels"])))
+                < 200_000
+            )
             assert len(widget._esm) < 30_000
 
 
@@ -140,6 +146,15 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
         ).first.wait_for()
         drawn = page.locator("body").inner_text()
         assert "<script>alert(1)</script>" in drawn
+        page.get_by_role("button", name="left out (1)").press("Enter")
+        page.locator("th", has_text="left_out").wait_for()
+        page.locator(".wb-columns summary").press("Enter")
+        page.locator(".wb-columns input[value=why]").press("Space")
+        page.locator("th", has_text="of_row").wait_for()
+        page.get_by_role("button", name="to pandas").press("Enter")
+        page.locator(".wb-code", has_text="left_out).to_pandas()").wait_for()
+        assert "<script>alert(1)</script>" in page.locator(".wb-scroll").inner_text()
+        wb.views.samples(batch).choose([])
         alone(page, tokens, ("quantities", "labels", "colour"))
         page.locator(".wb-tokens span").nth(2).hover()
         assert "<img src=x" in page.locator(".wb-tokens").first.inner_text()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests_lint import lint
 
 import workbench as wb
-from workbench.rewards import Score
+from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
+from workbench.views.samples import Samples
 from workbench.widgets import layer
 from workbench.widgets.layer import SamplesTable, StepperFace, TokenView
 
@@ -33,8 +37,8 @@ def test_pages_follow_each_other_and_the_view_follows_the_table() -> None:
     view = wb.views.samples(judged())
     table = SamplesTable(view)
     asked = {"kind": "rows", "low": 0.5, "high": None, "search": "", "count": 15}
-    assert table.columns[:3] == ["row", "group", "reward"]
     first = table.answer({**asked, "order": "index", "start": 0})
+    assert first["columns"][:3] == ["row", "group", "reward"] and table.columns == []
     second = table.answer({**asked, "order": "index", "start": 15})
     assert first["total"] == 20 and first["of"] == 60 and len(first["rows"]) == 15 and len(second["rows"]) == 5
     assert [row["row"] for row in (*first["rows"], *second["rows"])] == list(range(0, 60, 3))
@@ -71,6 +75,86 @@ def test_a_sample_is_seen_in_tokens_compared_and_copied() -> None:
     assert table.answer({"kind": "tokens", "row": 7})["html"] == wb.views.tokens(view.thing, 7)._repr_html_()
     assert "row 7 → row 6" in table.answer({"kind": "diff", "row": 7, "other": 6})["html"]
     assert table.answer({"kind": "text", "row": 3})["text"] == "text 3 #### 3"
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """Columns that a test chooses are forgotten after it."""
+    yield
+    Samples.remembered = None
+
+
+def test_chosen_columns_are_remembered_and_stand_in_the_static_form(forgetful: None) -> None:
+    view = wb.views.samples(judged(), rows=2, order="index")
+    table = SamplesTable(view)
+    asked = {"kind": "rows", "order": "index", "start": 0, "count": 2}
+    usual = table.answer(asked)["columns"]
+    page = table.answer({**asked, "choose": ["why", "reward", "no such"]})
+    assert page["columns"] == ["reward", "why"] == table.columns and set(page["rows"][0]["cells"]) == {"reward", "why"}
+    later = wb.views.samples(judged(), rows=2, order="index")
+    for one in (view, later):
+        assert one.columns == ["reward", "why"] and lint(one.html()) == []
+        assert re.findall("<th [^>]*>([^<]*)<", one.html()) == ["reward", "why"] and "text 0" not in one.html()
+    assert SamplesTable(later).columns == ["reward", "why"]
+    assert wb.views.samples(judged(), columns=["row", "tokens"]).columns == ["row", "tokens"], "code goes before"
+    assert "answer 1" in wb.views.samples(judged(), columns=["answer"]).text() and "answer 1" not in later.text()
+    assert table.answer({**asked, "choose": []})["columns"] == usual
+    assert wb.views.samples(judged()).columns is None
+    with pytest.raises(ValueError, match="'rewrad' is not a column of the samples table.*did you mean 'reward'"):
+        wb.views.samples(judged(), columns=["rewrad"])
+
+
+def test_to_pandas_is_a_line_that_makes_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
+    batch = judged()
+    monkeypatch.setattr(__main__, "mine", batch, raising=False)
+    for where in (None, {"group": [0, 1, 2]}, {"reward": [1.0]}, lambda frame: frame["group"] > 3):
+        table = SamplesTable(wb.views.samples(batch, where=where))
+        asked = {"order": "-row", "search": "text", "by_group": False, "low": 0.5, "high": None, "status": "scored"}
+        shown = table.answer({"kind": "rows", "start": 0, "count": 50, **asked})
+        line = table.answer({"kind": "code", **asked})["text"]
+        made = eval(line, {"wb": wb, "mine": batch})  # noqa: S307 - the line that was made here
+        assert line.startswith("wb.views.samples(mine") and made.index.tolist() == [row["row"] for row in shown["rows"]]
+        assert table._samples.to_pandas().equals(made) and len(made) > 2
+    line = SamplesTable(wb.views.samples(batch)).answer({"kind": "code", "order": "worst"})["text"]
+    assert line == "wb.views.samples(mine).to_pandas()"
+
+
+def test_rows_left_out_have_a_tab() -> None:
+    batch = judged()
+    scores = [
+        replace(one, why="HTTP 500 <b>", status=Status.INFRA_ERROR) if row == 7 else one
+        for row, one in enumerate(batch["score"])
+    ]
+    batch = batch.with_columns({"scored": torch.arange(60) != 7, "score": scores})
+    table = SamplesTable(wb.views.samples(batch))
+    assert table.tabs == [["samples (60)", "the rows of the step"], ["left out (1)", "1 row left out: 1 × infra error"]]
+    asked = {"kind": "rows", "order": "worst", "start": 0, "count": 5, "tab": "left"}
+    page = table.answer(asked)
+    assert page["total"] == page["of"] == 1 and page["columns"][:2] == ["row", "left_out"]
+    assert (
+        page["rows"][0]["cells"]["left_out"] == "infra error: HTTP 500 <b>" and page["rows"][0]["cells"]["of_row"] == 7
+    )
+    card = table.answer({"kind": "pick", "row": 0, "tab": "left"})
+    assert "infra error: HTTP 500 &lt;b&gt;" in card["html"] and card["code"].endswith(".left_out).row(0)")
+    assert table.answer({"kind": "tokens", "row": 0, "tab": "left"})["html"] == wb.views.tokens(batch, 7).html()
+    assert table.answer({**asked, "kind": "code"})["text"].endswith("(wb.views.samples(batch).left_out).to_pandas()")
+    assert len(wb.views.samples(wb.views.samples(batch).left_out).to_pandas()) == 1
+    assert len(SamplesTable(wb.views.samples(judged())).tabs) == 1
+
+
+def test_a_sample_lies_beside_the_same_row_of_another_side(tmp_path: Any) -> None:
+    batch = judged()
+    other = batch.with_columns({"reward": batch["reward"] + 1, "reward/form": torch.full((60,), 0.5)})
+    table = SamplesTable(wb.views.samples(batch, against=other))
+    card = table.answer({"kind": "pick", "row": 3})
+    assert card["more"] == [["beside", "row 3 of the other side"]]
+    html = table.answer({"kind": "beside", "row": 3})["html"]
+    assert lint(html) == [] and "reward/form" in html and "<b>2</b>" in html and "one response" in html
+    moved = SamplesTable(wb.views.samples(batch, against=other.select_idxs(list(range(4, 60)))))
+    replies = heard(moved, {"kind": "beside", "row": 0, "asked": 1})
+    assert replies[0]["kind"] == "error" and "prompt p1" in replies[0]["text"]
 
 
 def test_what_python_asked_for_stays_below_the_pages_filters() -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.base.errors import BatchError
 from workbench.views import document as doc
-from workbench.views.sample_table import samples_table, some_rows
+from workbench.views.sample_table import batch_of, object_at, samples_table, some_rows
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from workbench.dataproto import DataProto
     from workbench.steps.compare import Comparison
 
 LEFT_OUT, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
@@ -80,6 +82,17 @@ def _said(value: Any) -> str:
 def difference(frame: pd.DataFrame, row: int, other: int) -> SideBySide:
     """Two samples of one batch, from its samples table."""
     return SideBySide(*((f"row {one}", frame.iloc[one]) for one in (row, other)))
+
+
+def same_row(batch: DataProto, row: int, other: Any) -> SideBySide:
+    """A sample, and the same row of another trace, stepper or batch. Raises `BatchError` where that row is another prompt's."""
+    there = batch_of(other)
+    one, two = (object_at(each, "uid", row) if row < len(each) else None for each in (batch, there))
+    if row >= len(there) or one != two:
+        expected, found = f"a sample of prompt {one}", f"{len(there)} rows" if row >= len(there) else f"prompt {two}"
+        raise BatchError(f"row {row} of the other side", expected=expected, found=found)
+    first, second = (samples_table(some_rows(each, [row])).iloc[0] for each in (batch, there))
+    return SideBySide((f"row {row}", first), ("the other side", second))
 
 
 def compared_row(found: Comparison, row: int, *, brief: bool = False) -> SideBySide:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -196,11 +196,32 @@ def group_line(index: SampleIndex, group: int) -> str:
 class Samples(doc.View):
     """The table that `samples(batch)` returns; in a live notebook it can be sorted, filtered, and rows can be picked."""
 
-    def __init__(self, thing: Any, rows: int, order: str, by_group: bool, where: Where, search: str) -> None:
+    remembered: ClassVar[Sequence[str] | None] = None
+    """The columns that were last chosen in a live table: those of the next views, too, until the kernel ends."""
+
+    def __init__(
+        self,
+        thing: Any,
+        rows: int,
+        order: str,
+        by_group: bool,
+        where: Where,
+        search: str,
+        columns: Sequence[str] | None = None,
+        against: Any = None,
+    ) -> None:
         self.thing = thing
         """What the samples are of."""
         self.index = SampleIndex(batch_of(thing))
         self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
+        self.against = thing if against is None and hasattr(thing, "history") else against
+        known = ("row", *self.index.frame)
+        for name in columns or ():
+            if name not in known:
+                raise ValueError(unknown("column of the samples table", name, known))
+        kept = [name for name in self.remembered or () if name in known] if columns is None else list(columns)
+        self.columns: list[str] | None = kept or None
+        """Columns that are shown, by their names in `.frame`, in this order; None: the usual ones."""
         self.picked: int | None = None
         """The row that was last clicked in the live table."""
         self.rendered = False
@@ -208,10 +229,23 @@ class Samples(doc.View):
         self.selected: np.ndarray = self.index.select(order, where=where, search=search, by_group=by_group)
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
 
+    def choose(self, columns: Sequence[str]) -> None:
+        """Show these columns, here and in the views that this process makes later; none: the usual ones."""
+        self.columns = type(self).remembered = list(columns) or None
+
+    @property
+    def batch(self) -> DataProto:
+        """The batch whose rows are shown."""
+        return self.index.batch
+
     @property
     def frame(self) -> pd.DataFrame:
         """The selected samples as a DataFrame, indexed by row."""
         return self.index.frame.iloc[self.selected]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The selected samples as a DataFrame, indexed by row: all that pass the filters, in order, also those of a live table."""
+        return self.frame
 
     @cached_property
     def left_out(self) -> Samples | None:
@@ -220,7 +254,11 @@ class Samples(doc.View):
         The column `left_out` is the reason, `of_row` the row's number where it is among the samples all the same.
         """
         found = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
-        return Samples(gathered(found), self.rows, "index", self.by_group, None, "") if found else None
+        if not found:
+            return None
+        made = Samples(gathered(found), self.rows, "index", self.by_group, None, "")
+        made.columns = made.columns and [LEFT_OUT, *made.columns]
+        return made
 
     def pictures(self, row: Any) -> list[Picture]:
         """The pictures of a row's prompt."""
@@ -236,7 +274,8 @@ class Samples(doc.View):
     def document(self) -> doc.Part:
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
-        lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row))]
+        more = [name for name in self.columns or () if name not in _TOLD]
+        lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row), more)]
         head = [self.index.headline] if self.index.headline else []
         other = self.left_out
         title = counted_reasons(other.index.frame[LEFT_OUT]) if other is not None else ""
@@ -247,10 +286,15 @@ class Samples(doc.View):
     def _page(self, frame: pd.DataFrame) -> doc.Part:
         top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
         texts = "response" if self.by_group else "prompt → response"
-        header = ["row", texts, "reward", "score", "advantage", "tokens"]
+        names = self.columns
+        header = ["row", texts, "reward", "score", "advantage", "tokens"] if names is None else names
 
         def table(part: pd.DataFrame) -> doc.Part:
-            return doc.Table(header, [self._cells(row, one, top) for row, one in part.iterrows()], most=len(part))
+            cells = [
+                self._cells(row, one, top) if names is None else [_chosen(name, row, one, top) for name in names]
+                for row, one in part.iterrows()
+            ]
+            return doc.Table(header, cells, most=len(part))
 
         shown = table(frame)
         if self.by_group:
@@ -269,10 +313,8 @@ class Samples(doc.View):
         return doc.line(doc.bold(f"group {group}"), said, prompt, style="margin-top:8px")
 
     def _cells(self, number: Any, row: Any, top: float) -> list[doc.Part]:
-        reward, prompt = row.get("reward"), row.get("prompt")
-        scored: doc.Part = "" if reward is None else "–"
-        if reward is not None and reward == reward:
-            scored = doc.bar(abs(reward) / top, f"{reward:g}", reward >= 0)
+        prompt = row.get("prompt")
+        scored = _chosen("reward", number, row, top) if "reward" in row else ""
         tokens, finish = _tokens(row)
         return [
             (f"{number}", doc.BREAK, doc.small(", ".join(_place(row)[self.by_group :]))),
@@ -282,6 +324,21 @@ class Samples(doc.View):
             doc.number(row.get("advantage"), "+.3f") if "advantage" in row else "",
             (tokens, doc.BREAK, doc.small(finish)),
         ]
+
+
+def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
+    """One cell of a table of chosen columns: rewards as bars up to `top`, texts that unfold, numbers short."""
+    value = number if name == "row" else row[name]
+    if value is None or value != value:
+        return "–"
+    if name == "reward":
+        return doc.bar(abs(value) / top, f"{value:g}", value >= 0)
+    if isinstance(value, float | np.floating):
+        return f"{float(value):.4g}"
+    said = str(value)
+    if name not in ("response", "prompt") or len(said) <= CUT:
+        return doc.cut(said, 2 * CUT)
+    return doc.Fold(said[:CUT].replace("\n", " ⏎ "), doc.block(said))
 
 
 def counted_pictures(seen: Sequence[Picture]) -> str:
@@ -299,7 +356,11 @@ def thumbnails(seen: Sequence[Picture]) -> doc.Part:
 _THUMBNAILS = 4
 
 
-def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
+_TOLD = ("row", "group", "prompt", "response", "reward", "why", "tokens", "finish", LEFT_OUT)
+"""Columns that a sample's lines have anyway."""
+
+
+def _said(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[str]) -> list[str]:
     said = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
         said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
@@ -308,6 +369,10 @@ def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
     tokens, finish = _tokens(row)
     said += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
     said += [counted_pictures(seen)] if seen else []
+    said += [
+        f"{name} {row[name]:.4g}" if isinstance(row[name], float) else f"{name} {doc.one_line(row[name])}"
+        for name in more
+    ]
     texts = [f"  {doc.one_line(row['prompt'])}"] if "prompt" in row else []
     return ["  ".join(said), *texts, f"  → {doc.one_line(_response(row))}"]
 
@@ -345,9 +410,18 @@ def _judgement(row: Any, score: Any) -> doc.Part:
 
 
 def samples(
-    thing: Any, rows: int = 8, order: str = "worst", by_group: bool = False, *, where: Where = None, search: str = ""
+    thing: Any,
+    rows: int = 8,
+    order: str = "worst",
+    by_group: bool = False,
+    *,
+    where: Where = None,
+    search: str = "",
+    columns: Sequence[str] | None = None,
+    against: Any = None,
 ) -> Samples:
-    """Show samples of a batch, trace, stepper or run as a table: `.frame` is the DataFrame, `.row(7)` one sample in full.
+    """Show samples of a batch, trace, stepper or run as a table: `.to_pandas()` is the DataFrame, `.row(7)` one sample in
+    full, `.left_out` the rows that were filtered out, rejected or failed.
 
     Args:
         rows: how many samples are shown; `.frame` has all.
@@ -356,13 +430,16 @@ def samples(
         by_group: keep the samples of a prompt together.
         where: column → a value, a list of values, or (low, high) with None for no bound; or a function of the frame.
         search: text that a row's prompt, response, answer or explanation must contain, in any case.
+        columns: names of the frame's columns to show; by default the usual ones, or those last chosen in a live table.
+        against: what a live table's `diff with…` has besides: a trace, stepper or batch of the same rows (under another reward,
+            say), or a run, for the same prompt at its other steps.
 
     Raises `ValueError` for an order or a column that does not exist.
 
     Example:
         >>> wb.views.samples(s, order="best", where={"tokens": (100, None)})  # doctest: +SKIP
     """
-    return Samples(thing, rows, order, by_group, where, search)
+    return Samples(thing, rows, order, by_group, where, search, columns, against)
 
 
 def groups(thing: Any) -> pd.DataFrame:

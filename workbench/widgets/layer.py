@@ -26,7 +26,8 @@ from IPython.display import display
 from workbench.base.errors import EngineError, first_line
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
-from workbench.views.beside import difference
+from workbench.views.beside import difference, same_row
+from workbench.views.left_out import LEFT_OUT, OF_ROW, counted_reasons
 from workbench.views.samples import group_line
 from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
@@ -34,8 +35,9 @@ from workbench.widgets.display import in_notebook
 
 if TYPE_CHECKING:
     from workbench.cluster.status import Status
+    from workbench.dataproto import DataProto
     from workbench.steps.stepper import Stepper
-    from workbench.views.samples import Samples
+    from workbench.views.samples import SampleIndex, Samples
     from workbench.views.tokens import Tokens
 
 MOST = 24
@@ -137,89 +139,169 @@ _FIRST = (
 
 
 class SamplesTable(Layer, script="samples"):
-    """The widget of a `Samples` view: a table whose script asks for `rows` (one page), and for one row to `pick` it in full, for
-    its `tokens` or `text`, for the `diff` to another, or to `pin` it."""
+    """The widget of a `Samples` view: a table whose script asks for `rows` (one page), for the `code` that makes them, and for one
+    row to `pick` it in full, for its `tokens`, `text` or `history`, for the `diff` to another, or to `pin` it.
+
+    A question with the tab `left` is about the rows that were left out."""
 
     columns: Any = traitlets.List().tag(sync=True)
+    """The columns that a person has chosen; [] for the usual ones."""
+    known: Any = traitlets.List().tag(sync=True)
     statuses: Any = traitlets.List().tag(sync=True)
     query: Any = traitlets.Dict().tag(sync=True)
     headline = traitlets.Unicode().tag(sync=True)
     bins: Any = traitlets.List().tag(sync=True)
+    tabs: Any = traitlets.List().tag(sync=True)
+    """(name, title) of the samples, and of the rows left out where there are any."""
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
     rendered = traitlets.Bool().tag(sync=True)
 
     def __init__(self, samples: Samples) -> None:
         frame, index = samples.index.frame, samples.index
-        shown = [name for name in ("row", *frame) if name.partition("/")[0] in _FIRST]
         counts = Counter(frame["status"]) if "status" in frame else {}
-        self._samples = samples
+        self._samples, left = samples, samples.left_out
         self._rows = samples.selected
+        tabs = [(f"samples ({len(frame)})", "the rows of the step")]
+        if left is not None:
+            tabs.append((f"left out ({len(left.index.frame)})", counted_reasons(left.index.frame[LEFT_OUT])))
         super().__init__(
-            columns=sorted(shown, key=lambda name: _FIRST.index(name.partition("/")[0])),
+            columns=samples.columns or [],
+            known=["row", *frame],
             statuses=sorted([name, number] for name, number in counts.items()),
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
             headline=index.headline,
             bins=[list(one) for one in index.bins],
+            tabs=[[plain(text) for text in one] for one in tabs],
             rendered=samples.rendered,
         )
         self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The reply: a page of rows, one row in full, its tokens or a difference as HTML, its text, or a note that it was pinned."""
+        """The reply: a page of rows or the code for them; of one row all, its tokens, a difference or its history as HTML, its
+        text, or a note that it was pinned."""
+        left = self._samples.left_out
+        view = left if asked.get("tab") == "left" and left is not None else self._samples
         if asked["kind"] == "rows":
-            return self._page(asked)
-        row, view = int(asked["row"]), self._samples
+            return self._page(view, asked)
+        if asked["kind"] == "code":
+            return {"kind": "text", "text": self._code(view, asked)}
+        row = int(asked["row"])
         if asked["kind"] == "pick":
-            code = f"wb.views.samples({name_of(view.thing, 'batch')}).row({row})"
-            siblings = [
-                [one, _cell(view.index.frame.iloc[one].get("reward"))] for one in view.row(row).siblings[:_SIBLINGS]
-            ]
-            card = view.row(row, bool(asked.get("rendered")), formulas=True)
-            return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code}
-        if asked["kind"] == "tokens":
-            return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
-        if asked["kind"] == "diff":
-            return {"kind": "card", "html": difference(view.index.frame, row, int(asked["other"])).html()}
+            return self._card(view, row, bool(asked.get("rendered")))
         if asked["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
-        return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
+        if asked["kind"] == "pin":
+            return {
+                "kind": "pinned",
+                "text": _pin(view.index.batch, row, str(asked.get("expected", "")), str(asked.get("note", ""))),
+            }
+        return {"kind": "card", "html": self._shown(view, row, asked).html()}
 
-    def _select(self, asked: dict[str, Any]) -> np.ndarray:
+    def _shown(self, view: Samples, row: int, asked: dict[str, Any]) -> doc.View:
+        """What is shown of a row in place of its card."""
+        if asked["kind"] == "history":
+            made: doc.View = self._samples.against.history(view.row(row))
+            return made
+        if asked["kind"] == "tokens":
+            of_row = view.index.frame.iloc[row].get(OF_ROW, row)
+            if of_row is None:
+                raise ValueError("this row is not in the step any more: its text was kept, its tokens were not")
+            return tokens(self._samples.thing, int(of_row))
+        if asked["kind"] == "beside":
+            return same_row(view.index.batch, row, self._samples.against)
+        return difference(view.index.frame, row, int(asked["other"]))
+
+    def _card(self, view: Samples, row: int, rendered: bool) -> dict[str, Any]:
+        card, against = view.row(row, rendered, formulas=True), self._samples.against
+        siblings = [[one, _cell(view.index.frame.iloc[one].get("reward"))] for one in card.siblings[:_SIBLINGS]]
+        code = f"wb.views.samples({self._name(view)}).row({row})"
+        more = [["history", "the run's other steps"]] if hasattr(against, "history") else []
+        if against is not None and not more and view is self._samples:
+            more = [["beside", f"row {row} of {name_of(against, 'the other side')}"]]
+        return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code, "more": more}
+
+    def _name(self, view: Samples) -> str:
+        """What the samples are of, in code."""
+        name = name_of(self._samples.thing, "batch")
+        return name if view is self._samples else f"wb.views.samples({name}).left_out"
+
+    def _code(self, view: Samples, asked: dict[str, Any]) -> str:
+        """The line that makes the DataFrame of what the page shows now."""
+        page, own = _filters(asked), view.where or {}
+        if callable(own) or set(own) & set(page):
+            rows = self._select(view, asked).tolist()
+            return f"wb.views.samples({self._name(view)}).index.frame.iloc[{rows}]"
+        chosen = {"order": str(asked["order"]), "by_group": bool(asked.get("by_group")), "where": {**own, **page}}
+        chosen["search"] = str(asked.get("search") or "")
+        usual = {"order": "worst", "by_group": False, "where": {}, "search": ""}
+        options = "".join(f", {name}={value!r}" for name, value in chosen.items() if value != usual[name])
+        return f"wb.views.samples({self._name(view)}{options}).to_pandas()"
+
+    def _select(self, view: Samples, asked: dict[str, Any]) -> np.ndarray:
         """Rows that pass Python's and the page's filters, in the page's order."""
-        filters: dict[str, Any] = {"status": asked["status"]} if asked.get("status") else {}
-        if asked.get("low") is not None or asked.get("high") is not None:
-            filters["reward"] = (asked.get("low"), asked.get("high"))
         order, search, by_group = str(asked["order"]), str(asked.get("search") or ""), bool(asked.get("by_group"))
-        rows = self._samples.index.select(order, where=self._samples.where, search=search, by_group=by_group)
-        return rows[np.isin(rows, self._samples.index.select("index", where=filters))]
+        rows = view.index.select(order, where=view.where, search=search, by_group=by_group)
+        return rows[np.isin(rows, view.index.select("index", where=_filters(asked)))]
 
-    def _page(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _page(self, view: Samples, asked: dict[str, Any]) -> dict[str, Any]:
         start = int(asked["start"])
+        if (names := asked.get("choose")) is not None:
+            self._samples.choose([name for name in self.known if name in names])
+            self.columns = self._samples.columns or []
         if start == 0:  # later pages continue the same selection, also if the view has another one by then
-            self._rows = self._select(asked)
-            self._samples.selected = self._rows
-        whole = self._samples.index.frame
+            self._rows = self._select(view, asked)
+            view.selected = self._rows
+        whole = view.index.frame
         frame = whole.iloc[self._rows[start : start + min(int(asked["count"]), _MOST)]]
-        records = frame.assign(row=frame.index)[self.columns].to_dict("records")
-        rows = [{"row": int(one["row"]), "cells": {name: _cell(one[name]) for name in one}} for one in records]
+        columns = self._columns(view)
+        records = frame.assign(row=frame.index)[columns].to_dict("records")
+        rows = [
+            {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}}
+            for row, group, one in zip(frame.index, frame["group"], records, strict=True)
+        ]
         grouped = frame["group"].unique() if asked.get("by_group") else ()
-        groups = {str(group): self._group(int(group)) for group in grouped}
-        return {"kind": "rows", "rows": rows, "total": len(self._rows), "of": len(whole), "groups": groups}
+        groups = {str(group): _group(view.index, int(group)) for group in grouped}
+        return {
+            "kind": "rows",
+            "rows": rows,
+            "total": len(self._rows),
+            "of": len(whole),
+            "groups": groups,
+            "columns": columns,
+        }
 
-    def _group(self, group: int) -> str:
-        index = self._samples.index
-        prompt = index.groups.loc[group].get("prompt") or ""
-        return f"group {group} · {group_line(index, group)} · {_cell(str(prompt))}"
+    def _columns(self, view: Samples) -> list[str]:
+        """The columns of the page: the chosen ones, or the usual ones; of rows left out the reason first."""
+        known = ["row", *view.index.frame]
+        first = [name for name in (LEFT_OUT, OF_ROW) if name in known]
+        chosen = [name for name in self.columns if name in known and name not in first]
+        usual = [name for name in known[1:] if name.partition("/")[0] in _FIRST]
+        rest = sorted(usual, key=lambda name: _FIRST.index(name.partition("/")[0]))
+        return [*first, *chosen] if chosen else ["row", *first, *rest]
 
-    def _pin(self, row: int, expected: str, note: str) -> str:
-        from workbench.rewards.pins import pins
 
-        score: Any = expected.strip()  # `add` refuses a text other than `unscored`
-        with contextlib.suppress(ValueError):
-            score = float(expected)
-        kept = pins()
-        kept.add(self._samples.index.batch, row=row, expected=score, note=note)
-        return f"pinned, {len(kept)} in {kept.path}"
+def _filters(asked: dict[str, Any]) -> dict[str, Any]:
+    """The page's filters as `where` takes them."""
+    filters: dict[str, Any] = {"status": asked["status"]} if asked.get("status") else {}
+    if asked.get("low") is not None or asked.get("high") is not None:
+        filters["reward"] = (asked.get("low"), asked.get("high"))
+    return filters
+
+
+def _group(index: SampleIndex, group: int) -> str:
+    prompt = index.groups.loc[group].get("prompt") or ""
+    return f"group {group} · {group_line(index, group)} · {_cell(str(prompt))}"
+
+
+def _pin(batch: DataProto, row: int, expected: str, note: str) -> str:
+    from workbench.rewards.pins import pins
+
+    score: Any = expected.strip()  # `add` refuses a text other than `unscored`
+    with contextlib.suppress(ValueError):
+        score = float(expected)
+    kept = pins()
+    kept.add(batch, row=row, expected=score, note=note)
+    return f"pinned, {len(kept)} in {kept.path}"
 
 
 def _cell(value: Any) -> Any:

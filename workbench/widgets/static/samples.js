@@ -4,8 +4,10 @@ function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
-  const columns = model.get("columns");
+  const known = model.get("known");
   const query = { ...model.get("query") };
+  let columns = [];  // of the page
+  let tab = "";
   const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
   let total = 0;
@@ -16,15 +18,13 @@ function render({ model, el }) {
   const count = make("span", { class: "wb-count", role: "status" });
   const detail = make("div", { class: "wb-detail", role: "group", ariaLabel: "the picked sample" });
   const classOf = (name) => `wb-c-${name.replace(/[^a-z]/gi, "-")}`;
-  const heads = columns.map((name) => make("th", {
-    class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name),
-  }, name === "response" && columns.includes("prompt") ? "prompt, response" : name));
-  const scroll = make("div", { class: "wb-scroll", tabIndex: 0, role: "group", ariaLabel: "samples; up and down pick one", onscroll: more },
-    make("table", {}, make("thead", {}, make("tr", {}, heads)), body));
+  const heads = make("tr");
+  const table = make("table", {}, make("thead", {}, heads), body);
+  const scroll = make("div", { class: "wb-scroll", tabIndex: 0, role: "group", ariaLabel: "samples; up and down pick one", onscroll: more }, table);
 
   const search = make("input", { type: "search", placeholder: "search texts", ariaLabel: "search texts", value: query.search || "", oninput: soon });
   const order = make("select", { ariaLabel: "order", onchange: () => { query.order = order.value; load(); } },
-    ["worst", "best", "surprising", "index", ...columns.flatMap((name) => [name, `-${name}`])]
+    ["worst", "best", "surprising", "index", ...known.flatMap((name) => [name, `-${name}`])]
       .map((name) => make("option", { value: name }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
   order.value = query.order;
   const status = make("select", { ariaLabel: "status of the score", onchange: () => load() },
@@ -33,11 +33,50 @@ function render({ model, el }) {
   const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", ariaLabel: "least reward", oninput: soon });
   const high = make("input", { type: "number", step: "any", placeholder: "≤", ariaLabel: "greatest reward", oninput: soon });
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
+  const toPandas = make("button", { title: "copy the line that makes a DataFrame of what is shown now", onclick: copyCode }, "to pandas");
+  const line = make("code", { class: "wb-code", role: "status" });
   const bar = make("div", { class: "wb-bar" }, search, order, status, low, high,
-    make("label", {}, grouped, " by prompt"), count, problem);
-  const head = make("div", { class: "wb-bar" }, make("b", {}, model.get("headline")), histogram(model.get("bins")));
+    make("label", {}, grouped, " by prompt"), chooser(), toPandas, count, problem, line);
+  const tabs = model.get("tabs").map(([name, title], place) => make("button", {
+    title, ariaPressed: String(!place), onclick: () => { turn(place); },
+  }, name));
+  const head = make("div", { class: "wb-bar" }, make("b", {}, model.get("headline")), histogram(model.get("bins")),
+    tabs.length > 1 ? make("div", { class: "wb-tabs", role: "group", ariaLabel: "rows" }, tabs) : null);
   el.append(make("div", { class: "wb wb-samples", onkeydown: keys },
     head, bar, make("div", { class: "wb-two" }, scroll, detail)));
+
+  function turn(place) {
+    tab = place ? "left" : "";
+    tabs.forEach((one, other) => { one.ariaPressed = String(other === place); });
+    model.set("picked", null);
+    model.save_changes();
+    detail.replaceChildren();
+    load();
+  }
+  // which columns are shown; the kernel remembers them for the next tables
+  function chooser() {
+    const boxes = known.map((name) => make("input", { type: "checkbox", value: name, onchange: () => {
+      choose(boxes.filter((box) => box.checked).map((box) => box.value));
+    } }));
+    const mark = () => { boxes.forEach((box) => { box.checked = columns.includes(box.value); }); };
+    return make("details", { class: "wb-columns", ontoggle: mark }, make("summary", { title: "which columns are shown" }, "columns"),
+      make("div", {}, boxes.map((box) => make("label", {}, box, box.value)),
+        make("button", { onclick: () => choose([]).then(mark) }, "the usual ones")));
+  }
+  function choose(names) {
+    model.set("columns", names);
+    model.save_changes();
+    return load(0, { choose: names });
+  }
+  async function copyCode() {
+    try {
+      const { text } = await talk.ask({ ...question(), kind: "code" });
+      try {
+        await navigator.clipboard.writeText(text);
+        line.textContent = `copied: ${text}`;
+      } catch (_) { line.textContent = text; }  // the browser does not let this page copy: it can be selected
+    } catch (text) { problem.textContent = text; }
+  }
 
   // a bar a bin of the rewards: pressed, the table has its samples alone; pressed again, all
   function histogram(bins) {
@@ -71,26 +110,31 @@ function render({ model, el }) {
     order.value = query.order;
     load();
   }
-  async function load(start = 0) {
+  function question() {
+    query.search = search.value;
+    const number = (input) => (input.value === "" ? null : Number(input.value));
+    return { ...query, tab, status: status.value, low: number(low), high: number(high) };
+  }
+  async function load(start = 0, more = {}) {
     const mine = ++asking;
     try {
-      query.search = search.value;
-      const number = (input) => (input.value === "" ? null : Number(input.value));
-      const page = await talk.ask({
-        kind: "rows", ...query, status: status.value, low: number(low), high: number(high), start, count: COUNT,
-      });
+      const page = await talk.ask({ ...question(), kind: "rows", start, count: COUNT, ...more });
       if (mine !== asking) return;
       problem.textContent = "";
       total = page.total;
       below.hide();
-      if (!start) { shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; }
+      if (!start) {
+        ({ columns } = page);
+        drawHeads();
+        shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
+      }
       for (const row of page.rows) {
-        if (query.by_group && row.cells.group !== group) {
-          group = row.cells.group;
+        if (query.by_group && row.group !== group) {
+          group = row.group;
           body.append(make("tr", { class: "wb-group" }, make("td", { colSpan: columns.length }, page.groups[group])));
         }
         shown.push(row.row);
-        body.append(line(row));
+        body.append(lineOf(row));
       }
       count.textContent = `${total} of ${page.of}`;
       mark();
@@ -99,10 +143,17 @@ function render({ model, el }) {
   function more() {
     if (shown.length < total && scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 80) load(shown.length);
   }
-  function line(row) {
+  function drawHeads() {
+    table.classList.toggle("wb-chosen", model.get("columns").length > 0);
+    heads.replaceChildren(...columns.map((name) => make("th", {
+      class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name),
+    }, under(name) ? "prompt, response" : name)));
+  }
+  const under = (name) => name === "response" && columns.includes("prompt") && !model.get("columns").length;
+  function lineOf(row) {
     return make("tr", { onclick: () => pick(row.row) }, columns.map((name) => {
       const cell = make("td", { class: classOf(name) }, said(row.cells[name]));
-      if (name === "response" && !query.by_group && row.cells.prompt) {  // two lines: what was asked, what was said
+      if (under(name) && !query.by_group && row.cells.prompt) {  // two lines: what was asked, what was said
         cell.replaceChildren(make("div", { class: "wb-asked" }, row.cells.prompt), make("div", {}, said(row.cells[name])));
       }
       if (name === "reward" && row.cells[name] !== null) cell.classList.add(row.cells[name] > 0 ? "wb-good" : "wb-bad");
@@ -120,7 +171,7 @@ function render({ model, el }) {
     model.save_changes();
     mark();
     try {
-      const card = await talk.ask({ kind: "pick", row, rendered: model.get("rendered") });
+      const card = await talk.ask({ kind: "pick", row, tab, rendered: model.get("rendered") });
       const body = make("div");
       fromViews(body, card.html);
       detail.replaceChildren(...actions(row, card, body), body);
@@ -130,7 +181,7 @@ function render({ model, el }) {
   function actions(row, card, body) {
     const told = make("span", { class: "wb-count", role: "status" });
     const shown = (question) => async () => {
-      try { fromViews(body, (await talk.ask({ row, ...question })).html); }
+      try { fromViews(body, (await talk.ask({ row, tab, ...question })).html); }
       catch (text) { told.textContent = text; }
     };
     const copied = (text) => async () => {
@@ -140,8 +191,9 @@ function render({ model, el }) {
       } catch (_) { told.textContent = "the browser does not let this page copy"; }
     };
     const names = card.siblings.map(([one, reward]) => `row ${one} (${said(reward)})`);
-    const other = make("select", { ariaLabel: "diff with another sample of this prompt", onchange: () => shown({ kind: "diff", other: Number(other.value) })() },
-      make("option", { value: "" }, "diff with…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
+    const other = make("select", { ariaLabel: "diff with another sample", onchange: () => shown(
+      card.more.some(([kind]) => kind === other.value) ? { kind: other.value } : { kind: "diff", other: Number(other.value) })() },
+      make("option", { value: "" }, "diff with…"), card.more.map(([kind, name]) => make("option", { value: kind }, name)), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
     const next = make("select", { ariaLabel: "another sample of this prompt", onchange: () => pick(Number(next.value)) },
       make("option", { value: "" }, "siblings…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
     const has = card.siblings.length > 0;
@@ -149,8 +201,8 @@ function render({ model, el }) {
       make("div", { class: "wb-bar" },
         make("button", { onclick: () => pick(row) }, `row ${row}`),
         make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"), rendered,
-        has ? other : null, has ? next : null,
-        make("button", { title: "the response's text", onclick: copied(async () => (await talk.ask({ kind: "text", row })).text) }, "copy"),
+        has || card.more.length ? other : null, has ? next : null,
+        make("button", { title: "the response's text", onclick: copied(async () => (await talk.ask({ kind: "text", row, tab })).text) }, "copy"),
         make("button", { title: card.code, onclick: copied(async () => card.code) }, "copy code"), told),
       pinning(row),
     ];
@@ -160,7 +212,7 @@ function render({ model, el }) {
     const note = make("input", { type: "text", placeholder: "note", ariaLabel: "note", size: 24 });
     const answer = make("span", { class: "wb-count" });
     const button = make("button", { onclick: async () => {
-      try { answer.textContent = (await talk.ask({ kind: "pin", row, expected: expected.value, note: note.value })).text; }
+      try { answer.textContent = (await talk.ask({ kind: "pin", row, tab, expected: expected.value, note: note.value })).text; }
       catch (text) { answer.textContent = text; }
     } }, "pin");
     return make("div", { class: "wb-bar" }, button, expected, note, answer);
