@@ -65,7 +65,7 @@ def rows() -> DataProto:
 
 def agrees(model: Path, where: Group, rows: DataProto, mesh: dict[str, int], **settings: Any) -> None:
     """Scores to 3e-6 nats, gradients to 1e-6, norms to 1e-5 of theirs; after steps, in which Adam divides what is nearly 0 by itself,
-    weights to a tenth of a step and scores to 1e-4."""
+    weights to a quarter of a step and scores to 1e-4."""
     lr, want, loss = 1e-3, ("log_probs", "entropy"), LikelihoodLoss()
     there = fsdp(model, on=where, device="cpu", mesh=mesh, lr=lr, **settings)
     here = local(model, device="cpu", lr=lr)
@@ -77,7 +77,7 @@ def agrees(model: Path, where: Group, rows: DataProto, mesh: dict[str, int], **s
         norms = [float(one.metrics["grad_norm"].result()) for one in (mine, theirs)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         assert difference(mine.columns, theirs.columns) < 1e-4
-    assert difference(there.full_weights(), here.full_weights()) < lr / 10
+    assert difference(there.full_weights(), here.full_weights()) < lr / 4
     assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 1e-4
 
 
