@@ -139,6 +139,7 @@ ALLOWED = set(
         "ol",
         "p",
         "pre",
+        "s",
         "small",
         "span",
         "strong",
