@@ -79,7 +79,7 @@ format: $(DEV)
 lab: $(READY)  ## JupyterLab on the first notebook
 	$(BIN)/jupyter lab notebooks/101_one_step.ipynb
 
-docs: $(DEV)  ## the documentation site in build/site, offline; ARGS=--execute runs the notebooks first, some fifteen minutes
+docs: $(DEV)  ## the documentation site in build/site, offline; ARGS=--execute runs the notebooks first, some twenty minutes
 	$(ONE) $(BIN)/python tools/site.py $(ARGS)
 
 bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, how fast the shelf, rewards and looks are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,7 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests_lab import in_chromium, watched_page
 from tests_patience import LONG
+from tests_screens import CONTRAST, THEMES
+
+import workbench as wb
 
 ROOT = Path(__file__).parents[1]
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -63,20 +68,54 @@ def test_a_page_that_takes_longer_runs(name: str, tmp_path: Path) -> None:
     run([ROOT / "docs" / "guide" / f"{name}.md"], tmp_path)
 
 
-@pytest.mark.slow
-def test_the_site_builds_with_every_link_right(tmp_path: Path) -> None:
-    """Links, anchors, pages left out of the navigation and names that the reference does not find are errors."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, with outputs in notebook 101 as if it had been executed: views, pictures, warnings."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, str(ROOT / "tools" / "site.py"), "--build", str(tmp_path)]
+    build = tmp_path_factory.mktemp("site")
+    document = json.loads((ROOT / "notebooks" / "101_one_step.ipynb").read_text())
+    trace = wb.Trace.load(ROOT / "data" / "arith-batch")
+    samples = wb.views.samples(trace, rows=2)
+    shown = [trace, samples, samples.row(0), wb.views.tokens(trace, 0, "advantage", against_row=9)]
+    outputs = [
+        {"output_type": "display_data", "metadata": {}, "data": {"text/html": one._repr_html_()}} for one in shown
+    ]
+    warning = {"output_type": "stream", "name": "stderr", "text": "a warning\n"}
+    frame = {"output_type": "display_data", "metadata": {}, "data": {"text/html": wb.views.groups(trace)._repr_html_()}}
+    next(cell for cell in document["cells"] if cell["cell_type"] == "code")["outputs"] = [*outputs, frame, warning]
+    (build / "notebooks").mkdir()
+    (build / "notebooks" / "101_one_step.ipynb").write_text(json.dumps(document))
+    command = [sys.executable, str(ROOT / "tools" / "site.py"), "--build", str(build)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    site = tmp_path / "site"
+    return build / "site"
+
+
+@pytest.mark.slow
+def test_the_site_builds_with_every_link_right(site: Path) -> None:
+    """Links, anchors, pages left out of the navigation and names that the reference does not find are errors."""
     recipes = (site / "reference" / "recipes.html").read_text()
     assert 'id="workbench.recipes.grpo"' in recipes and "norm_adv_by_std" in recipes
     assert "rollout_log_probs" in (site / "reference" / "glossary.html").read_text()
     assert (site / "notebooks" / "101_one_step.html").exists()
     loaded = re.findall(r'(?:src|href)="(https?://[^"]+)"', (site / "index.html").read_text())
     assert [one for one in loaded if "squidfunk" not in one] == []  # offline: only the theme's own credit is a link
+
+
+@in_chromium
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_notebook_on_the_site_has_the_contrast_of_wcag_aa_and_fits(site: Path, theme: str) -> None:
+    with watched_page() as (first, _, _):
+        page = first.context.browser.new_context(color_scheme=theme).new_page()
+        page.set_default_timeout(1000 * LONG)
+        for width in (1400, 500):
+            page.set_viewport_size({"width": width, "height": 1000})
+            page.goto((site / "notebooks" / "101_one_step.html").as_uri())
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+            assert page.evaluate(CONTRAST, ".md-content") == []
+        assert (
+            page.evaluate("() => document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[theme]
+        )
 
 
 def test_every_page_is_in_the_navigation_and_short() -> None:

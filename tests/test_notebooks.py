@@ -52,6 +52,7 @@ SMALL = {
     },
     "203_compare": {
         "recipes": ["remax", "ppo"],
+        "seeds": [0, 1],
         "steps": 2,
         "batch_size": 4,
         "group_size": 2,
@@ -59,7 +60,7 @@ SMALL = {
     },
     "301_on_a_cluster": {"steps": 3, "sampler": SAMPLER},
 }
-RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "107_reward_models": 3, "203_compare": 2}
+RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "107_reward_models": 3, "203_compare": 4}
 """How many run folders a notebook's job writes; one where it is not named."""
 SHORT = ("105_replay_a_run",)
 """Run as jobs in `make test`; so does 201, three times over, below, and 101 in a browser."""

@@ -19,8 +19,9 @@ AGENTS = {
     "GymInteraction", "VerifiersInteraction", "environment_rows", "verifiers_rows",
 }  # fmt: skip
 TRAIN = [
-    "pipeline", "rows", "steps", "epochs", "run", "batch_size", "seed", "ahead", "eval_rows", "test_freq", "val_samples", "save_freq",
+    "pipeline", "rows", "steps", "epochs", "run", "batch_size", "seed", "ahead", "max_lag", "stale", "eval_rows", "test_freq", "val_samples", "save_freq",
     "trace_freq", "keep_traces", "keep_checkpoints", "keep_updates", "keep_val", "max_recoveries", "max_rollout_kl", "break_if", "resume", "allow_changes", "trackers", "project", "experiment", "display", "observers",
+    "health",
 ]  # fmt: skip
 
 

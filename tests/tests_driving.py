@@ -44,18 +44,23 @@ def look_around(lab: str, page: Any, name: str) -> None:
     without_a_kernel(lab, page, name)
 
 
-def after_a_restart(page: Any) -> None:
-    """A press is answered by what to do, and the static form is there again."""
+def restart(page: Any) -> None:
+    """Restart the kernel, as a person does."""
     page.get_by_role("menuitem", name="Kernel", exact=True).click()
     page.get_by_role("menuitem", name=re.compile(r"^Restart Kernel(…|\.\.\.)")).click()
     page.get_by_role("button", name="Confirm Kernel Restart").click()
     page.get_by_text("| Idle").first.wait_for()
-    table = page.locator(".wb-scroll").first
-    table.scroll_into_view_if_needed()
-    table.locator("tbody tr").first.click()
-    until(page, lambda: "the kernel was restarted" in page.locator(".wb-samples").first.inner_text())
-    assert page.get_by_placeholder("search texts").is_disabled()
-    assert page.locator(".workbench-static").nth(1).is_visible()
+
+
+def after_a_restart(page: Any) -> None:
+    """Every view says what to do, and its static form is there again in its place."""
+    restart(page)
+    said = page.locator(".wb-note", has_text="the kernel was restarted: run this cell again")
+    until(page, lambda: said.count() > 1)
+    static = page.locator(".workbench-static")
+    said.first.scroll_into_view_if_needed()
+    assert all(one.is_visible() for one in said.all()) and all(one.is_visible() for one in static.all())
+    assert not any(one.is_visible() for one in page.locator(".wb").all())
     shot(page, "driven_restarted")
 
 

@@ -19,6 +19,16 @@ HOSTILE = (
 )
 
 
+HOSTILE_PROSE = (
+    "[a](javascript:alert(1)) [b](http://evil.example) ![c](http://evil.example/x.png) <http://evil.example> <img src=x onerror=alert(2)>\n\n"
+    "[d]: http://evil.example\n\n[d] ![d]\n\n> <script>alert(3)</script>\n\n<style>*{display:none}</style>\n\n"
+    "```html onload=alert(4)\n<script>alert(5)</script>\n```\n\n| <svg onload=alert(6)> | `</code><script>alert(7)</script>` |\n|---|---|\n| x | y |\n\n"
+    r"$\href{javascript:alert(8)}{x}$ $\style{position:fixed;inset:0}{y}$ $\class{jp-Notebook}{z}$ $\text{<script>alert(9)</script>}$ "
+    r"$\hspace{-99em} \rule{9999em}{9999em} \color{url(http://evil.example)}{w}$ \[\text{</math><img src=x onerror=alert(10)>}\]"
+)
+"""Markdown, LaTeX and code that would run, fetch, or leave their box where a page took them at their word."""
+
+
 def hostile_batch(text: str = HOSTILE) -> wb.DataProto:
     score = Score(value=1.0, parts={"x": 1.0}, answer=text, why=text, error=text)
     failed = Score(status=Status.INFRA_ERROR, why=text, error=text)
@@ -95,8 +105,11 @@ def every_thing(text: str, run: wb.Run, folder: Path) -> dict[str, Any]:
         "batch": batch,
         "samples": samples,
         "samples by group": wb.views.samples(batch, by_group=True),
+        "samples left out": samples.left_out,
         "a sample": samples.row(0),
         "a sample that failed": samples.row(1),
+        "a sample, rendered": samples.row(0, rendered=True),
+        "a transcript, rendered": wb.views.transcript(batch, 0, tokenizer=HostileTokenizer(text[:2000]), rendered=True),
         "groups": wb.views.groups(batch),
         "tokens": wb.views.tokens(batch, 0, tokenizer=HostileTokenizer(text[:2000])),
         "tokens of two": wb.views.tokens(batch, 0, against=other, tokenizer=HostileTokenizer(text[:2000])),
@@ -109,6 +122,7 @@ def every_thing(text: str, run: wb.Run, folder: Path) -> dict[str, Any]:
         "rubric": wb.rewards.Rubric({text[:100]: named, "b": named}, gates={"b": 0.1}),
         "dry run": wb.rewards.dry_run({text[:100]: named, "b": wb.rewards.math_string}, batch),
         "compare": wb.compare(trace, changed),
+        "a row on both sides": wb.compare(trace, changed).row(0),
         "diverge": wb.diverge(trace, changed),
         "pins": pins,
         "pins checked": pins.check(named),

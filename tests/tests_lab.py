@@ -162,7 +162,7 @@ def with_parameters(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     cell = next(cell for cell in document["cells"] if "parameters" in cell["metadata"].get("tags", []))
     text = "".join(cell["source"])
     for name, value in values.items():
-        text, count = re.subn(rf"^({name}: [\w\[\]]+ = )\S+", rf"\g<1>{value!r}", text, flags=re.MULTILINE)
+        text, count = re.subn(rf"^({name}: [\w\[\]]+ = ).*?(?=  #)", rf"\g<1>{value!r}", text, flags=re.MULTILINE)
         assert count == 1, name
     cell["source"] = text
     return document

@@ -121,12 +121,22 @@ def gathered(build: Path) -> Path:
     return made
 
 
-def execute(build: Path) -> None:
-    """Run every notebook with its own parameters into `build`/notebooks."""
+def execute(build: Path, names: Sequence[str]) -> None:
+    """Run notebooks with their own parameters into `build`/notebooks: those whose names begin with one of `names`, or all.
+
+    What they train is trained anew, in `build`/runs: a folder of before would only be read.
+    """
     run_notebook = importlib.import_module("workbench").run_notebook
+    declared_parameters = importlib.import_module("workbench.jobs.parameters").declared_parameters
     for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        if names and not source.name.startswith(tuple(names)):
+            continue
         print(f"running {source.name}", flush=True)
-        result = run_notebook(source, {}, output=build / EXECUTED / source.name)
+        fresh = build / "runs" / source.stem
+        shutil.rmtree(fresh, ignore_errors=True)
+        kept = os.path.relpath(fresh / "run", ROOT)
+        values = {one.name: kept for one in declared_parameters(source) if one.name in ("run", "folder")}
+        result = run_notebook(source, values, output=build / EXECUTED / source.name)
         if result.code:
             sys.exit(f"{source.name}: {result.error}")
 
@@ -135,11 +145,13 @@ def main() -> None:
     """Gather the pages and build the site; a broken link is an error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder to write into")
-    parser.add_argument("--execute", action="store_true", help="run the notebooks first, some fifteen minutes")
+    parser.add_argument(
+        "--execute", nargs="*", metavar="NAME", help="run the notebooks first, or those that begin so (201)"
+    )
     asked = parser.parse_args()
     build = asked.build.absolute()
-    if asked.execute:
-        execute(build)
+    if asked.execute is not None:
+        execute(build, asked.execute)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", str(gathered(build))]
     sys.exit(subprocess.run(command, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False).returncode)
 

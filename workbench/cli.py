@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("-o", "--output", help="where the executed notebook goes (default: into the run folder)")
     train.add_argument("--skip-look", action="store_true", help="leave out cells that are tagged `look`")
+    train.add_argument(
+        "--health", nargs="?", type=int, const=9464, metavar="PORT",
+        help="serve http://localhost:PORT/health and /metrics (Prometheus) while it trains (default: 9464; 0: a free one)",
+    )  # fmt: skip
     train.set_defaults(command=_train)
     check = commands.add_parser("check", help="check everything that can be refused before work starts; writes nothing")
     check.add_argument("notebook")
@@ -180,6 +184,7 @@ def _train(options: argparse.Namespace) -> int:
     if notebook is None:
         raise SettingError("nothing to train", expected="NOTEBOOK or --resume RUN")
     more: dict[str, Any] = {"output": options.output, "kernel": options.kernel, "skip_look": options.skip_look}
+    more["health"] = options.health
     result = run_notebook(notebook, given, **more, say=_say)
     if result.code != OK:
         _say(result.error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_driving import DRIVEN
+from tests_driving import DRIVEN, restart
 from tests_lab import (
     ROOT,
     contents,
@@ -36,7 +36,7 @@ SMALL = {
     "106_agents": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "201_train_grpo": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "202_train_ppo": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
-    "203_compare": {"steps": 2, "batch_size": 4, "num_eval_rows": 8},
+    "203_compare": {"seeds": [0, 1], "steps": 2, "batch_size": 4, "num_eval_rows": 8},
     "301_on_a_cluster": {"steps": 1, "sampler": SAMPLER},
 }
 """Parameters of those that would take minutes; the rest run as they are."""
@@ -62,7 +62,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "108_harness": ("tokens are trained on", "largest difference: ", "held-out reward after", "the model's own"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
-    "203_compare": ("reinforce_plus_plus done", "finished"),
+    "203_compare": ("rloo 1 done", "finished", "less grpo, by seed"),
     "301_on_a_cluster": ("nothing has started", "rollout-0", "WorkerLost", "step 1/1", "advantage"),
 }
 """What a person must be able to read when all cells have run."""
@@ -163,6 +163,14 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
         summary = json.loads((run / "summary.json").read_text())
         assert summary["checkpoints"] == [summary["steps"]] and 4 <= summary["steps"] < 400
         save(page, lab, "buttons.ipynb")
+        cell = page.locator(".jp-CodeCell", has_text="wb.train(").last
+        static = cell.locator(".workbench-static").first
+        assert static.is_hidden() and cell.locator(".wb-curves").is_visible(), "one of the two"
+        restart(page)
+        cell.get_by_text("the kernel was restarted: run this cell again").locator("visible=true").wait_for()
+        assert static.is_visible() and cell.locator(".wb-curves").is_hidden() and not stop.is_visible()
+        static.scroll_into_view_if_needed()
+        shot(page, "buttons_restarted")
     saved = contents(lab, "buttons.ipynb")
     cell = training_cell(saved)
     shown = [output for output in cell["outputs"] if "data" in output]

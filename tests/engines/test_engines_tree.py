@@ -142,7 +142,7 @@ class TestBlocks:
         batch = batch_of(rows)
         one = tree.Tree(batch, "cpu")
         plan = one.plan
-        ids = one._ids[0].tolist()
+        ids = one.given["input_ids"][0].tolist()
         for block in plan._blocks:
             seen = plan._seen(block, window, torch.bool)[:, 0]
             for unit, (queries, _) in enumerate(block.sizes.tolist()):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests_hostile import HOSTILE, HostileTokenizer, hostile_batch
+from tests_hostile import HOSTILE, HOSTILE_PROSE, HostileTokenizer, hostile_batch
 from tests_lab import in_chromium, watched_page
 
 import workbench as wb
@@ -27,7 +27,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
         """async ([code, state, late]) => {
           const listeners = [];
           const model = {
-            get: (name) => JSON.parse(state)[name] ?? model.own[name],
+            get: (name) => model.own[name] ?? JSON.parse(state)[name],
             own: {}, set: (name, value) => { model.own[name] = value; }, save_changes: () => {},
             on: (name, listener) => { if (name === "msg:custom") listeners.push(listener); }, off: () => {},
             send: async (message) => {
@@ -45,7 +45,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
     )
 
 
-SAMPLES = ("columns", "statuses", "query", "headline", "bins", "picked")
+SAMPLES = ("columns", "statuses", "query", "headline", "bins", "picked", "rendered")
 """What the script of `SamplesTable` reads."""
 
 
@@ -149,6 +149,40 @@ def test_E6_a_script_that_is_told_markup_draws_text(tmp_path: Path) -> None:
         page.locator("code", has_text=".trace[").wait_for()
         assert "<script>alert(1)</script>" in page.locator(".wb-look").first.inner_text()
         assert page.locator("body script, body img, body svg, body a, body style").count() == 0
+    assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
+
+
+@in_chromium
+def test_E6_a_response_drawn_as_markdown_runs_nothing_fetches_nothing_and_stays_in_its_box(tmp_path: Path) -> None:
+    from workbench.widgets.layer import SamplesTable
+
+    said = HOSTILE_PROSE + "\n\n**bold** and $\\frac{1}{2}$\n\n```python\nreturn 1\n```"
+    table = SamplesTable(wb.views.samples(hostile_batch(said)))
+    with watched_page() as (page, asked, dialogs):
+        alone(page, table, SAMPLES)
+        page.locator(".wb-scroll tbody tr").filter(has_text="javascript").first.click()
+        switch = page.get_by_role("button", name="rendered")
+        switch.wait_for()
+        assert switch.get_attribute("aria-pressed") == "false" and "**bold**" in page.locator(".wb-detail").inner_text()
+        page.locator(".wb-samples").press("r")
+        page.locator(".wb-detail mfrac").first.wait_for()
+        detail = page.locator(".wb-detail")
+        assert (
+            "**bold**" not in detail.locator("b").all_inner_texts() and "bold" in detail.locator("b").all_inner_texts()
+        )
+        assert detail.locator(".wb-k-keyword").first.inner_text() == "return"
+        assert "<script>alert(5)</script>" in detail.inner_text() and "(http://evil.example)" in detail.inner_text()
+        assert page.locator("body :is(script, img, svg, a, style, iframe, form, input:not(.wb-bar *))").count() == 0
+        width = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        inside = detail.evaluate(
+            "box => [...box.querySelectorAll('math, math *')].every((one) => one.getBoundingClientRect().left >= box.getBoundingClientRect().left - 1)"
+        )
+        assert width and inside
+        switch.focus()
+        switch.press("Enter")  # the keyboard reaches it, and stays on it
+        page.get_by_text("**bold**").first.wait_for()
+        assert switch.get_attribute("aria-pressed") == "false"
+        assert page.evaluate("document.activeElement.textContent") == "rendered"
     assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_hostile import HOSTILE, every_view
+from tests_hostile import HOSTILE, HOSTILE_PROSE, every_view
 from tests_lab import in_chromium, watched_page
 from tests_lint import lint
 from tests_patience import LONG
@@ -174,10 +174,11 @@ class Parsed(HTMLParser):
                 self.wrong.append(f"{tag} {name}={text[:40]}")
 
 
-def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [HOSTILE, HOSTILE_PROSE], ids=["markup", "prose"])
+def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path: Path, text: str) -> None:
     run = small_run(tiny, tmp_path / "r")
-    (run.path / "summary.json").write_text(json.dumps({"stopped": HOSTILE, "steps": 1}))
-    for name, shown in every_view(HOSTILE, run, tmp_path).items():
+    (run.path / "summary.json").write_text(json.dumps({"stopped": text, "steps": 1}))
+    for name, shown in every_view(text, run, tmp_path).items():
         assert "\x1b" not in shown and "\x07" not in shown and "\u202e" not in shown, f"{name} has control characters"
         if name.endswith("as text"):
             continue

@@ -65,7 +65,9 @@ def test_a_row_names_a_class_that_is_shown_and_functions_that_show_it(row: str) 
             for one in inspect.signature(named(name)).parameters.values()
             if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
         ]
-        assert len(needed) == (2 if what == "live" else 1), f"{name}({', '.join(needed)}) gets the object"
+        assert len(needed) == (2 if what in ("live", "history", "row") else 1), (
+            f"{name}({', '.join(needed)}) gets the object"
+        )
 
 
 def subclasses(kind: type) -> Iterator[type]:

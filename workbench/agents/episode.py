@@ -209,18 +209,22 @@ class Episode:
             return output
         own = [one for one, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
         found: list[float] = []
+        versions: list[int] = []
         for number, sample in enumerate(self.samples):
             rest = own[len(found) :]
             if rest and number not in self.told and rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
                 found += sample.log_probs[: len(rest)]
+                versions += (sample.versions or (sample.version,) * len(sample.ids))[: len(rest)]
                 self.told.add(number)
         if len(found) < len(own):
             what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
             expected = "response ids that are the sampled ones, in order, where the mask is 1"
             do = "give `Sample.log_probs` of what was sampled, and 0.0 where the mask is 0"
             raise DataError(what, expected=expected, found=f"token {len(found)} of {len(own)} was not sampled", do=do)
-        drawn = iter(found)
-        return replace(output, response_logprobs=tuple(next(drawn) if one else 0.0 for one in output.response_mask))
+        drawn, by = iter(found), iter(versions)
+        told = tuple(next(drawn) if one else 0.0 for one in output.response_mask)
+        each = tuple(next(by) if one else output.version for one in output.response_mask)
+        return replace(output, response_logprobs=told, versions=each if len(set(versions)) > 1 else ())
 
 
 @dataclass
@@ -238,6 +242,8 @@ class Transcript:
     tool_seconds: float = 0.0
     seen: list[Seen] = field(default_factory=list)
     """What the model read of pictures, by turn."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Number of a token → policy version of what the model wrote from there on."""
 
     @property
     def room(self) -> int:
@@ -255,6 +261,10 @@ class Transcript:
 
     def say(self, sample: Sample, text: str, *, cut: str = "") -> Turn:
         """Append a turn that the model sampled, with mask 1; `text` is its decoded text, `cut` a note on what was cut."""
+        first = len(self.ids)
+        self.versions |= {
+            first + n: one for n, one in enumerate(sample.versions or (sample.version,) * bool(sample.ids))
+        }
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "", seen: Seen | None = None) -> bool:
@@ -275,7 +285,7 @@ class Transcript:
         kept: dict[str, Any] = {
             name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns", "seen")
         }
-        return replace(self, **kept)
+        return replace(self, **kept, versions=dict(self.versions))
 
     def first(self, count: int) -> Transcript:
         """A copy that ends after the first `count` turns; a model's turn at its end has no calls or score yet."""
@@ -285,6 +295,7 @@ class Transcript:
         end = turns[-1].last + 1 if turns else 0
         kept: dict[str, Any] = {"ids": self.ids[:end], "mask": self.mask[:end], "log_probs": self.log_probs[:end]}
         kept["seen"] = [one for one in self.seen if one.first < end]
+        kept["versions"] = {first: one for first, one in self.versions.items() if first < end}
         return replace(self, **kept, turns=turns, reason=self.reason if count == len(self.turns) else "stop")
 
     def note(self, **changes: Any) -> None:
@@ -298,6 +309,15 @@ class Transcript:
         self.log_probs += [float(one) for one in log_probs]
         self.turns.append(Turn(role, text, first, len(self.ids) - 1, cut=cut))
         return self.turns[-1]
+
+    def token_versions(self) -> tuple[int, ...]:
+        """Policy version of each token, a tool's or user's with that of the model's before; empty where there is but one."""
+        if len(set(self.versions.values())) < 2:
+            return ()
+        found, now = [], next(iter(self.versions.values()))
+        for place in range(len(self.ids)):
+            found.append(now := self.versions.get(place, now))
+        return tuple(found)
 
     def output(self, episode: Episode, **extra: Any) -> AgentLoopOutput:
         """The episode as an `AgentLoopOutput`; `extra` is added to `turn_scores`, `tool_rewards` and `num_tool_calls`."""
@@ -318,6 +338,7 @@ class Transcript:
             num_turns=said + heard + 1,
             finish_reason=self.reason,
             version=versions[0],
+            versions=self.token_versions(),
             metrics={**metrics, "min_version": min(versions), "max_version": max(versions)},
             turns=tuple(self.turns),
             seen=tuple(self.seen),

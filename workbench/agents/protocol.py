@@ -160,6 +160,8 @@ class AgentLoopOutput:
     """`stop`, `length` (the response has no room for more), `abort`, or `turns` (a limit of turns or of tool calls)."""
     version: int = 0
     """Policy version of the first generated token; `metrics` has `min_version` and `max_version`."""
+    versions: tuple[int, ...] = ()
+    """Policy version of each response token, where the weights changed on the way (`train(max_lag=…)`); else empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Seconds (`generate_sequences`, `tool_calls`) and counts."""
     turns: tuple[Turn, ...] = ()
@@ -207,7 +209,7 @@ class AgentLoopOutput:
         turns = [replace(one, first=min(one.first, limit), last=min(one.last, limit - 1)) for one in self.turns]
         if turns:
             turns[-1] = replace(turns[-1], cut="; ".join(filter(None, (turns[-1].cut, why))))
-        columns = ("response_ids", "response_mask", "response_logprobs")
+        columns = ("response_ids", "response_mask", "response_logprobs", "versions")
         kept: dict[str, Any] = {name: getattr(self, name)[:limit] for name in columns}
         seen = tuple(one for one in self.seen if one.first < limit)
         return replace(self, **kept, finish_reason="length", turns=tuple(turns), seen=seen)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -53,6 +53,22 @@ def from_a_page(asked: Asked) -> str:
     marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in asked.headers]
     marks += [] if host.partition(":")[0] in LOCAL else [f"Host {host[:80]!r}"]
     return f"not for pages of a browser: {', '.join(marks)}" if marks else ""
+
+
+def from_another_page(asked: Asked) -> str:
+    """As `from_a_page`, but that a person may open the addresses in a browser, by hand or from the server's own pages."""
+    headers = asked.headers
+    own = headers.get("Sec-Fetch-Site") in ("none", "same-origin")
+    return from_a_page(replace(asked, headers={"Host": headers.get("Host", "")}) if own else asked)
+
+
+STILL = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+"""Headers of a page that runs no script and loads nothing."""
 
 
 def _detail(status: int, why: str) -> Any:

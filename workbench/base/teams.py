@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 _SOFT = 1
 _working = threading.RLock()
+_waiting: list[int] = []
+"""Threads that wait to work `alone`."""
 
 
 def _works() -> bool:
@@ -63,13 +65,22 @@ def alone(check: Callable[[], None] = lambda: None) -> Iterator[None]:
         yield
         return
     try:
-        while not _working.acquire(timeout=0.1):
-            check()
+        _waiting.append(me := threading.get_ident())
+        try:
+            while not _working.acquire(timeout=0.1):
+                check()
+        finally:
+            _waiting.remove(me)
         yield
     finally:
         release()
         while _works():
             _working.release()
+
+
+def wanted() -> bool:
+    """Whether a thread waits to work `alone`."""
+    return bool(_waiting)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.cluster.placement import Placement, spread
 from workbench.cluster.pools import Node
+from workbench.engines.fsdp_engine.meshes import ranks_of
 from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
 from workbench.engines.settings import FsdpSettings
 
@@ -207,7 +208,7 @@ def fits(
     for name in ("learner", "replicas", "pool", "threads", "scratch", "template_switches"):
         settings.pop(name, None)  # no matter of memory
     chosen = FsdpSettings.from_parameters(settings)
-    size = ranks or sum(spread(whole, None, int(there)))
+    size = ranks_of(chosen.mesh, ranks) or sum(spread(whole, None, int(there)))
     made = Placement(chosen, size, there, sampler, tensor_parallel_size, rollout is not None, sampler_settings or {})
     have, source = (memory, "as given") if memory is not None else _memory(live if nodes else (), there)
     phases, parameters, cached = _phases(model, made, tokens, have, reference, critic)

@@ -33,6 +33,7 @@ class Session(Shown):
         self.pools: dict[str, Pool] = {}
         self.groups: list[RayRanks] = []
         self._past: list[Event] = []
+        self._began = time.time()
         self._freed = -FREE_SECONDS
         self._lock = threading.Lock()
 
@@ -177,5 +178,6 @@ class Session(Shown):
 
     @property
     def timeline(self) -> Timeline:
-        """Every call that this session's workers have run, with its times; `.save(path)` writes a Chrome trace."""
-        return ordered([*self._past, *(event for one in self.groups for event in one.timeline.events)])
+        """Every call that this session's workers have run, and every request that samplers of this process have answered, with
+        their times; `.save(path)` writes a Chrome trace."""
+        return ordered([*self._past, *(event for one in self.groups for event in one.timeline.events)], self._began)

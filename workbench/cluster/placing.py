@@ -23,6 +23,7 @@ from workbench.cluster.pools import Pool, nodes
 from workbench.cluster.ranks import RayRanks
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import Group
+from workbench.engines.fsdp_engine.meshes import ranks_of
 from workbench.engines.local_engine.loading import resolve
 from workbench.engines.paired import Paired, Policy, check_tokens
 from workbench.engines.protocol import WeightSink
@@ -69,7 +70,7 @@ def place(
 ) -> Any:
     """Start an engine on the cluster: `c.place("my-7b", learner="fsdp", sampler="vllm", tensor_parallel_size=2, lr=1e-6)`.
 
-    The learner's `ranks` (None: one per free GPU; without GPUs two) run in the resource pool `pool`. So do the samplers
+    The learner's `ranks` (None: as many as `mesh` says, else one per free GPU; without GPUs two) run in the resource pool `pool`. So do the samplers
     (`vllm`, or `local` for transformers); vLLM's sleep while the learner works. `rollout` names a separate pool for the
     samplers instead. With `sampler=None` the learner alone is returned, for a reference or a critic. There are `replicas`
     samplers (None: as many as the GPUs allow) of `tensor_parallel_size` GPUs each. Pools not held yet are held now.
@@ -83,6 +84,7 @@ def place(
     """
     asked, tp = (str(model), sampler), tensor_parallel_size
     chosen, apart = FsdpSettings.from_parameters(settings), rollout is not None
+    ranks = ranks_of(chosen.mesh, ranks)
     made = Placement(chosen, ranks or 1, False, sampler, tp, apart, sampler_settings or {})
     _admit(cluster, learner, asked, ranks, pool, rollout)
     held, members = list[Pool](), None

@@ -1,4 +1,4 @@
-"""What each worker did when: an event for every call that a rank answered, and Chrome's trace format for them."""
+"""What each worker did when: an event for every call that a rank answered, the requests to samplers, and Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.base.activity import HERE, Asked
 from workbench.base.shown import Shown
 
 
@@ -36,9 +37,21 @@ class Event:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """The calls of all workers, the earliest first; `save` writes a Chrome trace. Made by `Cluster.timeline`."""
+    """The calls of all workers, the earliest first, and the requests to this process's samplers; `save` writes a Chrome trace.
+
+    Made by `Cluster.timeline`.
+    """
 
     events: tuple[Event, ...]
+    requests: tuple[Asked, ...] = ()
+    """Finished inference requests, in the order in which they were asked; an episode's turns are one each."""
+    left_out: int = 0
+    """Older requests, which are no longer kept."""
+
+    @property
+    def start(self) -> float:
+        """When the first call began or the first request was asked, in seconds since the epoch; 0 where there is none."""
+        return min([*(one.began for one in self.events), *(one.asked for one in self.requests)], default=0.0)
 
     def __len__(self) -> int:
         return len(self.events)
@@ -60,11 +73,11 @@ class Timeline(Shown):
 
     def chrome(self) -> dict[str, Any]:
         """The calls in Chrome's trace format, as a dict: a process per group, a thread per rank, microseconds; the stages
-        that made the calls are a process of their own."""
+        that made the calls are a process of their own. The requests of each sampler are one, too: spans that may overlap,
+        `request` from asking to the answer, in it `waiting` and the instant `first token`."""
         groups = list(dict.fromkeys(event.group for event in self.events))
         lanes = sorted({(groups.index(event.group), event.rank, event.host) for event in self.events})
-        start = min((event.began for event in self.events), default=0.0)
-        stages = self.stages()
+        start, stages = self.start, self.stages()
         lines = list(dict.fromkeys(name for name, _, _ in stages))
         found = [_meta("process_name", place, 0, group) for place, group in enumerate(groups)]
         found += [_meta("thread_name", place, rank, f"rank {rank} on {host}") for place, rank, host in lanes]
@@ -75,7 +88,28 @@ class Timeline(Shown):
             found.append(span | ({"args": {"stage": event.stage}} if event.stage else {}))
         for name, began, ended in stages:
             found.append(_span(name, "stage", len(groups), lines.index(name), began - start, ended - began))
-        return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"start": start}}
+        found += self._asked(len(groups) + 1, start)
+        other = {"start": start, "requests_left_out": self.left_out}
+        return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": other}
+
+    def _asked(self, process: int, start: float) -> list[dict[str, Any]]:
+        """The requests as nestable spans of Chrome's format; the first sampler is process number `process`."""
+        samplers = list(dict.fromkeys(one.queue for one in self.requests))
+        found = [
+            _meta("process_name", process + place, 0, f"requests to {name}") for place, name in enumerate(samplers)
+        ]
+        for number, one in enumerate(self.requests):
+            where = {"cat": "request", "id": number, "pid": process + samplers.index(one.queue), "tid": 0}
+            args = {"prompt_tokens": one.prompt, "tokens": one.tokens, "outcome": one.outcome}
+            marks = [("b", "request", one.asked), ("e", "request", one.ended)]
+            if one.began is not None:
+                marks[1:1] = [("b", "waiting", one.asked), ("e", "waiting", one.began)]
+            if one.first is not None:
+                marks[-1:-1] = [("n", "first token", one.first)]
+            for phase, name, when in marks:
+                found.append({"ph": phase, "name": name, **where, "ts": round(1e6 * ((when or start) - start), 1)})
+            found[-1]["args"] = args
+        return found
 
     def save(self, path: str | Path) -> Path:
         """Write the Chrome trace as json, which Perfetto and chrome://tracing open."""
@@ -93,6 +127,10 @@ def _span(name: str, kind: str, process: int, thread: int, began: float, seconds
     return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread, **times}
 
 
-def ordered(events: Sequence[Event]) -> Timeline:
-    """Make a `Timeline` of events, sorted by the time when they began."""
-    return Timeline(tuple(sorted(events, key=lambda event: (event.began, event.group, event.rank))))
+def ordered(events: Sequence[Event], since: float | None = None) -> Timeline:
+    """Make a `Timeline` of events, sorted by the time when they began, with the requests that were asked in this process
+    `since` then (epoch seconds; None: without them)."""
+    calls = tuple(sorted(events, key=lambda event: (event.began, event.group, event.rank)))
+    if since is None:
+        return Timeline(calls)
+    return Timeline(calls, tuple(sorted(HERE.requests(since), key=lambda one: one.asked)), HERE.left_out)

@@ -75,15 +75,17 @@ actor_rollout_ref.actor.calculate_sum_pi_squared | exact | LogProb(sum_pi_square
 actor_rollout_ref.actor.freeze_vision_tower | refused unless False | — | every weight, or LoRA's, is trained
 actor_rollout_ref.actor.{fsdp_config,veomni,torchtitan,megatron,engine}.{param_offload,optimizer_offload,grad_offload,offload_policy,enable_fsdp_offload} | hardware | FsdpSettings.offload | "all" or "optimizer" | none, as in verl
 actor_rollout_ref.actor.fsdp_config.reshard_after_forward | hardware | FsdpSettings.reshard_after_forward |  | =
-actor_rollout_ref.actor.fsdp_config.{fsdp_size,forward_prefetch,use_orig_params,strategy,forward_only,ulysses_sequence_parallel_size,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*} | hardware | — | how ranks share the work
-actor_rollout_ref.actor.{ulysses_sequence_parallel_size,strategy,model_engine,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,sum_pi_squared_checkpointing,use_prefix_grouper,use_fused_kernels,use_remove_padding,pad_to_length,rollout_n,entropy_from_logits_chunk_size} | hardware | — | how the work is done
+actor_rollout_ref.actor.{,fsdp_config.}ulysses_sequence_parallel_size | hardware | FsdpSettings.mesh | the mesh's `cp` | 1, as in verl
+actor_rollout_ref.actor.fsdp_config.fsdp_size | hardware | FsdpSettings.mesh | the mesh's `dp`; `replicate` is ranks / dp | all ranks, as in verl
+actor_rollout_ref.actor.fsdp_config.{forward_prefetch,use_orig_params,strategy,forward_only,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*} | hardware | — | how ranks share the work
+actor_rollout_ref.actor.{strategy,model_engine,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,sum_pi_squared_checkpointing,use_prefix_grouper,use_fused_kernels,use_remove_padding,pad_to_length,rollout_n,entropy_from_logits_chunk_size} | hardware | — | how the work is done
 actor_rollout_ref.{actor,ref}.fsdp_config.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 critic.{model.fsdp_config,fsdp_config,fsdp}.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 actor_rollout_ref.actor.{fsdp_config,megatron}.seed | near | — | everything follows the run's seed
 actor_rollout_ref.actor.fsdp_config.full_determinism | near unless False | — | always on a CPU; on a GPU as its kernels are
 actor_rollout_ref.actor.{qat,fsdp_config.qat,megatron.qat}.enable | refused unless False | — | no quantised training
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.mode | refused unless null disabled | — | no router replay
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.{record_file,replay_file} | refused unless null | — | no router replay
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.mode | refused unless null disabled R3 | — | R3 alone: see actor_rollout_ref.rollout.enable_rollout_routing_replay
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.{record_file,replay_file} | refused unless null | — | no router replay from files
 actor_rollout_ref.actor.qat.* | hardware if actor_rollout_ref.actor.qat.enable | — | of quantised training
 actor_rollout_ref.actor.fsdp_config.qat.* | hardware if actor_rollout_ref.actor.fsdp_config.qat.enable | — | of quantised training
 actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.megatron.qat.enable | — | of quantised training
@@ -164,7 +166,8 @@ actor_rollout_ref.rollout.engine_kwargs.*.{kv_cache_dtype,kv_cache_config.dtype,
 actor_rollout_ref.rollout.engine_kwargs.*.{quantization*,hf_overrides*,*rope_scaling*,json_model_override_args*,max_model_len,context_length,*generation_config*} | refused unless null {} | — | samples with the model that is trained; its lengths and sampling are settings of their own
 actor_rollout_ref.rollout.engine_kwargs* | near | — | the sampler's server's own; not passed on
 actor_rollout_ref.rollout.calculate_log_probs | exact | — | always
-actor_rollout_ref.rollout.{skip_rollout,enable_rollout_routing_replay} | refused unless False | — | every step samples; no router replay
+actor_rollout_ref.rollout.skip_rollout | refused unless False | — | every step samples
+actor_rollout_ref.rollout.enable_rollout_routing_replay | exact | LocalSettings.routing_replay | the policy scores and learns with the sampler's experts, as with router_replay.mode=R3 | =
 actor_rollout_ref.rollout.skip_dump_dir | hardware | — | see actor_rollout_ref.rollout.skip_rollout
 actor_rollout_ref.rollout.mtp* | refused unless null | — | no speculative decoding
 actor_rollout_ref.rollout.val_kwargs.n | exact | train(val_samples) |  | =

@@ -70,9 +70,14 @@ COLUMNS: Mapping[str, Column] = _declare(
         "input_ids": ("int B S+T", "Prompt and response ids side by side."),
         "attention_mask": ("int B S+T", "1 on real tokens, 0 on padding."),
         "position_ids": ("int B S+T", "Position of each real token in its row, from 0."),
+        "routed_experts": (
+            "int B S+T L k",
+            "Experts that each layer's router chose for each token when it was sampled; -1: not known.",
+        ),
         "rollout_log_probs": ("float B T", "Log-prob of each response token when it was sampled, in nats."),
         "finish_reason": ("object", "Why the response ended: stop, length or abort; of an episode also turns."),
-        "policy_version": ("int B", "Version of the policy that sampled the row."),
+        "policy_version": ("int B", "Version of the policy that sampled the row; its first token, of a streamed one."),
+        "token_versions": ("int B T", "Version of the policy that sampled each token, in a stream (`max_lag`)."),
         "greedy": ("bool B", "Whether the row is its prompt's greedy response, sampled as a baseline."),
         "num_turns": ("object", "Turns of the row's episode: the model's, those put to it, and 1, as verl counts."),
         "num_tool_calls": ("object", "Calls of tools that were run in the row's episode, failed ones among them."),
@@ -137,6 +142,8 @@ COLUMNS: Mapping[str, Column] = _declare(
 
 PIXELS = "multi_modal_inputs"
 """The column that is there where a batch has pictures: who reads token ids reads it, too."""
+EXPERTS = "routed_experts"
+"""The column that is there where a sampler returns the choice of a mixture's routers: who scores or trains the policy reads it."""
 MARGIN = "pair_margin"
 """The column that is there where rows are preference pairs: two neighbours, of which the first is preferred."""
 REWARD_PREFIX = "reward/"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from workbench.base import runtime, teams
-from workbench.base.errors import EngineError, WorkerLost
+from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
@@ -70,6 +70,7 @@ class Paired(can.SampleMany, can.Closing):
         self._turn = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._held: Held | None = None
+        self._flow: Flow | None = None
         # asked once: a sample of one token must not wait for `isinstance`
         self._restartable = sampler if isinstance(sampler, can.Restartable) else None
         self._sleeper = sampler if share_device and isinstance(sampler, can.Sleeper) else None
@@ -102,6 +103,8 @@ class Paired(can.SampleMany, can.Closing):
             there = asyncio.run_coroutine_threadsafe(self.sample(request), runtime.loop())
             return await asyncio.wrap_future(there)
         held = present(self)
+        if isinstance(held, Flow):
+            return await held.sampled(request)
         for last in (False, False, True):
             starts = self._starts()
             try:
@@ -182,6 +185,16 @@ class Paired(can.SampleMany, can.Closing):
         self._held = Held(self, self.version, self._starts())
         return self._held
 
+    def flow(self, most: int) -> Flow:
+        """Let rows be sampled without end inside `Flow.drawing()`, at most `most` at once, while the learner learns; its weights
+        are pushed by `Flow.renew()`. Raises `EngineError` as `hold` does, and while weights are held."""
+        if self.share_device or self._held is not None or self._flow is not None:
+            found = "share_device=True" if self.share_device else "weights that are held, or another stream"
+            raise EngineError("cannot sample while the learner works", expected="a free sampler", found=found)
+        runtime.run(self._in_turn())
+        self._flow = Flow(self, most)
+        return self._flow
+
     def _state(self) -> tuple[Any, ...]:
         """The learner's weights by name, and which start of the sampler's process should hold them."""
         return self.learner.state_id, self.learner.version, self._starts()
@@ -200,7 +213,11 @@ class Paired(can.SampleMany, can.Closing):
         """Under the lock: wake and push, as far as needed."""
         if self._behind():
             awake = self._pushed == self._state()
-            await self._finished((lambda: self._wake(*_TAGS)) if awake else self.push)
+            work = (lambda: self._wake(*_TAGS)) if awake else self.push
+            if self._flow is None:
+                await self._finished(work)
+            else:
+                await self._flow.between(work)
 
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
@@ -407,10 +424,117 @@ class Held:
         runtime.loop().call_soon_threadsafe(let_go)
 
 
-_present: ContextVar[Held | None] = ContextVar("workbench_held", default=None)
+class Draw:
+    """What is sampled for one prompt in a `Flow`: it can be cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self.tokens = 0
+        """Tokens that were sampled for it."""
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def cancel(self) -> None:
+        """End the requests that are out, and refuse later ones: both raise `Interrupted` in whoever asked."""
+        self.cancelled = True
+        runtime.loop().call_soon_threadsafe(lambda: [task.cancel() for task in self.tasks])
 
 
-def present(engine: Paired) -> Held | None:
-    """The weights whose `Held.drawing()` block the caller is in; None outside of one."""
+class Flow:
+    """Rows sampled without end by a pair's sampler, whose weights are renewed on the way; made by `Paired.flow`.
+
+    A sampler that can (`Renewable`) takes them between two tokens of the responses under way. Of any other the requests that
+    are out are answered first, by the weights before, and later ones wait; turns of one episode are requests of their own.
+    """
+
+    def __init__(self, engine: Paired, most: int) -> None:
+        self.engine, self._most, self._out = engine, most, 0
+        self._changed = asyncio.Condition()
+        self._closed = False
+        sampler = engine.sampler
+        self._renewable = sampler if isinstance(sampler, can.Renewable) else None
+        if self._renewable is not None:
+            self._renewable.sharing = True
+
+    @property
+    def version(self) -> int:
+        """Policy version of the sampler's weights."""
+        pushed = self.engine._pushed
+        return self.engine.learner.version if pushed is None else int(pushed[1])
+
+    @property
+    def waits(self) -> bool:
+        """Whether `renew` would wait for requests that are out."""
+        return self._renewable is None and self._out > 0
+
+    @contextmanager
+    def drawing(self, draw: Draw) -> Iterator[None]:
+        """Context manager: inside it the pair samples with the weights that the sampler has, whatever the learner's are."""
+        before, of = _present.set(self), _drawn.set(draw)
+        try:
+            yield
+        finally:
+            _drawn.reset(of)
+            _present.reset(before)
+
+    def renew(self, restart: bool = False) -> None:
+        """Give the sampler the learner's weights, if it lacks them; `restart` it before, where it has a process of its own."""
+        if restart and self.engine._restartable is not None:
+            self.engine.restart()
+        runtime.run(self.engine._in_turn())
+
+    async def between(self, work: Callable[[], Any]) -> None:
+        """Do work on the sampler's weights between two tokens, or between two requests; none comes in meanwhile."""
+        renewable = self._renewable
+
+        def alone() -> None:
+            with nullcontext() if renewable is None else renewable.between_tokens():
+                work()
+
+        async with self._changed:
+            self._closed = True
+            await self._changed.wait_for(lambda: renewable is not None or not self._out)
+        try:
+            await Paired._finished(alone)
+        finally:
+            async with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+    async def sampled(self, request: Request) -> Sample:
+        """Sample one response. Raises `Interrupted` where its `Draw` is cancelled, `WorkerLost` where the sampler's process dies."""
+        draw, task = _drawn.get(), asyncio.current_task()
+        assert task is not None
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._closed and self._out < self._most)
+            self._out += 1
+        try:
+            if draw.cancelled:
+                raise Interrupted("a rollout that had become too old was cancelled")
+            draw.tasks.add(task)
+            sample = await self.engine.sampler.sample(request)
+        finally:
+            draw.tasks.discard(task)
+            self._out -= 1
+            await self._told()
+        draw.tokens += len(sample.ids)
+        return sample
+
+    async def _told(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the pair sample as before: with the learner's weights."""
+        if self._renewable is not None:
+            self._renewable.sharing = False
+        self.engine._flow = None
+
+
+_present: ContextVar[Held | Flow | None] = ContextVar("workbench_held", default=None)
+_drawn: ContextVar[Draw] = ContextVar("workbench_drawn")
+
+
+def present(engine: Paired) -> Held | Flow | None:
+    """The weights whose `drawing()` block the caller is in; None outside of one."""
     held = _present.get()
     return held if held is not None and held.engine is engine else None

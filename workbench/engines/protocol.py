@@ -72,7 +72,13 @@ class Sample:
     finish_reason: str
     """`stop` (EOS or a stop text), `length` or `abort`."""
     version: int
-    """Policy version of the weights that it was sampled with."""
+    """Policy version of the weights that it was sampled with; where they changed on the way, those of its first token."""
+    versions: tuple[int, ...] = ()
+    """Policy version of each token, where the weights changed on the way; else empty."""
+    experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """[S + T, L, k] int16: the experts that the layers' routers chose for each token of prompt and response, -1 where not known."""
+    times: tuple[float, float] | None = field(default=None, compare=False, repr=False)
+    """When work on it began and when its first token was there, in seconds since the epoch; None where nobody says."""
 
 
 @runtime_checkable
@@ -457,6 +463,17 @@ class Pairable(Protocol):
 
     def check_paired(self) -> None:
         """Raises `EngineError` where the sampler cannot be paired with a learner."""
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """Protocol of samplers that take weights between two tokens of the responses under way (local): for streamed rollouts."""
+
+    sharing: bool
+    """Whether sampling lets other work of this process in between two tokens."""
+
+    def between_tokens(self) -> AbstractContextManager[None]:
+        """Context manager: inside it no token is sampled. What is under way goes on after it, by the weights there are then."""
 
 
 class Pin(Protocol):

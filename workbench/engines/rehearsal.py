@@ -100,12 +100,13 @@ def sharded(
 
 @lru_cache(maxsize=64)
 def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu: bool, head: bool) -> Footprint:
+    from workbench.engines.fsdp_engine.meshes import Mesh, sizes_of
     from workbench.engines.fsdp_engine.sharded import ShardedModel
 
     chosen = _on_cpu(settings, gpu).replace(offload="none")
 
     def opened(folder: str) -> Opened:
-        model = ShardedModel(folder, chosen, distributed.init_device_mesh("cpu", (ranks,)), head, {})
+        model = ShardedModel(folder, chosen, Mesh("cpu", sizes_of(chosen.mesh, ranks)), head, {})
         learn = partial(_with_further, model.learn, 0)
         return Opened(model.whole, model.optimizer, learn, partial(_with_further, model.compute_log_probs, False))
 

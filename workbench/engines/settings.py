@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from workbench.base.config import Settings, require
 
@@ -53,6 +53,9 @@ class LocalSettings(Settings):
     head: Literal["auto", "linear", "model"] = "auto"
     """How logits are made: `linear` from the last hidden states (fast), `model` by the model's own forward, or `auto` (the first
     that the self-check proves)."""
+    routing_replay: bool = False
+    """Of a mixture of experts: return the experts that its routers choose when it samples (column `routed_experts`), and use those
+    of the rows, where they have them, to score and to learn."""
     self_check: bool = True
     """Compare every way of computing with the model's own forward on a few tokens at load, and use none that differs."""
     trust_remote_code: bool = False
@@ -65,6 +68,11 @@ class LocalSettings(Settings):
     """Dropout before the adapters."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of the layers that get adapters."""
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings for a run's record, by name; the newer ones only where they are in use, as in records of before."""
+        newer = ("routing_replay", "mesh")
+        return {name: one for name, one in self.to_dict().items() if name not in newer or one}
 
     def half(self, device: str) -> bool:
         """Whether forward passes on a kind of device run in bfloat16: as `dtype` says; with `auto` on a GPU only."""
@@ -90,6 +98,10 @@ class FsdpSettings(LocalSettings):
     offload: Literal["none", "optimizer", "all"] = "none"  # type: ignore[assignment]
     """What is kept in host memory: `none`, `optimizer` (Adam's moments between steps), or `all` (weights, gradients and
     moments; the step is done on the CPU)."""
+    mesh: dict[str, int] | None = field(default=None, hash=False)
+    """How the ranks are laid out: `{"replicate": 1, "dp": 2, "cp": 1, "tp": 2}`, whose product is the number of ranks, and `ep`, which
+    divides dp·cp. `dp` shards the weights (FSDP), `replicate` copies all shards (HSDP), `tp` cuts tensors, `cp` sequences; `ep`
+    spreads experts. None: `dp` over all ranks."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward, and gather them again in the backward: less memory, more traffic."""
     deadline: float | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,3 +49,14 @@ def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype 
     file.write(struct.pack("<Q", len(text)) + text)
     for name, tensor in weights.items():
         _write(file, tensor.detach().to("cpu", kinds[name]).contiguous())
+
+
+def parameters(folder: str | os.PathLike[str]) -> int | None:
+    """Number of parameters of a model's folder, by the headers of its safetensors files; None where it has none."""
+    total, files = 0, sorted(Path(folder).glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        total += sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+    return total if files else None

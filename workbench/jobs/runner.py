@@ -15,6 +15,7 @@ from typing import Any
 
 from workbench.base.errors import RunError, SettingError
 from workbench.base.files import crc32_of
+from workbench.jobs.health import check_port
 from workbench.jobs.parameters import declared_parameters, read_notebook, resolve, table
 from workbench.replay.run import Run, number
 from workbench.runs.folder import check_place, read_json, write_json
@@ -44,6 +45,7 @@ def run_notebook(
     output: str | Path | None = None,
     kernel: str | None = None,
     skip_look: bool = False,
+    health: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Run a notebook as a job, with parameters; the executed copy goes into the run folder, or to `output`.
@@ -51,7 +53,8 @@ def run_notebook(
     The run folder is the parameter `run`; where it is empty or not given, a new folder in `runs` with the notebook's name and
     the time. A notebook that declares no `run`, or no `resume`, need not: `wb.train` then takes them from the job. The kernel starts
     in the current directory and sees WORKBENCH_JOB=1; each line that it appends to the file named by WORKBENCH_PROGRESS
-    is passed to `say` while it runs. `skip_look` leaves out cells tagged `look`. SIGINT and SIGTERM finish the current step,
+    is passed to `say` while it runs. `skip_look` leaves out cells tagged `look`. `health` is the port of its
+    trainings' health page (`jobs.health`), 0 any free one. SIGINT and SIGTERM finish the current step,
     save a checkpoint and end the job.
     Raises `SettingError` before anything is written where a parameter is unknown or of the wrong type, or there is no such kernel.
 
@@ -59,6 +62,7 @@ def run_notebook(
         >>> wb.run_notebook("notebooks/201_train_grpo.ipynb", {"steps": 5, "run": "runs/a"}).code  # doctest: +SKIP
         0
     """
+    check_port(health)
     source = Path(notebook)
     values = resolve(source, parameters)
     kernel, language = kernel_of(source, kernel)
@@ -79,7 +83,8 @@ def run_notebook(
     if (named or output is None) and not (run / JOB).is_file():
         run.mkdir(parents=True, exist_ok=True)
         write_json(run / JOB, job)
-    with _job(say, job, declared):
+    environment = {} if health is None else {"WORKBENCH_HEALTH": str(health)}
+    with _job(say, job, declared, **environment):
         code, error = _execute(source, target, given, kernel, language, skip_look)
     return Result(code, target, run if run.is_dir() else None, error)
 

@@ -18,12 +18,15 @@ from workbench.base.errors import DataError, RunError, SettingError, describe, m
 from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control
 from workbench.datasets import Rows
+from workbench.jobs.health import HealthPage, health_page
 from workbench.replay.run import Run
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
+from workbench.runs.health import Watcher
 from workbench.runs.loop import Condition, Ending, Observer, Session, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
 from workbench.runs.settings import Plan, resolved, with_history
+from workbench.runs.streaming import STALE
 from workbench.runs.trackers import append_line, check_trackers
 from workbench.stages.pipeline import Pipeline
 from workbench.steps.execute import MOST
@@ -103,6 +106,8 @@ def train(
     batch_size: int = 16,
     seed: int = 0,
     ahead: int = 0,
+    max_lag: int | None = None,
+    stale: str = "keep",
     eval_rows: Rows | None = None,
     test_freq: int = 0,
     val_samples: int = 1,
@@ -122,37 +127,41 @@ def train(
     experiment: str | None = None,
     display: str | None = "auto",
     observers: Sequence[Observer] = (),
+    health: bool | int | None = None,
 ) -> Training:
     """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
 
-    In a notebook: `await train(…)`, with progress and buttons unless `display` is None. In a script: `train_blocking(…)`.
+    In a notebook: `await train(…)`, with buttons unless `display` is None. In a script: `train_blocking(…)`.
 
     Args:
         rows, run: the training prompts; the run folder (None: the job's for its first training, else one in `runs` by the time).
         steps, epochs, batch_size: how many training steps, or instead how many passes over the rows; prompts per step.
-        ahead: with 1, a step's responses are sampled during the update before, by older weights: see `steps.execute`.
-        eval_rows, test_freq, val_samples: validate on these rows every so many steps, with so many samples per prompt.
-        save_freq, trace_freq: save a checkpoint, record a trace, every so many steps. 0 means after the last step only, as
-            for `test_freq`; validation also comes before the first step.
-        keep_updates: MiB of recorded update inputs, from which any step's weights are made again (`run.stepper`); 0: none.
-        keep_val: how many validations' samples stay in `val/` (`run.val`): the newest ones.
+        ahead, max_lag, stale: with `ahead=1` a step's responses are sampled during the update before (`steps.execute`); with
+            `max_lag=k` without end, each learnt from when at most k policy versions old (`runs.streaming`).
+        eval_rows, test_freq, val_samples: validate on these rows every so many steps, and before the first, so many samples each.
+        save_freq, trace_freq: save a checkpoint, record a trace, every so many steps; 0, as for `test_freq`: after the last.
+        keep_updates, keep_val: MiB of recorded update inputs, for any step's weights (`run.stepper`); validations kept in `val/`.
         max_recoveries: how often a step is done again, exactly, whose workers died, were stopped or hang: see `runs.recovery`.
-        max_rollout_kl: stop where the sampler is so many nats per token off the learner (see `stages.OffPolicy`); None: never.
-        break_if: gets a step's metrics; where it returns true the loop, which runs every stage then, stops before that step's
-            update. The returned run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`.
-        resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
-            `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
-            None: "auto" in a job whose notebook has no parameter `resume`, else "never".
-        trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`), and the names there.
+        max_rollout_kl, break_if: stop where the sampler is so many nats a token off the learner (None: never); or where this function
+            of a step's metrics is true, before its update: `.stopped` of the run is a Stepper there, a job raises `RunStopped`.
+        resume: `"auto"` goes on exactly from the newest good checkpoint; other settings are refused that `allow_changes` does not
+            name (`["engines.actor.lr"]`). `"never"` refuses a folder with a run. None: "auto" in a job without `resume`, else "never".
+        trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`); the names there.
+        health: the port of 127.0.0.1 of a health page and metrics for Prometheus (True: 9464, 0: any); see `jobs.health`.
 
-    Returns an awaitable whose result is the `Run`. An interrupt (or SIGTERM, in a job) lets the current step end if that takes
-    seconds only, leaves a checkpoint of the last whole step, and raises `CancelledError`. A stage that raises leaves a checkpoint
-    too, and its batch in `failed/`.
+    Returns an awaitable whose result is the `Run`. An interrupt (SIGTERM, in a job) lets a short step end, leaves a checkpoint of
+    the last whole one, and raises `CancelledError`. A stage that raises leaves a checkpoint, too, and its batch in `failed/`.
 
     Example:
         >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP
     """
-    return Training(functools.partial(_trained, **locals()))
+    return Training(functools.partial(_watched, **locals()))
+
+
+async def _watched(*, health: bool | int | None, **given: Any) -> Run:
+    """The training, with its health page where one is asked for: it is there before any work begins."""
+    with health_page(health) as page:
+        return await _trained(**given, page=page)
 
 
 async def _trained(
@@ -171,6 +180,7 @@ async def _trained(
     experiment: str | None,
     display: str | None,
     observers: Sequence[Observer],
+    page: HealthPage | None,
     **planned: Any,
 ) -> Run:
     for name, one in (("rows", rows), ("eval_rows", rows if eval_rows is None else eval_rows)):
@@ -198,6 +208,8 @@ async def _trained(
         settings = with_history(settings, start.old, start.step, start.changes)
         write_json(path / "settings.json", settings)
         control = Control()
+        if page is not None:
+            observers = (*observers, page.watching(Watcher(path, pipeline, control)))
         live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
         session = Session(folder, pipeline, found, plan, settings, start, control=control, display=live, draw=_draw)
         ending = await session.run(observers, break_if)
@@ -255,6 +267,13 @@ def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Seq
         require(isinstance(found, int) and found >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=found)
     whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
     require(whole and 0 <= plan.ahead <= MOST, "argument ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
+    lag = plan.max_lag
+    whole = lag is None or (isinstance(lag, int) and not isinstance(lag, bool) and lag >= 1)
+    require(whole, "argument max_lag", expected="≥ 1 policy versions, or None", found=lag)
+    require(
+        not (lag and plan.ahead), "arguments ahead and max_lag", expected="one of them", found=f"ahead=1, max_lag={lag}"
+    )
+    require(plan.stale in STALE, "argument stale", expected=f"one of {', '.join(STALE)}", found=plan.stale)
     limit = plan.max_rollout_kl
     require(limit is None or limit > 0, "argument max_rollout_kl", expected="nats > 0, or None", found=limit)
     require(resume in ("never", "auto"), "argument resume", expected="'never' or 'auto'", found=resume)

@@ -54,6 +54,7 @@ UNREAD = {
     "val": "held-out rows are not recorded",
     "accuracy": "held-out rows are not recorded",
     "recorded/": "a mark of a replayed stage",
+    "streaming/": "counts of what went on beside the step",
     "data/": "of what the step drew and what the data learned, not of a stage",
 }
 """Beginning of a metric's name → why it is not recomputed, where no formula claims it."""

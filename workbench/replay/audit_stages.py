@@ -56,6 +56,8 @@ def rollout(v: View) -> Claims:
     yield from _texts(v, prompts, b.lengths)
     for name in ("responses", "rollout_log_probs", "policy_version", "finish_reason"):
         yield Left(name, "sampled by the model; its padding, bounds and end are checked")
+    if "token_versions" in b:
+        yield from _streamed(v, whole)
     if "multi_modal_inputs" in b:
         yield Left("multi_modal_inputs", "needs the model's processor")
     if "turns" in b:
@@ -65,6 +67,19 @@ def rollout(v: View) -> Claims:
     if not joined:
         yield from _repeated(v)
         yield from measured_lengths(b)
+
+
+def _streamed(v: View, whole: list[list[int]]) -> Claims:
+    """Versions along rows of a stream: the row's own at first, and never falling."""
+    b = v.after
+    yield Left(
+        "token_versions", "no draw of a stream can be repeated: later phases are done again from the recorded rows"
+    )
+    begun = [[first * row[0], *versions[1:]] for first, versions, row in zip(b["policy_version"], b["token_versions"], whole, strict=True)]  # fmt: skip
+    rising = [list(itertools.accumulate(row, max)) for row in begun]
+    yield Claim("token_versions", each(lambda x, own: x if own else 0, rising, whole), "from policy_version on, never falling", partial=True)  # fmt: skip
+    moved = [any(x != first for x, own in zip(row, mine, strict=True) if own) for row, first, mine in zip(b["token_versions"], b["policy_version"], whole, strict=True)]  # fmt: skip
+    yield averaged("streaming/several_versions", [float(one) for one in moved], "rows with tokens of several versions")
 
 
 def targets(v: View) -> Claims:

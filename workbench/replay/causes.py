@@ -81,8 +81,9 @@ def stale_sampler(seen: Evidence) -> Iterator[Finding]:
     grows = first < 0.2 * value
     cause = "the sampler has old weights" if grows or late else "the sampler and the trainer are not the same model"
     turn = "sample from the engine that is trained; after each update its weights must reach the sampler (sync)"
-    if (seen.settings.get("train") or {}).get("ahead"):
-        turn = "train(ahead=0), or recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
+    train = seen.settings.get("train") or {}
+    if train.get("ahead") or train.get("max_lag"):
+        turn = "train without ahead and max_lag, or recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
     elif not (grows or late):
         turn = "the sampler's precision, path, temperature and chat template: as the trainer's; or stages.RolloutCorrection"
     numbers = f"probabilities are {value:.3g} apart on average, {first:.3g} in the first step"

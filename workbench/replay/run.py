@@ -178,6 +178,15 @@ class Run(Shown):
         audit = self.audit(last) if batches and len(batches[last := max(batches)]) <= AUDITED else None
         return diagnosed(gathered(rows, batches, symptoms=self.symptoms, settings=self.settings, audit=audit))
 
+    def history(self, prompt: Any) -> Any:
+        """How one prompt's answers changed: its samples at every step, or validation, that drew it and kept them.
+
+        `prompt`: a uid, the prompt's text (or a part that no other has), a sample of any view (`samples(x).row(7)`) or a line
+        of its table. A uid is one draw: draws are joined by the row of the data. Displayed with a line a step and what changed;
+        `.to_pandas()`, `.diff(10, 40)`. Raises `RunError` for an unknown prompt, with the nearest one.
+        """
+        return shows(self, "history", prompt)
+
     @property
     def restorable_steps(self) -> str:
         """Steps whose exact weights can be restored, from checkpoints and recorded updates, such as `0, 3–6`."""

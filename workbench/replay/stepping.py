@@ -201,7 +201,12 @@ class Replayed(Stepper):
 
     def _age_note(self, still: list[str]) -> tuple[str, ...]:
         """A note on rows that were sampled one step ahead, by weights that this stepper does not have."""
-        step = self._step
+        step, lag = self._step, self._settings["train"].get("max_lag")
+        if lag:
+            what = f"drawn in a stream, by weights up to {lag} versions old (token_versions)"
+            return (
+                f"rollout: {what}; as recorded, which later phases are done again from: no draw of it can be repeated",
+            )
         if step < 2 or not self._settings["train"].get("ahead"):
             return ()
         drawn = [name for name, phase in self._recorded.items() if DRAWN in phase.settings]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workbench.base import runtime
+from workbench.base.activity import HERE
 from workbench.base.child import Child, TooLong, importing
 from workbench.base.errors import RewardError, first_line
 from workbench.base.memory import total
@@ -108,6 +109,7 @@ class Pool:
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
         self._failed_starts = 0
+        self._seats: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def close(self) -> None:
         """End all worker processes; the next `map` starts new ones."""
@@ -120,22 +122,34 @@ class Pool:
         per call, by default the pool's `timeout`. A call that runs past its limit, or kills its worker, fails alone."""
         bodies = [_packed(arguments) for arguments in calls]
         seconds = [self._timeout] * len(calls) if limits is None else limits
-        places, slot = asyncio.Semaphore(self._size), (self._rate_limit or RateLimit()).slot
+        places, slot = self._places(), (self._rate_limit or RateLimit()).slot
         self._failed_starts = 0
 
         async def ask(number: int) -> Answer:
             body = bodies[number]
             if isinstance(body, Answer):
                 return body
-            async with places, slot():
-                worker = self._idle.pop() if self._idle else None
-                return await in_thread(lambda: self._answer(worker, body, seconds[number]))
+            asked, answer = HERE.enter("reward"), None
+            try:
+                async with places, slot():
+                    HERE.begin(asked)
+                    worker = self._idle.pop() if self._idle else None
+                    answer = await in_thread(lambda: self._answer(worker, body, seconds[number]))
+                return answer
+            finally:
+                HERE.end(asked, "done" if answer is not None and answer.ok else "raised")
 
         try:
             return runtime.run_all(ask, range(len(calls)))
         except BaseException:
             self.close()  # an interrupt waits for no row
             raise
+
+    def _places(self) -> asyncio.Semaphore:
+        """As many as workers, for all calls of `map` together: several threads may call it at once."""
+        if self._seats is None or self._seats[0] is not runtime.loop():
+            self._seats = runtime.loop(), asyncio.Semaphore(self._size)
+        return self._seats[1]
 
     def _answer(self, worker: Child | None, body: bytes, limit: float) -> Answer:
         """The answer of a worker, or of a new one: then the call's time starts when that has the function."""

@@ -3,7 +3,7 @@
     checkpoints/step_000010/{actor/ (a Hugging Face folder), actor_state/, critic/, …, state.json, manifest.json}
 
 With rollouts one step ahead `pending/` is the next step's trace as far as it was sampled; the weights that sampled its
-rows (`policy_version`) are in no checkpoint any more.
+rows (`policy_version`) are in no checkpoint any more. Of a stream (`max_lag`) it holds the groups that wait, and which were under way.
 
 A checkpoint is written to a staging folder beside its target. `manifest.json`, written last, holds the size and
 crc32 of every file (and of its own text) and is the commit record; then everything is fsynced, the folder renamed, and only then
@@ -37,7 +37,7 @@ from workbench.runs.folder import PRUNED, discard, read_json, size_of, step_fold
 log = logging.getLogger("workbench")
 
 PENDING = "pending"
-"""Folder of the next step's rows, where they are sampled one step ahead."""
+"""Folder of rows that wait, where they are sampled one step ahead or in a stream."""
 _STAGING = ".staging-"
 _sound: dict[Path, dict[str, tuple[int, ...]]] = {}
 """Checkpoint folders whose content this process has checked → their files' `_stamps` then."""

@@ -2,7 +2,7 @@
 `train`, the observer that writes the run folder, from restoring random generators to the summary.
 
 The stages run in order (rollout, reward, log-probs, values, advantage, updates). With `ahead` a step's rows were sampled
-during the update of the step before. Each step writes its metrics row first, then the update, the trace and the checkpoint
+during the update of the step before, with `max_lag` while earlier steps went on (`runs.streaming`). Each step writes its metrics row first, then the update, the trace and the checkpoint
 as planned: nothing on disk belongs to a step without a row.
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,7 @@ from workbench.runs.preflight import Preflight
 from workbench.runs.recovery import Recovery
 from workbench.runs.resume import Start
 from workbench.runs.settings import Plan
+from workbench.runs.streaming import Stream
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples
 from workbench.stages.log_prob import KL, LAG
@@ -52,7 +54,7 @@ def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
 
 
 def run_step_unless(
-    pipeline: Pipeline, batch: DataProto, met: Condition | None, ahead: Ahead | None = None
+    pipeline: Pipeline, batch: DataProto, met: Condition | None, ahead: Ahead | Stream | None = None
 ) -> tuple[Trace, Stepper | None]:
     """Run one training step; return its trace and None, or where its metrics meet `met` a stepper that is back before the
     first update."""
@@ -141,8 +143,12 @@ class Session:
                 tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
         self._samples: dict[str, list[Any]] = {}
         """The table of a validation's samples, until the metrics of its step are on disk."""
-        self._ahead = None
-        if plan.ahead:
+        self._ahead: Ahead | Stream | None = None
+        if plan.max_lag:
+            told: dict[str, Any] = {"max_lag": plan.max_lag, "stale": plan.stale, "pending": start.pending}
+            told |= {"done": start.step - 1, "last": plan.steps, "size": plan.batch_size}
+            self._ahead = Stream(pipeline, self._batch, **told)
+        elif plan.ahead:
             pending = loaded(start.pending) if start.pending is not None else None
             self._ahead = Ahead(pipeline, self._batch, last=plan.steps, pending=pending)
         self._last: StepReport | None = None
@@ -152,7 +158,7 @@ class Session:
         self._sizes: dict[int, int] = {}
         self._watch = Watch(past, looks=1)
         self._weights = states(pipeline.learners())
-        self._recovery = Recovery(folder, pipeline, start.step - 1, plan.max_recoveries, ahead=bool(plan.ahead))
+        self._recovery = Recovery(folder, pipeline, start.step - 1, plan.max_recoveries, ahead=self._ahead is not None)
         self._measures: dict[str, Any] = {}
         """The metrics of the step that was done last."""
 
@@ -212,6 +218,8 @@ class Session:
             trace, stopped = run_step_unless(self._pipeline, batch, break_if, self._ahead)
             if stopped is not None:
                 return stopped
+            if self._ahead is not None:
+                self._ahead.learnt(step)
             report = StepReport(step=step, epoch=epoch, metrics=trace.metrics, trace=trace)
             self._measures = self._measured(report)
             return report
@@ -297,9 +305,9 @@ class Session:
         engines = self._pipeline.learners().values()
         metrics |= timing_metrics(report.metrics, batch, devices_of(engines)) | push_metrics(engines)
         if self._eval_rows is not None and self._plan.due(self._plan.test_freq, report.step):
-            if self._ahead is not None:
-                self._ahead.pending(report.step)  # rows that are being sampled ahead use the same reward
-            metrics |= self._validated(self._eval_rows)
+            # rows that are being sampled use the same reward
+            with nullcontext() if self._ahead is None else self._ahead.settle(report.step):
+                metrics |= self._validated(self._eval_rows)
         return metrics
 
     def _validated(self, eval_rows: Rows) -> dict[str, float]:
@@ -435,6 +443,8 @@ class Session:
         write_summary(self._folder.path, self._eval_rows, stopped, self._draw)
         if stopped is not None:
             append_line(stopped)
+        if isinstance(self._ahead, Stream):
+            self._ahead.close()
         if self._display is not None:
             self._display.close(stopped)
         trim()  # what the steps used is not held between two cells

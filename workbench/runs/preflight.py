@@ -30,10 +30,11 @@ from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import has_answer
 from workbench.datasets.rendering import tokenizer_of
 from workbench.engines.local_engine.memory import ADVICE, SURE
-from workbench.engines.protocol import Bounded, Estimates, processor_of, switches_of
+from workbench.engines.protocol import Bounded, Estimates, Renewable, processor_of, switches_of
 from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
+from workbench.runs.streaming import streamed
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.targets import Given
 from workbench.steps import execute
@@ -225,15 +226,21 @@ def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
 
 def _placement(pipeline: Pipeline, plan: Plan) -> str:
     """Where rows are sampled ahead, and whether the loss corrects for their older weights."""
-    if not plan.ahead:
+    if not (plan.ahead or plan.max_lag):
         return "each step's rows by its own weights"
-    sampler = execute.sampler_of(pipeline).sampler
-    drawn = ", ".join(execute.drawn_stages(pipeline).names)
-    found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
+    asked = f"max_lag={plan.max_lag}" if plan.max_lag else f"ahead={plan.ahead}"
+    sampler = execute.sampler_of(pipeline, asked).sampler
+    if plan.max_lag:
+        drawn = ", ".join(one.name for one in streamed(pipeline) if one is not None)
+        turn = "in the middle of responses" if isinstance(sampler, Renewable) else "when it has answered what is out"
+        found = f"{drawn} in a stream by {type(sampler).__name__}, at most {plan.max_lag} versions behind; it takes new weights {turn}; no draw can be repeated"
+    else:
+        drawn = ", ".join(execute.drawn_stages(pipeline).names)
+        found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
     if how := execute.correction(pipeline):
         return f"{found}; corrected: {how}"
     found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
-    log.warning("ahead=%d: %s", plan.ahead, found)
+    log.warning("%s: %s", asked, found)
     return found
 
 

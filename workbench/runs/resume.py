@@ -47,7 +47,7 @@ class Start:
     old: Mapping[str, Any] | None = None
     """settings.json as it was; None for a new run."""
     pending: Path | None = None
-    """The trace with the first step's rows, where they were sampled ahead."""
+    """The trace with the first step's rows, where they were sampled ahead; what a stream's checkpoint holds."""
 
 
 _DEFAULTS = FsdpSettings().to_dict()
@@ -143,7 +143,9 @@ def _restore_rows(
 ) -> list[Path]:
     """Let rows that learn from the run be as after this step; returns their files, which a `fresh` run has not."""
     fits = functools.partial(_check_fits, pipeline.first, rows.max_prompt_length)
-    learned = rows.restore(folder.path, step, ahead=settings["train"]["ahead"], fits=fits)
+    learned = rows.restore(
+        folder.path, step, ahead=settings["train"]["ahead"] or settings["train"].get("max_lag", 0), fits=fits
+    )
     if fresh and (there := next((path for path in learned if path.exists()), None)):
         do = "choose another run=, or go on with resume='auto'; to start with its rows, join them: rows + wb.rows(…)"
         raise RunError(f"there is a file of another run: {there}", expected="a new one", do=do)

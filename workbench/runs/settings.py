@@ -61,10 +61,18 @@ class Plan:
     """Validations whose samples stay on disk."""
     ahead: int = 0
     """Steps that rows are sampled ahead."""
+    max_lag: int | None = None
+    """Policy versions that rows of a stream may be old; None: no stream."""
+    stale: str = "keep"
+    """What is done about groups that a step cannot leave for later: one of `streaming.STALE`."""
     max_recoveries: int = 3
     """Times that work is done again whose workers were lost."""
     max_rollout_kl: float | None = 0.2
     """Nats per token; where a sampler with the learner's version is further off, the run stops."""
+
+    def record(self) -> dict[str, Any]:
+        """The schedule as plain values; of a stream's settings only where there is one."""
+        return {name: one for name, one in vars(self).items() if self.max_lag or name not in ("max_lag", "stale")}
 
     def due(self, every: int, step: int) -> str:
         """Why an action due every `every` steps (0: never) and after the last one is due at `step`, in words; else ''."""
@@ -91,7 +99,7 @@ def resolved(
         "stages": stages,
         "sources": {name: source for name, (_, source) in described.items() if source},
         "engines": engines,
-        "train": {**vars(plan), **tracking},
+        "train": {**plan.record(), **tracking},
         "pipeline": _with_files(written_down(pipeline), engines),
         "settings_hash": settings_hash(stages),
         "began": {"versions": first_seen(pipeline)["versions"]},

@@ -134,9 +134,16 @@ def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     if value is not None and value > 0.02:
         do = "training is off-policy: check weights' sync and precision, or add stages.RolloutCorrection"
         if late:
-            do = "rows are of older weights (ahead=1): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
+            do = "rows are of older weights (ahead, max_lag): take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
         found = f"probabilities are {value:.3g} apart on average"
         yield Symptom("sampler and trainer differ", found, _since(rows), do)
+
+
+def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
+    lost, size = (_mean(rows[-WINDOW:], f"streaming/{name}") for name in ("cancelled", "groups"))
+    if lost and size and lost > 0.25 * size:
+        do = "stale='keep' waits for them, a larger max_lag lets them be older"
+        yield Symptom("a stream cancels many rollouts", f"{lost:.3g} groups a step of {size:.3g}", _since(rows), do)
 
 
 def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
@@ -186,6 +193,7 @@ CHECKS: tuple[Check, ...] = (
         "outputs may get strange: raise kl_coef, or lower lr",
     ),
     _collapsed_entropy,
+    _cancelled_rollouts,
     _jumping_gradient,
     _above(
         "most groups teach nothing",

@@ -341,6 +341,7 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
         num_turns=int(batch["num_turns"][row]),
         finish_reason=str(batch["finish_reason"][row]),
         version=int(batch["policy_version"][row]),
+        versions=tuple(batch["token_versions"][row, :length].tolist()) if "token_versions" in batch else (),
         metrics={"num_tool_calls": own["num_tool_calls"]},
         turns=tuple(Turn.from_dict(turn) for turn in batch["turns"][row]),
         extra={**own, **{name: one for name, one in extra.items() if name != "pictures"}},
@@ -377,7 +378,7 @@ def _objects(output: AgentLoopOutput) -> dict[str, Any]:
 
 
 def _sample(output: AgentLoopOutput) -> Sample:
-    return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version)
+    return Sample(output.response_ids, output.response_logprobs, output.finish_reason, output.version, output.versions)
 
 
 def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.base.config import require, settings_hash
 from workbench.base.metrics import Max, Mean, Metric
-from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import LogProbModel, Stateful
 from workbench.functional.masking import masked_mean
@@ -20,9 +20,9 @@ SCORED_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask"
 """What any scoring pass reads."""
 
 
-def scored_columns(batch: DataProto) -> list[str]:
-    """What a scoring pass reads of this batch: `SCORED_COLUMNS`, and of one with pictures what the model reads of them."""
-    return [*SCORED_COLUMNS, *(PIXELS,) * (PIXELS in batch)]
+def scored_columns(batch: DataProto, policy: bool = False) -> list[str]:
+    """What a scoring pass reads of this batch: `SCORED_COLUMNS`, what a model reads of pictures, and the `policy` of experts."""
+    return [*SCORED_COLUMNS, *(PIXELS,) * (PIXELS in batch), *(EXPERTS,) * (policy and EXPERTS in batch)]
 
 
 class LogProb(BaseStage):
@@ -55,7 +55,8 @@ class LogProb(BaseStage):
         self.column = column
         self.entropy = entropy
         self.temperature = temperature
-        self.reads, self.optional = SCORED_COLUMNS, (PIXELS,)
+        self.reads = SCORED_COLUMNS
+        self.optional: tuple[str, ...] = (PIXELS, *(EXPERTS,) * bool(self._learners))
         self.sum_pi_squared = sum_pi_squared
         further = {"entropy": ("entropys", entropy), "sum_pi_squared": ("sum_pi_squared", sum_pi_squared)}
         self._wanted = {"log_probs": column, **{key: name for key, (name, wanted) in further.items() if wanted}}
@@ -63,7 +64,7 @@ class LogProb(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with log-probs out."""
-        rows = batch.select(scored_columns(batch))
+        rows = batch.select(scored_columns(batch, policy=bool(self._learners)))
         scores = self._model.compute_log_probs(rows, tuple(self._wanted), self.temperature)
         columns, metrics = self.told(batch, scores)
         return Outcome(self.written(batch, columns), metrics)

@@ -16,7 +16,7 @@ from workbench.base.config import require
 from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
-from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.sessions import SESSION, is_last
 from workbench.datasets.pictures import IMAGES, refuse_pictures
@@ -233,6 +233,8 @@ def columns_of(
         found = f"in {len(rows)} of {len(samples)} rows, the first {rows[0]}"
         do = "check the model's weights and its dtype"
         raise NonFinite("the sampler's log-probs are NaN or infinite", found=found, do=do)
+    several = [sample.versions or (sample.version,) * len(sample.ids) for sample in samples]
+    each = {"token_versions": _padded(several, 0)} if any(sample.versions for sample in samples) else {}
     return {
         "prompts": ids_s,
         "prompt_mask": mask_s,
@@ -244,7 +246,21 @@ def columns_of(
         "rollout_log_probs": log_probs,
         "finish_reason": [sample.finish_reason for sample in samples],
         "policy_version": torch.tensor([sample.version for sample in samples]),
+        **_experts(samples, attention),
+        **each,
     }
+
+
+def _experts(samples: Sequence[Sample], attention: Tensor) -> dict[str, Tensor]:
+    """The column `routed_experts` [B, S+T, L, k], where samples have them."""
+    found = next((sample.experts for sample in samples if sample.experts is not None), None)
+    if found is None:
+        return {}
+    whole = found.new_full((*attention.shape, *found.shape[1:]), -1)
+    for row, sample in enumerate(samples):
+        if sample.experts is not None:
+            whole[row, attention[row].bool()] = sample.experts
+    return {EXPERTS: whole}
 
 
 def _padded(

@@ -15,7 +15,7 @@ from workbench.base.config import Settings, require
 from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, first_line, unknown
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
-from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.sessions import SESSION, episodes
 from workbench.dataproto.value import Origin
@@ -322,7 +322,7 @@ class Update(BaseStage):
         self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
         self.writes = loss.writes
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
-        self.optional = (PIXELS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))
+        self.optional = (PIXELS, EXPERTS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))
 
     def settings(self) -> dict[str, Any]:
         """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""

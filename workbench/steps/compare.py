@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from workbench.base.errors import BatchError, ColumnMissing
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, shows
 from workbench.dataproto.columns import COLUMNS, nearest_column, writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.same import How, same, unchanged
@@ -78,6 +78,10 @@ class Comparison(Shown):
     def identical(self) -> bool:
         """Whether the two sides have the same columns, values and metrics."""
         return not (self.columns or self.metrics or any(self.only))
+
+    def row(self, number: int) -> Any:
+        """One row on both sides: its responses as a text difference, rewards, their parts and verdicts side by side."""
+        return shows(self, "row", number)
 
     @property
     def sign_flips(self) -> int:

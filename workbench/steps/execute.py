@@ -3,6 +3,7 @@
 - `phases` runs one stage after the other and yields the trace so far.
 - `Pipeline.streaming_rewards()`: a streaming reward scores rows as the rollout finishes them (`StreamingReward`), and
   stages that do not read the reward, log-probs mostly, run beside it.
+- `max_lag=k` of a training job: `runs.streaming` samples groups without end.
 - `ahead=1` of a training job: during a step's update `Ahead` samples the next step's rows, with the weights of before.
 
 The trace always looks as if the stages had run one after the other. What runs beside the reward reads nothing of it, so
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,7 +71,7 @@ def _in_order(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
         yield trace
 
 
-def _in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
+def in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
     """Call `work` in a daemon thread, which no exit of the process waits for; its result or error is the future's."""
     future: Future[T] = Future()
 
@@ -96,7 +98,7 @@ class StreamingReward:
     def __init__(self, reward: BaseReward) -> None:
         self._reward = reward
         self._arrived: queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None] = queue.SimpleQueue()
-        self._scores, _ = _in_thread("workbench-early-reward", self._scored)
+        self._scores, _ = in_thread("workbench-early-reward", self._scored)
 
     def arrive(self, row: int, columns: Mapping[str, Any], sample: Sample) -> None:
         """Queue row number `row` (an episode, where these are several rows) for scoring: its columns and sampled response."""
@@ -190,17 +192,18 @@ def drawn_stages(pipeline: Pipeline) -> Pipeline:
     return Pipeline(stages[:count], overlap=pipeline.overlap, given=pipeline.given)
 
 
-def sampler_of(pipeline: Pipeline) -> PinnedWeights:
+def sampler_of(pipeline: Pipeline, asked: str = "ahead=1") -> PinnedWeights:
     """The engine of the rollout that a pipeline begins with; its sampler can keep older weights than the learner's.
 
-    Raises `SettingError` for any other: rows sampled while the weights change would belong to no policy version.
+    Raises `SettingError`, which names the setting `asked`, for any other: rows sampled while the weights change would belong
+    to no policy version.
     """
     first = next(iter(pipeline))
     engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, Given) else None
     found = f"a pipeline that begins with stage {first.name!r}"
     if getattr(first, "policies", None):
-        do = "set ahead=0"
-        raise SettingError("ahead=1 with several policies", expected="one: the others' weights are not pinned", do=do)
+        do = f"leave out {asked}"
+        raise SettingError(f"{asked} with several policies", expected="one: the others' weights are not pinned", do=do)
     if isinstance(engine, PinnedWeights):
         if not engine.share_device:
             return engine
@@ -208,8 +211,8 @@ def sampler_of(pipeline: Pipeline) -> PinnedWeights:
     elif engine is not None:
         found = f"{type(engine).__name__}, which samples with the weights that it learns"
     expected = "a pipeline that begins with a rollout by a sampler with weights and a device of its own"
-    do = "pass an engines.paired(learner, sampler), each with its own model, or set ahead=0"
-    raise SettingError("ahead=1 is not possible with this pipeline", expected=expected, found=found, do=do)
+    do = f"pass an engines.paired(learner, sampler), each with its own model, or leave out {asked}"
+    raise SettingError(f"{asked} is not possible with this pipeline", expected=expected, found=found, do=do)
 
 
 def correction(pipeline: Pipeline) -> str | None:
@@ -277,6 +280,14 @@ class Ahead:
 
         return again
 
+    def learnt(self, step: int) -> None:
+        """Called after a step's update: nothing is to be done here."""
+
+    def settle(self, step: int) -> AbstractContextManager[Any]:
+        """Wait for the rows of step `step` + 1: what follows may sample, and ask the reward, alone."""
+        self.pending(step)
+        return nullcontext()
+
     def pending(self, after: int) -> Trace | None:
         """Wait for the rows of step `after` + 1 and return their trace; None where none are sampled, or sampling failed."""
         future = self._drawn.get(after + 1)
@@ -307,7 +318,7 @@ class Ahead:
 
     def _begin(self, step: int) -> None:
         prompts, held = self._batch_of(step), self._engine.hold()
-        self._drawn[step], thread = _in_thread("workbench-ahead", functools.partial(self._draw, prompts, held))
+        self._drawn[step], thread = in_thread("workbench-ahead", functools.partial(self._draw, prompts, held))
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
     def _draw(self, batch: DataProto, held: Pin) -> Trace:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from workbench.base import formats
+from workbench.base.activity import HERE
 from workbench.base.config import source_of
 from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, describe, unknown
 from workbench.base.files import sealed
@@ -32,7 +33,7 @@ from workbench.dataproto.same import unchanged
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.stages.stage import Stage, foreign_class
 
-_SOURCE_ROW = "source_row"
+_SOURCE_ROW, _DROPPED = "source_row", "_dropped"
 PHASES_LIMIT = 256
 """The most phases that a trace on disk may have."""
 _RECORDED = ("stage", "wrote", "metrics", "settings", "source", "seconds")
@@ -61,6 +62,8 @@ class Phase(Shown):
     """Wall time of the stage."""
     rows: torch.Tensor | None = field(default=None, repr=False)
     """[B] int64: for each row of `batch` its row number before the stage; None where the stage kept the rows."""
+    dropped: DataProto | None = field(default=None, repr=False)
+    """Rows that the stage left out, where `rows` cannot tell them: see `Outcome.dropped`."""
     reused: bool = False
     """Whether the stage was not run again, because nothing that it reads had changed."""
 
@@ -150,6 +153,9 @@ class Trace(Shown):
             record = {field: getattr(phase, field) for field in _RECORDED}
             meta = dict(phase.batch.meta_info)
             records.append({"folder": name, "rows": phase.rows is not None, **record, "meta_info": meta})
+            if phase.dropped is not None:
+                phase.dropped.save(folder / f"{name}{_DROPPED}")
+                records[-1]["dropped"] = True
         text = json.dumps({"format": formats.FORMAT, "phases": records}, indent=1, allow_nan=True)
         (folder / "trace.json").write_text(sealed(text))
         return folder
@@ -171,7 +177,10 @@ class Trace(Shown):
         for record in records:
             delta = DataProto.load(claims.inside(folder, record["folder"]))
             with claims.reading(folder / record["folder"], RunError):
-                trace = trace.add(_restored(trace.batch, delta, record))
+                made = _restored(trace.batch, delta, record)
+            if record["dropped"]:
+                made = replace(made, dropped=DataProto.load(claims.inside(folder, record["folder"] + _DROPPED)))
+            trace = trace.add(made)
         return trace
 
 
@@ -183,6 +192,7 @@ def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "folder": name,
         "rows": bool(record["rows"]),
+        "dropped": bool(record.get("dropped", False)),
         "stage": str(record["stage"]),
         "wrote": tuple(str(column) for column in record["wrote"]),
         "metrics": {str(key): float(value) for key, value in record["metrics"].items()},
@@ -263,8 +273,10 @@ def _left_to_update(trace: Trace) -> tuple[int, int] | None:
     return None
 
 
-def perform(stage: Stage, batch: DataProto) -> Phase:
+def perform(stage: Stage, batch: DataProto, told: dict[str, Any] | None = None) -> Phase:
     """Run one stage on one batch and return the `Phase` that records what it did.
+
+    `told` gets the stage's metrics as they can be joined with those of other batches.
 
     Raises `ColumnMissing` before the stage runs where the batch lacks a column of its `reads`, and
     `PipelineError` after it where a column of its `writes` is missing.
@@ -277,7 +289,11 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     began = time.perf_counter()
     running = STAGE.set(stage.name)
     try:
-        with boundary(f"stage {stage.name!r}"), memory_errors("its own code", batch, "the number of rows"):
+        with (
+            HERE.doing(stage.name),
+            boundary(f"stage {stage.name!r}"),
+            memory_errors("its own code", batch, "the number of rows"),
+        ):
             outcome = stage(batch)
     except OutOfMemory as error:  # of an engine, which does not know for which phase it works
         error.args = (f"phase {stage.name!r}: {error}",)
@@ -288,12 +304,15 @@ def perform(stage: Stage, batch: DataProto) -> Phase:
     if unwritten := [name for name in stage.writes if name not in outcome.batch]:
         found, do = f"only {', '.join(outcome.batch.columns)}", "write them, or take them out of the stage's `writes`"
         raise PipelineError(f"stage {stage.name!r} did not write the columns {unwritten}", found=found, do=do)
+    if told is not None:
+        told.update(outcome.metrics)
     after = outcome.batch
     if outcome.rows is not None:  # every column is a new object, so what the stage declares counts
         wrote = [name for name in after.columns if name in stage.writes or name not in batch]
     else:
         wrote = [name for name in after.columns if not unchanged(name, batch, after)]
     what: dict[str, Any] = {"settings": settings, "source": source, "seconds": seconds, "rows": outcome.rows}
+    what["dropped"] = outcome.dropped
     return Phase(stage=stage.name, batch=after, wrote=tuple(wrote), metrics=reduce([outcome.metrics]), **what)
 
 

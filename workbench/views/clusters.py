@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from itertools import cycle
+from itertools import accumulate, cycle
+from statistics import median
 from typing import TYPE_CHECKING
 
 from workbench.base.memory import gib
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from workbench.base.activity import Asked
     from workbench.cluster.fitting import Fit
     from workbench.cluster.pools import Node, Plan
     from workbench.cluster.profiling import Profile
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
+    from workbench.cluster.simulating import Simulated, Simulation
     from workbench.cluster.status import Logs, Status
     from workbench.cluster.timeline import Timeline
 
@@ -202,26 +205,35 @@ FINE = 2000
 """Bars of one method less than this fraction of the whole apart are drawn as one bar."""
 Span = tuple[str, float, float]
 """(name, began, ended), in seconds since the first call."""
-_FAILED, _STAGE = "#c8553d", "#9aa3ad"
+_FAILED, _STAGE, _ANSWERED = "#c8553d", "#9aa3ad", "#4c9f70"
 
 
 def timeline(made: Timeline) -> doc.Part:
-    """The view of a `Timeline`: a lane of calls for each worker, with seconds per method; in HTML a picture."""
-    if not len(made):
+    """The view of a `Timeline`: a lane of calls for each worker, with seconds per method, and one for each sampler's requests,
+    with their waits; in HTML a picture."""
+    if not len(made) and not made.requests:
         return doc.line(doc.bold("Timeline: nothing has run"))
     whole, lanes, stages = _times(made)
-    width = max(len(name) for name in lanes)
-    lines = []
-    for name, spans in lanes.items():
-        drawn = [" "] * LANE
-        for _, began, ended in spans:
-            first = int(began / whole * LANE)
-            for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
-                drawn[place] = "█"
-        lines.append(f"  {name.ljust(width)} │{''.join(drawn)}│ {_totals(spans)}")
+    asked = _asked(made)
+    width = max(len(name) for name in (*lanes, *asked))
+    drawn = [(name, _lane(spans, whole), _totals(spans)) for name, spans in lanes.items()]
+    drawn += [(name, _levels(found, made.start, whole), _waits(found)) for name, found in asked.items()]
+    lines = [f"  {name.ljust(width)} │{lane}│ {said}" for name, lane, said in drawn]
     lines += [f"  stages: {_totals(span for spans in stages.values() for span in spans)}"] if stages else []
-    title = f"Timeline: {doc.counted(len(made), 'call')} in {whole:.2f} s; .save(path) writes a Chrome trace"
+    counts = [doc.counted(len(made), "call")] if len(made) or not made.requests else []
+    counts += [doc.counted(len(made.requests), "request")] if made.requests else []
+    counts += [f"{made.left_out} older requests are left out"] if made.left_out else []
+    title = f"Timeline: {', '.join(counts)} in {whole:.2f} s; .save(path) writes a Chrome trace"
     return doc.line(doc.bold(title)), doc.Either(lines, doc.Image(lambda: png(timeline_figure(made)), title))
+
+
+def _lane(spans: Iterable[Span], whole: float) -> str:
+    drawn = [" "] * LANE
+    for _, began, ended in spans:
+        first = int(began / whole * LANE)
+        for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
+            drawn[place] = "█"
+    return "".join(drawn)
 
 
 def _totals(spans: Iterable[Span]) -> str:
@@ -231,9 +243,43 @@ def _totals(spans: Iterable[Span]) -> str:
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in totals.items())
 
 
+_LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def _asked(made: Timeline) -> dict[str, list[Asked]]:
+    """`requests to <sampler>` → its requests."""
+    found: dict[str, list[Asked]] = defaultdict(list)
+    for one in made.requests:
+        found[f"requests to {one.queue}"].append(one)
+    return found
+
+
+def _levels(requests: Sequence[Asked], start: float, whole: float) -> str:
+    """How many requests are open at each of `LANE` moments, as blocks of that height."""
+    found = [0] * LANE
+    for one in requests:
+        first = min(int((one.asked - start) / whole * LANE), LANE - 1)
+        for place in range(first, min(max(int(((one.ended or start) - start) / whole * LANE), first + 1), LANE)):
+            found[place] += 1
+    return "".join(_LEVELS[-(-8 * count // max(*found, 1))] for count in found)
+
+
+def _waits(requests: Sequence[Asked]) -> str:
+    """Medians of the parts of a request's time that its sampler says, in words."""
+    parts = {
+        "waits": [one.began - one.asked for one in requests if one.began is not None],
+        "first token": [one.first - one.asked for one in requests if one.first is not None],
+        "answer": [one.ended - one.asked for one in requests if one.ended is not None and one.outcome == "done"],
+    }
+    said = [f"{name} {median(times):.2f} s" for name, times in parts.items() if times]
+    failed = sum(one.outcome != "done" for one in requests)
+    tokens = f"{sum(one.tokens for one in requests):,} tokens"
+    return ", ".join([*said, tokens, *([f"{failed} failed"] if failed else [])])
+
+
 def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list[Span]]]:
     """(seconds of the whole, worker → its calls, stage → its times)."""
-    start = min((one.began for one in made.events), default=0.0)
+    start = made.start
     lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
     stages: dict[str, list[Span]] = defaultdict(list)
     for one in made.events:
@@ -241,7 +287,9 @@ def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list
         lanes[one.group, one.rank].append((name, one.began - start, one.ended - start))
     for stage, began, ended in made.stages():
         stages[stage].append((stage, began - start, ended - start))
-    whole = max((one.ended for one in made.events), default=0.0) - start
+    whole = (
+        max([*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)], default=0.0) - start
+    )
     return max(whole, 1e-9), {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)}, stages
 
 
@@ -253,12 +301,15 @@ def timeline_figure(made: Timeline) -> Figure:
     kept = dict(list(lanes.items())[:WORKERS])
     methods = list(dict.fromkeys(one.name for one in made.events))
     colours = {name: colour(place) for place, name in enumerate(methods)}
-    rows = [*stages, *kept]
+    asked = _asked(made)
+    rows = [*stages, *kept, *asked]
     figure = cell_figure(10.5, 0.27 * max(len(rows), 2) + 1.0, layout="constrained")
     axes = figure.subplots()
     above = dict.fromkeys(stages, _STAGE)
     for place, spans in enumerate([*stages.values(), *kept.values()]):
         _bars(axes, place, _merged(spans, whole), above if place < len(stages) else colours)
+    for place, requests in enumerate(asked.values(), len(stages) + len(kept)):
+        _crowd(axes, place, requests, made.start)
     if stages:
         axes.axhline(len(stages) - 0.5, color="#666666", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [label(row, 30) for row in rows], fontsize=8, parse_math=False)
@@ -271,8 +322,28 @@ def timeline_figure(made: Timeline) -> Figure:
     names = methods[:METHODS]
     patches = [Patch(facecolor=colours[name]) for name in names]
     words = [label(name, 30) for name in names]
+    if asked:
+        patches += [Patch(facecolor=_STAGE), Patch(facecolor=_ANSWERED)]
+        words += ["requests that wait", "requests answered"]
     legend(figure, patches, words, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
     return figure
+
+
+def _crowd(axes: Axes, row: int, requests: Sequence[Asked], start: float) -> None:
+    """How many requests are open over time, as a filled step of at most one row's height, those that still wait above."""
+    changes: list[tuple[float, int, int]] = []
+    for one in requests:
+        begun = one.asked if one.began is None else one.began
+        marks = ((one.asked, 1, 1), (begun, 0, -1), (one.ended or one.asked, -1, 0))
+        changes += [(when - start, total, wait) for when, total, wait in marks]
+    changes.sort()
+    times = [when for when, _, _ in changes]
+    total, wait = list(accumulate(one for _, one, _ in changes)), list(accumulate(one for _, _, one in changes))
+    high = 0.76 / max(*total, 1)
+    base = row + 0.38
+    answered = [base - high * (all_ - waits) for all_, waits in zip(total, wait, strict=True)]
+    axes.fill_between(times, answered, base, step="post", color=_ANSWERED, linewidth=0)
+    axes.fill_between(times, [base - high * one for one in total], answered, step="post", color=_STAGE, linewidth=0)
 
 
 def _bars(axes: Axes, row: int, spans: Sequence[Span], colours: dict[str, str]) -> None:
@@ -291,3 +362,76 @@ def _merged(spans: Sequence[Span], whole: float) -> list[Span]:
         else:
             found.append((name, began, max(ended, began + whole / FINE)))
     return found
+
+
+# --- what layouts would give ----------------------------------------------------------------------
+
+STEPS = 4
+"""Steps in the chart of a simulation."""
+REPLICAS = 3
+"""Samplers in the chart; the table has the mean of all."""
+
+
+def simulation(made: Simulation) -> doc.Part:
+    """The view of a `Simulation`: a row for each layout, and what its parts do in the first steps."""
+    rows = [[str(one["layout"]), *map(_cell, list(one.items())[1:])] for one in made.table()]
+    header = [*(name for name in made.table()[0] if name != "layout")]
+    lines: list[str] = []
+    for one in made.results:
+        lanes, whole = _lanes(one)
+        width = max(map(len, lanes))
+        lines += [f"  {one.layout.title}, the first {whole:.3g} s"]
+        lines += [f"    {name.ljust(width)} │{_lane(spans, whole)}│" for name, spans in lanes.items()]
+    title = f"Simulation of {made.steps} steps, the same rows in each layout"
+    return (
+        doc.line(doc.bold(title)),
+        doc.Table(["layout", *header], rows),
+        doc.Either(lines, doc.Image(lambda: png(simulation_figure(made)), title)),
+        [doc.line(doc.faint(note)) for note in made.rates.notes],
+    )
+
+
+def _cell(pair: tuple[str, float | None]) -> doc.Part:
+    name, value = pair
+    if name in ("samplers", "slots", "learner", "rewards"):
+        return "–" if value is None else doc.bar(value, f"{value:.0%}")
+    return doc.number(value, ".3g" if name != "tokens/s" else ",.0f")
+
+
+def _lanes(one: Simulated) -> tuple[dict[str, list[Span]], float]:
+    """(lane → its stretches of the first steps, the seconds of these)."""
+    learnt = one.spans.get("learner", [])
+    whole = max(learnt[min(STEPS, len(learnt)) - 1][2] if learnt else one.whole, 1e-9)
+    kept = {name: spans for name, spans in one.spans.items() if spans and _drawn(name)}
+    return {
+        name: [(what, a, min(b, whole)) for what, a, b in spans if a < whole] for name, spans in kept.items()
+    }, whole
+
+
+def _drawn(lane: str) -> bool:
+    kind, _, number = lane.partition(" ")
+    return kind != "sampler" or int(number) < REPLICAS
+
+
+def simulation_figure(made: Simulation) -> Figure:
+    """A figure with a chart for each layout on one axis of time: samplers, rewards, learner and pushes in the first steps."""
+    found = [(one, *_lanes(one)) for one in made.results]
+    rows = sum(len(lanes) + 1.6 for _, lanes, _ in found)
+    figure = cell_figure(10.5, 0.27 * rows + 0.6, layout="constrained")
+    heights = [len(lanes) + 0.5 for _, lanes, _ in found]
+    charts = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    colours = {"samples": colour(0), "scores": colour(2), "learner": colour(1), "push": _STAGE}
+    for axes, (one, lanes, _) in zip(charts, found, strict=True):
+        for row, (name, spans) in enumerate(lanes.items()):
+            key = name if name in colours else "scores" if name == "rewards" else "samples"
+            _bars(axes, row, [(key, began, ended) for _, began, ended in spans], colours)
+        axes.set_yticks(range(len(lanes)), list(lanes), fontsize=8)
+        axes.set_ylim(len(lanes) - 0.5, -0.5)
+        axes.set_title(
+            label(f"{one.layout.title}: {one.seconds:.3g} s a step", 90), fontsize=9, loc="left", parse_math=False
+        )
+        axes.set_axisbelow(True)
+        bare(axes, grid="x")
+    charts[-1].set_xlim(0, max(whole for _, _, whole in found))
+    charts[-1].set_xlabel(f"seconds; the first {STEPS} steps", fontsize=8)
+    return figure

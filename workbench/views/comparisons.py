@@ -14,10 +14,11 @@ from workbench.base.errors import PipelineError, unknown
 from workbench.dataproto import DataProto
 from workbench.stages import Advantage
 from workbench.views import document as doc
+from workbench.views.beside import compared_row
 from workbench.views.curve_axes import bare
 from workbench.views.curves import WORDS, cell_figure
 from workbench.views.rewards import question
-from workbench.views.samples import object_at
+from workbench.views.sample_table import object_at
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _RED = "background:rgba(207,80,60,0.18);padding:0 4px;white-space:nowrap"
 _ROWS = 12
+_FULL = "their responses and verdicts in full"
 _LINE = 90
 """Characters of a response that are shown in its line."""
 
@@ -57,7 +59,9 @@ def comparison(found: Comparison) -> doc.Part:
         doc.Either(doc.Table([""] * 2, said), doc.Table(["", "first", "second", "change"], changes)),
         doc.Either(said_rows, _changed(found, shown)),
         doc.Either(page=doc.small(f"and {left} more rows: .rows has them") if left else ()),
-        doc.Either(page=doc.Fold("their responses and verdicts in full", lambda: _full(found, shown))) if shown else (),
+        doc.Either(page=doc.Fold(_FULL, lambda: [compared_row(found, row.row, brief=True).document() for row in shown]))
+        if shown
+        else (),
         [doc.Either(f"  {one}", one) for one in only],
         _others(found),
         doc.Either([reused] if reused else ()),
@@ -156,18 +160,6 @@ def _bar(value: float, most: float) -> doc.Part:
     edges = f"{around} {low:.0f}%, rgba({rgb},0.35) {low:.0f}%, rgba({rgb},0.35) {high:.0f}%, {around} {high:.0f}%"
     style = f"background:linear-gradient(90deg, {edges});min-width:80px;text-align:center;border-radius:3px"
     return doc.line(doc.number(value), style=style)
-
-
-def _full(found: Comparison, rows: Sequence[RowChange]) -> doc.Part:
-    lines = list[list[doc.Part]]()
-    for row in rows:
-        text = object_at(found.traces[0].batch, "response_text", row.row)
-        said = [doc.block(doc.cut(text, doc.CELL))] if text is not None else []
-        for side, trace in zip(("first", "second"), found.traces, strict=True):
-            if (score := object_at(trace.batch, "score", row.row)) is not None:
-                said.append(doc.line(doc.bold(side), " ", doc.cut(score, 400)))
-        lines.append([str(row.row), said])
-    return doc.Table(["row", ""], lines)
 
 
 # --- where two part ---------------------------------------------------------------------------

@@ -22,12 +22,13 @@ _CELL_STYLE = "padding:2px 8px;text-align:left;vertical-align:top"
 
 @dataclass(frozen=True)
 class Span:
-    """Content of an inline HTML element `tag`, with a CSS style and a title on hover; plain text in a terminal."""
+    """Content of an HTML element `tag`, with a CSS style, a title on hover and other attributes; plain text in a terminal."""
 
     part: Part
     style: str = ""
     tag: str = "span"
     title: str = ""
+    attributes: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,12 @@ def _element(node: Node) -> str:
     match node:
         case Span(tag=("br" | "hr") as tag):
             return f"<{tag}>"
-        case Span(part, style, tag, title):
-            options = (("style", style), ("title", escape(title)))
+        case Span(part, style, tag, title, attributes):
+            options = (
+                ("style", style),
+                ("title", escape(title)),
+                *((name, escape(value)) for name, value in attributes),
+            )
             given = "".join(f' {name}="{value}"' for name, value in options if value)
             return f"<{tag}{given}>{_inline(part)}</{tag}>"
         case Image(png, title):

@@ -9,6 +9,7 @@ _DOCUMENTS = {
     "workbench.cluster.profiling:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",
     "workbench.cluster.session:Cluster": "clusters:cluster",
+    "workbench.cluster.simulating:Simulation": "clusters:simulation",
     "workbench.cluster.status:Logs": "clusters:logs",
     "workbench.cluster.status:Status": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
@@ -33,6 +34,7 @@ _DOCUMENTS = {
     "workbench.rewards.rubric:Rubric": "rewards:rubric",
     "workbench.rewards.score:Score": "rewards:score",
     "workbench.runs.evaluate:Evaluation": "samples:evaluation",
+    "workbench.runs.health:Health": "health:health",
     "workbench.runs.preflight:Preflight": "traces:preflight",
     "workbench.runs.symptoms:Symptoms": "traces:symptoms",
     "workbench.stages.pipeline:Pipeline": "traces:pipeline",
@@ -65,8 +67,11 @@ FACES["workbench.agents.branching:Tree"] |= {
 FACES["workbench.replay.run:Run"] |= {
     "curves": "workbench.views.traces:run_curves",
     "figure": "workbench.views.traces:run_figure",
+    "history": "workbench.views.history:run_history",
     "live": "workbench.widgets.display:run_live",
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
+FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.beside:compared_row"
+FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
 FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.plots:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -2,123 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from workbench.base.errors import message, unknown
+from workbench.base.errors import unknown
 from workbench.dataproto import DataProto
-from workbench.dataproto.sessions import POLICY, SESSION, episodes
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
 from workbench.runs.evaluate import Evaluation
+from workbench.stages.stage import LEFT_OUT
 from workbench.views import document as doc
-from workbench.views.rewards import BAD, CUT, extras, question, traceback, unfolding, verdict
+from workbench.views.left_out import counted_reasons, gathered, left_out
+from workbench.views.prose import rendered
+from workbench.views.rewards import BAD, CUT, extras, traceback, unfolding, verdict
+from workbench.views.sample_table import batch_of, object_at, samples_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ORDERS = ("worst", "best", "surprising", "index")
 Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
-
-
-def batch_of(thing: Any) -> DataProto:
-    """The batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself; `TypeError` for anything else."""
-    if isinstance(thing, DataProto):
-        return thing
-    traces = getattr(thing, "traces", None)
-    if isinstance(traces, Mapping) and len(traces):
-        thing = traces[max(traces)]
-    found = getattr(thing, "batch", getattr(thing, "as_batch", None))
-    if isinstance(found, DataProto):
-        return found
-    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a dry run, a run with traces"
-    raise TypeError(message("no batch to show", expected=expected, found=f"a {type(thing).__name__}"))
-
-
-def object_at(batch: DataProto, name: str, row: int) -> Any:
-    """The value of an object column in one row; None where there is no such column. Other rows are not read from disk."""
-    return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
-
-
-def samples_table(batch: DataProto) -> pd.DataFrame:
-    """The samples of a batch as a DataFrame, one line per row.
-
-    Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
-    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended); where
-    episodes are several rows also episode, sequence (from 1) and sequences (how many the episode has); of several policies
-    the row's policy.
-
-    A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
-    read, and not kept in memory.
-    """
-    import pandas as pd
-
-    held, objects = batch.batch, batch.non_tensor_batch
-    found: dict[str, Any] = {"group": np.arange(len(batch))}
-    if "uid" in batch:  # numbered by first appearance
-        found["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
-    if SESSION in batch:
-        found |= _of_episodes(batch)
-    if POLICY in batch:
-        found["policy"] = pd.Series(list(objects.passing(POLICY)), dtype=object)
-    if "step" in held:  # a dump of several
-        found["step"] = held.passing("step").numpy()
-    if "reward" in batch:
-        reward = held.passing("reward").double()
-        found["reward"] = (reward.masked_fill(~held.passing("scored"), np.nan) if "scored" in batch else reward).numpy()
-        found |= {name: held.passing(name).numpy() for name in held if name.startswith("reward/")}
-    for name, (column, read) in _READ.items():
-        if column in batch:  # as objects: pandas' own text type would make NaN of a text that is not there
-            found[name] = pd.Series([read(one) for one in objects.passing(column)], dtype=object)
-    found |= _of_tokens(batch)
-    in_order = sorted(found, key=lambda name: _COLUMNS.index(name.partition("/")[0]))
-    return pd.DataFrame({name: found[name] for name in in_order})
-
-
-def _of_episodes(batch: DataProto) -> dict[str, Any]:
-    """Of rows that are sequences of episodes: the episode's number, the sequence's from 1, and how many there are."""
-    found = {name: np.zeros(len(batch), dtype=int) for name in ("episode", "sequence", "sequences")}
-    for number, rows in enumerate(episodes(batch)):
-        for place, row in enumerate(rows, 1):
-            found["episode"][row], found["sequence"][row], found["sequences"][row] = number, place, len(rows)
-    return found
-
-
-def _of_tokens(batch: DataProto) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if "response_mask" not in batch:  # a dump of another library: at most one number a row
-        return {"advantage": batch.batch.passing("advantage").numpy()} if "advantage" in batch.batch else {}
-    mask = batch.batch.passing("response_mask")
-    tokens = mask.sum(-1)
-    if "advantages" in batch:
-        own = batch.batch.passing("advantages").float().masked_fill(mask == 0, 0.0)  # padding may be NaN
-        found["advantage"] = (own.sum(-1) / tokens.clamp(min=1)).double().numpy()
-    if "sampler_logprob_diff" in batch:
-        found["sampler_logprob_diff"] = batch.batch.passing("sampler_logprob_diff").numpy()
-    return {**found, "tokens": tokens.numpy()}
-
-
-_COLUMNS = (
-    "group", "episode", "sequence", "sequences", "policy", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
-    "sampler_logprob_diff", "tokens", "finish",
-)  # fmt: skip
-_READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "prompt": ("raw_prompt", question),
-    "response": ("response_text", lambda text: text),
-    "truth": ("reward_model", lambda judged: (judged or {}).get("ground_truth")),
-    "answer": ("score", lambda score: score.answer),
-    "status": ("score", lambda score: score.status.value),
-    "why": ("score", lambda score: score.why),
-    "finish": ("finish_reason", lambda reason: reason),
-}
-"""Column of a table of samples → the batch's column, and what is read of each of its objects."""
 
 
 _BINS = 12
@@ -271,7 +179,8 @@ def _matching(column: pd.Series, wanted: Any) -> np.ndarray:
 
 def _tokens(row: Any) -> tuple[str, str]:
     """(number of tokens, finish reason) of a response, each "" where it is not known."""
-    return str(int(row["tokens"])) if "tokens" in row else "", row.get("finish") or ""
+    number = row.get("tokens")
+    return str(int(number)) if number is not None and number == number else "", row.get("finish") or ""
 
 
 def group_line(index: SampleIndex, group: int) -> str:
@@ -294,6 +203,8 @@ class Samples(doc.View):
         self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
         self.picked: int | None = None
         """The row that was last clicked in the live table."""
+        self.rendered = False
+        """Whether the live table shows texts as Markdown, LaTeX and code."""
         self.selected: np.ndarray = self.index.select(order, where=where, search=search, by_group=by_group)
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
 
@@ -302,20 +213,36 @@ class Samples(doc.View):
         """The selected samples as a DataFrame, indexed by row."""
         return self.index.frame.iloc[self.selected]
 
+    @cached_property
+    def left_out(self) -> Samples | None:
+        """The step's rows that were filtered out, rejected, not scored or failed, each with the reason; None where there are none.
+
+        The column `left_out` is the reason, `of_row` the row's number where it is among the samples all the same.
+        """
+        found = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
+        return Samples(gathered(found), self.rows, "index", self.by_group, None, "") if found else None
+
     def pictures(self, row: Any) -> list[Picture]:
         """The pictures of a row's prompt."""
         return object_at(self.index.batch, IMAGES, row) or []
 
-    def row(self, number: int) -> SampleCard:
-        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist."""
-        return SampleCard(self.index, number)
+    def row(self, number: int, rendered: bool = False, formulas: bool = False) -> SampleCard:
+        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist.
+
+        `rendered` draws its texts as Markdown and code, and with `formulas` LaTeX as MathML, which only a trusted page keeps.
+        """
+        return SampleCard(self.index, number, rendered, formulas)
 
     def document(self) -> doc.Part:
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
         lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row))]
         head = [self.index.headline] if self.index.headline else []
-        return doc.Either([*head, *lines], lambda: (doc.line(doc.bold(*head)), self._page(frame)))
+        other = self.left_out
+        title = counted_reasons(other.index.frame[LEFT_OUT]) if other is not None else ""
+        said = [f"{title}: see .left_out"] if title else []
+        beneath = doc.Fold(title, lambda: other._page(other.frame.head(self.rows))) if other is not None else ()
+        return doc.Either([*head, *lines, *said], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
         top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
@@ -352,7 +279,7 @@ class Samples(doc.View):
             (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
             scored,
             _judgement(row, object_at(self.index.batch, "score", number)),
-            f"{row['advantage']:+.3f}" if "advantage" in row else "",
+            doc.number(row.get("advantage"), "+.3f") if "advantage" in row else "",
             (tokens, doc.BREAK, doc.small(finish)),
         ]
 
@@ -376,6 +303,7 @@ def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
     said = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
         said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
+    said += [doc.one_line(row[LEFT_OUT])] if LEFT_OUT in row else []
     said += [doc.one_line(row["why"])] if row.get("why") else []
     tokens, finish = _tokens(row)
     said += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
@@ -399,8 +327,9 @@ def _response(row: Any) -> str:
 
 def _judgement(row: Any, score: Any) -> doc.Part:
     if score is None:
-        return ""
-    said: list[doc.Part] = [doc.cut(score.why, 2 * CUT)] if score.why else []
+        return doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD) if LEFT_OUT in row else ""
+    said: list[doc.Part] = [doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD)] if LEFT_OUT in row else []
+    said += [doc.cut(score.why, 2 * CUT)] if score.why else []
     if score.answer is not None:
         said.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
     if score.parts:
@@ -454,7 +383,8 @@ _SIBLINGS = 16
 class SampleCard(doc.View):
     """One sample in full, as `samples(batch).row(7)` returns it. Raises `IndexError` for a row that does not exist."""
 
-    def __init__(self, index: SampleIndex, row: int) -> None:
+    def __init__(self, index: SampleIndex, row: int, rendered: bool = False, formulas: bool = False) -> None:
+        self.rendered, self.formulas = rendered, formulas
         if not 0 <= row < len(index.frame):
             raise IndexError(f"row {row} does not exist: this batch has rows 0 to {len(index.frame) - 1}")
         self.index = index
@@ -478,6 +408,7 @@ class SampleCard(doc.View):
         reward = row.get("reward")
         found = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
         found += verdict(score) if score is not None else []
+        found += [("left out", str(row[LEFT_OUT]))] if LEFT_OUT in row else []
         found += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
         found += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
         found += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
@@ -505,18 +436,25 @@ class SampleCard(doc.View):
         page: list[doc.Part] = [doc.line(doc.bold(name), f" · group {group}")]
         if (prompt := self.values.get("prompt")) is not None:
             text.append(f"  {doc.one_line(prompt, 400)}")
-            page += [_label("prompt"), doc.line(doc.block(prompt), style="opacity:0.6")]
+            page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.75")]
         page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
         thought, end, said = before.rpartition(THOUGHT)
         if end:  # its conclusion alone is in sight
-            page.append(doc.Fold(f"thinking, {len(thought.split())} words", doc.block(thought + end)))
-            response = (said.lstrip("\n"), *response[1:])
-        page += [_label("response"), doc.wrapped(*response), _label("verdict"), doc.pairs(self.facts())]
+            page.append(doc.Fold(f"thinking, {len(thought.split())} words", self._shown(thought + end)))
+            before = said.lstrip("\n")
+            response = (before, *response[1:])
+        said = "response, rendered" if self.rendered else "response"
+        page += [_label(said), self._shown(before + marked + after, response)]
+        page += [_label("verdict"), doc.pairs(self.facts())]
         for what, said in self.more():
             text.append(f"  {what}: {doc.one_line(said, 400)}")
             page.append(doc.Fold(what, doc.block(said)))
         return doc.Either(text, [*page, lambda: self._others(numbers)])
+
+    def _shown(self, text: str, plain: doc.Part = ()) -> doc.Part:
+        """A text as Markdown, LaTeX and code, or as it was written: as the parts `plain` where there are some."""
+        return rendered(text, self.formulas) if self.rendered else doc.wrapped(plain or text, style="margin:2px 0")
 
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
@@ -529,23 +467,6 @@ class SampleCard(doc.View):
 
 def _label(name: str) -> doc.Part:
     return doc.line(doc.small(name), style="opacity:0.65;margin-top:4px")
-
-
-def difference(index: SampleIndex, row: int, other: int) -> doc.Part:
-    """The text of response `row` turned into that of `other`: words left out are struck through, new ones marked."""
-    one, two = (re.findall(r"\s+|[^\s\w]|\w+", _response(index.frame.iloc[each])) for each in (row, other))
-    found: list[doc.Part] = []
-    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=False).get_opcodes():
-        if kind == "equal":
-            found.append("".join(one[a:b]))
-            continue
-        left, came = "".join(one[a:b]), "".join(two[c:d])
-        found += [doc.Either(f"[-{left}-]", doc.Span(left, LEFT_OUT, "s"))] if left else []
-        found += [doc.Either(f"{{+{came}+}}", doc.Span(came, MARK_NEW, "b"))] if came else []
-    return doc.line(doc.bold(f"row {row} → row {other}")), doc.wrapped(*found)
-
-
-LEFT_OUT, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
 
 
 def evaluation(made: Evaluation) -> doc.Part:

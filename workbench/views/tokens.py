@@ -21,9 +21,10 @@ from workbench.datasets.pictures import text_of
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.engines.protocol import Late
 from workbench.views import document as doc
+from workbench.views import prose
 from workbench.views.curve_axes import GREY, bare
 from workbench.views.curves import cell_figure
-from workbench.views.samples import batch_of, object_at
+from workbench.views.sample_table import batch_of, object_at
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -294,7 +295,7 @@ def _row_text(row: TokenRow, colour: str) -> str:
 
 def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> doc.Part:
     prompt = "".join(row.prompt)
-    before = doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.5")
+    before = doc.Span(f"… {prompt[-_PROMPT:]}" if len(prompt) > _PROMPT else prompt, "opacity:0.7")
     left = row.length - CAP
     tail = doc.line(f"{left:,} more tokens: a live notebook shows them", style="opacity:0.7") if left > 0 else ()
     return doc.line(before, coloured(row, range(min(row.length, CAP)), quantity, span), style=BOX), tail
@@ -422,6 +423,8 @@ class TranscriptView(doc.View):
         """The views of all sequences of the episode, in order, this one among them."""
         self.turns = tuple(turns)
         self.prompt = [one if isinstance(one, dict) else {"role": "user", "content": one} for one in prompt]
+        self.rendered = self.formulas = False
+        """Whether texts are drawn as Markdown and code, and formulas as MathML; else turns are coloured tokens."""
         self.label = row_name(row.batch, row.row)
         """Which row it is, and of episodes of several rows which sequence."""
         self._row = row
@@ -464,11 +467,14 @@ class TranscriptView(doc.View):
     def _alone(self, scale: doc.Part) -> doc.Part:
         row, places = self._row, range(len(self.turns))
         said = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
-        page = [_block(_OTHER, f"{one['role']} · prompt", doc.block(text_of(one["content"]))) for one in self.prompt]
+        page = [_block(_OTHER, f"{one['role']} · prompt", self._text(text_of(one["content"]))) for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
         head = doc.line(doc.bold(self.label), f" · {self.head()}"), scale
         text = [f"{self.label}: {self.head()}", said, *map(self._said, places)]
         return doc.Either(text, [head, page, read, lambda: [self._turn(place) for place in places]])
+
+    def _text(self, text: str) -> doc.Part:
+        return prose.rendered(text, self.formulas) if self.rendered else doc.block(text)
 
     def _said(self, place: int) -> list[str]:
         turn = self.turns[place]
@@ -480,9 +486,10 @@ class TranscriptView(doc.View):
         turn, (quantity, span) = self.turns[place], self.tokens.quantity()
         shown = range(turn.first, min(turn.last + 1, turn.first + TURN_CAP, self._row.length))
         left = turn.last + 1 - turn.first - len(shown)
+        drawn = shown and not self.rendered
         body: list[doc.Part] = [
-            doc.line(coloured(self._row, shown, quantity, span), style=BOX) if shown else doc.block(turn.text),
-            doc.line(doc.faint(f"{left:,} more tokens")) if left > 0 else (),
+            doc.line(coloured(self._row, shown, quantity, span), style=BOX) if drawn else self._text(turn.text),
+            doc.line(doc.faint(f"{left:,} more tokens")) if drawn and left > 0 else (),
             _calls(turn),
             [doc.line(doc.faint(note)) for note in (turn.cut, turn.error) if note],
         ]
@@ -490,11 +497,20 @@ class TranscriptView(doc.View):
         return _block(_EDGES.get(turn.role, _OTHER), title, body)
 
 
-def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer: Any = None) -> TranscriptView:
+def transcript(
+    thing: Any,
+    row: int = 0,
+    colour: str | None = None,
+    *,
+    tokenizer: Any = None,
+    rendered: bool = False,
+    formulas: bool = False,
+) -> TranscriptView:
     """Show the episode of one row of a batch, trace, stepper or run (or a stepped one) turn by turn, all of its sequences.
 
     The tokens are coloured by `colour`, and have the same indices, as in `tokens`; a dotted underline means mask 0, not
-    sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. Raises as `tokens`.
+    sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. `rendered` draws the
+    texts as Markdown and code in place of tokens, and with `formulas` LaTeX as MathML. Raises as `tokens`.
 
     Example:
         >>> wb.views.transcript(s, 3, "advantage").frame  # doctest: +SKIP
@@ -507,7 +523,7 @@ def transcript(thing: Any, row: int = 0, colour: str | None = None, *, tokenizer
     # the prompts of later sequences and of sub-agents are not the row's
     views = tuple(_sequence(shown, one, asked=one in main[:1]) for one in rows)
     for view in views:
-        view.sequences = views
+        view.sequences, view.rendered, view.formulas = views, rendered, formulas
     return views[numbers.index(row)]
 
 
@@ -520,9 +536,9 @@ def _sequence(shown: Tokens, one: TokenRow, *, asked: bool) -> TranscriptView:
     return TranscriptView(shown, one, turns, chat)
 
 
-def episode(made: EpisodeStepper) -> doc.Part:
+def episode(made: EpisodeStepper, rendered: bool = False, formulas: bool = False) -> doc.Part:
     """The view of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
-    view = transcript(made.batch, 0, tokenizer=made.tokenizer)
+    view = transcript(made.batch, 0, tokenizer=made.tokenizer, rendered=rendered, formulas=formulas)
     for number, one in enumerate(view.sequences, 1):
         several = f"episode {made.number}, sequence {number} of {len(view.sequences)}"
         one.label = several if len(view.sequences) > 1 else f"row {made.row}"

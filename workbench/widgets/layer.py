@@ -26,8 +26,9 @@ from IPython.display import display
 from workbench.base.errors import EngineError, first_line
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
-from workbench.views.samples import difference, group_line
-from workbench.views.tokens import Quantity, TokenRow, colour_of, stops, tokens, visible
+from workbench.views.beside import difference
+from workbench.views.samples import group_line
+from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
@@ -57,9 +58,13 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         _alive.append(layer)
         if len(_alive) > MOST:
             _alive.popleft().close()  # its static form is shown again
-        view = {"version_major": 2, "version_minor": 0, "model_id": layer.model_id}
-        # no other form beside the view: a front end without widgets shows the static form above
-        display({"application/vnd.jupyter.widget-view+json": view, "text/html": "", "text/plain": ""}, raw=True)
+        made = (
+            layer._repr_mimebundle_()
+        )  # for Colab it says in its metadata where the page finds the manager of such widgets
+        bundle, metadata = made if isinstance(made, tuple) else (made, {})
+        # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
+        shown = {**bundle, "text/html": "", "text/plain": ""}
+        display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
 
 
 class Layer(anywidget.AnyWidget):
@@ -105,6 +110,16 @@ class Layer(anywidget.AnyWidget):
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
 
 
+class Cover(Layer, script="cover"):
+    """The first part of a box of widgets: in place of the box the static form is seen when the kernel is gone."""
+
+    renewed = traitlets.Int().tag(sync=True)
+    """Counts the times that the static form was displayed anew."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+
+
 def name_of(thing: Any, otherwise: str) -> str:
     """The name of the notebook's variable that holds an object; `otherwise` where there is none."""
     names = vars(sys.modules["__main__"]).items()
@@ -131,6 +146,7 @@ class SamplesTable(Layer, script="samples"):
     headline = traitlets.Unicode().tag(sync=True)
     bins: Any = traitlets.List().tag(sync=True)
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
+    rendered = traitlets.Bool().tag(sync=True)
 
     def __init__(self, samples: Samples) -> None:
         frame, index = samples.index.frame, samples.index
@@ -144,8 +160,9 @@ class SamplesTable(Layer, script="samples"):
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
             headline=index.headline,
             bins=[list(one) for one in index.bins],
+            rendered=samples.rendered,
         )
-        self.observe(lambda change: setattr(samples, "picked", change["new"]), "picked")
+        self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply: a page of rows, one row in full, its tokens or a difference as HTML, its text, or a note that it was pinned."""
@@ -157,11 +174,12 @@ class SamplesTable(Layer, script="samples"):
             siblings = [
                 [one, _cell(view.index.frame.iloc[one].get("reward"))] for one in view.row(row).siblings[:_SIBLINGS]
             ]
-            return {"kind": "card", "html": view.row(row)._repr_html_(), "siblings": siblings, "code": code}
+            card = view.row(row, bool(asked.get("rendered")), formulas=True)
+            return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code}
         if asked["kind"] == "tokens":
             return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
         if asked["kind"] == "diff":
-            return {"kind": "card", "html": doc.html(difference(view.index, row, int(asked["other"])))}
+            return {"kind": "card", "html": difference(view.index, row, int(asked["other"])).html()}
         if asked["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
         return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
@@ -347,8 +365,17 @@ class StepperFace(Face, script="stepping"):
 class EpisodeFace(Face, script="episodes"):
     """The widget of an `EpisodeStepper`: buttons next, back, run, and say (write the next turn by hand)."""
 
+    rendered = traitlets.Bool().tag(sync=True)
     noun = "episode"
     ahead = "next_role"
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """As any face; the texts of its turns are drawn as Markdown, LaTeX and code if that is asked."""
+        self.rendered = bool(asked.get("rendered", self.rendered))
+        return super().answer(asked)
+
+    def _html(self) -> str:
+        return doc.html(episode(self._stepped, self.rendered, formulas=True))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
         turns = [{"role": turn.role, "text": turn.text} for turn in self._stepped.turns]

@@ -19,9 +19,10 @@ import torch
 
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.metrics import Mean, join
-from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
+from workbench.engines.fsdp_engine.meshes import ranks_of, sizes_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
@@ -61,7 +62,12 @@ class FsdpEngine(ModelEngine, Rewinding):
         **switches: Any,
     ) -> None:
         # the kernels that attention needs are where it runs, not here
+        self._sizes = sizes_of(settings.mesh, group.size)
         shape = load_model(path, settings.replace(attn_implementation=None), empty=True)
+        if settings.mesh is not None:
+            from workbench.engines.fsdp_engine.sharding import refuse  # torch's FSDP: half a second of imports
+
+            refuse(shape, self._sizes)
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings
@@ -116,20 +122,26 @@ class FsdpEngine(ModelEngine, Rewinding):
         return self._call("on", *given, each=each, like=(f"{self._name}.{method}", tokens))
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
-        """`method` of each rank's model with its share of the rows: results by rank, and the row numbers of each share."""
+        """`method` of each rank's model with its share of the rows: results and row numbers by rank, the same within a block."""
         check_ids(self._model, batch)
         if PIXELS in batch:
             raise EngineError("rows with pictures in an FSDP engine", expected="text", do="use engines.local")
         rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
         lengths = batch["attention_mask"].sum(-1).tolist()
-        places = shared_out(lengths, self._group.size)
-        each = [(rows.select_idxs(place),) for place in places]
-        return self._on(method, *shared, each=each, tokens=sum(lengths)), places
+        places = shared_out(lengths, self._sizes.blocks)
+        each = [(share,) for share in map(rows.select_idxs, places) for _ in range(self._sizes.block)]
+        found = self._on(method, *shared, each=each, tokens=sum(lengths))
+        return found, [place for place in places for _ in range(self._sizes.block)]
+
+    def _firsts(self, by_rank: list[Any]) -> list[Any]:
+        """Of each block of ranks with the same rows the first one's."""
+        return by_rank[:: self._sizes.block]
 
     # --- LogProbModel -----------------------------------------------------------------------
 
     def _collected(self, method: str, batch: DataProto, want: Sequence[str], *shared: Any) -> dict[str, torch.Tensor]:
-        parts, places = self._on_rows(method, batch.select(list(_SCORED), []), *shared)
+        scored = batch.select([*_SCORED, *(EXPERTS,) * (EXPERTS in batch)], [])
+        parts, places = map(self._firsts, self._on_rows(method, scored, *shared))
         back = torch.argsort(torch.cat(places))
         return {name: torch.cat([part[name] for part in parts])[back] for name in want}
 
@@ -205,6 +217,7 @@ class FsdpEngine(ModelEngine, Rewinding):
     ) -> StepResult:
         reports, places = self._on_rows(method, batch, loss, loss_counts, temperature, _seed())
         _refuse(reports, places)
+        reports, places = self._firsts(reports), self._firsts(places)
         columns: dict[str, torch.Tensor] = {}
         for report, place in zip(reports, places, strict=True):
             for name, part in report["columns"].items():
@@ -371,7 +384,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def critic(self, **changes: Any) -> FsdpEngine:
         """A separate learner on the same ranks with these weights and a value head that starts at 0."""
-        return self._copy(self._settings.replace(**changes), head=True)
+        return self._copy(self._settings.replace(**{"routing_replay": False, **changes}), head=True)
 
     def _untouched(self) -> bool:
         return self.version == 0 and not self._taught
@@ -394,20 +407,21 @@ class FsdpEngine(ModelEngine, Rewinding):
         `tokens` of a mini-batch, which the ranks share; None: a full micro-batch on each. Estimated, or `measured` by
         `engines.rehearsal`, in seconds; where that cannot be, the estimate.
         """
-        here, size = self._group.here(), self._group.size
+        here, sizes = self._group.here(), self._sizes
         device = torch.device(self._group.workers[0]["device"])
         sharing = len(here) if device.type == "cpu" else 1
         if measured:
-            budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // size)
+            budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // sizes.blocks)
             with suppress(EngineError):
                 shape = Shape.of(budget, budget if each is None else min(budget, each), each)
                 gpu = device.type == "cuda"
-                found = sharded(self._source, self._settings, size, shape, gpu=gpu, head=self._critic)
+                found = sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic)
                 return device, {name: one * sharing for name, one in found.parts.items()}
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
-        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // size))
-        ranks = {name: 1 if name in ("activations", "logits") else size for name in parts}
+        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // sizes.blocks))
+        cut = sizes.ranks // sizes.replicate
+        ranks = {name: 1 if name in ("activations", "logits") else cut for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
     def memory_free(self) -> int:
@@ -431,7 +445,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def describe(self) -> dict[str, Any]:
         """Path, number of ranks and settings by name, for a run's record."""
-        return {"path": self.path, "ranks": self._group.size, **self._settings.to_dict()}
+        return {"path": self.path, "ranks": self._group.size, **self._settings.recorded()}
 
     def close(self) -> None:
         """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""
@@ -490,7 +504,7 @@ def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]
 def fsdp(
     path: str | Path,
     *,
-    ranks: int = 2,
+    ranks: int | None = None,
     on: Group | None = None,
     threads: int | None = None,
     scratch: str | Path | None = None,
@@ -499,7 +513,7 @@ def fsdp(
 ) -> FsdpEngine:
     """Open a transformers model sharded over ranks by FSDP2: `fsdp("data/tiny-arith", ranks=2, lr=1e-3)`.
 
-    `path` as for `engines.local`. The ranks are processes of this machine, on its GPUs or (gloo) its cores, or those of the
+    `path` as for `engines.local`. The `ranks` (None: as many as the `mesh` says, else 2) are processes of this machine, on its GPUs or (gloo) its cores, or those of the
     `Group` `on`; engines on one group share its workers. `threads`: torch's in each process. `scratch` is the folder for
     snapshots: with several machines one that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises
     `EngineError` where there is no such model, or the workers cannot start.
@@ -511,6 +525,7 @@ def fsdp(
     folder = str(resolve(path))
     if Path(folder).exists():
         folder = str(Path(folder).absolute())  # a worker may have another working directory
-    group = on or local_group(ranks, device=chosen.device, threads=threads, wait=chosen.group_deadline)
+    size = ranks_of(chosen.mesh, ranks) or 2
+    group = on or local_group(size, device=chosen.device, threads=threads, wait=chosen.group_deadline)
     place = str(scratch) if scratch is not None else None
     return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))

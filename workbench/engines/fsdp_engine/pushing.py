@@ -1,18 +1,19 @@
 """The ranks of an FSDP engine as the sender of weights: `engines.weights` says what that is.
 
-Into shared memory each rank writes its own rows, and no rank ever has a whole tensor. Other ways gather one bucket at a time, cast
+Into shared memory each rank writes its own part, and no rank ever has a whole tensor. Other ways gather one bucket at a time, cast
 to the sampler's dtype before it is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from workbench.engines.fsdp_engine.meshes import box
 from workbench.engines.local_engine import lora
 from workbench.engines.vllm_server.process import Piece, device_name, mapped
 from workbench.engines.weights import Outbox, machine, rows_of
@@ -33,20 +34,18 @@ class ShardedPushing:
 
     @torch.no_grad()
     def send_weights(self: Any, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
-        """Write pieces to a place, as `Outbox.send`: to a file its own rows, else whole tensors (of a broadcast rank 0's)."""
-        held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
+        """Write pieces to a place, as `Outbox.send`: to a file its own part, else whole tensors (of a broadcast rank 0's)."""
         if "file" in place:
+            held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
             memory = mapped(place["file"], place["nbytes"], write=True)
             for piece in (one for one in pieces if not one.tied):
-                first, rows = self._own(piece, held, layers)
-                begin, end = max(first, piece.first), min(first + len(rows), piece.first + piece.rows)
-                if begin < end:
-                    there = piece.within(memory).view(piece.rows, -1)[begin - piece.first : end - piece.first]
-                    there.copy_(rows[begin - first : end - first].reshape(end - begin, -1))
+                self._write(piece, piece.within(memory), held, layers.get(piece.name))
             return None
 
+        whole = self.gathering()
+
         def value(piece: Piece) -> torch.Tensor:
-            return rows_of(_whole(held, layers, piece), piece)
+            return rows_of(whole(piece.name, getattr(torch, piece.dtype)), piece)
 
         self._outbox = self._outbox or Outbox()
         if "broadcast" in place and distributed.get_rank():
@@ -56,20 +55,35 @@ class ShardedPushing:
         sent = self._outbox.send(pieces, place, value, self._device())
         return sent if "data" not in place or distributed.get_rank() == 0 else None
 
-    def _own(self: Any, piece: Piece, held: Mapping[str, Any], layers: Mapping[str, Any]) -> tuple[int, torch.Tensor]:
-        """(number of the first, rows) of a tensor that this rank holds; of what is on every rank rank 0 has all, others none."""
-        layer = layers.get(piece.name)
-        base = held[piece.name] if layer is None else lora.parts(held, piece.name)[0]
-        split = isinstance(base, DTensor) and base.placements[0].is_shard(0)
+    def gathering(self: Any) -> Callable[..., torch.Tensor]:
+        """A function that gives one whole tensor to every rank, by its plain name, adapters merged; others in another `dtype`."""
+        held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
+
+        def whole(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+            if name not in layers:
+                return _full(held[name].to(dtype))
+            base, a, b = (_full(one) for one in lora.parts(held, name))
+            return base + lora.delta(layers[name], a, b)
+
+        return whole
+
+    def _write(self: Any, piece: Piece, there: torch.Tensor, held: Mapping[str, Any], layer: Any) -> None:
+        """Write what this rank has of a piece; what several ranks have the first of them writes."""
+        base, *small = [held[piece.name]] if layer is None else lora.parts(held, piece.name)
+        small = [_full(one) for one in small]  # by all ranks together
+        if not self.mesh.counts(base):
+            return
         mine = base.to_local() if isinstance(base, DTensor) else base
-        first = distributed.get_rank() * -(-base.shape[0] // distributed.get_world_size()) if split else 0
-        if not split and distributed.get_rank():
-            mine = mine.reshape(-1)[:0]
-        mine = mine.reshape(1) if not mine.dim() else mine
-        if layer is not None:
-            _, a, b = (_full(one) for one in lora.parts(held, piece.name))
-            mine = mine + lora.delta(layer, a, b, slice(first, first + len(mine)))
-        return first, mine
+        if not piece.shape:
+            there.copy_(mine)
+            return
+        rows, *further = box(base)
+        begin, end = max(rows.start, piece.first), min(rows.stop, piece.first + piece.rows)
+        if begin < end:
+            part = mine[begin - rows.start : end - rows.start]
+            if layer is not None:
+                part = part + lora.delta(layer, *small, slice(begin, end))[:, *further]
+            there[begin - piece.first : end - piece.first, *further].copy_(part)
 
     def open_group(self: Any, size: int | None = None, backend: str = "") -> Any:
         """On rank 0, open the port of a broadcast (returns host, port), or join it."""
@@ -88,12 +102,3 @@ class ShardedPushing:
 
 def _full(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _whole(held: Mapping[str, Any], layers: Mapping[str, Any], piece: Piece) -> torch.Tensor:
-    """A whole tensor on every rank."""
-    layer = layers.get(piece.name)
-    if layer is None:
-        return _full(held[piece.name].to(getattr(torch, piece.dtype)))
-    base, a, b = (_full(one) for one in lora.parts(held, piece.name))
-    return base + lora.delta(layer, a, b)

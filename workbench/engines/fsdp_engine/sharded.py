@@ -11,55 +11,44 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine import tensor_parallel
+from workbench.engines.fsdp_engine.agreement import agreed, everyone, largest
+from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder, named_beside
+from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
 from workbench.engines.fsdp_engine.pushing import ShardedPushing
-from workbench.engines.fsdp_engine.sharding import build, read_head, read_plain
+from workbench.engines.fsdp_engine.sharding import build, read_head, write_plain, write_together
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import Live, available, live, memory_errors, peaks
-from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.scoring import (
+    collect,
+    divergence,
+    layout,
+    micro_batches,
+    packs,
+    trimmed,
+    why_padded,
+)
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-# --- what ranks must agree on, so that none waits for ever in a collective -----------------------
-
-
-def largest(mine: float) -> float:
-    """The maximum of all ranks' `mine`; every rank must call it."""
-    number = torch.tensor(float(mine))
-    distributed.all_reduce(number, distributed.ReduceOp.MAX)
-    return float(number)
-
-
-def agreed(mine: bool) -> bool:
-    """Whether `mine` is true on any rank; every rank must call it."""
-    return largest(mine) > 0
-
-
-def together(told: str | None, kind: type[Exception] = EngineError) -> None:
-    """Raise `kind` on all ranks where rank 0 has the text of an error, so that no rank waits for another."""
-    box = [told]
-    distributed.broadcast_object_list(box, 0)
-    if box[0] is not None:
-        raise kind(box[0])
 
 
 class RankAccount(Account):
@@ -91,7 +80,11 @@ class RankAccount(Account):
 
 
 class ShardedOptimizer(Optimizer):
-    """The local engine's optimizer over shards."""
+    """The local engine's optimizer over shards of a mesh."""
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any, mesh: Mesh) -> None:
+        super().__init__(named, settings)
+        self._mesh = mesh
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
@@ -99,7 +92,16 @@ class ShardedOptimizer(Optimizer):
         return {name: self._adam.state[p] for name, p in self.named.items() if p in self._adam.state}
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return {name: one.to_local() for name, one in super()._gradients().items()}  # type: ignore[attr-defined]
+        """This rank's parts, empty where another rank has the same part."""
+        found: dict[str, Any] = super()._gradients()
+        return {name: one.to_local() if self._mesh.counts(one) else one.to_local()[:0] for name, one in found.items()}
+
+    def _together(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """One list for each mesh: torch's fused step takes tensors of one alone."""
+        found: dict[Any, list[torch.nn.Parameter]] = {}
+        for one in parameters:
+            found.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
+        return list(found.values())
 
     def _total(self, square: torch.Tensor) -> torch.Tensor:
         distributed.all_reduce(square)
@@ -110,20 +112,20 @@ class ShardedOptimizer(Optimizer):
             return value
         if kind == "step":
             return value.to(parameter.device)
-        there = value.to(parameter.device)
-        return distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return placed(value, parameter)
 
 
 class ShardedModel(ShardedPushing):
     """One rank's part of one model; its methods are called on all ranks together."""
 
-    def __init__(self, path: str, settings: Any, mesh: Any, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
+    def __init__(self, path: str, settings: Any, mesh: Mesh, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
         self.settings = settings
         self.mesh = mesh
         self._siblings = siblings
         self.whole = build(path, settings, mesh, head)
         self.selfcheck = unchecked(self.whole.causal, settings)
         self._optimizer: ShardedOptimizer | None = None
+        self._summed = tensor_parallel.summed(self.whole.causal) if mesh.sizes.tp > 1 else []
         self._held: dict[str, torch.Tensor] = {}
 
     @property
@@ -162,7 +164,7 @@ class ShardedModel(ShardedPushing):
     def optimizer(self) -> ShardedOptimizer:
         """The optimizer of the trained parameters, made at its first use."""
         if self._optimizer is None:
-            self._optimizer = ShardedOptimizer(self.learning, self.settings)  # type: ignore[arg-type]
+            self._optimizer = ShardedOptimizer(self.learning, self.settings, self.mesh)  # type: ignore[arg-type]
         return self._optimizer
 
     def steps(self) -> int:
@@ -203,30 +205,29 @@ class ShardedModel(ShardedPushing):
 
     @torch.no_grad()
     def load(self, folder: str, again: bool = False) -> None:
-        """Load a Hugging Face folder: rank 0 reads it, every rank gets its part; a value head that it lacks is set to 0.
+        """Load a Hugging Face folder, each rank its own slices; a value head that it lacks is set to 0.
 
         With `again` the model is loaded already: if it has LoRA adapters, only they are read, from a peft folder.
         """
         adapters = again and self.adapted
-        parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
-        plain, told = None, None
-        if distributed.get_rank() == 0:
-            try:
-                plain = lora.stored(Path(folder)) if adapters else read_plain(folder, self.settings)
-                if self.whole.value_head is not None:
-                    plain |= read_head(folder, hidden_size(self.whole.causal))
-                check_fit(f"weights of {folder}", plain, {**parameters, **buffers})
-            except Exception as error:  # noqa: BLE001 - all ranks raise it
-                told = first_line(error, 1000)
-        together(told)
-        for name, parameter in parameters.items():
-            # the shape is all that is asked of other ranks: what has no numbers need not come from the host
-            source = torch.empty(parameter.shape, device=self.mesh.device_type) if plain is None else plain[name]
-            parameter.copy_(distribute_tensor(source, parameter.device_mesh, parameter.placements))
-        for name, buffer in buffers.items():
-            value = plain[name].clone() if plain is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
-            distributed.broadcast(value, 0)
-            buffer.copy_(value)
+        parameters, told = self.learning if adapters else self.named, None
+        try:
+            small = adapters_of(folder, self.settings)
+            if self.whole.value_head is not None:
+                small |= read_head(folder, hidden_size(self.whole.causal))
+            others = {} if adapters else {name: one for name, one in parameters.items() if not _apart(name)}
+            check_fit(f"weights of {folder}", small | named_beside(small, others), parameters)
+            for name in parameters.keys() - others.keys():
+                local(parameters[name]).copy_(small[name][box(parameters[name])])
+            if not adapters:
+                whole = Reader.of(base_folder(folder), self.settings)
+                for name, parameter in others.items():
+                    local(parameter).copy_(whole.read(name.replace(".base_layer.", "."), box(parameter)))
+                for name, buffer in self.buffers.items():
+                    buffer.copy_(whole.buffer(name))
+        except Exception as error:  # noqa: BLE001 - all ranks raise it
+            told = first_line(error, 1000)
+        everyone(told)
 
     @torch.no_grad()
     def copy(self, other: ShardedModel) -> None:
@@ -252,6 +253,22 @@ class ShardedModel(ShardedPushing):
         if merged and self.adapted and held:
             held = lora.merged(self.whole.causal, held)
         return held if distributed.get_rank() == 0 else None
+
+    @torch.no_grad()
+    def save(self, source: str, folder: str, shown: str, merged: bool) -> None:
+        """Write a Hugging Face folder, one tensor at a time; adapters as a peft folder unless `merged`, by rank 0."""
+        heads: dict[str, Any] = {name: one for name, one in self.named.items() if name.startswith("value_head.")}
+        head = {name: one.full_tensor().detach().cpu() for name, one in heads.items()}
+        plain = merged or not self.adapted
+        if plain and write_together(self.gathering(), head, source, folder, self.settings):
+            return
+        weights, told = self.weights(merged), None
+        if weights is not None:
+            try:
+                write_plain(weights, source, folder, self.settings, shown)
+            except Exception as error:  # noqa: BLE001 - all ranks raise it
+                told = first_line(error, 1000)
+        everyone(told)
 
     # --- states -----------------------------------------------------------------------------
 
@@ -303,9 +320,22 @@ class ShardedModel(ShardedPushing):
 
     # --- passes -----------------------------------------------------------------------------
 
+    def reshard(self) -> None:
+        """Free what a pass has gathered and kept, of the root and of layers that stay gathered: weights may change."""
+        for module in self.whole.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     @property
-    def _packed(self) -> bool:
-        return packs(self.whole.causal, self.settings)
+    def packed(self) -> bool:
+        """Whether rows go through the model without padding. Raises `EngineError` where they must, and cannot."""
+        model, settings = self.whole.causal, self.settings
+        if self.mesh.sizes.cp == 1:
+            return packs(model, settings)
+        if why := "pack='no'" if settings.pack == "no" else why_padded(model, settings):
+            what, do = f"mesh cp with {type(model).__name__}", "take cp=1 (more ranks in dp)"
+            raise EngineError(what, expected="rows that may be packed", found=why, do=do)
+        return True
 
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
@@ -314,7 +344,8 @@ class ShardedModel(ShardedPushing):
         ahead, so that none waits for the answer.
         """
         device = self.mesh.device_type
-        groups = micro_batches(self.whole.causal, share, self.settings.budget(device), packed) if len(share) else []
+        budget = self.settings.budget(device) * self.mesh.sizes.cp  # each rank has its part of the tokens
+        groups = micro_batches(self.whole.causal, share, budget, packed) if len(share) else []
         most, asked = int(largest(max(len(groups), 1))), _stops()
         for number in range(most):
             if asked():
@@ -334,12 +365,12 @@ class ShardedModel(ShardedPushing):
         self.whole.eval()
         try:
             with lora.switched_off(self.whole.causal) if base else nullcontext():
-                packed = self._packed
+                packed = self.packed
                 return collect(
                     self._cut(share, packed), lambda rows: self._scored(rows, want, temperature, packed), share, want
                 )
         finally:
-            self.whole.reshard()  # type: ignore[operator]  # the root keeps what it gathered, and weights may change
+            self.reshard()
 
     def examine(self) -> SelfCheck:
         """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks."""
@@ -361,7 +392,7 @@ class ShardedModel(ShardedPushing):
             half = self.settings.half(device)
             return check(self.whole.causal, self.settings, forward, score, precisions=(half,), agree=largest)
         finally:
-            self.whole.reshard()  # type: ignore[operator]
+            self.reshard()
 
     def _scored(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
@@ -373,7 +404,7 @@ class ShardedModel(ShardedPushing):
         """Exact KL (`kl` [b, T]) of this rank's rows to the model named `sibling`; with `base` without its adapters."""
         off: Any = lora.switched_off if base else nullcontext
         other = self._siblings[sibling]
-        packed = self._packed and other._packed
+        packed = self.packed and other.packed
         # the roots keep their heads gathered after the forward
         mine, theirs = head_of(self.whole.causal), head_of(other.whole.causal)
 
@@ -393,7 +424,7 @@ class ShardedModel(ShardedPushing):
             return collect(self._cut(share, packed), found, share, ("kl",))
         finally:
             for model in (self, other):
-                model.whole.reshard()  # type: ignore[operator]
+                model.reshard()
 
     def backward(
         self, share: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float, seed: int
@@ -405,10 +436,10 @@ class ShardedModel(ShardedPushing):
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
-        packed = self._packed
+        packed = self.packed
         try:
             with learning_mode(self.whole, packed), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed + distributed.get_rank())  # dropout is a function of the step and the rank
+                torch.manual_seed(seed + distributed.get_rank() // self.mesh.sizes.block)  # dropout: by step and rows
                 for indices, rows, t in self._cut(share, packed):
                     with memory_errors("learn", rows, holds=self.live):
                         found = self.whole(rows, loss.want, temperature, packed)
@@ -421,7 +452,9 @@ class ShardedModel(ShardedPushing):
             self.optimizer.zero()
             raise
         finally:
-            self.whole.reshard()  # type: ignore[operator]
+            self.reshard()
+        if self._summed:
+            tensor_parallel.sum_gradients([self.named[name] for name in self._summed], self.mesh["tp"])
         failed = agreed(account.failed())
         if failed:
             self.optimizer.zero()
@@ -462,8 +495,7 @@ class ShardedModel(ShardedPushing):
         named = self.named
         self._held = {name: named[name].detach().clone() for name in direction}
         for name, values in direction.items():
-            part = distribute_tensor(values, named[name].device_mesh, named[name].placements)
-            named[name].add_(part, alpha=scale)
+            named[name].add_(placed(values, named[name]), alpha=scale)
 
     @torch.no_grad()
     def still(self) -> None:
@@ -475,17 +507,22 @@ class ShardedModel(ShardedPushing):
     def row_norms(self, batch: DataProto, *given: Any) -> list[float]:
         """Gradient norm of each row's share of the loss, NaN where it failed; every rank gets the whole batch."""
         norms = []
-        size, rank = distributed.get_world_size(), distributed.get_rank()
+        sizes, rank = self.mesh.sizes, distributed.get_rank()
         for row in range(len(batch)):
-            mine = batch.slice(row, row + (1 if row % size == rank else 0))
+            mine = batch.slice(row, row + (1 if row % sizes.blocks == rank // sizes.block else 0))
             report = self.backward(mine, *given)
             gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
-            squares = [one.to_local().double().square().sum() for one in gradients]
+            squares = [one.to_local().double().square().sum() for one in gradients if self.mesh.counts(one)]
             square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
             distributed.all_reduce(square)
             norms.append(math.nan if report["failed"] else math.sqrt(float(square)))
         self.optimizer.zero()
         return norms
+
+
+def _apart(name: str) -> bool:
+    """Whether a parameter is in a file of its own: an adapter's, or a value head's."""
+    return "lora_" in name or name.startswith("value_head.")
 
 
 def _stops() -> Callable[[], bool]:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
+from workbench.base.errors import first_line
 from workbench.dataproto.core import DataProto
+from workbench.engines.fsdp_engine import context_parallel, expert_parallel, tensor_parallel
+from workbench.engines.fsdp_engine.agreement import everyone
+from workbench.engines.fsdp_engine.folders import base_folder, begin_folder, planned, reverted
+from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import head_of, hidden_size
-from workbench.engines.local_engine.loading import HEAD, load_model, load_tokenizer, resolve, save_model, seal_model
+from workbench.engines.local_engine.loading import (
+    HEAD,
+    load_model,
+    load_tokenizer,
+    resolve,
+    save_head,
+    save_model,
+    seal_model,
+)
 from workbench.engines.local_engine.scoring import layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
@@ -36,8 +51,27 @@ class Whole(torch.nn.Module):
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
-def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
-    """Build a model sharded by FSDP2 over a device mesh, its weights uninitialised; `head` adds a value head."""
+_PARTS: dict[str, Any] = {"tp": tensor_parallel, "ep": expert_parallel, "cp": context_parallel}
+"""What cuts a model over a dimension of a mesh."""
+
+
+def refuse(model: Any, sizes: Sizes) -> None:
+    """Raise, before anything is loaded, where a model (which may be empty) cannot be laid out on a mesh of these sizes."""
+    for name, part in _PARTS.items():
+        if getattr(sizes, name) > 1:
+            part.check(
+                model, getattr(sizes, name), *(sizes.tp,) * (name == "cp")
+            )  # the heads of cp are cut by tp first
+
+
+def _cut(model: Any, mesh: Mesh) -> None:
+    for name, part in _PARTS.items():
+        if getattr(mesh.sizes, name) > 1:
+            part.apply(model, mesh[name])
+
+
+def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
+    """Build a model cut and sharded over a mesh, its weights uninitialised; `head` adds a value head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = load_model(path, settings, empty=True)
@@ -45,12 +79,16 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
     if head:
         with torch.device("meta"):
             value = torch.nn.Linear(hidden_size(model), 1)
+    _cut(model, mesh)
     whole = Whole(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
-    shared: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    shared: dict[str, Any] = {"mesh": mesh.fsdp, "offload_policy": offload}
     half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     mixed = MixedPrecisionPolicy(**(half if settings.half(device) else {}))
+    if mesh.sizes.ep > 1:
+        kept = {"mp_policy": replace(mixed, cast_forward_inputs=False), "offload_policy": offload}  # routers' weights
+        expert_parallel.shard(model, mesh.experts, reshard_after_forward=settings.reshard_after_forward, **kept)
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     for layer in reversed(
         [module for module in model.modules() if type(module).__name__ in blocks]
@@ -72,21 +110,9 @@ def build(path: str, settings: Any, mesh: Any, head: bool) -> Whole:
 
 def _materialise(whole: torch.nn.Module, device: str) -> None:
     """Allocate what is on the meta device; tied weights (one tensor under two names) stay one."""
-    names: dict[int, str] = {}
-    ties = {}
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        if names.setdefault(id(parameter), name) != name:
-            ties[name] = names[id(parameter)]
+    ties = tensor_parallel.tied(whole)
     whole.to_empty(device=device)
-    for name, first in ties.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(whole.get_submodule(owner), leaf, whole.get_parameter(first))
-
-
-def read_plain(folder: str, settings: Any) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of a model folder, by name, to the CPU."""
-    model = load_model(folder, settings.replace(device="cpu"))
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensor_parallel.tie(whole, ties)
 
 
 def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
@@ -103,27 +129,75 @@ def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, set
 
     Configuration and tokenizer are those of `source`; a peft folder names `shown` as its base model.
     """
-    from transformers import GenerationConfig
-
     adapted = any("lora_" in name for name in weights)
-    base = lora.base_of(Path(source))
-    plain_source = source if adapted or base is None else str(resolve(base))
-    plainly = settings.replace(attn_implementation=None)  # it runs no forward, and may be without the kernels
-    model = load_model(plain_source, plainly if adapted else plainly.replace(lora_rank=0), empty=True)
-    if adapted and base is None:
+    model = _shell(source, settings, adapted)
+    if adapted and lora.base_of(Path(source)) is None:
         model.workbench_lora["base_model_name_or_path"] = shown or source
-    head = None
-    if "value_head.weight" in weights:
-        head = torch.nn.Linear(weights["value_head.weight"].shape[1], 1)
-        head.load_state_dict({key: weights[f"value_head.{key}"] for key in ("weight", "bias")})
     plain = {name: tensor for name, tensor in weights.items() if not name.startswith("value_head.")}
     model.load_state_dict(plain, strict=False, assign=True)
     if not adapted:
         model.tie_weights()
-    if (Path(plain_source) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(plain_source)
-    save_model(model, head, load_tokenizer(source, model, settings), Path(path))
+    save_model(model, _head(weights), load_tokenizer(source, model, settings), Path(path))
     seal_model(Path(path))
+
+
+def write_together(
+    whole: Callable[[str], torch.Tensor], head: Mapping[str, torch.Tensor], source: str, path: str, settings: Any
+) -> bool:
+    """Write a model without adapters as a Hugging Face folder, by all ranks; returns whether that can be.
+
+    `whole(name)` gives a whole tensor to all ranks together: they are gathered one at a time, and each rank writes some of the
+    files. `head` is a value head, whole. It cannot be where transformers makes one tensor of the files out of several of the model's.
+    """
+    model, folder = _shell(source, settings, False), Path(path)
+    parts = planned(model)
+    if parts is None:
+        return False
+    first = distributed.get_rank() == 0
+    everyone(_error(lambda: begin_folder(model, folder, parts)) if first else None)
+    made = lambda name: reverted(model, {name: whole(name)})  # noqa: E731
+    ranks = [number % distributed.get_world_size() for number in range(len(parts))]
+    told = [part.write(folder, made, rank == distributed.get_rank()) for part, rank in zip(parts, ranks, strict=True)]
+    everyone(next(filter(None, told), None))
+
+    def finish() -> None:
+        if (layer := _head(head)) is not None:
+            save_head(layer, folder)
+        load_tokenizer(source, model, settings).save_pretrained(folder)
+        seal_model(folder)
+
+    everyone(_error(finish) if first else None)
+    return True
+
+
+def _error(work: Callable[[], None]) -> str | None:
+    """What work of one rank raised, for all ranks to raise."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
+        return first_line(error, 1000)
+    return None
+
+
+def _shell(source: str, settings: Any, adapted: bool) -> Any:
+    """The model of a folder or hub name on the meta device, with its generation settings; without adapters unless `adapted`."""
+    from transformers import GenerationConfig
+
+    plain = settings.replace(attn_implementation=None)  # it runs no forward, and may be without the kernels
+    folder = source if adapted else base_folder(source)
+    model = load_model(folder, plain if adapted else plain.replace(lora_rank=0), empty=True)
+    if (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _head(weights: Mapping[str, torch.Tensor]) -> torch.nn.Linear | None:
+    """The value head among whole weights, as a layer."""
+    if "value_head.weight" not in weights:
+        return None
+    head = torch.nn.Linear(weights["value_head.weight"].shape[1], 1)
+    head.load_state_dict({key: weights[f"value_head.{key}"] for key in ("weight", "bias")})
+    return head
 
 
 def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:

@@ -18,8 +18,9 @@ from torch import distributed
 from workbench.base.errors import CheckpointError, first_line, message
 from workbench.base.files import fsync
 from workbench.base.memory import separate_blocks
-from workbench.engines.fsdp_engine.sharded import ShardedModel, together
-from workbench.engines.fsdp_engine.sharding import write_plain
+from workbench.engines.fsdp_engine.agreement import everyone
+from workbench.engines.fsdp_engine.meshes import Mesh, Sizes, sizes_of
+from workbench.engines.fsdp_engine.sharded import ShardedModel
 from workbench.engines.local_engine.loading import chosen_device
 from workbench.engines.local_engine.selfcheck import SelfCheck
 from workbench.engines.local_engine.states import write_record
@@ -82,7 +83,7 @@ class Shards:
         distributed.init_process_group(
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._wait
         )
-        self._mesh = distributed.init_device_mesh(self.device, (self.size,))
+        self._meshes: dict[Sizes, Mesh] = {}
         return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": self.device}
 
     # --- models -----------------------------------------------------------------------------
@@ -92,7 +93,11 @@ class Shards:
 
         Returns what the model's self-check found.
         """
-        model = ShardedModel(path, FsdpSettings(**settings), self._mesh, head, self._models)
+        chosen = FsdpSettings(**settings)
+        sizes = sizes_of(chosen.mesh, self.size)
+        if sizes not in self._meshes:
+            self._meshes[sizes] = Mesh(self.device, sizes)
+        model = ShardedModel(path, chosen, self._meshes[sizes], head, self._models)
         if source is None:
             model.load(path)
         elif source in self._models:
@@ -106,6 +111,7 @@ class Shards:
         elif model.settings.self_check:
             model.selfcheck = model.examine()
         model.whole.causal.workbench_paths = model.selfcheck.paths
+        _ = model.packed  # refuses what cannot be
         self._models[name] = model
         return model.selfcheck
 
@@ -136,16 +142,8 @@ class Shards:
         return outcome
 
     def save_plain(self, name: str, source: str, folder: str, shown: str, merged: bool) -> None:
-        """Write a model as a Hugging Face folder, by rank 0; with LoRA adapters as a peft folder, unless `merged`."""
-        model = self._models[name]
-        weights = model.weights(merged)
-        told = None
-        if weights is not None:
-            try:
-                write_plain(weights, source, folder, model.settings, shown)
-            except Exception as error:  # noqa: BLE001 - all ranks raise it
-                told = first_line(error, 1000)
-        together(told)
+        """Write a model as a Hugging Face folder, by all ranks; with LoRA adapters as a peft folder, unless `merged`."""
+        self._models[name].save(source, folder, shown, merged)
 
 
 shards = Shards
@@ -187,7 +185,7 @@ class Saving:
         self._seconds, self._end = seconds, time.monotonic() + seconds
         self._lock = threading.Lock()
         self._outcome: str | None = None  # None while it goes on, empty after success, else what went wrong
-        together(self._begin() if self._rank == 0 else None, CheckpointError)
+        everyone(self._begin() if self._rank == 0 else None, CheckpointError)
         held = {name: value.to("cpu", copy=True) if copy else value for name, value in tensors.items()}
         self._planned = _planned(held, str(self._staging)) if held else None
         # in a thread even where it is waited for: a disk that hangs must not hold the rank beyond the deadline

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import torch
 
 from workbench.base import runtime
+from workbench.base.activity import recorded
 from workbench.base.errors import EngineError, Interrupted
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.engines.http import server
@@ -121,6 +122,7 @@ class RemoteSampler(Receiving):
 
     # --- Sampler ----------------------------------------------------------------------------
 
+    @recorded
     async def sample(self, request: Request) -> Sample:
         """Sample one response; the server batches concurrent requests.
 

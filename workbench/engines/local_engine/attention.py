@@ -102,7 +102,7 @@ def switched(model: Any) -> Iterator[None]:
     before = {key: one._attn_implementation for key, one in configs.items() if hasattr(one, "_attn_implementation")}
     try:
         for key, name in before.items():
-            configs[key]._attn_implementation_internal = UNCAPPED if name == "sdpa" else NAME
+            configs[key]._attn_implementation_internal = UNCAPPED if name in ("sdpa", UNCAPPED) else NAME
         yield
     finally:
         for key, name in before.items():

@@ -7,6 +7,8 @@ which rows happen to share its wave.
 from __future__ import annotations
 
 import inspect
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -42,33 +44,38 @@ class Cache(Protocol):
 @torch.no_grad()  # in inference mode autocast would cast all weights again for every token
 def decode(
     cache: Cache,
-    tokenizer: Any,
+    rows: Rows,
     wave: Wave[Request, Sample],
-    eos_ids: frozenset[int],
     version: int,
     size: int,
     joins: Callable[[], bool] = lambda: True,
-) -> None:
+    pauses: Callable[[], bool] = lambda: False,
+) -> bool:
     """Sample one response to each request of a wave, at most `size` at a time; each is finished as soon as it ends.
 
-    Requests that wait join while `joins()` is true. An interrupt stops the wave between two decode steps.
+    Requests that wait join while `joins()` is true. An interrupt stops the wave between two decode steps. Returns True where
+    `pauses()` stopped it there: the rows that have not ended go on in the next call, by a new cache.
     """
-    rows = _Rows(eos_ids, tokenizer)
-    entering, alive = dict(enumerate(wave.questions)), 0
-    while True:
+    entering = rows.resumed(wave, version)
+    alive = len(rows)
+    if alive:
+        cache.seat([0] * alive, {seat: rows.written(seat) for seat in range(alive)})
+    while alive or entering:
         runtime.check()
         if entering or alive <= _SHRINK * len(rows):
             order, seats = _seating(rows.alive, len(rows), len(entering))
             rows.seat(order, dict(zip(seats, entering.items(), strict=True)))
             cache.seat(order, {seat: request.ids for seat, request in zip(seats, entering.values(), strict=True)})
         alive += len(entering)
-        for seat in rows.advance(cache.step(rows.last)):
-            wave.finish(rows.places[seat], rows.sample(seat, version))
+        logits = cache.step(rows.last)
+        for seat in rows.advance(logits, getattr(cache, "experts", None)):
+            wave.finish(rows.places[seat], rows.sample(seat, getattr(cache, "prompt_experts", {})))
             alive -= 1
+        if pauses():
+            return True
         enters = cache.refills and (size - alive) * _REFILL >= size and joins()
         entering = wave.join(size - alive) if enters else {}
-        if not alive and not entering:
-            return
+    return False
 
 
 @contextmanager
@@ -94,7 +101,7 @@ def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int]
     return [*range(seats), *[0] * len(more)], [*free, *more][:entering]
 
 
-class _Rows:
+class Rows:
     """The requests in the seats and what was sampled for them, as tensors [n, ·] on the CPU."""
 
     def __init__(self, eos_ids: frozenset[int], tokenizer: Any) -> None:
@@ -103,8 +110,15 @@ class _Rows:
         self._held: dict[str, Tensor] = {}
         self._width = _FIRST
         self._requests: list[Request] = []
+        self._experts: defaultdict[int, list[Tensor]] = defaultdict(list)
+        """By place the experts [L, k] of each token from the prompt's last on, where they are recorded."""
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
+        self._times: list[tuple[float, float]] = []
+        self._new: list[int] = []
+        self._versions: list[list[tuple[int, int]]] = []
+        """Of each seat: (number of the first token, policy version) of each of the weights that wrote it."""
+        self._version = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -119,10 +133,33 @@ class _Rows:
         """The newest token of each row, [n]."""
         return self._held["last"]
 
+    def resumed(self, wave: Wave[Request, Sample], version: int) -> dict[int, Request]:
+        """At the start of `decode`: the requests that enter, by their places, where no rows are held; else none, and the rows go
+        on, those that have ended or were given up left out, by the weights of `version`."""
+        self._version = version
+        if not len(self):
+            return dict(enumerate(wave.questions))
+        going = [seat for seat in self.alive if not wave.given_up(self.places[seat])]
+        self.seat(going, {})
+        for seat, marks in enumerate(self._versions):
+            if marks[-1][1] != version:
+                marks.append((int(self._held["length"][seat]), version))
+        return {}
+
+    def written(self, seat: int) -> tuple[int, ...]:
+        """The tokens of a row's prompt and of its response so far."""
+        return (*self._requests[seat].ids, *self._held["ids"][seat, : int(self._held["length"][seat])].tolist())
+
     def seat(self, order: Sequence[int], entering: Mapping[int, tuple[int, Request]]) -> None:
         """As `Cache.seat`, with the place and the request of each row that enters."""
+        self._versions = [
+            [(0, self._version)] if s in entering else list(self._versions[of]) for s, of in enumerate(order)
+        ]
         self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
         self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
+        now = (time.time(), 0.0)
+        self._times = [now if s in entering else self._times[of] for s, of in enumerate(order)]
+        self._new = list(entering)
         new, seats = _begun([request for _, request in entering.values()], self._width), list(entering)
         for name, one in new.items():
             moved = self._held.get(name, one)[list(order)]
@@ -134,8 +171,11 @@ class _Rows:
         self._kinds = [(self._requests[seats[0]].settings, torch.tensor(seats)) for seats in by_kind.values()]
         self._stopping = [seat for seat, request in enumerate(self._requests) if request.settings.stop]
 
-    def advance(self, logits: Tensor) -> list[int]:
-        """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it."""
+    def advance(self, logits: Tensor, experts: Tensor | None = None) -> list[int]:
+        """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it.
+
+        `experts` [n, L, k] are those of the tokens before, where they are recorded.
+        """
         held = self._held
         if int((held["length"] * held["alive"]).max()) == self._width:
             held["uniforms"] = _uniforms(self._requests, 2 * self._width)
@@ -145,8 +185,14 @@ class _Rows:
         # what a row draws that has ended is not used
         column = held["length"].clamp(max=self._width - 1)[:, None]
         tokens, log_probs = self._drawn(logits, held["uniforms"].gather(1, column).squeeze(1))
+        for seat in self._new:
+            self._times[seat] = (self._times[seat][0], time.time())
+        self._new = []
         held["ids"].scatter_(1, column, tokens[:, None])
         held["log_probs"].scatter_(1, column, log_probs[:, None])
+        if experts is not None:
+            for seat in held["alive"].nonzero().flatten().tolist():
+                self._experts[self.places[seat]] += [experts[seat]]
         held["last"] = tokens
         held["length"] += held["alive"]
         held["stopped"] = (tokens[:, None] == self._eos).any(-1) & held["minds_eos"]
@@ -175,11 +221,25 @@ class _Rows:
         now, before = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (tail, tail[:-1]))
         return any(text in now and text not in before for text in stop)
 
-    def sample(self, seat: int, version: int) -> Sample:
-        """The response of a row that has just ended."""
-        end = int(self._held["length"][seat])
+    def sample(self, seat: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Sample:
+        """The response of a row that has just ended; `prompt_experts` as `SharedPrefix` has them."""
+        end, marks = int(self._held["length"][seat]), self._versions[seat]
         ids, log_probs = (tuple(self._held[name][seat, :end].tolist()) for name in ("ids", "log_probs"))
-        return Sample(ids, log_probs, "stop" if self._held["stopped"][seat] else "length", version)
+        reason, version = "stop" if self._held["stopped"][seat] else "length", marks[0][1]
+        ends = [*(first for first, _ in marks[1:]), end]
+        each = [one for (first, one), last in zip(marks, ends, strict=True) for _ in range(first, last)]
+        versions = tuple(each) if len(marks) > 1 else ()
+        return Sample(ids, log_probs, reason, version, versions, self._chosen(seat, prompt_experts), self._times[seat])
+
+    def _chosen(self, seat: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Tensor | None:
+        """The experts [S + T, L, k] of a row that has just ended; -1 where nobody knows them: its last token, or a prompt
+        that newer weights have read again."""
+        own = self._experts.pop(self.places[seat], None)
+        if own is None:
+            return None
+        prompt = self._requests[seat].ids[:-1]
+        before = prompt_experts.get(prompt, own[0].new_full((len(prompt), *own[0].shape), -1))
+        return torch.cat([before, torch.stack([*own, torch.full_like(own[0], -1)])])
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:

@@ -9,19 +9,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from workbench.base import runtime
+from workbench.base.activity import recorded
 from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
-from workbench.engines.local_engine.caches import OWN_CACHE, PicturedRows, cache_of, paths_of
-from workbench.engines.local_engine.decode import casts_kept, decode
+from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
+from workbench.engines.local_engine.decode import Rows, casts_kept, decode
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
@@ -145,7 +147,7 @@ class ModelEngine:
 
     def describe(self) -> dict[str, Any]:
         """Path and settings by name, for a run's record."""
-        return {"path": self.path, **self._settings.to_dict()}
+        return {"path": self.path, **self._settings.recorded()}
 
     def _place(self) -> str:
         return str(self._model.device)
@@ -225,6 +227,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
 
     # --- Sampler ----------------------------------------------------------------------------
 
+    @recorded
     async def sample(self, request: Request) -> Sample:
         """Sample one response. Concurrent requests are decoded as one batch; each returns as soon as its response ends.
 
@@ -247,19 +250,27 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
     def _decode(self, wave: Wave[Request, Sample]) -> None:
         shape = f"{len(wave.questions)} rows of {max(len(request.ids) for request in wave.questions)} prompt tokens"
         self._model.eval()
-        budget, state = self._budget, self.state_id
+        budget, pictured = self._budget, wave.questions[0].pixels is not None
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
-        made: Any = cache_of(self._model, path, budget)
-        if wave.questions[0].pixels is not None:
-            made = nullcontext(PicturedRows(self._model, wave.questions))
-        with (
-            memory_errors("sampling", shape, "max_wave", self._live),
-            self._autocast(),
-            casts_kept(self._model),
-            made as cache,
-        ):
-            given = (self.tokenizer, wave, self._eos, self.version, self._settings.max_wave)
-            decode(cache, *given, lambda: self.state_id == state)
+        if self._settings.routing_replay and path != SHARED:
+            raise EngineError(
+                "sampling with routing_replay", expected=f"decode={SHARED!r}, proven by the self-check", found=path
+            )
+        rows, going = Rows(self._eos, self.tokenizer), True
+        while going:
+            state, version = self.state_id, self.version
+            made: Any = cache_of(self._model, path, budget)
+            if pictured:
+                made = nullcontext(PicturedRows(self._model, wave.questions))
+            with (
+                memory_errors("sampling", shape, "max_wave", self._live),
+                self._autocast(),
+                casts_kept(self._model),
+                made as cache,
+            ):
+                given = (version, self._settings.max_wave, partial(self._still, state))
+                pauses = (lambda: False) if pictured else partial(self._let_in, state)
+                going = decode(cache, rows, wave, *given, pauses)
 
     # --- LogProbModel -----------------------------------------------------------------------
 
@@ -472,10 +483,12 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
 
     def critic(self, **changes: Any) -> LocalEngine:
         """Make a critic: a learner with a copy of the weights and a new value head that gives 0; `changes` are settings."""
-        settings = self._settings.replace(**changes)
-        head = loading.value_head(self._model)
+        settings = self._settings.replace(**{"routing_replay": False, **changes})
+        head, model = loading.value_head(self._model), loading.duplicate(self._model)
+        if not settings.routing_replay:  # the policy's experts are not the critic's
+            model.workbench_routing = None
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
-        made = LocalEngine(loading.duplicate(self._model), self.tokenizer, settings, **told)
+        made = LocalEngine(model, self.tokenizer, settings, **told)
         made._files = self._files
         return made
 
@@ -499,7 +512,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)
             with cache_of(self._model, path, everything) as cache:
-                decode(cache, self.tokenizer, asked, self._eos, 0, asked.size(cache))
+                decode(cache, Rows(self._eos, self.tokenizer), asked, 0, asked.size(cache))
             return asked.answers
 
         half = self._settings.half(self._model.device.type)
@@ -520,7 +533,8 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         def sample(requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)
             asked.join(len(requests))
-            decode(PicturedRows(self._model, requests), self.tokenizer, asked, self._eos, 0, len(requests))
+            cache = PicturedRows(self._model, requests)
+            decode(cache, Rows(self._eos, self.tokenizer), asked, 0, len(requests))
             return asked.answers
 
         right, found = check_pictures(self._model, processor, score, sample)

@@ -139,7 +139,7 @@ class Optimizer:
         (group,) = self._adam.param_groups
         group["lr"], every = self.lr, group["params"]
         try:
-            for some in [[one] for one in every] if self._offloads else [every]:
+            for some in [[one] for one in every] if self._offloads else self._together(every):
                 group["params"] = some
                 self._move(some, None)
                 self._adam.step()
@@ -147,6 +147,10 @@ class Optimizer:
         finally:
             group["params"] = every
         self.steps += 1
+
+    def _together(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """Parameters in lists, each for one call of torch's step."""
+        return [parameters]
 
     @property
     def _offloads(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from workbench.base.files import MANIFEST, check_manifest, record_of, write_mani
 from workbench.base.formats import FORMAT
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import hidden_size
+from workbench.engines.local_engine.routing import Routing
 
 log = logging.getLogger("workbench")
 
@@ -106,11 +107,11 @@ def chosen_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool = False) -> Any:
+def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool = False, buffers: bool = False) -> Any:
     """Load a causal model by folder or hub name: float32, on its device, in eval mode. Of a peft folder base and adapter.
 
     With the setting `lora_rank` new adapters are added, with `named` as their base. An `empty` model is on the meta device:
-    shapes and configuration without memory.
+    shapes and configuration without memory; with `buffers` these are on the CPU, with their values.
     """
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
@@ -118,7 +119,7 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     disable_progress_bar()
     base, there = lora.base_of(Path(path)), torch.device("meta") if empty else nullcontext()
     if base is not None:
-        model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty)
+        model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty, buffers=buffers)
         with there:
             lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
         if not empty:
@@ -129,15 +130,35 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     with boundary(f"loading the model {str(path)!r}", EngineError):
         config = AutoConfig.from_pretrained(str(path), **trust)
         if empty:
-            with there, torch.random.fork_rng(devices=[]):
+            with parameters_on_meta() if buffers else there, torch.random.fork_rng(devices=[]):
                 model = _kind(config).from_config(config, dtype=torch.float32, **given)
         else:
             model = pretrained(_kind(config), path, **given)
-    model = model.to("meta" if empty else chosen_device(settings.device))
+    if not buffers:
+        model = model.to("meta" if empty else chosen_device(settings.device))
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
+    if getattr(settings, "routing_replay", False):
+        model.workbench_routing = Routing(model)
     return model.eval()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Context manager: modules that are made inside have their parameters on the meta device, and their buffers on the CPU."""
+    plain = torch.nn.Module.register_parameter
+
+    def register(module: torch.nn.Module, name: str, one: torch.nn.Parameter | None) -> None:
+        if one is not None and one.device.type != "meta":  # one that is there already may be tied
+            one = torch.nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad)
+        plain(module, name, one)
+
+    torch.nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
 def _kind(config: Any) -> Any:
@@ -232,11 +253,15 @@ def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **given:
         for name, there, own in found["mismatched_keys"]
     }
     inside = f"{model.base_model_prefix}."
-    wrong = {
-        "lack": sorted(set(found["missing_keys"]) - shapes.keys() - {*begins}),
-        "have": [shapes[name] for name in sorted(shapes)],
-        "have, with no place in the model,": sorted(one for one in found["unexpected_keys"] if one.startswith(inside)),
-    }
+    lacks = sorted(set(found["missing_keys"]) - shapes.keys() - {*begins})
+    extra = sorted(one for one in found["unexpected_keys"] if one.startswith(inside))
+    misfit(path, lacks, [shapes[name] for name in sorted(shapes)], extra)
+    return model
+
+
+def misfit(path: str | Path, lacks: Sequence[str], shapes: Sequence[str], extra: Sequence[str]) -> None:
+    """Raises `EngineError` where a model's files lack tensors, have them in other shapes, or have some with no place in it."""
+    wrong = {"lack": lacks, "have": shapes, "have, with no place in the model,": extra}
     said = [
         f"the files {verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
         for verb, names in wrong.items()
@@ -245,7 +270,6 @@ def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **given:
     if said:
         expected, do = "every tensor of the model, and no other", "copy or save the model again; check config.json"
         raise EngineError(f"the weights of {str(path)!r}", expected=expected, found="; ".join(said), do=do)
-    return model
 
 
 _PROBE = "Is 12345 + 0.5 really 6?\n\n  def f(x):\n\treturn x  # naïve, 中文, привет 🙂"
@@ -350,8 +374,6 @@ def value_head(model: Any) -> torch.nn.Linear:
 
 def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: Path, *, merged: bool = False) -> None:
     """Write a Hugging Face folder; with adapters a peft folder, unless `merged`; a head goes to `value_head.safetensors`."""
-    from safetensors.torch import save_file
-
     if lora.config_in(model) is None:
         model.save_pretrained(path)
     elif merged:
@@ -360,7 +382,14 @@ def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: P
         lora.save(model, path)
     tokenizer.save_pretrained(path)
     if head is not None:
-        save_file({k: v.contiguous() for k, v in head.state_dict().items()}, str(path / HEAD))
+        save_head(head, path)
+
+
+def save_head(head: torch.nn.Module, path: Path) -> None:
+    """Write a critic's value head to its file in a model folder."""
+    from safetensors.torch import save_file
+
+    save_file({name: one.contiguous() for name, one in head.state_dict().items()}, str(path / HEAD))
 
 
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".txt", ".model")

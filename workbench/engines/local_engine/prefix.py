@@ -18,6 +18,7 @@ from torch import Tensor
 from workbench.dataproto.core import sent
 from workbench.engines.local_engine.attention import Layer, planned
 from workbench.engines.local_engine.lean import Step
+from workbench.engines.local_engine.routing import Routing, recorded
 
 _FIRST = 32  # columns of a new buffer
 _DENSE = 0.75  # the prompts' keys are moved together when fewer than this share of them is in use
@@ -56,6 +57,12 @@ class SharedPrefix:
         self._column = 0
         """Column of the next token."""
         self._columns = _FIRST
+        self.routing: Routing | None = None
+        """Where the routers of a mixture of experts are recorded."""
+        self.experts: Tensor | None = None
+        """[n, L, k] experts of the last step's tokens, where they are recorded."""
+        self.prompt_experts: dict[tuple[int, ...], Tensor] = {}
+        """[S - 1, L, k] experts of a prompt without its last token."""
         self._filling: Tensor | None = None
         """The prompts, by number, that the present forward pass fills in; None: it decodes."""
 
@@ -136,6 +143,9 @@ class SharedPrefix:
             self._forward(ids, torch.arange(width, device=device).expand(len(prompts), width))
         finally:
             self._filling = None
+        if self.routing is not None:
+            for prompt, one in zip(prompts.values(), self.routing.seen().unflatten(0, (-1, width)), strict=True):
+                self.prompt_experts[prompt] = one[: len(prompt)]
 
     def step(self, tokens: Tensor) -> Tensor:
         """[n, V] logits after one more token [n] in each seat."""
@@ -150,6 +160,7 @@ class SharedPrefix:
         else:
             logits = self._forward(tokens[:, None], positions[:, None])[:, -1]
         self._column += 1
+        self.experts = None if self.routing is None else self.routing.seen()
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -303,5 +314,5 @@ def _chunks(prompts: Mapping[int, tuple[int, ...]], budget: int) -> Iterator[dic
 def shared_prefix(model: Any, lean: Step | None = None, budget: int = 16_384) -> Iterator[SharedPrefix]:
     """Context manager: yields the cache of a wave; prompts are prefilled `budget` tokens at a time, `lean` does decode steps."""
     cache = SharedPrefix(model, lean, budget)
-    with planned(model, cache) as cache.tag:
+    with planned(model, cache) as cache.tag, recorded(model) as cache.routing:
         yield cache

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workbench.base import runtime, teams
 from workbench.base.errors import EngineError
 from workbench.engines.local_engine import lora
 from workbench.engines.rewinding import new_id
@@ -28,6 +31,9 @@ class Pushing:
     _group: Any = None
     _missing: dict[str, int] | None = None
     """Rows by name that a push has not brought yet; None outside of one."""
+    sharing: bool = False
+    """Whether sampling lets other work of this process in between two tokens (`Renewable`)."""
+    _between: int = 0
 
     # --- sending ----------------------------------------------------------------------------
 
@@ -124,3 +130,28 @@ class Pushing:
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
         """Join a broadcast as rank `first`."""
         self._group = joined(host, port, first, size, backend)
+
+    # --- while responses are under way -------------------------------------------------------
+
+    def _still(self, state: str) -> bool:
+        """Whether the weights are those of `state`."""
+        return self.state_id == state
+
+    def _let_in(self, state: str) -> bool:
+        """Between two tokens: let other work of this process in, where it waits and sampling shares; whether the weights are
+        others since."""
+        while self.sharing and (self._between or teams.wanted()):
+            with teams.waiting():
+                time.sleep(0.001)
+        return self.sharing and self.state_id != state
+
+    @contextmanager
+    def between_tokens(self) -> Iterator[None]:
+        """Context manager: inside it no token is sampled. Responses under way go on after it, by the weights there are then: what
+        they have so far is prefilled again, so that each token is of one policy version."""
+        self._between += 1
+        try:
+            with teams.alone(runtime.check):
+                yield
+        finally:
+            self._between -= 1

@@ -9,16 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from workbench.base import runtime
+from workbench.base.activity import HERE, Asked, present
 from workbench.base.errors import Interrupted
 
 Q = TypeVar("Q")
 A = TypeVar("A")
+_Waiting = tuple[Q, asyncio.Future[A], Asked | None]
+"""A question, the future of its answer, and what is noted of it."""
 
 
 class Wave(Generic[Q, A]):
     """Questions that are answered together; the thread that answers them calls `join` and `finish`."""
 
-    def __init__(self, waiting: deque[tuple[Q, asyncio.Future[A]]], size: int) -> None:
+    def __init__(self, waiting: deque[_Waiting[Q, A]], size: int) -> None:
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()
         self._futures: list[asyncio.Future[A]] = []
@@ -28,18 +31,21 @@ class Wave(Generic[Q, A]):
         """All questions of the wave so far; a question's place is its number in this list."""
         self._enter(self._taken(size))
 
-    def _taken(self, most: int) -> list[tuple[Q, asyncio.Future[A]]]:
+    def _taken(self, most: int) -> list[_Waiting[Q, A]]:
         """What waits, without what was given up: a cell run again gets the very waves of the first time."""
-        taken: list[tuple[Q, asyncio.Future[A]]] = []
+        taken: list[_Waiting[Q, A]] = []
         while self._waiting and len(taken) < most:
             one = self._waiting.popleft()
             if not one[1].done():
                 taken.append(one)
         return taken
 
-    def _enter(self, taken: list[tuple[Q, asyncio.Future[A]]]) -> None:
-        self.questions += [question for question, _ in taken]
-        self._futures += [future for _, future in taken]
+    def _enter(self, taken: list[_Waiting[Q, A]]) -> None:
+        self.questions += [question for question, _, _ in taken]
+        self._futures += [future for _, future, _ in taken]
+        for _, _, asked in taken:
+            if asked is not None:
+                HERE.begin(asked)
         self._open += len(taken)
 
     def join(self, most: int) -> dict[int, Q]:
@@ -72,6 +78,10 @@ class Wave(Generic[Q, A]):
             self._loop.call_soon_threadsafe(_give, future, answer)
         self._last.clear()
 
+    def given_up(self, place: int) -> bool:
+        """Whether nobody waits for one question's answer any more."""
+        return self._futures[place].done()
+
     @property
     def over(self) -> bool:
         """Whether nobody waits for an answer: each was given, or the question given up."""
@@ -93,7 +103,7 @@ class Waves(Generic[Q, A]):
     def __init__(self, answer: Callable[[Wave[Q, A]], None], size: int, name: str) -> None:
         self._answer = answer
         self._size = size
-        self._waiting: deque[tuple[Q, asyncio.Future[A]]] = deque()
+        self._waiting: deque[_Waiting[Q, A]] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
 
@@ -103,7 +113,7 @@ class Waves(Generic[Q, A]):
             there = asyncio.run_coroutine_threadsafe(self.ask(question), runtime.loop())
             return await asyncio.wrap_future(there)
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._waiting.append((question, future))
+        self._waiting.append((question, future, present()))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         return await future

@@ -11,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError
-from workbench.dataproto.columns import PIXELS, declared
+from workbench.dataproto.columns import EXPERTS, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora, pictures, tree
 from workbench.engines.local_engine.head import Head, head_of, linear_head
 from workbench.engines.local_engine.loading import check_length
+from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.tree import Spread, places
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
@@ -40,14 +41,14 @@ def packs(model: Any, settings: Any, batch: DataProto | None = None) -> bool:
     """
     if settings.pack == "no" or (batch is not None and PIXELS in batch):
         return False
-    why = _unpacked(model, settings)
+    why = why_padded(model, settings)
     if settings.pack == "yes" and why:
         what, do = f"pack='yes' for {type(model).__name__}", "leave pack at 'auto', or take 'no'"
         raise EngineError(what, expected="a model that gives the same numbers without padding", found=why, do=do)
     return not why
 
 
-def _unpacked(model: Any, settings: Any) -> str:
+def why_padded(model: Any, settings: Any) -> str:
     """Why rows cannot be packed; empty where they can."""
     if lora.dropout(model) > 0:
         return f"lora_dropout={lora.dropout(model)}: tokens that rows share would be dropped out together"
@@ -131,8 +132,9 @@ class Layout(Protocol):
     labels: Tensor
     """[M] ids to predict, on the device; M < N where rows have tokens in common."""
 
-    spread: Spread
-    """Puts values [M] at the rows' response tokens."""
+    @property
+    def spread(self) -> Callable[[Tensor], Tensor]:
+        """Puts values [M] at the rows' response tokens: [b, T]."""
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels`."""
@@ -162,6 +164,11 @@ class Rows:
             own[:, -t:] = mask  # a tool's answer has pictures, too
             own = own.gather(1, order)
             given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+        self._experts: Tensor | None = None
+        if EXPERTS in rows:
+            chosen = torch.where(attention[..., None, None], rows[EXPERTS], -1)
+            chosen = chosen[attention] if packed else chosen[torch.arange(len(order))[:, None], order].flatten(0, 1)
+            self._experts = sent(chosen, model.device)
         self._given = {name: sent(one, model.device) for name, one in given.items()}
         self._before = sent(places(inside), model.device)
         self.labels = sent(rows["input_ids"][:, -t:][mask], model.device)
@@ -169,12 +176,20 @@ class Rows:
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [N, H] (of `OWN`: logits) that predict `labels`."""
+        replay(model, self._experts)
         return head.states(model, **self._given).flatten(0, 1)[self._before]
 
 
 def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
-    """How rows on the CPU go through a model: padded, or packed as a tree; with flash attention packed side by side."""
-    return tree.Tree(rows, model.device) if packed and not flash(model) else Rows(rows, packed, model)
+    """How rows on the CPU go through a model: padded, or packed as a tree; with flash attention packed side by side.
+
+    A tree of a model with a `workbench_share` (context parallelism) is this rank's share of it.
+    """
+    if not packed or flash(model):
+        return Rows(rows, packed, model)
+    whole = tree.Tree(rows, model.device)
+    share: Callable[[tree.Tree], Layout] | None = getattr(model, "workbench_share", None)
+    return whole if share is None else share(whole)
 
 
 def outputs(

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workbench.dataproto.columns import EXPERTS
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine.attention import Layer, planned
 from workbench.engines.local_engine.head import Head
+from workbench.engines.local_engine.routing import replay
 
 LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""
@@ -165,7 +167,12 @@ class Spread:
 
 
 class Tree:
-    """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token."""
+    """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token.
+
+    Of its `count` tokens `given` has ids and positions [1, N] on the device, and `experts` [N, L, k] those of the column, where the
+    rows have it: then rows share tokens that went to the same ones. `before` [M] (on the device `predicting`) has in
+    order the number of the token whose state predicts each of `labels`.
+    """
 
     def __init__(self, rows: DataProto, device: Any) -> None:
         mask, ids = rows["response_mask"].bool(), rows["input_ids"]
@@ -176,26 +183,36 @@ class Tree:
         if not kept.any():
             kept = torch.zeros_like(kept)
             kept[0, 0] = True
-        order = in_order(ids, rows["position_ids"], kept)
+        order = in_order(ids, _marks(rows), kept)
         segments = _segments(order)
         source, packed = _packed(order, segments, width)
         flat = torch.from_numpy(source)
-        self._ids, self._positions = (
-            sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")
-        )
+        self.given = {name: sent(rows[name].flatten()[flat][None], device) for name in ("input_ids", "position_ids")}
+        self.experts = sent(rows[EXPERTS].flatten(0, 1)[flat], device) if EXPERTS in rows else None
         labels = ids[:, -t:][mask]
         before = torch.from_numpy(packed)[:, width - t - 1 : width - 1][mask]
         # equal tokens behind equal ones are predicted once
         vocabulary = int(labels.max()) + 1 if len(labels) else 1
         pairs, which = torch.unique(before * vocabulary + labels, return_inverse=True)
-        self._before, self.labels = (sent(one, device) for one in (pairs // vocabulary, pairs % vocabulary))
+        self.count, self.before = len(flat), pairs // vocabulary
+        self.predicting, self.labels = (sent(one, device) for one in (self.before, pairs % vocabulary))
         self.spread, self.plan = Spread(mask, device, which), TreePlan(segments, device)
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels` [M]."""
+        replay(model, self.experts)
         with planned(model, self.plan) as mask:
-            given = {"input_ids": self._ids, "position_ids": self._positions, "attention_mask": mask}
-            return head.states(model, **given)[0][self._before]
+            return head.states(model, **self.given, attention_mask=mask)[0][self.predicting]
+
+
+def _marks(rows: DataProto) -> Tensor:
+    """[b, W] numbers that are equal where positions are, and the experts of the column `routed_experts`, where the rows have it."""
+    positions: Tensor = rows["position_ids"]
+    if EXPERTS not in rows:
+        return positions
+    chosen = rows[EXPERTS].flatten(2).long()
+    factors = torch.randint(1 << 40, (chosen.shape[-1],), generator=torch.Generator().manual_seed(0))
+    return positions + ((chosen * factors).sum(-1) << 20)  # it may overflow: a number is all that is asked
 
 
 def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_Ints, _Ints]:

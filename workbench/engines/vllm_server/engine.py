@@ -8,6 +8,7 @@ interpreter can run it (`python=`, or WORKBENCH_VLLM_PYTHON).
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from workbench.base.activity import recorded
 from workbench.base.config import Settings, require
 from workbench.base.errors import EngineError, SettingError, boundary
 from workbench.engines.local_engine import lora
@@ -235,7 +237,8 @@ def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler gives log-probs before top-k and top-p
+        # 2 alone returns experts; the sampler of 1 gives log-probs before top-k and top-p
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(bool(s.engine_args.get("enable_return_routed_experts")))),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its workers must not fight for the same cores
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -276,6 +279,13 @@ def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
     return {"temperature": s.temperature, "top_p": s.top_p, **ending}
 
 
+def _experts(reply: Mapping[str, Any], length: int) -> torch.Tensor:
+    """[length, L, k] int16: the routers' choices of a reply; -1 for the last tokens, which no other came after."""
+    _, *shape = reply["experts_shape"]
+    found = torch.frombuffer(bytearray(base64.b64decode(reply["experts"])), dtype=torch.int16).view(-1, *shape)
+    return torch.cat([found, found.new_full((length - len(found), *shape), -1)])[:length]
+
+
 class VllmEngine(Served, Receiving):
     """A vLLM sampler whose weights are pushed to it. Made by `engines.vllm`; pair it with a learner by `engines.paired`."""
 
@@ -286,6 +296,7 @@ class VllmEngine(Served, Receiving):
 
     # --- Sampler ----------------------------------------------------------------------------
 
+    @recorded
     async def sample(self, request: Request) -> Sample:
         """Sample one response; vLLM batches concurrent requests.
 
@@ -298,7 +309,8 @@ class VllmEngine(Served, Receiving):
         reason = reply["finish_reason"]
         if reason not in ("stop", "length", "abort"):
             raise EngineError("vLLM did not finish a response", expected="finish_reason stop or length", found=reason)
-        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, reply["version"])
+        experts = _experts(reply, len(request.ids) + len(reply["ids"])) if "experts" in reply else None
+        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, reply["version"], experts=experts)
 
     def _check(self, request: Request) -> None:
         s = request.settings

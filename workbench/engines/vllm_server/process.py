@@ -10,6 +10,7 @@ answered and holds back those after it, so that every row is written by one vers
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import datetime
 import json
@@ -397,6 +398,9 @@ class Service:
             flat, reason = best.logprobs, best.finish_reason
             picked = [flat.logprobs[place] for place in flat.start_indices]  # the sampled token comes first
             answer = {"ids": list(best.token_ids), "log_probs": picked, "finish_reason": reason}
+            if (experts := getattr(best, "routed_experts", None)) is not None:
+                packed = base64.b64encode(experts.astype("<i2").tobytes()).decode()
+                answer |= {"experts": packed, "experts_shape": list(experts.shape)}
             self.say(op="answer", id=number, version=self._version, **answer)
         if time.monotonic() - self._beat > BEAT_SECONDS:
             self._beat = time.monotonic()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from workbench.base import runtime
+from workbench.base.activity import recorded
 from workbench.base.child import Questions
 from workbench.base.errors import EngineError, Interrupted, WorkbenchError, WorkerLost, first_line
 from workbench.engines.local_engine.classifier import classifier
@@ -216,6 +217,7 @@ class Hosted(Receiving, Closing):
 
     # --- Sampler and Classifier ---------------------------------------------------------------
 
+    @recorded
     async def sample(self, request: Request) -> Sample:
         """Sample one response. Raises `WorkerLost` where the worker dies or is late, else the engine's error."""
         return await self._ask("sample", request)

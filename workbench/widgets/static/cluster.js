@@ -2,7 +2,7 @@ function render({ model, el }) {
   const below = overStatic(el);
   const note = make("span", { class: "wb-problem" });
   const light = make("span", { class: "wb-count" });
-  const body = make("div");
+  const body = make("div", { class: "wb-shown" });
   el.append(make("div", { class: "wb" }, make("div", { class: "wb-bar" }, light, note), body));
   const talk = talker(model, () => {}, below);
   let shown = "";

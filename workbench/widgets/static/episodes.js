@@ -5,8 +5,8 @@ function render({ model, el }) {
   const code = make("code", { class: "wb-code" });
   const body = make("div");
   const press = (label, title, question) => make("button", { title, onclick: () => ask(question()) }, label);
-  const turn = make("select", { onchange: fill });
-  const text = make("textarea", { rows: 2 });
+  const turn = make("select", { ariaLabel: "turn", onchange: fill });
+  const text = make("textarea", { rows: 2, ariaLabel: "text of the turn" });
   const chosen = () => (turn.value === "next" ? null : Number(turn.value));
   const next = press("next", "one turn further", () => ({ kind: "next" }));
   const back = press("back", "stand before the last turn", () => ({ kind: "back", turn: face.turns.length - 1 }));
@@ -14,10 +14,11 @@ function render({ model, el }) {
   const say = press("say", "this turn is the text beside; what came after it is gone",
     () => ({ kind: "say", turn: chosen(), text: text.value }));
   const buttons = [back, next, run, say];
+  const rendered = renderedSwitch(model, el, () => ask({ kind: "look", rendered: model.get("rendered") }));
   const { ask, drawn } = mover(talk, problem, buttons, draw);
   let face = model.get("face");
   el.append(make("div", { class: "wb" },
-    make("div", { class: "wb-bar" }, back, next, run, code, problem),
+    make("div", { class: "wb-bar" }, back, next, run, rendered, code, problem),
     make("div", { class: "wb-bar" }, turn, text, say), body));
 
   function fill() {

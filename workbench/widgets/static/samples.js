@@ -6,36 +6,37 @@ function render({ model, el }) {
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const columns = model.get("columns");
   const query = { ...model.get("query") };
+  const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
   let total = 0;
   let group = null;  // of the last line drawn
   let asking = 0;
 
   const body = make("tbody");
-  const count = make("span", { class: "wb-count" });
-  const detail = make("div", { class: "wb-detail" });
+  const count = make("span", { class: "wb-count", role: "status" });
+  const detail = make("div", { class: "wb-detail", role: "group", ariaLabel: "the picked sample" });
   const classOf = (name) => `wb-c-${name.replace(/[^a-z]/gi, "-")}`;
   const heads = columns.map((name) => make("th", {
-    class: classOf(name), title: `sort by ${name}`, onclick: () => sortBy(name),
+    class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name),
   }, name === "response" && columns.includes("prompt") ? "prompt, response" : name));
-  const scroll = make("div", { class: "wb-scroll", onscroll: more },
+  const scroll = make("div", { class: "wb-scroll", tabIndex: 0, role: "group", ariaLabel: "samples; up and down pick one", onscroll: more },
     make("table", {}, make("thead", {}, make("tr", {}, heads)), body));
 
-  const search = make("input", { type: "search", placeholder: "search texts", value: query.search || "", oninput: soon });
-  const order = make("select", { onchange: () => { query.order = order.value; load(); } },
+  const search = make("input", { type: "search", placeholder: "search texts", ariaLabel: "search texts", value: query.search || "", oninput: soon });
+  const order = make("select", { ariaLabel: "order", onchange: () => { query.order = order.value; load(); } },
     ["worst", "best", "surprising", "index", ...columns.flatMap((name) => [name, `-${name}`])]
       .map((name) => make("option", { value: name }, name.startsWith("-") ? `${name.slice(1)} ↓` : name)));
   order.value = query.order;
-  const status = make("select", { title: "status of the score", onchange: () => load() },
+  const status = make("select", { ariaLabel: "status of the score", onchange: () => load() },
     make("option", { value: "" }, "any status"),
     model.get("statuses").map(([name, number]) => make("option", { value: name }, `${name} (${number})`)));
-  const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", oninput: soon });
-  const high = make("input", { type: "number", step: "any", placeholder: "≤", oninput: soon });
+  const low = make("input", { type: "number", step: "any", placeholder: "reward ≥", ariaLabel: "least reward", oninput: soon });
+  const high = make("input", { type: "number", step: "any", placeholder: "≤", ariaLabel: "greatest reward", oninput: soon });
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
   const bar = make("div", { class: "wb-bar" }, search, order, status, low, high,
     make("label", {}, grouped, " by prompt"), count, problem);
   const head = make("div", { class: "wb-bar" }, make("b", {}, model.get("headline")), histogram(model.get("bins")));
-  el.append(make("div", { class: "wb wb-samples", tabIndex: 0, onkeydown: keys },
+  el.append(make("div", { class: "wb wb-samples", onkeydown: keys },
     head, bar, make("div", { class: "wb-two" }, scroll, detail)));
 
   // a bar a bin of the rewards: pressed, the table has its samples alone; pressed again, all
@@ -63,7 +64,7 @@ function render({ model, el }) {
   let timer = null;
   function soon() {
     clearTimeout(timer);
-    timer = setTimeout(() => load(), 150);
+    timer = setTimeout(() => load(), 40);
   }
   function sortBy(name) {
     query.order = query.order === `-${name}` ? name : `-${name}`;
@@ -108,6 +109,7 @@ function render({ model, el }) {
       return cell;
     }));
   }
+  scroll.dataset.lmSuppressShortcuts = "true";  // keys are for the table here, not for Lab's cells
   const lines = () => [...body.children].filter((node) => node.className !== "wb-group");
   function mark() {
     const picked = model.get("picked");
@@ -118,7 +120,7 @@ function render({ model, el }) {
     model.save_changes();
     mark();
     try {
-      const card = await talk.ask({ kind: "pick", row });
+      const card = await talk.ask({ kind: "pick", row, rendered: model.get("rendered") });
       const body = make("div");
       fromViews(body, card.html);
       detail.replaceChildren(...actions(row, card, body), body);
@@ -138,15 +140,15 @@ function render({ model, el }) {
       } catch (_) { told.textContent = "the browser does not let this page copy"; }
     };
     const names = card.siblings.map(([one, reward]) => `row ${one} (${said(reward)})`);
-    const other = make("select", { title: "another sample of this prompt", onchange: () => shown({ kind: "diff", other: Number(other.value) })() },
+    const other = make("select", { ariaLabel: "diff with another sample of this prompt", onchange: () => shown({ kind: "diff", other: Number(other.value) })() },
       make("option", { value: "" }, "diff with…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
-    const next = make("select", { title: "another sample of this prompt", onchange: () => pick(Number(next.value)) },
+    const next = make("select", { ariaLabel: "another sample of this prompt", onchange: () => pick(Number(next.value)) },
       make("option", { value: "" }, "siblings…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
     const has = card.siblings.length > 0;
     return [
       make("div", { class: "wb-bar" },
         make("button", { onclick: () => pick(row) }, `row ${row}`),
-        make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"),
+        make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"), rendered,
         has ? other : null, has ? next : null,
         make("button", { title: "the response's text", onclick: copied(async () => (await talk.ask({ kind: "text", row })).text) }, "copy"),
         make("button", { title: card.code, onclick: copied(async () => card.code) }, "copy code"), told),
@@ -154,8 +156,8 @@ function render({ model, el }) {
     ];
   }
   function pinning(row) {
-    const expected = make("input", { type: "text", placeholder: "expected score", size: 14 });
-    const note = make("input", { type: "text", placeholder: "note", size: 24 });
+    const expected = make("input", { type: "text", placeholder: "expected score", ariaLabel: "expected score", size: 14 });
+    const note = make("input", { type: "text", placeholder: "note", ariaLabel: "note", size: 24 });
     const answer = make("span", { class: "wb-count" });
     const button = make("button", { onclick: async () => {
       try { answer.textContent = (await talk.ask({ kind: "pin", row, expected: expected.value, note: note.value })).text; }
@@ -165,6 +167,7 @@ function render({ model, el }) {
   }
   function keys(event) {
     if (event.target.tagName === "INPUT" || event.target.tagName === "SELECT") return;
+    if (event.key === "Enter" && event.target.tagName === "TH") event.target.click();
     const step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
     if (!step || !shown.length) return;
     event.preventDefault();

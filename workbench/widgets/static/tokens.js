@@ -3,13 +3,16 @@ function render({ model, el }) {
   const problem = make("span", { class: "wb-problem" });
   const talk = talker(model, (text) => { problem.textContent = text; }, below);
   const labels = model.get("labels");
-  const choose = make("select", { onchange: recolour }, model.get("quantities").map((name) => make("option", { value: name }, name)));
+  const choose = make("select", { ariaLabel: "colour by", onchange: recolour }, model.get("quantities").map((name) => make("option", { value: name }, name)));
   choose.value = model.get("colour");
   const what = make("span", { class: "wb-count" });
   const low = make("span"), high = make("span");
   const swatch = make("span", { class: "wb-legend" });
-  const values = make("div", { class: "wb-values" }, "point at a token");
-  const boxes = labels.map(() => make("div", { class: "wb-tokens" }));
+  const values = make("div", { class: "wb-values", role: "status" }, "point at a token");
+  const boxes = labels.map((label, number) => make("div", {
+    class: "wb-tokens", tabIndex: 0, role: "group", ariaLabel: `${label}; arrow keys point at a token`, onkeydown: (event) => keys(event, number),
+  }));
+  boxes.forEach((box) => { box.dataset.lmSuppressShortcuts = "true"; });  // the arrows move here, not Lab's cells
   el.append(make("div", { class: "wb" },
     make("div", { class: "wb-bar" }, "colour", choose, low, swatch, high, what, problem),
     values, ...labels.flatMap((label, place) => [make("div", { class: "wb-title" }, label), boxes[place]])));
@@ -59,6 +62,17 @@ function render({ model, el }) {
     span.classList.add("wb-at");
     const numbers = Object.entries(row.values).map(([name, column]) => `${name} ${said(column[span.place], 4)}`);
     values.textContent = `${labels[number]}, token ${span.place} ${JSON.stringify(row.texts[span.place])}, id ${row.ids[span.place]}   ${numbers.join("   ")}`;
+  }
+  // to the next token, in this row from its first one
+  function keys(event, number) {
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    const spans = [...boxes[number].children].slice(1);
+    if (!step || !spans.length) return;
+    event.preventDefault();
+    const from = at && at.parentNode === boxes[number] ? at.place + step : step;
+    const span = spans[Math.max(0, Math.min(spans.length - 1, from))];
+    point(number, span);
+    span.scrollIntoView({ block: "nearest" });
   }
   load();
   return () => { talk.end(); below.restore(); };

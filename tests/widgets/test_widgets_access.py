@@ -1,0 +1,97 @@
+"""Every screen can be read and used by everybody: contrast in both themes, each control by the keyboard, each with a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests_lab import in_chromium, watched_page
+from tests_screens import CONTRAST, THEMES, Screen, screens, show
+
+FOCUSED = """() => {
+  const box = document.activeElement;
+  if (!box || box === document.body) return null;
+  const style = getComputedStyle(box);
+  if (!box.dataset.seen) box.dataset.seen = document.querySelectorAll("[data-seen]").length + 1;
+  return [Number(box.dataset.seen), box.outerHTML.slice(0, 80), parseFloat(style.outlineWidth), style.outlineStyle];
+}"""
+LEFT = """() => [...document.querySelectorAll("#screen :is(button, input, select, textarea, summary, th[title], [tabindex])")]
+  .filter((box) => !box.dataset.seen && !box.matches(":disabled") && box.checkVisibility()).map((box) => box.outerHTML.slice(0, 80))"""
+NAMELESS = """() => [...document.querySelectorAll("#screen :is(button, input, select, textarea, [tabindex])")]
+  .filter((box) => !(box.ariaLabel || box.labels?.length || (box.tagName === "BUTTON" && box.innerText.trim()) || box.tagName === "TH"))
+  .map((box) => box.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, Screen]]]:
+    with watched_page() as (page, _, _):
+        yield page, screens(tmp_path_factory.mktemp("screens"))
+
+
+def opened(page: Any, screen: Screen, theme: str, width: int = 1400) -> None:
+    """The screen with what a first click shows."""
+    show(page, screen, theme, width)
+    if page.locator(".wb-samples tbody tr").count():
+        page.locator(".wb-samples tbody tr").nth(1).click()
+        page.locator(".wb-detail button").first.wait_for()
+    for fold in page.locator("details:not([open]) > summary").all():
+        if fold.is_visible():
+            fold.click()
+
+
+@in_chromium
+@pytest.mark.parametrize("theme", THEMES)
+def test_text_has_the_contrast_of_wcag_aa(drawn: tuple[Any, dict[str, Screen]], theme: str) -> None:
+    page, found = drawn
+    pale = {}
+    for name, screen in found.items():
+        opened(page, screen, theme)
+        pale[name] = page.evaluate(CONTRAST)
+    assert {name: said for name, said in pale.items() if said} == {}
+
+
+@in_chromium
+def test_the_tabulator_reaches_every_control_and_one_sees_where_it_is(drawn: tuple[Any, dict[str, Screen]]) -> None:
+    page, found = drawn
+    for name, screen in found.items():
+        opened(page, screen, "light")
+        page.evaluate(
+            "() => { document.activeElement.blur(); document.querySelector('#screen').tabIndex = -1; document.querySelector('#screen').focus(); }"
+        )
+        seen: list[int] = []
+        while True:
+            page.keyboard.press("Tab")
+            at = page.evaluate(FOCUSED)
+            if at is None or at[0] in seen:
+                break
+            seen.append(at[0])
+            assert at[2] >= 1 and at[3] != "none", f"{name}: the focus is not visible at {at[1]}"
+        assert page.evaluate(LEFT) == [], name
+        assert page.evaluate(NAMELESS) == [], name
+
+
+@in_chromium
+def test_nothing_is_wider_than_a_narrow_page(drawn: tuple[Any, dict[str, Screen]]) -> None:
+    page, found = drawn
+    wide = {}
+    for name, screen in found.items():
+        if screen.widget is not None:
+            opened(page, screen, "light", 500)
+            wide[name] = page.evaluate("() => document.documentElement.scrollWidth")
+    assert {name: width for name, width in wide.items() if width > 500} == {}
+
+
+@in_chromium
+def test_keys_sort_samples_and_point_at_tokens(drawn: tuple[Any, dict[str, Screen]]) -> None:
+    page, found = drawn
+    show(page, found["samples"], "light")
+    page.locator("th.wb-c-tokens").press("Enter")
+    page.wait_for_function("() => document.querySelector('.wb-bar select').value === '-tokens'")
+    page.locator(".wb-scroll").press("ArrowDown")
+    page.locator(".wb-detail button").first.wait_for()
+    assert page.locator("tbody tr").first.get_attribute("class") == "wb-picked"
+    show(page, found["tokens"], "light")
+    for key, token in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Home", 0)):
+        page.locator(".wb-tokens").first.press(key)
+        assert f"token {token} " in page.locator(".wb-values").inner_text()

@@ -1,0 +1,212 @@
+"""What this process does now: the phases that run, questions that wait for its engines and rewards, and the last requests.
+
+Kept always, since it costs microseconds a request and bounded memory; health pages, metrics and timelines read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from workbench.base import runtime
+
+KEPT = 20_000
+"""Finished requests that are kept; of older ones their number."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One question to an engine or a reward: when it was asked, begun and answered, in seconds since the epoch."""
+
+    queue: str
+    """Who is asked: a sampler's name."""
+    prompt: int
+    """Prompt tokens."""
+    asked: float
+    began: float | None = None
+    """When it left the queue; None before that, and where the engine does not say."""
+    first: float | None = None
+    """When its first token was there; None where the engine does not say."""
+    ended: float | None = None
+    tokens: int = 0
+    """Response tokens."""
+    outcome: str = ""
+    """`done`, `raised` or `given up`; empty while it is under way."""
+
+
+@dataclass(slots=True)
+class Queue:
+    """Questions to one engine or reward: those that wait or run now, and sums over those that are over."""
+
+    waiting: int = 0
+    """Asked and not begun; of an engine that does not say when it begins, all that are open."""
+    running: int = 0
+    done: int = 0
+    failed: int = 0
+    """Those that raised, or were given up."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Response tokens of those that are done."""
+    begun: int = 0
+    """Finished questions of which the time in the queue is known."""
+    queue_seconds: float = 0.0
+    seconds: float = 0.0
+    """From asking to the answer."""
+
+
+@dataclass
+class Activity:
+    """What one process does. Every method may be called from any thread."""
+
+    kept: int = KEPT
+    left_out: int = 0
+    """Finished requests that are no longer in `requests`."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _queues: dict[str, Queue] = field(default_factory=dict)
+    _phases: dict[object, tuple[str, float]] = field(default_factory=dict)
+    _names: WeakKeyDictionary[Any, str] = field(default_factory=WeakKeyDictionary, repr=False)
+    _progressed: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._requests: deque[Asked] = deque(maxlen=self.kept)
+
+    # --- writing ----------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Note that something has been finished."""
+        self._progressed = time.monotonic()
+
+    @contextmanager
+    def doing(self, phase: str) -> Iterator[None]:
+        """Context manager: a phase (a stage's name) runs meanwhile."""
+        mark = object()
+        self.progress()
+        with self._lock:
+            self._phases[mark] = (phase, time.time())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._phases[mark]
+            self.progress()
+
+    def name_of(self, engine: Any) -> str:
+        """The name of an engine: its own, or its class's; with a number where another one has that."""
+        with self._lock:
+            if (known := self._names.get(engine)) is not None:
+                return known
+            first = str(getattr(engine, "name", "") or type(engine).__name__)
+            taken, number, name = set(self._names.values()), 1, first
+            while name in taken:
+                number += 1
+                name = f"{first}-{number}"
+            self._names[engine] = name
+            return name
+
+    def enter(self, queue: str, prompt: int = 0) -> Asked:
+        """A question is asked."""
+        one = Asked(queue, prompt, time.time())
+        with self._lock:
+            self._queues.setdefault(queue, Queue()).waiting += 1
+        return one
+
+    def begin(self, one: Asked) -> None:
+        """It leaves the queue: somebody works on it."""
+        with self._lock:
+            if one.began is None and not one.outcome:
+                one.began = time.time()
+                queue = self._queues[one.queue]
+                queue.waiting, queue.running = queue.waiting - 1, queue.running + 1
+
+    def end(
+        self, one: Asked, outcome: str, tokens: int = 0, times: tuple[float, float] | None = None, keep: bool = False
+    ) -> None:
+        """It is over. `times` are when it began and had its first token, by the worker that answered; `keep` it in `requests`."""
+        with self._lock:
+            queue = self._queues[one.queue]
+            if one.began is None:
+                queue.waiting -= 1
+            else:
+                queue.running -= 1
+            if times is not None:
+                one.began, one.first = times
+            one.ended, one.outcome, one.tokens = time.time(), outcome, tokens
+            done = outcome == "done"
+            queue.done, queue.failed = queue.done + done, queue.failed + (not done)
+            if done:
+                queue.tokens, queue.prompt_tokens = queue.tokens + tokens, queue.prompt_tokens + one.prompt
+                queue.seconds += one.ended - one.asked
+                queue.begun += one.began is not None
+                queue.queue_seconds += one.began - one.asked if one.began is not None else 0.0
+            if keep:
+                self.left_out += len(self._requests) == self.kept
+                self._requests.append(one)
+        self.progress()
+
+    # --- reading ----------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> float:
+        """Seconds since anything was finished: a phase, a question, a step."""
+        return time.monotonic() - self._progressed
+
+    @property
+    def phases(self) -> list[tuple[str, float]]:
+        """(phase, seconds that it has run) of all that run now, the oldest first."""
+        with self._lock:
+            return [(name, time.time() - began) for name, began in self._phases.values()]
+
+    @property
+    def queues(self) -> dict[str, Queue]:
+        """A copy of each queue, by name."""
+        with self._lock:
+            return {name: replace(one) for name, one in self._queues.items()}
+
+    def requests(self, since: float = 0.0) -> tuple[Asked, ...]:
+        """The last finished requests of samplers that were asked after `since` (epoch seconds), in the order of their ends."""
+        with self._lock:
+            return tuple(one for one in self._requests if one.asked >= since)
+
+
+HERE = Activity()
+"""This process's own."""
+_present: ContextVar[Asked | None] = ContextVar("asked", default=None)
+
+
+def present() -> Asked | None:
+    """The request that the calling task works for; None outside of a `recorded` method."""
+    return _present.get()
+
+
+def recorded(sample: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
+    """Decorate a sampler's `sample(request)`: each request is written to `HERE`, and its sample says when it was worked on."""
+
+    @functools.wraps(sample)
+    async def asked(self: Any, request: Any) -> Any:
+        if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: engines live in ours
+            there = asyncio.run_coroutine_threadsafe(asked(self, request), runtime.loop())
+            return await asyncio.wrap_future(there)
+        one = HERE.enter(HERE.name_of(self), len(request.ids))
+        before, outcome, made = _present.set(one), "raised", None
+        try:
+            made = await sample(self, request)
+            outcome = "done"
+        except asyncio.CancelledError:
+            outcome = "given up"
+            raise
+        finally:
+            _present.reset(before)
+            tokens, times = (0, None) if made is None else (len(made.ids), made.times)
+            HERE.end(one, outcome, tokens, times, keep=True)
+        return made
+
+    return asked

@@ -1,0 +1,344 @@
+"""Model folders read and written by all ranks: each reads its own slices of each tensor, and no rank ever has a whole model.
+
+What transformers renames and fuses when it loads (and takes apart when it saves) is renamed and fused by its own rules, for one
+tensor at a time; of experts that lie one by one in the files, a rank reads those that it has a part of.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base.errors import EngineError, first_line
+from workbench.engines.fsdp_engine.tensor_parallel import tied
+from workbench.engines.local_engine import lora
+from workbench.engines.local_engine.loading import load_model, misfit, resolve
+
+FILE_BYTES = 5 << 30
+"""Most bytes of one file of weights, but for a tensor that is larger."""
+_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+Box = tuple[slice, ...]
+"""A part of a tensor: one slice for each dimension."""
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Files:
+    """The tensors in the files of a folder or a hub name, by the files' names; nothing is read before it is asked for."""
+
+    def __init__(self, path: str) -> None:
+        self._parts: dict[str, Callable[[Box | None], torch.Tensor]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in _weight_files(path):
+            self._open_safe(file) if file.endswith(".safetensors") else self._open_pickle(file)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """A tensor, or the part of it that `box` says."""
+        return self._parts[name](box)
+
+    def _open_safe(self, file: str) -> None:
+        from safetensors import safe_open
+
+        opened: Any = safe_open(file, "pt")  # stays open, and mapped, as long as its slices
+        for name in opened.keys():  # noqa: SIM118 - no mapping
+            one = opened.get_slice(name)
+            self.shapes[name] = tuple(one.get_shape())
+            self._parts[name] = partial(_sliced, opened, name)
+
+    def _open_pickle(self, file: str) -> None:
+        for name, one in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
+            self.shapes[name] = tuple(one.shape)
+            self._parts[name] = partial(_indexed, one)
+
+
+def _sliced(opened: Any, name: str, box: Box | None) -> torch.Tensor:
+    found: torch.Tensor = opened.get_slice(name)[box] if box else opened.get_tensor(name)
+    return found
+
+
+def _indexed(one: torch.Tensor, box: Box | None) -> torch.Tensor:
+    return one[box] if box else one
+
+
+def _weight_files(path: str) -> list[str]:
+    from transformers.utils import cached_file
+
+    for name in _NAMES:
+        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None and name.endswith(".index.json"):
+            parts = sorted(set(json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
+            return [str(cached_file(path, one)) for one in parts]
+        if found is not None:
+            return [str(found)]
+    raise EngineError(f"no weights at {path!r}", expected=f"one of {', '.join(_NAMES)}", found="none of them")
+
+
+@dataclass
+class _Source:
+    """Where a tensor of a model comes from: one tensor of the files, or several that a converter of transformers' fuses."""
+
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """Names in the files, by the converter's pattern; in the files' natural order."""
+    converter: Any = None
+    target: str = ""
+    """The tensor that the converter names its results after."""
+
+    def made(self, tensors: Mapping[str, Sequence[torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
+        """What the converter makes of the tensors, by name in the model."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, every in tensors.items():
+            for name, one in zip(self.names[pattern], every, strict=False):
+                converter.add_tensor(self.target, name, pattern, one)
+        found = converter.convert(self.target, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
+
+    def by_expert(self, count: int) -> bool:
+        """Whether the first dimension of what is made, of size `count`, is a tensor of the files for each index."""
+        first = self.converter.operations[0]
+        stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0
+        further = all(getattr(one, "dim", 1) > 0 for one in self.converter.operations[1:])
+        return stacks and further and all(len(names) == count for names in self.names.values())
+
+
+def base_folder(path: str) -> str:
+    """The folder or hub name of the base model's own weights: of a peft folder that of its base."""
+    base = lora.base_of(Path(path))
+    return path if base is None else base_folder(str(resolve(base)))
+
+
+def adapters_of(path: str, settings: Any) -> dict[str, torch.Tensor]:
+    """The LoRA adapters with which `load_model` opens a model, whole, on the CPU: those of a peft folder, or new ones."""
+    if lora.base_of(Path(path)) is not None:
+        return lora.stored(Path(path))
+    if not settings.lora_rank:
+        return {}
+    model = load_model(path, settings.replace(lora_rank=0, attn_implementation=None), empty=True)
+    for name, one in list(model.named_parameters()):  # on the CPU, as new adapters shall be, and one number each
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(torch.zeros(()).expand(one.shape)))
+    lora.add(model, lora.config_of(settings, path))
+    return lora.tensors(model)
+
+
+def named_beside(adapters: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of a model by the names that they have in one with these adapters: `q_proj.base_layer.weight`."""
+    layers = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
+    found = {}
+    for name, one in tensors.items():
+        owner, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
+        found[f"{owner}.base_layer.{leaf}" if owner in layers else f"{owner}.{leaf}"] = one
+    return found
+
+
+class Reader:
+    """The weights of a model folder by the model's names, read in parts; `model` is plain, and on the meta device.
+
+    Raises `EngineError` where the files lack a tensor, have one in another shape, or one that has no place.
+    """
+
+    def __init__(self, path: str, model: Any) -> None:
+        self._files, self._model = Files(path), model
+        self._shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+        self._found: dict[str, tuple[int, ...]] = {}
+        self._extra: list[str] = []
+        self._sources = self._planned()
+        for name, first in tied(model).items():  # a file may have either name
+            found = self._sources.get(first) or self._sources.get(name)
+            self._sources |= {one: found for one in (name, first) if found is not None}
+        self._check(path)
+
+    @classmethod
+    def of(cls, path: str, settings: Any) -> Reader:
+        """The weights of the model that is opened from a folder or a hub name without adapters."""
+        plain = settings.replace(lora_rank=0, attn_implementation=None)
+        return cls(path, load_model(path, plain, empty=True, buffers=True))
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer, whole: of the files, or as the model's configuration makes it."""
+        if name in self._sources:
+            return self.read(name, tuple(slice(0, size) for size in self._shapes[name]))
+        return self._model.get_buffer(name)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The part of a tensor that `box` says, in the files' dtype."""
+        source, shape = self._sources[name], self._shapes[name]
+        if any(one.start >= one.stop for one in box):
+            return torch.empty([max(one.stop - one.start, 0) for one in box])
+        if source.converter is None:
+            return self._files.read(next(iter(source.names.values()))[0], box)
+        few = box[:1] if source.by_expert(shape[0]) else (slice(None),)
+        every = {pattern: [self._files.read(one) for one in names[few[0]]] for pattern, names in source.names.items()}
+        found = source.made(every, self._model)[name]
+        return found[(slice(None), *box[1:]) if box[:1] == few else box]
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _planned(self) -> dict[str, _Source]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        rules = get_model_conversion_mapping(self._model)
+        converters = [one for one in rules if isinstance(one, WeightConverter)]
+        renamings = [one for one in rules if isinstance(one, WeightRenaming)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        given = {"base_model_prefix": self._model.base_model_prefix, "meta_state_dict": self._model.state_dict()}
+        found: dict[str, _Source] = {}
+        for name in sorted(self._files.shapes, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, **given)
+            if target not in self._shapes and name in self._shapes:
+                target, pattern = rename_source_key(name, [], [], **given)
+            if target not in self._shapes:
+                self._extra.append(target)
+                continue
+            one = found.setdefault(target, _Source({}, by_pattern.get(pattern or ""), target))
+            one.names.setdefault(pattern or name, []).append(name)
+        return {name: one for target, source in found.items() for name, one in self._made(target, source)}
+
+    def _made(self, target: str, source: _Source) -> Iterator[tuple[str, _Source]]:
+        """The tensors that come from a source, with their shapes compared: a converter is tried without numbers."""
+        if source.converter is None:
+            shapes = {target: self._files.shapes[next(iter(source.names.values()))[0]]}
+        else:
+            empty = {
+                pattern: [torch.empty(self._files.shapes[one], device="meta") for one in names]
+                for pattern, names in source.names.items()
+            }
+            shapes = {name: tuple(one.shape) for name, one in source.made(empty, self._model).items()}
+        for name, shape in shapes.items():
+            self._found[name] = shape
+            yield name, source
+
+    def _check(self, path: str) -> None:
+        model, begins = self._model, f"{self._model.base_model_prefix}."
+        lacks = sorted(self._shapes.keys() - self._sources.keys())
+        lacks = [name for name in lacks if not _matches(name, model._keys_to_ignore_on_load_missing)]
+        wrong = {name: shape for name, shape in self._found.items() if self._shapes.get(name, shape) != shape}
+        shapes = [f"{name} of shape {wrong[name]} in place of {self._shapes[name]}" for name in sorted(wrong)]
+        moved = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ()))
+        extra = [name for name in sorted(self._extra) if name.startswith(begins) and not _matches(name, moved)]
+        misfit(path, lacks, shapes, extra)
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(re.search(one, name) for one in patterns or ())
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """One file of a model folder: which tensors of the model it holds, and what they are called and look like in it."""
+
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Name in the model → the tensors that are made of it by name in the file, on the meta device."""
+    file: str = "model.safetensors"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(one.nbytes for made in self.tensors.values() for one in made.values())
+
+    def write(self, folder: Path, whole: Callable[[str], Mapping[str, torch.Tensor]], mine: bool) -> str | None:
+        """Write the file where it is `mine`, one tensor after the other; returns what went wrong.
+
+        `whole(name)` gives what is made of a tensor of the model; every rank calls it, to the end, because all take part.
+        """
+        told, file = None, None
+        try:
+            file = open(folder / self.file, "wb") if mine else None  # noqa: SIM115 - closed below
+            if file is not None:
+                file.write(self._header())
+        except OSError as error:
+            told = first_line(error)
+        for tensor, made in self.tensors.items():
+            found = whole(tensor)
+            try:
+                for name in made if file is not None and told is None else ():
+                    flat = found[name].detach().cpu().contiguous().reshape(-1)
+                    file.write(flat.view(torch.uint8).numpy().data)  # type: ignore[union-attr]
+            except OSError as error:
+                told = first_line(error)
+        if file is not None:
+            file.close()
+        return told
+
+    def _header(self) -> bytes:
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for made in self.tensors.values():
+            for name, one in made.items():
+                begin, at = at, at + one.nbytes
+                entries[name] = {"dtype": _KINDS[one.dtype], "shape": list(one.shape), "data_offsets": [begin, at]}
+        text = json.dumps(entries).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+_KINDS = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+}
+
+
+def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
+    """The files of a plain model on the meta device, of at most `limit` bytes but for a larger tensor; None where transformers
+    makes one tensor of the files out of several of the model: these cannot be written one by one."""
+    left_out = {*tied(model), *(model._keys_to_ignore_on_save or ())}
+    tensors = {name: one for name, one in model.state_dict().items() if name not in left_out}
+    together = reverted(model, tensors)
+    same = {name: one.shape for name, one in together.items()} == {name: one.shape for name, one in tensors.items()}
+    each = {name: {name: one} if same else reverted(model, {name: one}) for name, one in tensors.items()}
+    if together.keys() != {name for made in each.values() for name in made}:
+        return None
+    parts = [Part()]
+    for name, made in each.items():
+        if parts[-1].tensors and parts[-1].nbytes + sum(one.nbytes for one in made.values()) > limit:
+            parts.append(Part())
+        parts[-1].tensors[name] = made
+    for number, part in enumerate(parts, 1):
+        if len(parts) > 1:
+            part.file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+    return parts
+
+
+def reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model as its files have them, by transformers' rules."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def begin_folder(model: Any, folder: Path, parts: Sequence[Part]) -> None:
+    """Write what a model folder has beside its tensors and tokenizer: configuration, generation settings, an index of files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("model*.safetensors"), folder / _NAMES[1]):
+        old.unlink(missing_ok=True)
+    model.save_pretrained(folder, state_dict={})
+    (folder / _NAMES[0]).unlink(missing_ok=True)
+    if len(parts) > 1:
+        places = {name: part.file for part in parts for made in part.tensors.values() for name in made}
+        record = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": places}
+        (folder / _NAMES[1]).write_text(json.dumps(record, indent=1), encoding="utf-8")

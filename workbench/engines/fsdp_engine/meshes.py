@@ -1,0 +1,165 @@
+"""Meshes of ranks: how many replicas and shards, and into how many parts sequences and tensors are cut; which rank has what.
+
+Ranks are numbered row by row over (replicate, dp, cp, tp), so that the ranks of one tensor are neighbours. Parameters are sharded
+over dp·cp (`shard`), copied `replicate` times, and cut over `tp`. Experts are spread over `ep` of the dp·cp ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from workbench.base.errors import SettingError, unknown
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a mesh's dimensions."""
+
+    replicate: int = 1
+    """Copies of all shards (HSDP): gradients are summed over them."""
+    dp: int = 1
+    """Shards of the weights, each with rows of its own (FSDP)."""
+    cp: int = 1
+    """Parts of each sequence (context parallel)."""
+    tp: int = 1
+    """Parts of each tensor (tensor parallel)."""
+    ep: int = 1
+    """Parts of the experts (expert parallel), over the dp·cp ranks."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.dp * self.cp * self.tp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that the weights are sharded over, tensor parallel aside."""
+        return self.dp * self.cp
+
+    @property
+    def blocks(self) -> int:
+        """Number of shares that rows are split into."""
+        return self.replicate * self.dp
+
+    @property
+    def block(self) -> int:
+        """Number of ranks that get the same rows: neighbours."""
+        return self.cp * self.tp
+
+
+def sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> Sizes:
+    """The sizes that a setting `mesh` means on so many ranks; None: FSDP over all. Raises `SettingError` where it does not fit."""
+    if mesh is None:
+        return Sizes(dp=ranks)
+    sizes = parsed(mesh)
+    if sizes.ranks != ranks:
+        found = f"{ranks} ranks"
+        expected = f"replicate·dp·cp·tp = {sizes.ranks} ranks"
+        raise SettingError(f"mesh {dict(mesh)}", expected=expected, found=found, do=f"give ranks={sizes.ranks}")
+    return sizes
+
+
+def ranks_of(mesh: Mapping[str, int] | None, ranks: int | None) -> int | None:
+    """The number of ranks that a setting `mesh` needs; without one `ranks` itself. Raises as `sizes_of`."""
+    if mesh is None:
+        return ranks
+    return parsed(mesh).ranks if ranks is None else sizes_of(mesh, ranks).ranks
+
+
+def parsed(mesh: Mapping[str, int]) -> Sizes:
+    """The sizes of a setting `mesh`; what it leaves out is 1. Raises `SettingError` for an unknown name or a size below 1."""
+    names = tuple(asdict(Sizes()))
+    for name, size in mesh.items():
+        if name not in names:
+            raise SettingError(unknown("dimension of a mesh", name, names))
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise SettingError(f"mesh dimension {name!r}", expected="a whole number ≥ 1", found=repr(size))
+    sizes = Sizes(**mesh)
+    if sizes.shards % sizes.ep:
+        what, expected = f"mesh {dict(mesh)}", "an ep that divides dp·cp: experts are spread over these ranks"
+        raise SettingError(what, expected=expected, found=f"ep={sizes.ep}, dp·cp={sizes.shards}")
+    return sizes
+
+
+class Mesh:
+    """All ranks of the process group as a mesh; `mesh["tp"]` is torch's `DeviceMesh` of one dimension.
+
+    Dimensions: `replicate`, `shard` (dp and cp flattened), `dp`, `cp`, `tp`, `ep`. All ranks must make it together.
+    """
+
+    def __init__(self, kind: str, sizes: Sizes) -> None:
+        self.device_type, self.sizes = kind, sizes
+        shape = {"replicate": sizes.replicate, "shard": sizes.shards, "tp": sizes.tp}
+        kept = {name: size for name, size in shape.items() if size > 1 or name == "shard"}
+        root = distributed.init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        self._parts: dict[str, Any] = {name: root[name] for name in kept}
+        self.fsdp: Any = root["replicate", "shard"] if sizes.replicate > 1 else root["shard"]
+        """What `fully_shard` gets: (replicate, shard) for HSDP, else (shard,)."""
+        if sizes.cp > 1:
+            split = root["shard"]._unflatten(0, (sizes.dp, sizes.cp), ("dp", "cp"))
+            self._parts |= {"dp": split["dp"], "cp": split["cp"]}
+        if sizes.ep > 1:
+            names = ("expert_shard", "ep")
+            split = root["shard"]._unflatten(0, (sizes.shards // sizes.ep, sizes.ep), names)
+            self._parts |= {name: split[name] for name in names}
+            copies = [self._parts["replicate"]] if sizes.replicate > 1 else []
+            self.experts: Any = (
+                split["expert_shard"] if not copies else type(root)._concatenate([*copies, split["expert_shard"]])
+            )
+            """What `fully_shard` gets for experts: as `fsdp`, with those of the shards' ranks that have the same experts."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where this rank is: its number in each dimension of (replicate, dp, cp, tp)."""
+        return coordinates(self.sizes, distributed.get_rank())
+
+    def counts(self, tensor: Any) -> bool:
+        """Whether this rank's part of a tensor counts in a sum over all ranks: of equal parts only the first one does."""
+        if not hasattr(tensor, "placements"):
+            return distributed.get_rank() == 0
+        mesh: Any = tensor.device_mesh
+        here = mesh.get_coordinate()
+        copies = [place for place, one in zip(here, tensor.placements, strict=True) if one.is_replicate()]
+        inside = set(mesh.mesh_dim_names or ())
+        return not any(copies) and ("tp" in inside or self.coordinates["tp"] == 0)
+
+
+def coordinates(sizes: Sizes, rank: int) -> dict[str, int]:
+    """Where a rank is: its number in each dimension of (replicate, dp, cp, tp)."""
+    found = {}
+    for name in ("tp", "cp", "dp", "replicate"):
+        rank, found[name] = divmod(rank, getattr(sizes, name))
+    return found
+
+
+def box(tensor: Any) -> tuple[slice, ...]:
+    """The part of a whole tensor that this rank has, as one slice for each dimension; of what is no `DTensor` all."""
+    if not hasattr(tensor, "placements"):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor; what is no `DTensor` is on every rank, whole."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return found
+
+
+def placed(whole: torch.Tensor, like: Any) -> Any:
+    """This rank's part of a tensor that all ranks have whole, as a `DTensor` placed as `like`."""
+    from torch.distributed.tensor import DTensor
+
+    part = whole[box(like)].to(like.to_local().device).contiguous()
+    given = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(part, like.device_mesh, like.placements, **given)

@@ -1,0 +1,370 @@
+"""How a training is doing: an observer that keeps its figures, says whether it has stalled, and writes them for Prometheus."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from workbench.base.activity import HERE, Queue
+from workbench.base.cards import card_of
+from workbench.base.errors import RunError, first_line
+from workbench.base.files import unsealed
+from workbench.base.runtime import Control
+from workbench.base.shown import Shown
+from workbench.engines.protocol import Described, Located
+from workbench.engines.tensor_files import parameters
+from workbench.runs.batch_metrics import push_metrics
+from workbench.runs.symptoms import Symptom, Watch
+from workbench.stages.pipeline import Pipeline
+
+log = logging.getLogger("workbench")
+STALLED = 5.0
+"""A training in which nothing ends for so many times its median step has stalled."""
+LEAST = 60.0
+"""Seconds: nobody is called stalled sooner."""
+FIRST = 1800.0
+"""Seconds without progress before the first step has ended: models load, kernels compile."""
+STEPS = 50
+"""Last steps of which the median is taken."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What one worker of a cluster does now."""
+
+    group: str
+    rank: int
+    doing: str
+    """A method, `idle`, or `does not answer`."""
+    seconds: float | None
+    resident: int | None
+    """Bytes in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Health(Shown):
+    """How a training is doing at one moment. Made by `Watcher.look`."""
+
+    run: str
+    state: str
+    """`starting`, `running`, `stalled`, `paused`, `stopping`, `done` or `failed`."""
+    why: str = ""
+    """Of a stalled or failed one."""
+    step: int
+    """The last step that is done."""
+    steps: int
+    seconds: float
+    """Since the training began."""
+    idle: float
+    """Seconds since anything ended: a stage, a request, a reward, a step."""
+    allowed: float
+    """Seconds that it may be idle."""
+    step_seconds: float | None
+    """Of the last step."""
+    median_seconds: float | None
+    phases: Sequence[tuple[str, float]]
+    """(stage, seconds that it has run) of those that run now."""
+    stage_seconds: Mapping[str, float]
+    """Stage → seconds of all steps together."""
+    generated: int
+    """Tokens that were sampled since the training began, by every sampler of this process."""
+    trained: int
+    """Tokens of prompts and responses in the updates."""
+    generated_rate: float | None
+    """Tokens per second while the last step sampled."""
+    trained_rate: float | None
+    """Tokens per second while the last step updated the actor."""
+    mfu: float | None
+    """Share of the devices' peak that the last update used: 6 operations per parameter and token."""
+    peak: float | None
+    """Operations per second of one device."""
+    peak_source: str
+    queues: Mapping[str, Queue]
+    pushes: Mapping[str, float]
+    """Figures of the last push of weights (`push_metrics`)."""
+    versions: Mapping[str, int]
+    """Learner → its policy version."""
+    symptoms: Sequence[Symptom]
+    row: Mapping[str, float]
+    """The last metrics row."""
+    workers: Sequence[Doing] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it works as it should; a finished one does."""
+        return self.state not in ("stalled", "failed")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain: dict[str, Any] = {name: value for name, value in vars(self).items()}
+        plain["ok"] = self.ok
+        plain["phases"] = [{"stage": name, "seconds": seconds} for name, seconds in self.phases]
+        plain["queues"] = {name: {key: getattr(one, key) for key in one.__slots__} for name, one in self.queues.items()}
+        plain["symptoms"] = [{"name": one.name, "found": one.found, "since": one.since} for one in self.symptoms]
+        plain["workers"] = [vars(one) for one in self.workers]
+        return plain
+
+
+@dataclass
+class Watcher:
+    """An `Observer` of a training that says how it does, at any time and on any thread: `look()`.
+
+    It does not end the loop: what goes wrong in it is logged. `workers` gives what the workers of a cluster do.
+    """
+
+    path: Path
+    """The run folder."""
+    pipeline: Pipeline
+    control: Control
+    stalled: float = STALLED
+    least: float = LEAST
+    first: float = FIRST
+    workers: Callable[[], Sequence[Doing]] = tuple
+
+    def __post_init__(self) -> None:
+        self._began, self._state, self._why = time.monotonic(), "starting", ""
+        self._step = self._steps = self._read = 0
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+        self._row: dict[str, Any] = {}
+        self._stages: Counter[str] = Counter()
+        self._trained, self._rates = 0, (None, None, None)  # type: tuple[int, tuple[float | None, ...]]
+        self._before = self._tokens()
+        self._base = self._before
+        self._watch = Watch()
+        self._peak: tuple[float | None, str] = (None, "not measured yet")
+        self._parameters: int | None = None
+        HERE.progress()
+
+    # --- the loop's observer --------------------------------------------------------------------
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Read the rows of a resumed run; measure the device's peak."""
+        self._state, self._step, self._steps = "running", start - 1, steps
+        HERE.progress()
+        self._quietly(self._begin)
+
+    def _begin(self) -> None:
+        rows = self._new_rows()
+        self._watch, self._row = Watch(rows, looks=1), dict(rows[-1]) if rows else {}
+        self._peak = peak()
+        actor = self.pipeline.learners().get("actor")
+        self._parameters = parameters(actor.path) if isinstance(actor, Located) else None
+
+    def on_step(self, report: Any) -> None:
+        """Keep the figures of a step's `StepReport`."""
+        self._step = report.step
+        HERE.progress()
+        self._quietly(lambda: self._keep(report))
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Keep how it ended."""
+        self._state, self._why = ("done", "") if error is None else ("failed", first_line(error))
+
+    def _quietly(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - who watches a training must not end it
+            log.warning("the health page lacks figures of step %d: %s", self._step, first_line(error))
+
+    def _keep(self, report: Any) -> None:
+        metrics, batch = report.metrics, report.trace.batch
+        self._seconds.append(metrics["timing_s/step"])
+        for name, seconds in metrics.items():
+            kind, _, stage = name.partition("/")
+            if kind == "timing_s" and stage not in ("step", "overlapped"):
+                self._stages[stage] += seconds
+        for row in self._new_rows():
+            self._row = dict(row)
+            self._watch.look(row)
+        now = self._tokens()
+        sampled, self._before = now - self._before, now
+        update = next((stage for stage in self.pipeline if stage.name == "update_actor"), None)
+        passes = int(update.settings().get("ppo_epochs", 1)) if update is not None else 0
+        trained = passes * int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
+        self._trained += trained
+        rollout, learning = metrics.get("timing_s/rollout"), metrics.get("timing_s/update_actor")
+        rate = trained / learning if learning and trained else None
+        self._rates = sampled / rollout if rollout and sampled else None, rate, self._mfu(rate)
+
+    def _mfu(self, rate: float | None) -> float | None:
+        """Of tokens per second of all ranks together."""
+        actor = self.pipeline.learners().get("actor")
+        record = actor.describe() if isinstance(actor, Described) else {}
+        if rate is None or self._parameters is None or self._peak[0] is None:
+            return None
+        return 6 * self._parameters * rate / (self._peak[0] * int(record.get("ranks", 1)))
+
+    def _new_rows(self) -> list[dict[str, Any]]:
+        """The whole lines that metrics.jsonl has got since the last call."""
+        metrics = self.path / "metrics.jsonl"
+        if not metrics.is_file():
+            return []
+        with metrics.open("rb") as file:
+            file.seek(self._read)
+            *lines, _ = file.read().split(b"\n")
+        self._read += sum(len(line) + 1 for line in lines)
+        return [json.loads(unsealed(line.decode(), str(metrics), RunError, "")) for line in lines if line.strip()]
+
+    @staticmethod
+    def _tokens() -> int:
+        return sum(one.tokens for one in HERE.queues.values())
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def look(self) -> Health:
+        """How it does now."""
+        usual, idle = median(self._seconds) if self._seconds else None, HERE.idle
+        allowed = max(self.least, self.stalled * usual) if usual is not None else max(self.least, self.first)
+        state, why = self._state, self._why
+        if state == "running" and self.control.holding:
+            state = "paused"
+        elif state in ("starting", "running") and idle > allowed:
+            busy = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in HERE.phases) or "no stage runs"
+            state, why = "stalled", f"nothing has ended for {idle:.0f} s, {allowed:.0f} s are allowed: {busy}"
+        elif state == "running" and self.control.stopping:
+            state = "stopping"
+        learners = self.pipeline.learners()
+        generated, trained, mfu = self._rates
+        return Health(
+            run=self.path.name, state=state, why=why, step=self._step, steps=self._steps,
+            seconds=time.monotonic() - self._began, idle=idle, allowed=allowed,
+            step_seconds=self._seconds[-1] if self._seconds else None, median_seconds=usual,
+            phases=HERE.phases, stage_seconds=dict(self._stages),
+            generated=self._tokens() - self._base, trained=self._trained,
+            generated_rate=generated, trained_rate=trained, mfu=mfu, peak=self._peak[0], peak_source=self._peak[1],
+            queues=HERE.queues, pushes=push_metrics(learners.values()),
+            versions={role: one.version for role, one in learners.items()}, symptoms=self._watch.marks,
+            row={key: value for key, value in self._row.items() if isinstance(value, int | float)}, workers=self.workers(),
+        )  # fmt: skip
+
+
+def peak() -> tuple[float | None, str]:
+    """(bfloat16 operations per second of a device of this process, how that is known); (None, why) where it is not.
+
+    Without a GPU it is measured: the float32 matrix products of torch's present threads, which takes some milliseconds.
+    """
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+        card = card_of(device)
+        return (card.flops, f"{card.name}'s data sheet") if card else (None, f"no figures are known of {device}")
+    size, best = 384, float("inf")
+    a = torch.ones(size, size)
+    for _ in range(5):
+        began = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best, f"measured: float32 products on the CPU, {torch.get_num_threads()} threads"
+
+
+# --- Prometheus -----------------------------------------------------------------------------------
+
+STATES = ("starting", "running", "stalled", "paused", "stopping", "done", "failed")
+
+
+def exposition(look: Health) -> bytes:
+    """A `Health` in Prometheus' text format, by a registry of its own: nothing of this process's default one is in it."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(look))
+    return generate_latest(registry)
+
+
+_PREFIX = "workbench_"
+
+
+class _Collector:
+    """What a registry asks for its metrics."""
+
+    def __init__(self, look: Health) -> None:
+        self.look = look
+
+    def collect(self) -> Iterator[Any]:
+        look = self.look
+        yield self._info()
+        yield self._gauge(
+            "state", "1 for the state that the training is in.", {(s,): s == look.state for s in STATES}, "state"
+        )
+        for name, value, said in (
+            ("step", look.step, "The last step that is done."),
+            ("steps", look.steps, "The training's last step."),
+            ("idle_seconds", look.idle, "Seconds since a stage, a request, a reward or a step ended."),
+            ("idle_allowed_seconds", look.allowed, "Seconds without progress after which it has stalled."),
+            ("step_seconds", look.step_seconds, "Seconds of the last step."),
+            ("step_median_seconds", look.median_seconds, f"Median of the last {STEPS} steps, in seconds."),
+            ("generated_tokens_per_second", look.generated_rate, "Tokens sampled per second of the last rollout."),
+            ("trained_tokens_per_second", look.trained_rate, "Tokens per second of the last update of the actor."),
+            ("mfu_ratio", look.mfu, "Share of the peak that the last update of the actor used."),
+            ("peak_flops", look.peak, f"Operations per second of a device; {look.peak_source}."),
+            ("push_seconds", look.pushes.get("timing_s/update_weights"), "Seconds of the last push of weights."),
+            ("push_gib", look.pushes.get("perf/update_weights_gb"), "GiB of the last push of weights."),
+        ):
+            if value is not None:
+                yield self._gauge(name, said, {(): value})
+        yield self._counter("generated_tokens", "Tokens sampled by this process's samplers.", {(): look.generated})
+        yield self._counter("trained_tokens", "Tokens of prompts and responses in updates.", {(): look.trained})
+        stages = {(name,): seconds for name, seconds in look.stage_seconds.items()}
+        yield self._counter("stage_seconds", "Seconds of a stage, all steps together.", stages, "stage")
+        yield self._gauge(
+            "phase_seconds", "Seconds that a stage has run by now.", {(name,): x for name, x in look.phases}, "stage"
+        )
+        yield from self._queues()
+        versions = {(name,): float(version) for name, version in look.versions.items()}
+        yield self._gauge("policy_version", "Policy version of a learner.", versions, "role")
+        begun = {(one.name,): float(one.since) for one in look.symptoms}
+        yield self._gauge("symptom_since_step", "A symptom and the step in which it was first seen.", begun, "symptom")
+        workers = {(one.group, str(one.rank), one.doing): one.seconds or 0.0 for one in look.workers}
+        yield self._gauge("worker_seconds", "What a worker does, and for how long.", workers, "group", "rank", "doing")
+        held = {(one.group, str(one.rank)): float(one.resident) for one in look.workers if one.resident is not None}
+        yield self._gauge("worker_resident_bytes", "Memory of a worker.", held, "group", "rank")
+        row = {(name,): float(value) for name, value in look.row.items() if math.isfinite(value)}
+        yield self._gauge("metric", "The last metrics row of the run, by name.", row, "name")
+
+    def _info(self) -> Any:
+        from prometheus_client.core import InfoMetricFamily
+
+        return InfoMetricFamily(f"{_PREFIX}run", "The run.", {"run": self.look.run, "peak": self.look.peak_source})
+
+    def _gauge(self, name: str, said: str, values: Mapping[Any, float], *labels: str) -> Any:
+        from prometheus_client.core import GaugeMetricFamily
+
+        return _filled(GaugeMetricFamily(f"{_PREFIX}{name}", said, labels=labels), values)
+
+    def _counter(self, name: str, said: str, values: Mapping[Any, float], *labels: str) -> Any:
+        from prometheus_client.core import CounterMetricFamily
+
+        return _filled(CounterMetricFamily(f"{_PREFIX}{name}", said, labels=labels), values)
+
+    def _queues(self) -> Iterator[Any]:
+        from prometheus_client.core import SummaryMetricFamily
+
+        queues = self.look.queues
+        for name, said in (("waiting", "asked and not begun"), ("running", "begun and not answered")):
+            there = {(queue,): float(getattr(one, name)) for queue, one in queues.items()}
+            yield self._gauge(f"requests_{name}", f"Questions to an engine or a reward: {said}.", there, "queue")
+        over = {(queue, what): getattr(one, what) for queue, one in queues.items() for what in ("done", "failed")}
+        yield self._counter("requests", "Questions that are over.", over, "queue", "outcome")
+        for name, said, count, total in (
+            ("request_seconds", "Seconds from a question to its answer.", "done", "seconds"),
+            ("request_queue_seconds", "Seconds that an answered question waited.", "begun", "queue_seconds"),
+        ):
+            family = SummaryMetricFamily(f"{_PREFIX}{name}", said, labels=("queue",))
+            for queue, one in queues.items():
+                family.add_metric((queue,), getattr(one, count), getattr(one, total))
+            yield family
+
+
+def _filled(family: Any, values: Mapping[Any, float]) -> Any:
+    for labels, value in values.items():
+        family.add_metric(labels, float(value))
+    return family

@@ -1,0 +1,504 @@
+"""Rollouts as a stream (`train(max_lag=k)`): groups are drawn without end while the policy learns, none older than k versions.
+
+Prompts go to the sampler in the data's order. A group whose responses are all finished and scored waits in a buffer; a step
+starts as soon as `batch_size` groups wait, the oldest first, wherever they are in the order. After an update the sampler gets
+the new weights, and responses under way go on by them (`token_versions`).
+
+The bound is kept by counting. A group that begins by the weights after b updates is learnt from in step b + k + 1 at the
+latest, its deadline. A prompt is held back while more groups are out than the steps up to its deadline can take; a step takes
+no newer group where an older one could then come too late. Where that holds a step up, `stale` says what is done: `keep` waits
+for the older groups, `cancel` ends them and draws their prompts again, by the present weights and the same seeds, once each.
+
+Each prompt of the order is learnt from exactly once. A checkpoint holds the groups that wait, and the numbers of those under
+way, which a resumed run draws again.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.base import runtime, teams
+from workbench.base.errors import RunError, VersionMismatch, boundary
+from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, reduce
+from workbench.base.metrics import join as joined_metrics
+from workbench.dataproto import DataProto
+from workbench.dataproto.sessions import SESSION, is_last
+from workbench.dataproto.value import apart
+from workbench.engines.paired import Draw, Flow
+from workbench.rewards.base import row_views, whole_episodes
+from workbench.rewards.score import Score
+from workbench.runs.folder import write_json
+from workbench.stages.filtering import joined
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.reward import Reward, of_rows
+from workbench.steps.execute import DRAWN, in_thread, sampler_of
+from workbench.steps.trace import Phase, Trace, describe_settings, perform
+
+log = logging.getLogger("workbench")
+
+STALE = ("keep", "cancel")
+"""What is done about groups under way that a step cannot leave for later."""
+MOST_GROUPS = 256
+"""Groups that are under way at once, each in a thread."""
+TOKEN_VERSIONS = "token_versions"
+_KINDS: dict[str, type[Metric]] = {one.__name__: one for one in (Mean, Max, Min, Sum, Count)}
+
+
+def room(waiting: int, step: int, newest: int, size: int) -> int:
+    """How many further prompts may begin, with deadline `newest`, where `waiting` groups are out before step `step`.
+
+    >>> room(0, step=1, newest=2, size=4), room(8, step=1, newest=2, size=4)
+    (8, 0)
+    """
+    return (newest - step + 1) * size - waiting
+
+
+def chosen(finished: Sequence[int], waiting: Sequence[int], step: int, size: int) -> list[int] | None:
+    """The places in `finished` of the `size` groups that step `step` takes, the earliest deadlines first.
+
+    `finished` and `waiting` are deadlines: of the finished groups, and of all that are out. None where there are too few, or
+    where the steps up to some deadline could not take what would be left for them.
+
+    >>> chosen([3, 2, 3], waiting=[3, 2, 3, 2], step=1, size=2)
+    [1, 0]
+    >>> chosen([3, 3], waiting=[3, 3, 1], step=1, size=2) is None
+    True
+    """
+    if len(finished) < size:
+        return None
+    order = sorted(range(len(finished)), key=lambda place: finished[place])[:size]
+    taken = [finished[place] for place in order]
+    for deadline in set(waiting):
+        left = sum(one <= deadline for one in waiting) - sum(one <= deadline for one in taken)
+        if left > (deadline - step) * size:
+            return None
+    return order
+
+
+@dataclass(eq=False)
+class Group:
+    """One prompt of the data's order and its responses."""
+
+    place: int
+    """Its number in the order, from 0."""
+    born: int
+    """Updates that the weights had seen by which it began."""
+    tries: int
+    """How often it was cancelled before."""
+    start: DataProto
+    """The prompt: one row."""
+    heals: int = 0
+    """How often workers had been lost when it began."""
+    draw: Draw = field(default_factory=Draw)
+    batch: DataProto | None = None
+    """Its rows, sampled."""
+    scores: Sequence[Score] = ()
+    """Of its rows, or episodes, before the reward's policy for failures, which is for whole steps."""
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """What sampling and scoring took."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """The rollout's."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a checkpoint holds of a stream: finished groups, and the numbers of those to be drawn again."""
+
+    next: int
+    """Number of the next prompt in the order that has not begun."""
+    again: Mapping[int, int]
+    """Number of a prompt under way → how often it was cancelled."""
+    groups: Sequence[Group]
+
+    def save(self, path: Path) -> None:
+        """Write `stream.json` and, where groups wait, their prompts and rows to a new folder."""
+        path.mkdir(parents=True)
+        records = [
+            {
+                "place": one.place,
+                "born": one.born,
+                "uid": str(one.start["uid"][0]),
+                "seconds": list(one.seconds),
+                "metrics": {
+                    key: [type(metric).__name__, *vars(metric).values()] for key, metric in one.metrics.items()
+                },
+            }
+            for one in self.groups
+        ]
+        write_json(path / "stream.json", {"next": self.next, "again": list(self.again.items()), "groups": records})
+        if self.groups:
+            _together([one.start for one in self.groups]).save(path / "start")
+            joined(_alike([_scored(one) for one in self.groups])).save(path / "rows")
+
+    @classmethod
+    def load(cls, path: Path) -> Waiting:
+        """Read what `save` wrote, into memory. Raises `RunError` for a folder of another kind."""
+        if not (path / "stream.json").is_file():
+            raise RunError(f"no stream in {path}", found="rows of ahead=1", do="resume with the run's own settings")
+        record, groups = json.loads((path / "stream.json").read_text()), []
+        if record["groups"]:
+            start, rows = (_read(path / name) for name in ("start", "rows"))
+            uids, prompts = list(rows["uid"]), list(start["uid"])
+            for one in record["groups"]:
+                own = torch.tensor([uid == one["uid"] for uid in uids])
+                first = start.select_idxs(torch.tensor([prompts.index(one["uid"])]))
+                metrics = {key: _KINDS[kind](*values) for key, (kind, *values) in one["metrics"].items()}
+                seconds = (float(one["seconds"][0]), float(one["seconds"][1]))
+                batch = rows.select_idxs(own)
+                scores = _of_episodes(batch) if "score" in batch else ()
+                made = Group(one["place"], one["born"], 0, first, batch=batch.without("score") if scores else batch)
+                groups.append(replace(made, scores=scores, seconds=seconds, metrics=metrics))
+        return cls(record["next"], {int(place): int(tries) for place, tries in record["again"]}, groups)
+
+
+class Stream:
+    """Draws the groups of a training's data order while it goes on, and gives each step its rows."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batch_of: Callable[[int], DataProto],
+        *,
+        done: int,
+        last: int,
+        size: int,
+        max_lag: int,
+        stale: str = "keep",
+        pending: Path | None = None,
+    ) -> None:
+        """`batch_of(step)` returns the `size` prompts of the order's part `step`; nothing is drawn beyond step `last`. `done`
+        steps were done before, and `pending` is what their checkpoint holds. Raises `SettingError` as `sampler_of`."""
+        self._engine: Any = sampler_of(pipeline, f"max_lag={max_lag}")
+        self._rollout, self._reward = streamed(pipeline)
+        self._batch_of = functools.lru_cache(maxsize=max_lag + 3)(batch_of)
+        self._size, self._last, self._lag, self._stale = size, last, max_lag, stale
+        held = Waiting.load(pending) if pending is not None else Waiting(done * size, {}, ())
+        self._next, self._again = held.next, dict(held.again)
+        self._finished = {one.place: one for one in held.groups}
+        self._under_way: dict[int, Group] = {}
+        self._failed: list[tuple[Group, BaseException]] = []
+        self._taken: tuple[int, list[Group], Trace] | None = None
+        self._step, self._fresh, self._heals, self._ill = done + 1, done, 0, False
+        self._flow: Flow | None = None
+        self._turn = threading.Condition()
+        self._closed = False
+        self.judging: AbstractContextManager[Any] = threading.RLock() if _one_at_a_time(self._reward) else nullcontext()
+        """Held around calls of a reward that is a plain function of this process: no two threads call it at once."""
+        self._counts = {"tokens": 0, "tokens_cancelled": 0, "cancelled": 0}
+        self._idle_since: float | None = None
+        self._idle = 0.0
+
+    # --- the loop's side ------------------------------------------------------------------------
+
+    def take(self, batch: DataProto) -> Trace:
+        """Return the trace of the rollout, and of the reward, of as many groups as the step's `batch` has prompts.
+
+        Waits until they are finished. The same step again, after workers were lost, gets the same rows. Raises what drawing
+        raised, and `VersionMismatch` where a row is too old.
+        """
+        began, step = time.perf_counter(), int(batch.meta_info["step"])
+        if self._taken is not None and self._taken[0] == step:
+            return self._taken[2]
+        self._open(step)
+        with self._turn:
+            self._step = step
+            self._fill()
+            while (groups := self._choose(step)) is None:
+                self._turn.wait(0.05)
+                runtime.check()
+            for one in groups:
+                del self._finished[one.place]
+            self._step = step + 1
+            counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
+            counts |= {"groups": len(groups), "buffer": len(self._finished), "under_way": len(self._under_way)}
+            idle, self._idle = self._idle, 0.0
+        waited = time.perf_counter() - began
+        told = {f"streaming/{name}": float(value) for name, value in counts.items()}
+        told |= {"timing_s/trainer_wait": waited, "timing_s/sampler_wait": idle}
+        trace = self._trace(batch, sorted(groups, key=lambda one: one.place), waited, told)
+        self._check(trace, step)
+        self._taken = (step, groups, trace)
+        return trace
+
+    def learnt(self, step: int) -> None:
+        """After a step's update: give the sampler the new weights, and let further prompts begin.
+
+        A sampler that would first have to finish what is out keeps its weights, as long as they are less than k updates old.
+        """
+        if step < self._last and self._flow is not None and (not self._flow.waits or step - self._fresh >= self._lag):
+            self._renew(step)
+
+    def settle(self, step: int) -> AbstractContextManager[Any]:
+        """Give the sampler the weights after `step`, for a validation; the context manager keeps the reward to it alone."""
+        if self._flow is not None:
+            self._renew(step)
+        return self.judging
+
+    def lost(self, step: int) -> None:
+        """Nothing has to be drawn again by weights that are gone: what failed begins anew in the next `take`."""
+
+    def pending(self, after: int) -> Waiting:
+        """What a checkpoint after step `after` holds."""
+        with self._turn:
+            taken = self._taken[1] if self._taken is not None and self._taken[0] == after + 1 else []
+            failed = {group.place: group.tries for group, _ in self._failed}
+            again = self._again | failed | {place: one.tries for place, one in self._under_way.items()}
+            return Waiting(self._next, again, [*self._finished.values(), *taken])
+
+    def close(self, after: int = 0, patience: float | None = None) -> str:
+        """End drawing; what was under way stays noted for `pending`. May be called twice."""
+        with self._turn:
+            self._closed = True
+            for group in self._under_way.values():
+                group.draw.cancel()
+            self._turn.wait_for(lambda: not any(one.draw.tasks for one in self._under_way.values()), 1.0)
+        if self._flow is not None:
+            self._flow.close()
+            self._flow = None
+        return ""
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _open(self, step: int) -> None:
+        """Begin with the first step; after a loss let the sampler have the learner's weights again."""
+        if self._flow is None:
+            self._flow = self._engine.flow(self._size * (self._rollout.group_size + self._rollout.greedy_baseline))
+            self._fresh = step - 1
+        elif self._ill:
+            self._flow.renew(restart=True)
+            self._fresh, self._ill = step - 1, False
+
+    def _renew(self, step: int) -> None:
+        if self._fresh < step:
+            assert self._flow is not None
+            self._flow.renew()
+            with self._turn:
+                self._fresh = step
+                self._fill()
+
+    def _fill(self) -> None:
+        """Begin as many prompts as may: those to be drawn again first, then in the data's order."""
+        if self._closed:
+            return
+        free = MOST_GROUPS - len(self._under_way)
+        for place in sorted(self._again)[: max(free, 0)]:
+            self._begin(place, self._again.pop(place))
+            free -= 1
+        out = len(self._under_way) + len(self._finished) + len(self._failed) + len(self._again)
+        newest = self._fresh + self._lag + 1
+        more = min(room(out, self._step, newest, self._size), free, self._last * self._size - self._next)
+        for place in range(self._next, self._next + max(more, 0)):
+            self._begin(place, 0)
+            self._next = place + 1
+        self._watch_idle()
+
+    def _begin(self, place: int, tries: int) -> None:
+        part, row = divmod(place, self._size)
+        start = self._batch_of(part + 1).select_idxs(torch.tensor([row]))
+        group = Group(place, self._fresh, tries, start, heals=self._heals)
+        self._under_way[place] = group
+        in_thread("workbench-stream", teams.releasing(functools.partial(self._drawn, group)))
+
+    def _watch_idle(self) -> None:
+        """Count the seconds in which nothing is under way, while steps are still to come."""
+        now = time.perf_counter()
+        if self._idle_since is not None:
+            self._idle += now - self._idle_since
+        self._idle_since = None if self._under_way or self._next >= self._last * self._size else now
+
+    def _drawn(self, group: Group) -> None:
+        """In a thread: sample one group and score it."""
+        error: BaseException | None = None
+        try:
+            assert self._flow is not None
+            with self._flow.drawing(group.draw):
+                phase = perform(self._rollout, group.start, group.metrics)
+                began = time.perf_counter()
+                if self._reward is not None:
+                    group.scores = self._judged(self._reward, phase.batch)
+            group.batch, group.seconds = phase.batch, (phase.seconds, time.perf_counter() - began)
+        except BaseException as raised:  # noqa: BLE001 - raised again in the step that needs the rows
+            error = raised
+        with self._turn:
+            self._counts["tokens"] += group.draw.tokens
+            if self._under_way.get(group.place) is not group:  # it was cancelled, and begun anew
+                self._counts["tokens_cancelled"] += group.draw.tokens
+                return
+            del self._under_way[group.place]
+            if error is None:
+                self._finished[group.place] = group
+            elif self._closed or group.heals < self._heals:
+                self._again[group.place] = group.tries
+            else:
+                self._failed.append((group, error))
+            self._fill()
+            self._turn.notify_all()
+
+    def _judged(self, reward: Reward, batch: DataProto) -> list[Score]:
+        """The scores of one group's rows, or episodes."""
+        function, asked = reward.function, whole_episodes(batch) if reward.sessions else batch
+        with self.judging, boundary(f"stage {reward.name!r}"):
+            function.check_signature(asked.columns)
+            return function.judged(row_views(asked))
+
+    def _choose(self, step: int) -> list[Group] | None:
+        """The groups that a step takes; None while it has to wait. Cancels what holds it up, where that was asked for."""
+        if self._failed:
+            error = self._failed[0][1]
+            self._again |= {group.place: group.tries for group, _ in self._failed}
+            self._failed, self._ill = [], True
+            self._heals += 1
+            raise error
+        finished = list(self._finished.values())
+        while True:
+            out = [self._deadline(one) for one in (*finished, *self._under_way.values())]
+            out += [self._fresh + self._lag + 1] * len(self._again)
+            order = chosen([self._deadline(one) for one in finished], out, step, self._size)
+            if order is not None:
+                return [finished[place] for place in order]
+            old = [one for one in self._under_way.values() if not one.tries and one.born < self._fresh]
+            if self._stale == "keep" or len(finished) < self._size or not old:
+                return None
+            oldest = min(old, key=lambda one: (one.born, one.place))
+            oldest.draw.cancel()
+            self._counts["cancelled"] += 1
+            self._begin(oldest.place, oldest.tries + 1)
+
+    def _deadline(self, group: Group) -> int:
+        return group.born + self._lag + 1
+
+    def _trace(self, batch: DataProto, groups: list[Group], waited: float, told: dict[str, float]) -> Trace:
+        """The phases of a step's rollout and reward, as if it had drawn these groups itself."""
+        meta = {"step": int(batch.meta_info["step"]), "epoch": batch.meta_info["epoch"]}
+        start = _signed(_together([one.start for one in groups]).with_meta(**meta), meta["step"])
+        parts = [_batch(one) for one in groups]
+        rolled = _signed(joined(_alike(_numbered(parts))).with_meta(**meta), meta["step"])
+        rows = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(part) for part in parts]))
+        wrote = tuple(name for name in rolled.columns if name in self._rollout.writes or name not in start)
+        settings, source = describe_settings(self._rollout)
+        sampling, judging = (max(one.seconds[part] for one in groups) for part in (0, 1))
+        sampling = max(sampling, waited - judging)
+        told |= {"timing_s/overlapped": sampling + judging - waited}
+        metrics = reduce([joined_metrics(one.metrics for one in groups)]) | _of_versions(rolled) | told
+        marked = {**settings, DRAWN: self._lag}
+        what: dict[str, Any] = {"wrote": wrote, "metrics": metrics, "settings": marked, "source": source, "rows": rows}
+        trace = Trace(start, (Phase(stage=self._rollout.name, batch=rolled, seconds=sampling, **what),))
+        if self._reward is None:
+            return trace
+        reward = copy.copy(self._reward)  # the stage itself scores other groups meanwhile
+        with reward.given(lambda: [score for one in groups for score in one.scores]):
+            phase = perform(reward, rolled)
+        return trace.add(replace(phase, seconds=judging, settings={**phase.settings, DRAWN: self._lag}))
+
+    def _check(self, trace: Trace, step: int) -> None:
+        versions, mine = trace.batch["policy_version"], int(self._engine.version)
+        if len(versions) and not 0 <= mine - int(versions.min()) <= self._lag:
+            what = f"rows of step {step} are older than max_lag={self._lag} allows"
+            found = f"version {int(versions.min())}, where the learner has {mine}"
+            raise VersionMismatch(what, expected=f"at most {self._lag} versions old", found=found)
+
+
+def streamed(pipeline: Pipeline) -> tuple[Any, Reward | None]:
+    """The stages of a pipeline that run group by group: its rollout, and a reward after it that needs no whole batch."""
+    stages = list(pipeline)
+    reward = stages[1] if len(stages) > 1 and isinstance(stages[1], Reward) else None
+    if reward is not None and getattr(reward.function, "per", "row") == "batch":
+        reward = None
+    return stages[0], reward
+
+
+def _one_at_a_time(reward: Reward | None) -> bool:
+    """Whether a reward is a function of this process that is not async: it need not be ready for several threads."""
+    function = None if reward is None else reward.function
+    return bool(getattr(function, "in_process", False)) and not inspect.iscoroutinefunction(
+        getattr(function, "function", None)
+    )
+
+
+def _batch(group: Group) -> DataProto:
+    assert group.batch is not None
+    return group.batch
+
+
+def _scored(group: Group) -> DataProto:
+    """A group's rows with their scores as a column."""
+    batch = _batch(group)
+    each = group.scores if len(group.scores) == len(batch) else of_rows(batch, group.scores)
+    return batch.with_columns({"score": list(each)}) if group.scores else batch
+
+
+def _of_episodes(batch: DataProto) -> list[Score]:
+    """The scores of a batch's episodes, each of which is on all of its rows."""
+    return [score for score, last in zip(batch["score"], is_last(batch).tolist(), strict=True) if last]
+
+
+def _read(folder: Path) -> DataProto:
+    """A saved batch with all its columns in memory."""
+    batch = DataProto.load(folder)
+    return DataProto(*apart({name: batch[name] for name in batch.columns}), batch.meta_info, origins=batch.origins)
+
+
+def _together(starts: Sequence[DataProto]) -> DataProto:
+    """Prompts of several parts of the order as one batch; `meta_info` is the first one's."""
+    return DataProto.concat([one.with_meta(**starts[0].meta_info) for one in starts])
+
+
+def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
+    """Batches to join: each has the column `token_versions`."""
+    return [
+        part
+        if TOKEN_VERSIONS in part
+        else part.with_columns({TOKEN_VERSIONS: part["policy_version"][:, None] * _own(part)})
+        for part in parts
+    ]
+
+
+def _own(batch: DataProto) -> torch.Tensor:
+    """[B, T] int64: 1 on the tokens of the responses, 0 on padding."""
+    return batch["attention_mask"][:, -batch["responses"].shape[1] :]
+
+
+def _numbered(parts: Sequence[DataProto]) -> list[DataProto]:
+    """Batches whose episodes are numbered on through all of them, where an episode may be several rows."""
+    if not any(SESSION in part for part in parts):
+        return list(parts)
+    found, first = [], 0
+    for part in parts:
+        own = list(part[SESSION]) if SESSION in part else list(range(len(part)))
+        found.append(part.with_columns({SESSION: [first + one for one in own]}))
+        first += max(own, default=-1) + 1
+    return found
+
+
+def _signed(batch: DataProto, step: int) -> DataProto:
+    """The batch with its columns signed as of this step, and by the newest of the weights that wrote them."""
+    newest = int(batch["policy_version"].max()) if "policy_version" in batch else None
+    if TOKEN_VERSIONS in batch:
+        newest = int(batch[TOKEN_VERSIONS].max())
+    origins = {
+        name: replace(
+            one, step=None if one.step is None else step, policy_version=None if one.policy_version is None else newest
+        )
+        for name, one in batch.origins.items()
+    }
+    return DataProto(*apart({name: batch[name] for name in batch.columns}), batch.meta_info, origins=origins)
+
+
+def _of_versions(batch: DataProto) -> dict[str, float]:
+    """The share of rows whose tokens were written by weights of several versions."""
+    own, versions = _own(batch).bool(), batch[TOKEN_VERSIONS]
+    moved = ((versions != batch["policy_version"][:, None]) & own).any(-1)
+    return {"streaming/several_versions": float(moved.double().mean())} if len(batch) else {}

@@ -1,0 +1,292 @@
+"""One prompt through the steps of a run: what was answered at each, what it scored, and what changed from step to step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from workbench.base.errors import RunError, nearest
+from workbench.dataproto import DataProto
+from workbench.runs.folder import STEP, step_files
+from workbench.views import document as doc
+from workbench.views.beside import SideBySide, words
+from workbench.views.left_out import LEFT_OUT, OF_ROW, dropped, gathered
+from workbench.views.rewards import CUT, question
+from workbench.views.sample_table import object_at, samples_table, some_rows
+from workbench.views.samples import SampleCard
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from workbench.replay.run import Run
+
+TRAINING, HELD_OUT, GREEDY = "training", "held-out", "held-out, greedy"
+_LINES, _CHANGES, _TEXT = 24, 12, 1500
+"""The last steps that are shown, those whose change is, and characters of one text; `to_pandas()` has all."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class History(doc.View):
+    """The samples of one prompt at each step of a run that kept them; made by `run.history(uid)`.
+
+    A uid is one draw of a row of the data: in the next epoch the row has another. So draws are joined by the row itself, which
+    is its messages and its truth.
+    """
+
+    def __init__(self, prompt: str, truth: Any, frame: pd.DataFrame, said: str) -> None:
+        self.prompt, self.truth = prompt, truth
+        self._frame, self._said = frame, said
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A DataFrame with a line a sample: step, kind (`training`, `held-out`, `held-out, greedy`), uid, row, and the columns
+        of a samples table; `left_out` is why a sample was dropped from its step, and its row is then None."""
+        return self._frame
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps at which the prompt was drawn and its samples kept."""
+        return sorted(set(self._frame["step"]))
+
+    def diff(self, step: int, other: int, which: str = "best") -> SideBySide:
+        """The `best` (or `worst`) response of one step beside that of another. Raises `RunError` for a step without samples."""
+        if which not in ("best", "worst"):
+            raise RunError(f"a response to compare: {which!r}", expected="'best' or 'worst'")
+        found = [line for line in self._drawn() if line.step in (step, other)]
+        for wanted in (step, other):
+            if all(line.step != wanted for line in found):
+                raise RunError(f"no samples of this prompt at step {wanted}", expected=f"one of the steps {self.steps}")
+        sides = [next(line for line in found if line.step == wanted) for wanted in (step, other)]
+        return SideBySide(*((f"{which} of step {one.step}", getattr(one, which)) for one in sides))
+
+    def _drawn(self) -> list[_Drawn]:
+        frame = self._frame
+        return [_Drawn.of(step, kind, rows) for (step, kind), rows in frame.groupby(["step", "kind"], sort=True)]
+
+    def document(self) -> doc.Part:
+        """The view's content: a line for each step with its mean reward, best and worst response; in HTML what changed."""
+        drawn = self._drawn()
+        shown, trend = drawn[-_LINES:], _trend([one.mean for one in drawn if one.kind != GREEDY])
+        truth = [] if self.truth is None else [f"  truth: {doc.one_line(self.truth, 200)}"]
+        text = [doc.one_line(self.prompt, 400), *truth, *([trend] if trend else [])]
+        page: list[doc.Part] = [
+            doc.wrapped(doc.cut(self.prompt, _TEXT), style="opacity:0.6"),
+            *truth,
+            *([trend] if trend else []),
+        ]
+        left = f"the last {len(shown)} of {len(drawn)}: .to_pandas() has all" if len(drawn) > len(shown) else ""
+        note = "; ".join(filter(None, (self._said, left)))
+        return doc.Either(
+            [*text, *(said for one in shown for said in one.lines()), note],
+            (page, lambda: self._page(shown), doc.line(doc.small(note))),
+        )
+
+    def _page(self, shown: Sequence[_Drawn]) -> doc.Table:
+        top = max((abs(one.mean) for one in shown if one.mean == one.mean), default=0.0) or 1.0
+        rows, before = list[list[doc.Part]](), dict[str, _Drawn]()
+        for place, one in enumerate(shown):
+            mean = doc.bar(abs(one.mean) / top, f"{one.mean:.3g}", one.mean >= 0) if one.mean == one.mean else "–"
+            changed: doc.Part = ""
+            if (last := before.get(one.kind)) is not None and place >= len(shown) - _CHANGES:
+                changed = _changed(last, one)
+            before[one.kind] = one
+            name = doc.bold(str(one.step)), doc.BREAK, doc.small(f"{one.kind}, {doc.counted(len(one.rows), 'sample')}")
+            rows.append([name, mean, doc.stacked([_answer(said, row) for said, row in one.ends()]), changed])
+        return doc.Table(
+            ["step", "mean reward", "best and worst response", "the best one, changed"], rows, most=len(rows)
+        )
+
+
+class _Drawn(NamedTuple):
+    """The samples of a prompt at one step."""
+
+    step: int
+    kind: str
+    rows: pd.DataFrame
+    mean: float
+    best: Any
+    worst: Any
+
+    @classmethod
+    def of(cls, step: int, kind: str, rows: pd.DataFrame) -> _Drawn:
+        reward = rows.get("reward")
+        if reward is None or reward.isna().all():
+            return cls(step, kind, rows, math.nan, rows.iloc[0], rows.iloc[-1])
+        return cls(step, kind, rows, float(reward.mean()), rows.loc[reward.idxmax()], rows.loc[reward.idxmin()])
+
+    def ends(self) -> list[tuple[str, Any]]:
+        """The best and the worst sample, each with its reward in words; one where all say the same."""
+        ends = [self.best] if self.best["response"] == self.worst["response"] else [self.best, self.worst]
+        return [(doc.number(row.get("reward"), "g"), row) for row in ends]
+
+    def lines(self) -> list[str]:
+        """The step in text."""
+        said = f"  step {self.step:<5} {doc.number(self.mean, '.3g'):>6}  {self.kind}, {doc.counted(len(self.rows), 'sample')}"
+        return [said, *(f"    {name:>5}{_why(row)} → {doc.one_line(row['response'])}" for name, row in self.ends())]
+
+
+def _answer(said: str, row: Any) -> doc.Part:
+    start = doc.cut(row["response"], CUT).replace("\n", " ⏎ ")
+    return doc.Fold(f"{said}{_why(row)} → {start}", doc.block(doc.cut(row["response"], _TEXT)))
+
+
+def _why(row: Any) -> str:
+    why = row.get(LEFT_OUT)
+    return f" (left out: {doc.one_line(why)})" if isinstance(why, str) else ""
+
+
+def _changed(before: _Drawn, now: _Drawn) -> doc.Part:
+    one, two = (doc.cut(each.best["response"], _TEXT) for each in (before, now))
+    since = f"since step {before.step}"
+    return f"the same as {since[6:]}" if one == two else doc.Fold(since, lambda: words(one, two))
+
+
+def _trend(means: Sequence[float]) -> str:
+    """`mean reward 0.25 → 0.75  ▁▃▆█`; empty where fewer than two steps have one."""
+    known = [one for one in means if one == one]
+    if len(known) < 2:
+        return ""
+    low, span = min(known), max(known) - min(known) or 1.0
+    blocks = "".join(_BLOCKS[round((one - low) / span * (len(_BLOCKS) - 1))] for one in known[-60:])
+    return f"mean reward {known[0]:.3g} → {known[-1]:.3g}  {blocks}"
+
+
+# --- found in a run --------------------------------------------------------------------------------
+
+
+class _Row(NamedTuple):
+    """A row of the data, by what it is: its messages and its truth."""
+
+    messages: str
+    truth: str
+    text: str
+
+    @classmethod
+    def of(cls, chat: Any, judged: Any, uid: Any) -> _Row:
+        messages = json.dumps(chat, sort_keys=True, default=str) if chat is not None else f"uid {uid}"
+        return cls(messages, str((judged or {}).get("ground_truth")), question(chat))
+
+
+class _Kept(NamedTuple):
+    """The samples of one step that are on disk."""
+
+    step: int
+    kind: str
+    batch: DataProto
+    uids: Sequence[Any]
+    draws: dict[Any, _Row]
+    """uid → the row of the data that it is a draw of."""
+
+
+def run_history(run: Run, prompt: Any) -> History:
+    """One prompt through the steps of a run; the argument and errors are those of `Run.history`."""
+    import pandas as pd
+
+    kept = list(_kept(run))
+    wanted = _wanted(run, prompt, kept)
+    frames, truth = list[pd.DataFrame](), None
+    for one in kept:
+        rows = [number for number, uid in enumerate(one.uids) if one.draws[uid] == wanted]
+        if rows:
+            truth = (object_at(one.batch, "reward_model", rows[0]) or {}).get("ground_truth")
+            frames.append(_frame(one, rows))
+    frame = pd.concat(frames, ignore_index=True)
+    return History(wanted.text, truth, frame, _words(run, frame, kept))
+
+
+def _kept(run: Run) -> Iterator[_Kept]:
+    """The samples of every recorded step, those that it dropped too, and of every validation, in the order of steps."""
+    traces, held_out = run.traces, step_files(run.path / "val")
+    recorded = list(traces)
+    for step in sorted({*recorded, *held_out}):
+        if step in held_out:
+            batch = run.val(step)
+            greedy = batch["greedy"].bool() if "greedy" in batch else torch.zeros(len(batch), dtype=torch.bool)
+            for kind, rows in ((HELD_OUT, ~greedy), (GREEDY, greedy)):
+                if rows.any():
+                    yield _of_batch(step, kind, batch.select_idxs(rows))
+        if step in recorded:
+            trace = traces[step]
+            yield _of_batch(step, TRAINING, trace.batch)
+            if gone := dropped(trace):
+                yield _of_batch(step, TRAINING, gathered(gone))
+
+
+def _of_batch(step: int, kind: str, batch: DataProto) -> _Kept:
+    objects, none = batch.non_tensor_batch, [None] * len(batch)
+    uids, chats, judged = (
+        objects.passing(name) if name in batch else none for name in ("uid", "raw_prompt", "reward_model")
+    )
+    draws: dict[Any, _Row] = {}
+    for number, uid in enumerate(uids):
+        if uid not in draws:
+            draws[uid] = _Row.of(chats[number], judged[number], uid)
+    return _Kept(step, kind, batch, uids, draws)
+
+
+def _frame(one: _Kept, rows: Sequence[int]) -> pd.DataFrame:
+    """The samples table of some rows of a step, with the step, the kind, the row and the draw."""
+    table = samples_table(some_rows(one.batch, rows)).drop(columns=["group", "step", OF_ROW], errors="ignore")
+    numbers = [None] * len(rows) if LEFT_OUT in one.batch else list(rows)
+    facts = {"step": one.step, "kind": one.kind, "uid": [one.uids[row] for row in rows], "row": numbers}
+    for place, (name, value) in enumerate(facts.items()):
+        table.insert(place, name, value)
+    return table
+
+
+def _wanted(run: Run, prompt: Any, kept: Sequence[_Kept]) -> _Row:
+    """The row of the data that a uid, a prompt's text, or a sample is of."""
+    every = list(dict.fromkeys(row for one in kept for row in one.draws.values()))
+    if not every:
+        do = "train with trace_freq=…, or with eval_rows=… and test_freq=…"
+        raise RunError(f"{run.path} has kept no samples", do=do)
+    said, tests = _asked(prompt, kept)
+    found = next((rows for test in tests if (rows := [row for row in every if test(row)])), [])
+    if len(found) == 1:
+        return found[0]
+    raise _unfound(run, said, found, {uid: row for one in kept for uid, row in one.draws.items()}, len(every))
+
+
+def _asked(prompt: Any, kept: Sequence[_Kept]) -> tuple[str, list[Callable[[_Row], bool]]]:
+    """What is asked for, in words, and how the row is known; the strictest way first."""
+    if isinstance(prompt, SampleCard):
+        batch = prompt.index.batch
+        one = _Row.of(*(object_at(batch, name, prompt.row) for name in ("raw_prompt", "reward_model", "uid")))
+        return one.text, [one.__eq__]
+    if isinstance(prompt, str):
+        drawn = {one.draws[prompt] for one in kept if prompt in one.draws}
+        return prompt, [drawn.__contains__, lambda row: row.text == prompt, lambda row: prompt in row.text]
+    values = dict(prompt)  # a line of a samples table
+    text, truth = str(values.get("prompt")), str(values.get("truth"))
+    return text, [lambda row: (row.text, row.truth) == (text, truth)]
+
+
+def _unfound(run: Run, said: str, found: Sequence[_Row], draws: Mapping[Any, _Row], prompts: int) -> RunError:
+    """The error for a prompt that is not there, which names the nearest one, or that several rows of the data have."""
+    those = f"{prompts} prompts that {run.path} has kept samples of"
+    if found:
+        uids = [next(uid for uid, row in draws.items() if row == one) for one in found[:4]]
+        return RunError(
+            f"{doc.cut(repr(said), 80)} is in {len(found)} of the {those}", do=f"pass a uid, such as {uids}"
+        )
+    texts = [doc.cut(row.text, 200) for row in draws.values()]
+    close = nearest(said, map(str, draws)) or nearest(doc.cut(said, 200), texts)
+    do = f"did you mean {doc.cut(repr(close), 120)}?" if close is not None else None
+    return RunError(f"{doc.cut(repr(said), 80)} is none of the {those}", expected="a uid or a prompt's text", do=do)
+
+
+def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
+    """Where the prompt was drawn, and of how many steps nothing is known."""
+    recorded = {one.step for one in kept if one.kind == TRAINING}
+    drawn = sorted(set(frame["step"][frame["kind"] == TRAINING]))
+    held = sorted(set(frame["step"][frame["kind"] != TRAINING]))
+    said = [f"drawn in {len(drawn)} of {doc.counted(len(recorded), 'recorded step')}"] if drawn or not held else []
+    said += [f"held out, sampled at {doc.counted(len(held), 'validation')}"] if held else []
+    unknown = {row[STEP] for row in run.rows if row[STEP] > 0} - recorded
+    said += [f"of {doc.counted(len(unknown), 'other step')} no samples are kept"] if unknown and drawn else []
+    return "; ".join(
+        [*said, "draws are joined by the row of the data (its messages and truth): each has a uid of its own"]
+    )
