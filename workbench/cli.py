@@ -236,7 +236,8 @@ def _runs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from workbench.jobs.report import write_folder, write_report
+    from workbench.jobs.pages import write_folder
+    from workbench.jobs.report import write_report
 
     if options.all:
         _say(write_folder(options.run, options.output)[1])

@@ -22,8 +22,7 @@ from tests_patience import LONG
 import workbench as wb
 from workbench import cli
 from workbench.base.errors import RunError
-from workbench.jobs.pages import Pages
-from workbench.jobs.report import write_folder
+from workbench.jobs.pages import Pages, write_folder
 from workbench.jobs.viewer import viewing
 from workbench.runs.folder import Lock
 from workbench.steps.trace import Trace

@@ -154,7 +154,7 @@ def test_the_bins_count_every_scored_sample_once() -> None:
 
 def test_two_responses_are_laid_over_each_other() -> None:
     batch = rewarded([1.0, 0.0], ["6 - 2 = 4 <b>", "6 - 2 = 5 <b>"])
-    found = difference(SampleIndex(batch), 0, 1).document()
+    found = difference(SampleIndex(batch).frame, 0, 1).document()
     assert doc.text(found).splitlines()[-1].strip() == "6 - 2 = [-4-]{+5+} <b>"
     page = doc.html(found)
     assert lint(page) == [] and "<s " in page and "&lt;b&gt;" in page

@@ -118,7 +118,7 @@ class HealthPage:
         pages: dict[str, Callable[[Health], Any]] = {
             "/health": _page,
             "/health.json": lambda look: strict(look.to_dict()),
-            "/metrics": lambda look: Text(exposition(look), "text/plain; version=0.0.4; charset=utf-8", STILL),
+            "/metrics": lambda look: Text(exposition(look).decode(), "text/plain; version=0.0.4; charset=utf-8", STILL),
         }
         path = asked.path.partition("?")[0].rstrip("/") or "/health"
         if asked.method != "GET" or path not in (*pages, "/timeline.json"):

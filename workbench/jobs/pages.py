@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from workbench.base.errors import RunError, WorkbenchError, first_line
+from workbench.base.files import write_text
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.replay.remote import is_address
@@ -395,3 +396,40 @@ def _number(text: str, before: str, after: str) -> int:
 
 def _asked_row(last: str, query: Query) -> int:
     return _number((query.get("row") or [""])[0], "", "") if last == "row.html" else _number(last, "row_", ".html")
+
+
+LIMIT = 200
+"""Megabytes of a written folder after which the pages of older steps are left out."""
+
+
+def write_folder(source: str | Path, output: str | Path | None = None, *, limit: float = LIMIT) -> tuple[Path, str]:
+    """Write the pages of `workbench view` as a folder of HTML files that need no server, script or network.
+
+    It has a page for each run, each recorded step, its `ROWS` worst samples with their tokens, and its difference to the
+    recorded step before. `output`: default `report` in the folder (beside a dump's file). At `limit` megabytes older steps are
+    left out. Returns the folder, and a sentence that says what was written and left out. Raises `RunError` for an output that
+    is no report, and as `Pages`.
+    """
+    written: set[str] = set()
+    pages = Pages(source, written)
+    inside = pages.source if pages.source.is_dir() else pages.source.with_suffix("")
+    target = Path(output) if output is not None else inside / "report" if pages.source.is_dir() else inside
+    if target.is_dir() and any(target.iterdir()) and not (target / "index.html").is_file():
+        raise RunError(f"{target} has files, and is no report", do="name another folder with -o")
+    size, left, broken = 0, 0, list[str]()
+    for path in pages.paths():
+        if size > limit * 1e6 and "/step_" in path:
+            left += 1
+            continue
+        try:
+            body = rendered(pages.page(path))
+        except (WorkbenchError, LookupError, ValueError) as error:
+            broken.append(f"{path} ({first_line(error, 120)})")
+            continue
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        write_text(target / path, body)
+        written.add(path)
+        size += len(body.encode("utf-8", "replace"))
+    said = f"{len(written)} pages, {size / 1e6:.1f} MB, in {target}"
+    said += f"; {left} pages of older steps left out at {limit:g} MB" if left else ""
+    return target, said + (f"; could not be made: {', '.join(broken)}" if broken else "")

@@ -10,9 +10,10 @@ import numpy as np
 
 from workbench.views import document as doc
 from workbench.views.sample_table import samples_table, some_rows
-from workbench.views.samples import SampleIndex
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from workbench.steps.compare import Comparison
 
 LEFT_OUT, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
@@ -76,9 +77,9 @@ def _said(value: Any) -> str:
     return f"{float(value):.4g}" if isinstance(value, float | np.floating) else doc.cut(value, doc.CELL)
 
 
-def difference(index: SampleIndex, row: int, other: int) -> SideBySide:
-    """Two samples of one batch."""
-    return SideBySide(*((f"row {one}", index.frame.iloc[one]) for one in (row, other)))
+def difference(frame: pd.DataFrame, row: int, other: int) -> SideBySide:
+    """Two samples of one batch, from its samples table."""
+    return SideBySide(*((f"row {one}", frame.iloc[one]) for one in (row, other)))
 
 
 def compared_row(found: Comparison, row: int, *, brief: bool = False) -> SideBySide:

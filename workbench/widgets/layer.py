@@ -179,7 +179,7 @@ class SamplesTable(Layer, script="samples"):
         if asked["kind"] == "tokens":
             return {"kind": "card", "html": tokens(view.thing, row)._repr_html_()}
         if asked["kind"] == "diff":
-            return {"kind": "card", "html": difference(view.index, row, int(asked["other"])).html()}
+            return {"kind": "card", "html": difference(view.index.frame, row, int(asked["other"])).html()}
         if asked["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
         return {"kind": "pinned", "text": self._pin(row, str(asked.get("expected", "")), str(asked.get("note", "")))}
