@@ -144,6 +144,9 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
         rows = len((run / "metrics.jsonl").read_text().splitlines())
         page.wait_for_timeout(1500)
         assert len((run / "metrics.jsonl").read_text().splitlines()) == rows, "it trained on while paused"
+        page.locator(
+            ".wb-readout", has_text=re.compile(r"^step \d+ · reward")
+        ).wait_for()  # curves to point at, while it trains
         shot(page, "buttons_paused")
         go_on.click()
         held = step_shown(page)

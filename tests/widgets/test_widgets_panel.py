@@ -65,7 +65,7 @@ def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
 
 def test_the_curves_go_on_with_the_steps_and_mark_what_looks_wrong(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, _, _ = made
-    monkeypatch.setattr(display, "CURVES_EVERY", 0.0)
+    monkeypatch.setattr(display, "LIVE_EVERY", 0.0)
     monkeypatch.setattr(display, "STEPS_A_SECOND", 1e12)
     curves = shown._curves
     assert curves.alone and shown._box.children[-1] is curves

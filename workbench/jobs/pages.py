@@ -17,6 +17,7 @@ from workbench.base.errors import RunError, WorkbenchError, first_line
 from workbench.base.files import write_text
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
+from workbench.replay.remote import is_address
 from workbench.replay.run import Run, find_runs, table
 from workbench.runs.folder import is_run, step_files
 from workbench.runs.symptoms import Watch
@@ -81,6 +82,9 @@ class Pages:
     """
 
     def __init__(self, source: str | Path, written: set[str] | None = None) -> None:
+        if is_address(source):
+            do = f"wb.load_run({str(source)!r}).fetch() copies a run: look at the copy"
+            raise RunError(f"{source} is no folder of this machine", do=do)
         self.source, self.written = Path(source).resolve(), written
         self.dump: Any = None
         self._one = is_run(self.source)

@@ -29,6 +29,8 @@ from workbench.views.plots import Plots
 log = logging.getLogger("workbench")
 
 CURVES_EVERY = 6.0
+LIVE_EVERY = 2.0
+"""Seconds between refreshes of the curves: of the picture, and of those that the page draws."""
 STEPS_A_SECOND = 500
 """The curves of so many steps are sent or drawn in a second, at most: those of a long run are renewed more seldom."""
 BLOCK_EVERY = 1.0
@@ -81,8 +83,12 @@ class Live:
         last = row[STEP] >= self.steps
         if last or now - self._shown >= BLOCK_EVERY:
             self._show(now)
-        if last or now - self._drawn >= max(CURVES_EVERY, len(self.rows) / STEPS_A_SECOND):
+        if last or now - self._drawn >= max(self.every(), len(self.rows) / STEPS_A_SECOND):
             self._draw(now)
+
+    def every(self) -> float:
+        """Seconds between refreshes of the curves."""
+        return CURVES_EVERY
 
     async def watch(self) -> None:
         """Run beside the training loop until cancelled: show that it is paused, or that a long step is still running."""
@@ -91,6 +97,8 @@ class Live:
             now = time.monotonic()
             asked = (self.control.paused, self.control.holding)
             if self._said != asked or now - self._shown >= HEARTBEAT:
+                if self._said != asked:  # who pauses wants to see all that there is
+                    self._draw(now)
                 self._said = asked
                 self._show(now)
 
@@ -226,6 +234,10 @@ class TrainingPanel(Live):
             self._refreshed = self._shown
             self._handle.update(self)
             self._cover.renewed += 1
+
+    def every(self) -> float:
+        """Seconds between refreshes of the curves, which cost no picture."""
+        return LIVE_EVERY
 
     def _draw(self, now: float) -> None:
         self._drawn = now
