@@ -139,6 +139,13 @@ def test_dapo_replaces_groups_without_signal(tiny: str) -> None:
     filled = run(rows=rows)
     metrics = filled.trace.metrics
     assert metrics["train/num_gen_batches"] >= 2 and metrics["filter_groups/kept"] == 4 and len(filled.batch) == 16
+    told = filled.trace["filter_groups"].dropped
+    assert told is not None and dull <= set(told["uid"]) and not set(told["uid"]) & set(filled.batch["uid"])
+    sampled = 16 * metrics["train/num_gen_batches"]
+    assert len(told) == sampled - 16 and all(len(text) for text in told["response_text"]), (
+        "all others, with their texts"
+    )
+    assert dropped.trace["filter_groups"].dropped is None, "its `rows` tell"
     assert not dull & set(filled.batch["uid"]) and filled.batch.meta_info["step"] == 1
     twice = run(rows=rows)
     assert torch.equal(filled.batch["input_ids"], twice.batch["input_ids"])
@@ -153,6 +160,8 @@ def test_a_step_without_any_signal_changes_nothing(tiny: str) -> None:
     s = wb.Stepper(pipe, rows.batch(2)).run()
     assert s.trace.metrics["train/num_gen_batches"] == 4 and len(s.batch) == 4
     assert float(s.batch["advantages"].abs().sum()) == 0.0
+    told = s.trace["filter_groups"].dropped
+    assert told is not None and len(told) == 12, "three further batches, thrown away"
 
 
 def test_overlong_answers_are_penalised_softly(tiny: str) -> None:

@@ -44,12 +44,17 @@ def look_around(lab: str, page: Any, name: str) -> None:
     without_a_kernel(lab, page, name)
 
 
-def after_a_restart(page: Any) -> None:
-    """Every view says what to do, and its static form is there again in its place."""
+def restart(page: Any) -> None:
+    """Restart the kernel, as a person does."""
     page.get_by_role("menuitem", name="Kernel", exact=True).click()
     page.get_by_role("menuitem", name=re.compile(r"^Restart Kernel(…|\.\.\.)")).click()
     page.get_by_role("button", name="Confirm Kernel Restart").click()
     page.get_by_text("| Idle").first.wait_for()
+
+
+def after_a_restart(page: Any) -> None:
+    """Every view says what to do, and its static form is there again in its place."""
+    restart(page)
     said = page.locator(".wb-note", has_text="the kernel was restarted: run this cell again")
     until(page, lambda: said.count() > 1)
     static = page.locator(".workbench-static")

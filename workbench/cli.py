@@ -80,12 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("-p", "--parameter", action="append", default=[], metavar=metavar)
         command.add_argument("-f", "--file", help="parameters from a YAML or JSON file; -p overrides them")
         command.add_argument("-k", "--kernel", help="kernel name (default: the notebook's)")
-    _looking_and_files(commands)
+    _looking(commands)
+    _files(commands)
     return parser
 
 
-def _looking_and_files(commands: Any) -> None:
-    """The commands that run no notebook."""
+def _looking(commands: Any) -> None:
+    """The commands that show runs and dumps."""
     runs = commands.add_parser("runs", help="print a table of runs with settings and results")
     runs.add_argument("folder", nargs="?", default="runs")
     runs.set_defaults(command=_runs)
@@ -119,6 +120,10 @@ def _looking_and_files(commands: Any) -> None:
     audit = commands.add_parser("audit", help="recompute what a run's traces hold, and print what disagrees")
     audit.add_argument("run")
     audit.set_defaults(command=_audit)
+
+
+def _files(commands: Any) -> None:
+    """The commands that write notebooks and data, or look at this machine."""
     notebooks = commands.add_parser("notebooks", help="write the notebooks, their data and tiny models into a folder")
     notebooks.add_argument("folder", metavar="DIR")
     notebooks.set_defaults(command=_notebooks)

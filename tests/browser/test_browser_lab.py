@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_driving import DRIVEN
+from tests_driving import DRIVEN, restart
 from tests_lab import (
     ROOT,
     contents,
@@ -162,6 +162,14 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
         summary = json.loads((run / "summary.json").read_text())
         assert summary["checkpoints"] == [summary["steps"]] and 4 <= summary["steps"] < 400
         save(page, lab, "buttons.ipynb")
+        cell = page.locator(".jp-CodeCell", has_text="wb.train(").last
+        static = cell.locator(".workbench-static").first
+        assert static.is_hidden() and cell.locator(".wb-curves").is_visible(), "one of the two"
+        restart(page)
+        cell.get_by_text("the kernel was restarted: run this cell again").locator("visible=true").wait_for()
+        assert static.is_visible() and cell.locator(".wb-curves").is_hidden() and not stop.is_visible()
+        static.scroll_into_view_if_needed()
+        shot(page, "buttons_restarted")
     saved = contents(lab, "buttons.ipynb")
     cell = training_cell(saved)
     shown = [output for output in cell["outputs"] if "data" in output]

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cluster_things as things
@@ -216,6 +217,16 @@ class TestPlacing:
         with pytest.raises(EngineError, match="no-such-model"):
             session.place("no-such-model", pool="refused", sampler=None)
         assert session.groups == groups and "refused" not in session.pools
+
+    def test_rollouts_are_streamed_by_the_samplers_of_a_place(self, plain: Any, tmp_path: Path) -> None:
+        """Last: it changes the weights. A sampler in a worker finishes what is out before it takes new ones."""
+        told: dict[str, Any] = {"steps": 3, "batch_size": 3, "max_lag": 2, "trace_freq": 1, "keep_traces": 9}
+        pipe = wb.recipes.with_rollout_correction(recipe(plain), "decoupled_token_is")
+        run = wb.train_blocking(pipe, rows(), run=tmp_path / "r", trackers=(), **told)
+        found = [uid for step in (1, 2, 3) for uid in dict.fromkeys(run.traces[step].batch["uid"])]
+        assert sorted(found) == sorted(uid for step in (1, 2, 3) for uid in rows().batch(3, step=step)["uid"])
+        assert max(row["training/policy_lag/max"] for row in run.rows[1:]) <= 2 and run.audit().agrees
+
 
 
 def test_samplers_of_several_gpus_sit_on_blocks_of_the_learners() -> None:

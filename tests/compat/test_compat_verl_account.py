@@ -152,6 +152,17 @@ def test_what_is_allowed_but_odd_is_near() -> None:
     assert alone["algorithm.adv_estimator + actor_rollout_ref.rollout.n"].kind == "near"
 
 
+def test_routing_replay_is_r3() -> None:
+    mode, on = (
+        "actor_rollout_ref__actor__router_replay__mode",
+        "actor_rollout_ref__rollout__enable_rollout_routing_replay",
+    )
+    found = rows_of(**{mode: "R3", on: True})
+    assert [row.kind for row in found.values()] == ["exact", "exact"]
+    assert found[on.replace("__", ".")].becomes == "LocalSettings.routing_replay"
+    assert [row.kind for row in rows_of(**{mode: "R2"}).values()] == ["refused"]
+
+
 def test_a_setting_without_effect_says_so() -> None:
     rows = rows_of(
         algorithm__adv_estimator="grpo", algorithm__lam=0.95, critic__optim__lr=1e-5, algorithm__kl_ctrl__kl_coef=0.1

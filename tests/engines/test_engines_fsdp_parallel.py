@@ -16,10 +16,13 @@ from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group
-from workbench.engines.fsdp_engine.meshes import Sizes, refuse
+from workbench.engines.fsdp_engine.meshes import Sizes
+from workbench.engines.fsdp_engine.sharding import refuse
 from workbench.engines.local_engine.loading import load_model
 from workbench.engines.local_engine.selfcheck import batch_of
+from workbench.engines.rehearsal import Shape, sharded
 from workbench.engines.settings import FsdpSettings
+from workbench.engines.weights import sync_of
 from workbench.testing.engines import LikelihoodLoss
 
 pytestmark = pytest.mark.slow
@@ -61,7 +64,8 @@ def rows() -> DataProto:
 
 
 def agrees(model: Path, where: Group, rows: DataProto, mesh: dict[str, int], **settings: Any) -> None:
-    """Scores to 3e-6 nats, gradients to 1e-6, norms to 1e-5 of theirs, and after three steps weights to a tenth of a step."""
+    """Scores to 3e-6 nats, gradients to 1e-6, norms to 1e-5 of theirs; after steps, in which Adam divides what is nearly 0 by itself,
+    weights to a tenth of a step and scores to 1e-4."""
     lr, want, loss = 1e-3, ("log_probs", "entropy"), LikelihoodLoss()
     there = fsdp(model, on=where, device="cpu", mesh=mesh, lr=lr, **settings)
     here = local(model, device="cpu", lr=lr)
@@ -72,9 +76,9 @@ def agrees(model: Path, where: Group, rows: DataProto, mesh: dict[str, int], **s
         mine, theirs = (engine.learn(rows, loss, counts(rows)) for engine in (there, here))
         norms = [float(one.metrics["grad_norm"].result()) for one in (mine, theirs)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-        assert difference(mine.columns, theirs.columns) < 3e-5
+        assert difference(mine.columns, theirs.columns) < 1e-4
     assert difference(there.full_weights(), here.full_weights()) < lr / 10
-    assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 3e-5
+    assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,23 @@ def test_four_ranks_equal_one_process(
     agrees(folder(name), four, rows, mesh)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"offload": "all"}, {"dtype": "bfloat16"}])
+def test_adapters_offload_and_mixed_precision(
+    settings: dict[str, Any], folder: Folders, two: Group, rows: DataProto
+) -> None:
+    here = local(folder("qwen3_moe"), device="cpu", **settings | {"offload": "none"})
+    gap = 2e-2 if "dtype" in settings else 1e-6
+    for mesh in ({"cp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}):
+        there = fsdp(folder("qwen3_moe"), on=two, device="cpu", mesh=mesh, **settings)
+        found = [engine.gradient(rows, LikelihoodLoss(), counts(rows)) for engine in (there, here)]
+        assert found[0].keys() == found[1].keys()
+        if "lora_rank" in settings:  # B is 0: only it has a gradient
+            found = [{name: one for name, one in each.items() if "lora_B" in name} for each in found]
+        median = torch.cat([(found[0][name] - found[1][name]).abs().flatten() for name in found[1]]).median()
+        assert float(median) < gap and any(bool(one.any()) for one in found[0].values())
+
+
 def test_a_row_of_fewer_tokens_than_ranks(folder: Folders, two: Group) -> None:
     short = batch_of([((4,), (5,))])  # one token goes through the model
     there, here = fsdp(folder("qwen3"), on=two, device="cpu", mesh={"cp": 2}), local(folder("qwen3"), device="cpu")
@@ -137,7 +158,7 @@ def test_the_exact_kl_and_values_of_cut_sequences(folder: Folders, two: Group, r
     assert difference(*found) < 1e-5
 
 
-def test_spread_experts_are_saved_whole_and_loaded_in_another_mesh(
+def test_spread_experts_are_saved_and_pushed_whole_and_loaded_in_another_mesh(
     folder: Folders, two: Group, rows: DataProto, tmp_path: Path
 ) -> None:
     spread = fsdp(folder("mixtral"), on=two, device="cpu", mesh={"cp": 2, "ep": 2}, lr=1e-3)
@@ -146,6 +167,9 @@ def test_spread_experts_are_saved_whole_and_loaded_in_another_mesh(
     spread.save_sharded(tmp_path / "state")
     weights = spread.full_weights()
     assert difference(local(tmp_path / "model", device="cpu").full_weights(), weights) == 0
+    sampler = local(folder("mixtral"), device="cpu")
+    sync_of(spread, sampler, "shared memory", 4096).push(spread.version)
+    assert difference(sampler.full_weights(), weights) == 0
     other = fsdp(folder("mixtral"), on=two, device="cpu", lr=1e-3)
     other.load_sharded(tmp_path / "state")
     assert difference(other.full_weights(), weights) == 0
@@ -188,3 +212,14 @@ def test_experts_are_replayed_by_ranks_as_by_one_process(
     mine, theirs = (engine.compute_log_probs(replayed) for engine in (there, here))
     assert difference(mine, theirs) < 3e-6 < 0.1 < difference(theirs, here.compute_log_probs(rows))
     assert difference(*(one.gradient(replayed, LikelihoodLoss(), counts(rows)) for one in (there, here))) < 1e-6
+
+
+@pytest.mark.long
+def test_memory_of_spread_experts_and_cut_sequences_is_measured_without_weights(folder: Folders) -> None:
+    found = {}
+    for name, mesh in (("all", None), ("spread", {"dp": 2, "ep": 2}), ("cut", {"cp": 2, "ep": 2})):
+        settings = FsdpSettings(device="cpu", dtype="bfloat16", mesh=mesh)
+        found[name] = sharded(str(folder("mixtral")), settings, 2, Shape.of(64, 64, 64), gpu=False, head=False).parts
+    assert found["spread"]["gradients"] == found["cut"]["gradients"] == found["all"]["gradients"]
+    assert found["spread"]["activations"] < found["all"]["activations"]  # no layer's experts are gathered
+    assert found["cut"]["activations"] < 0.7 * found["spread"]["activations"]  # a rank has half of the tokens

@@ -16,6 +16,8 @@ from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.local_engine.routing import experts_of
 from workbench.engines.protocol import Request, SamplingSettings
+from workbench.stages.filtering import joined
+from workbench.stages.log_prob import LogProb
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import LikelihoodLoss
 
@@ -122,3 +124,21 @@ def test_a_sampler_that_cannot_record_says_so(mixture: Path) -> None:
     engine = local(mixture, device="cpu", routing_replay=True, decode="no cache")
     with pytest.raises(EngineError, match=r"sampling with routing_replay; expected decode='shared prompts'"):
         sampled(engine, 1, 1)
+
+
+def test_the_policys_log_probs_are_replayed_and_its_references_are_not(mixture: Path) -> None:
+    policy = local(mixture, device="cpu", routing_replay=True)
+    rows = sampled(policy, 2, 2)
+    other = rows.with_columns({"routed_experts": (3 - rows["routed_experts"]).clamp(max=3)})
+    stages = LogProb(policy), LogProb(policy.reference(), name="ref_log_prob", column="ref_log_prob")
+    gaps = [stage(other).batch[stage.column] - rows["rollout_log_probs"] for stage in stages]
+    assert float(gaps[0].abs().max()) > 0.1 and float(gaps[1].abs().max()) < 1e-5
+
+
+def test_parts_of_other_widths_are_joined(mixture: Path) -> None:
+    engine = local(mixture, device="cpu", routing_replay=True)
+    first, second = sampled(engine, 1, 2), sampled(engine, 2, 1)  # prompts of 8, and of 8 and 9 tokens
+    whole = joined([first, second])
+    assert whole["routed_experts"].shape == (4, 29, 2, 2)
+    assert torch.equal(whole["routed_experts"][:2, 1:], first["routed_experts"])
+    assert bool((whole["routed_experts"][:2, 0] == 0).all()) and bool((whole["attention_mask"][:2, 0] == 0).all())

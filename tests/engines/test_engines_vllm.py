@@ -4,6 +4,7 @@ which its process can fail is an error that says so."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -30,6 +32,8 @@ from workbench.engines.paired import check_push, paired
 from workbench.engines.vllm_server.engine import (
     VllmEngine,
     VllmSettings,
+    _experts,
+    environment_of,
     importable,
     interpreter,
     vllm,
@@ -498,3 +502,13 @@ def test_an_adapter_goes_alone_and_vllms_own_arguments_go_through() -> None:
         assert check_push(other, [[5, 6, 7]]).way == "shared memory"
     with pytest.raises(EngineError, match="has no argument max_num_batched_token; it has max_num_batched_tokens,"):
         vllm("data/tiny-arith", **SETTINGS, engine_args={"max_num_batched_token": 512})
+
+
+def test_experts_that_vllm_returns_are_the_samples() -> None:
+    told = np.arange(4 * 3 * 2).reshape(4, 3, 2)  # of four tokens: none came after the fifth, the last
+    reply = {"experts": base64.b64encode(told.astype("<i2").tobytes()).decode(), "experts_shape": [4, 3, 2]}
+    found = _experts(reply, 5)
+    assert found.dtype == torch.int16 and found[:4].tolist() == told.tolist() and bool((found[4] == -1).all())
+    runner = "VLLM_USE_V2_MODEL_RUNNER"
+    asked = VllmSettings(engine_args={"enable_return_routed_experts": True})
+    assert environment_of("model", VllmSettings())[runner] == "0" and environment_of("model", asked)[runner] == "1"

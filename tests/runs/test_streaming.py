@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_patience import LONG
+from tests_remote import Server, serving
 from transformers import AutoTokenizer
 
 import workbench as wb
@@ -131,8 +132,10 @@ class Sampler:
 
     async def sample(self, request: Request) -> Sample:
         self.out += 1
-        await asyncio.sleep(self.dice.choice((0, 0, 0.001, 0.004)))
-        self.out -= 1
+        try:
+            await asyncio.sleep(self.dice.choice((0, 0, 0.001, 0.004)))
+        finally:  # it may be cancelled
+            self.out -= 1
         return Sample((65, 66), (-1.0, -1.0), "stop", self.version)
 
     def load_weights(self, weights: Any, version: int) -> None:
@@ -347,6 +350,56 @@ def test_episodes_go_on_between_turns(tiny: str, tmp_path: Path) -> None:
     moved = [found.traces[step].batch for step in range(1, 6)]
     assert any((one["token_versions"].amax(1) > one["policy_version"]).any() for one in moved)
     assert sorted(learnt_from(found)) == sorted(order(5)) and found.audit().agrees
+
+
+def test_a_server_finishes_what_is_out_before_it_takes_weights(tiny: str, tmp_path: Path) -> None:
+    """The tests' server, as SGLang speaks: it serves fixed logits, so how far it is off is not judged."""
+    with serving(Server()) as server:
+        sampler = wb.engines.remote(
+            server.url, tiny, weights="sglang", timeout=LONG, ask_seconds=LONG, push_seconds=LONG
+        )
+        pair = wb.engines.paired(wb.engines.local(tiny, lr=1e-3, device="cpu"), sampler)
+        found = train(make(pair, max_tokens=6), tmp_path / "r", max_rollout_kl=None)
+    assert sorted(learnt_from(found)) == sorted(order(4)) and found.checkpoints == [4]
+    for step in range(1, 5):
+        batch = found.traces[step].batch
+        own = batch["response_mask"].bool()
+        same = batch["token_versions"] == batch["policy_version"][:, None]
+        assert same[own].all() and step - 1 - int(batch["policy_version"].min()) <= 2
+    assert 1 <= len(server.folders) <= 4
+
+
+def test_a_request_that_comes_while_weights_are_pushed_waits(tiny: str) -> None:
+    pair = two(tiny)
+    flow, pushing, go_on = pair.flow(4), threading.Event(), threading.Event()
+    plain = pair.sampler.end_weights
+
+    def slowly(version: int) -> int:
+        pushing.set()
+        assert go_on.wait(LONG)
+        return plain(version)
+
+    pair.sampler.end_weights = slowly
+    pair.learner.commit()
+    threads = [threading.Thread(target=flow.renew)]
+    threads[0].start()
+    assert pushing.wait(LONG)
+    found: list[Sample] = []
+    ask = Request(tuple(pair.tokenizer.encode("1+1=")), wb.engines.SamplingSettings(max_tokens=3), 7)
+
+    def asked() -> None:
+        with flow.drawing(Draw()):
+            found.extend(pair.sample_many([ask]))
+
+    threads.append(threading.Thread(target=asked))
+    threads[1].start()
+    time.sleep(0.1)
+    assert not found
+    go_on.set()
+    for thread in threads:
+        thread.join(LONG)
+    assert [one.version for one in found] == [1]
+    flow.close()
 
 
 # --- refused before work --------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def drawn(step: int, told: dict[int, list[tuple[str, float | None]]]) -> wb.Data
 @pytest.fixture
 def run(tmp_path: Path) -> wb.Run:
     """Five steps, of which 1, 3 and 5 were recorded; prompt 0 drawn in 1 and 5, in 5 as the second group; one validation."""
-    steps = {
+    steps: dict[int, dict[int, list[tuple[str, float | None]]]] = {
         1: {0: [("it is 3", 0.0), ("it is 7", 1.0)], 1: [("a pear", None), ("b", None)]},
         3: {1: [("a pear", 0.0), ("pears", 1.0)], 2: [(HOSTILE, 1.0), ("b", 0.0)]},
         5: {2: [(HOSTILE, 0.0), (HOSTILE, 0.0)], 0: [("it is 8", 1.0), ("it is 8", 1.0)]},

@@ -12,7 +12,8 @@ import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
 from workbench.views.document import Fold, Image, Table, bar, block, cut, escape, html, pairs
-from workbench.views.samples import SampleIndex, samples, samples_table
+from workbench.views.sample_table import samples_table
+from workbench.views.samples import SampleIndex, samples
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)><svg onload=x>\u202eevil\x1b[31m"
 

@@ -14,7 +14,8 @@ from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
 from workbench.views import document as doc
 from workbench.views.beside import difference
-from workbench.views.samples import SampleIndex, samples, samples_table
+from workbench.views.sample_table import samples_table
+from workbench.views.samples import SampleIndex, samples
 
 NAN = float("nan")
 

@@ -10,6 +10,7 @@ from tests_lint import lint
 
 from workbench.base.runtime import Control
 from workbench.widgets import display
+from workbench.widgets.display import Seen
 
 
 class Handle:
@@ -49,7 +50,11 @@ def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
     for row in rows(4)[2:]:
         shown.on_row(row, 60.0)
     bundle = shown._repr_mimebundle_()
-    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == shown._box.model_id
+    assert set(bundle) == {"text/html", "text/plain"} and "workbench-static" in bundle["text/html"]
+    live = Seen(shown._box.model_id)._repr_mimebundle_()
+    assert live["application/vnd.jupyter.widget-view+json"]["model_id"] == shown._box.model_id
+    assert live["text/html"] == live["text/plain"] == "", "where it cannot be drawn the static form is there"
+    assert type(shown._box.children[0]).__name__ == "Cover", "which hides the one, or the other"
     assert "step 3/9" in bundle["text/plain"] or "step 4/9" in bundle["text/plain"]
     assert "data:image/png" in bundle["text/html"] and "&lt;b&gt;run" in bundle["text/html"]
     assert lint(bundle["text/html"]) == []
@@ -82,6 +87,7 @@ def test_what_is_left_needs_no_kernel(made: Any) -> None:
     shown.on_row(rows(3)[-1], 60.0)
     shown.close("stopped by hand after step 3; checkpoint 3")
     last = handle.bundles[-1]
+    assert handle.bundles[-2] == {"text/html": "", "text/plain": ""}, "no widget that a page would look for"
     assert set(last) == {"text/html", "text/plain"} and "stopped by hand after step 3" in last["text/html"]
     assert "data:image/png" in last["text/html"] and lint(last["text/html"]) == []
 
@@ -90,7 +96,7 @@ def test_the_static_form_is_refreshed_now_and_then(made: Any, monkeypatch: pytes
     shown, _, handle = made
     monkeypatch.setattr(display, "STATIC_EVERY", -1e9)
     shown.on_row(rows(3)[-1], 60.0)
-    assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"]
+    assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"] and shown._cover.renewed == 1
 
 
 def test_symptoms_stand_below_the_bar_in_the_widget_and_in_its_static_form(made: Any) -> None:

@@ -23,7 +23,7 @@ from workbench.rewards import Score
 from workbench.testing.rewards import answered
 from workbench.views.curves import Live
 from workbench.widgets import layer
-from workbench.widgets.layer import ClusterTable, EpisodeFace, Layer, SamplesTable, StepperFace, TokenView
+from workbench.widgets.layer import ClusterTable, Cover, EpisodeFace, Layer, SamplesTable, StepperFace, TokenView
 from workbench.widgets.plots import CurvePlots
 
 VIEW, HTML, TEXT = "application/vnd.jupyter.widget-view+json", "text/html", "text/plain"
@@ -131,6 +131,8 @@ PLACES = {
     "a plain page": "S<div>W</div>",
 }
 """Where the static form S and the widget W stand, below a cell that has a static form of its own."""
+BOX = '<div class="widget-box"><div id="widget"></div><div class="wb">step 3/9</div></div>'
+"""The training cell: the widget is the first of its parts."""
 OTHER = '<div class="other"><div class="workbench-static">of another cell</div></div>'
 
 
@@ -146,7 +148,9 @@ def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool 
         for name in widget.keys
         if not name.startswith("_") and name not in ("layout", "tabbable", "tooltip")
     }
-    html = OTHER + PLACES[place].replace("S", form, 1).replace("W", '<div id="widget"></div>')
+    html = OTHER + PLACES[place].replace("S", form, 1).replace(
+        "W", BOX if isinstance(widget, Cover) else '<div id="widget"></div>'
+    )
     page.evaluate(
         """async ([code, css, state, html, mute]) => {
           const own = JSON.parse(state), on = {};
@@ -172,7 +176,9 @@ def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool 
 def seen(page: Any) -> tuple[bool, bool]:
     """Whether the static form is seen, and whether the widget is."""
     assert page.get_by_text("of another cell").is_visible(), "what belongs to another cell stays"
-    return page.locator(".workbench-static").nth(1).is_visible(), page.locator("#widget > .wb").is_visible()
+    return page.locator(".workbench-static").nth(1).is_visible(), page.locator(
+        "#widget > .wb, #widget ~ .wb"
+    ).is_visible()
 
 
 @in_chromium
@@ -214,6 +220,7 @@ def widgets(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, La
         "episode": EpisodeFace(episode),
         "cluster": ClusterTable(Status("here", (), (), (), (), (), 0.0, None)),
         "curves": CurvePlots(figure),
+        "training cell": Cover(None),
     }
 
 
@@ -232,7 +239,8 @@ def test_after_a_restart_every_widget_says_so_and_its_static_form_is_there_again
         for name, widget in widgets.items():
             form = PICTURE if name == "curves" else STATIC
             placed(page, widget, "JupyterLab", form)
-            page.locator("#widget > .wb").wait_for()
+            page.locator("#widget > .wb, #widget ~ .wb").wait_for()
+            page.wait_for_function("!document.querySelector('.wb-under')")
             assert seen(page) == (False, True), name
             page.evaluate("window.restart()")
             assert seen(page) == (True, False), name

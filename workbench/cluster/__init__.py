@@ -6,23 +6,31 @@ from types import ModuleType
 from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Plan, Pool, plan
 from workbench.cluster.ranks import RayRanks
+from workbench.cluster.rates import Rates
 from workbench.cluster.session import Cluster, connect, open_engine
+from workbench.cluster.simulating import Layout, simulate
 from workbench.cluster.transport import Scatter, scatter
 
-__all__ = ["Cluster", "Plan", "Pool", "RayRanks", "Scatter", "connect", "fits", "open_engine", "plan", "scatter"]
+__all__ = [
+    "Cluster", "Layout", "Plan", "Pool", "Rates", "RayRanks", "Scatter", "connect", "fits", "open_engine", "plan", "scatter",
+    "simulate",
+]  # fmt: skip
 
 
 class CallablePackage(ModuleType):
     """Module type that makes `workbench.cluster` callable: `wb.cluster(…)` is `connect(…)`; its names stay attributes."""
 
     Cluster = Cluster
+    Layout = Layout
     Plan = Plan
+    Rates = Rates
     Pool = Pool
     RayRanks = RayRanks
     connect = staticmethod(connect)
     fits = staticmethod(fits)
     open_engine = staticmethod(open_engine)
     plan = staticmethod(plan)
+    simulate = staticmethod(simulate)
     __call__ = staticmethod(connect)
 
 

@@ -21,6 +21,7 @@ from workbench.cluster.holding import Session
 from workbench.cluster.pools import nodes
 from workbench.cluster.profiling import Profile
 from workbench.cluster.ranks import RayRanks
+from workbench.cluster.simulating import simulate
 from workbench.cluster.status import ANSWER_SECONDS, Logs, Status, look
 from workbench.engines.local_engine.engine import local
 from workbench.engines.paired import paired
@@ -100,6 +101,7 @@ class Cluster(Session, Closing):
     place = placing.place
     serve = placing.serve
     judge = placing.judge
+    simulate = staticmethod(simulate)
 
     def fits(self, model: str | Path | Mapping[str, Any], *, tokens: int, **settings: Any) -> Fit:
         """Measure, without its weights, whether a model that `place` would start with these settings fits the memory of each

@@ -76,7 +76,8 @@ actor_rollout_ref.actor.freeze_vision_tower | refused unless False | — | every
 actor_rollout_ref.actor.{fsdp_config,veomni,torchtitan,megatron,engine}.{param_offload,optimizer_offload,grad_offload,offload_policy,enable_fsdp_offload} | hardware | FsdpSettings.offload | "all" or "optimizer" | none, as in verl
 actor_rollout_ref.actor.fsdp_config.reshard_after_forward | hardware | FsdpSettings.reshard_after_forward |  | =
 actor_rollout_ref.actor.{,fsdp_config.}ulysses_sequence_parallel_size | hardware | FsdpSettings.mesh | the mesh's `cp` | 1, as in verl
-actor_rollout_ref.actor.fsdp_config.{fsdp_size,forward_prefetch,use_orig_params,strategy,forward_only,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*} | hardware | — | how ranks share the work
+actor_rollout_ref.actor.fsdp_config.fsdp_size | hardware | FsdpSettings.mesh | the mesh's `dp`; `replicate` is ranks / dp | all ranks, as in verl
+actor_rollout_ref.actor.fsdp_config.{forward_prefetch,use_orig_params,strategy,forward_only,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*} | hardware | — | how ranks share the work
 actor_rollout_ref.actor.{strategy,model_engine,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,sum_pi_squared_checkpointing,use_prefix_grouper,use_fused_kernels,use_remove_padding,pad_to_length,rollout_n,entropy_from_logits_chunk_size} | hardware | — | how the work is done
 actor_rollout_ref.{actor,ref}.fsdp_config.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
 critic.{model.fsdp_config,fsdp_config,fsdp}.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise

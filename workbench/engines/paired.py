@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
@@ -483,21 +483,18 @@ class Flow:
         runtime.run(self.engine._in_turn())
 
     async def between(self, work: Callable[[], Any]) -> None:
-        """Do work on the sampler's weights between two tokens, or between two requests."""
-        if self._renewable is not None:
-            renewable = self._renewable
+        """Do work on the sampler's weights between two tokens, or between two requests; none comes in meanwhile."""
+        renewable = self._renewable
 
-            def alone() -> None:
-                with renewable.between_tokens():
-                    work()
+        def alone() -> None:
+            with nullcontext() if renewable is None else renewable.between_tokens():
+                work()
 
-            await Paired._finished(alone)
-            return
         async with self._changed:
             self._closed = True
-            await self._changed.wait_for(lambda: not self._out)
+            await self._changed.wait_for(lambda: renewable is not None or not self._out)
         try:
-            await Paired._finished(work)
+            await Paired._finished(alone)
         finally:
             async with self._changed:
                 self._closed = False
@@ -506,16 +503,17 @@ class Flow:
     async def sampled(self, request: Request) -> Sample:
         """Sample one response. Raises `Interrupted` where its `Draw` is cancelled, `WorkerLost` where the sampler's process dies."""
         draw, task = _drawn.get(), asyncio.current_task()
+        assert task is not None
         async with self._changed:
             await self._changed.wait_for(lambda: not self._closed and self._out < self._most)
             self._out += 1
         try:
             if draw.cancelled:
                 raise Interrupted("a rollout that had become too old was cancelled")
-            draw.tasks.add(task)  # type: ignore[arg-type]
+            draw.tasks.add(task)
             sample = await self.engine.sampler.sample(request)
         finally:
-            draw.tasks.discard(task)  # type: ignore[arg-type]
+            draw.tasks.discard(task)
             self._out -= 1
             await self._told()
         draw.tokens += len(sample.ids)

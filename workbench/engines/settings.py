@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from workbench.base.config import Settings, require
 
@@ -68,6 +68,11 @@ class LocalSettings(Settings):
     """Dropout before the adapters."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Names of the layers that get adapters."""
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings for a run's record, by name; the newer ones only where they are in use, as in records of before."""
+        newer = ("routing_replay", "mesh")
+        return {name: one for name, one in self.to_dict().items() if name not in newer or one}
 
     def half(self, device: str) -> bool:
         """Whether forward passes on a kind of device run in bfloat16: as `dtype` says; with `auto` on a GPU only."""

@@ -13,7 +13,8 @@ from nbformat import v4
 from workbench.base.errors import RunError, WorkbenchError, first_line
 from workbench.base.files import write_text
 from workbench.jobs.pages import Pages, rendered
-from workbench.replay.run import Run
+from workbench.replay.remote import is_address
+from workbench.replay.run import Run, load_run
 from workbench.views.curves import panel, png
 from workbench.views.document import Fold, Image, Part, block, html, pairs
 
@@ -27,7 +28,9 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     The file is `report.html` in the run folder unless `output` names another one. Text that a model wrote is escaped,
     and scripts are removed, also those in the notebook's own outputs. Raises `RunError` where `run` is no run folder.
     """
-    opened = Run(run)
+    opened = load_run(run)
+    if output is None and is_address(run):
+        raise RunError(f"{run} is only read", do="name the report's file with -o")
     notebook = _opening(opened)
     executed = opened.path / "notebook.ipynb"
     if executed.is_file():

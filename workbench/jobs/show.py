@@ -7,7 +7,8 @@ from typing import Any
 
 from workbench.base.errors import RunError, SettingError
 from workbench.compat.dumps import read_dump
-from workbench.replay.run import Run
+from workbench.replay.remote import is_address
+from workbench.replay.run import Run, load_run
 from workbench.runs.folder import is_run
 from workbench.views.samples import samples
 from workbench.views.tokens import tokens
@@ -34,10 +35,10 @@ def shown(
     Raises `RunError` for a step without a trace, `SettingError` for an order, row or colour that there is not.
     """
     found: Any
-    if not is_run(Path(source)):
+    if not is_address(source) and not is_run(Path(source)):
         found = read_dump(source, step=step)
     else:
-        run = Run(source)
+        run = load_run(source)
         if step is None and row is None:
             return "\n\n".join(str(one) for one in (run, run.traces, run.symptoms) if one)
         found = _trace(run, step)

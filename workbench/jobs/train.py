@@ -131,7 +131,7 @@ def train(
 ) -> Training:
     """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
 
-    In a notebook: `await train(…)`, with progress and buttons unless `display` is None. In a script: `train_blocking(…)`.
+    In a notebook: `await train(…)`, with buttons unless `display` is None. In a script: `train_blocking(…)`.
 
     Args:
         rows, run: the training prompts; the run folder (None: the job's for its first training, else one in `runs` by the time).
@@ -142,14 +142,12 @@ def train(
         save_freq, trace_freq: save a checkpoint, record a trace, every so many steps; 0, as for `test_freq`: after the last.
         keep_updates, keep_val: MiB of recorded update inputs, for any step's weights (`run.stepper`); validations kept in `val/`.
         max_recoveries: how often a step is done again, exactly, whose workers died, were stopped or hang: see `runs.recovery`.
-        max_rollout_kl: stop where the sampler is so many nats per token off the learner (see `stages.OffPolicy`); None: never.
-        break_if: gets a step's metrics; where it returns true the loop, which runs every stage then, stops before that step's
-            update. The returned run's `.stopped` is a Stepper at that place; a job saves the trace and raises `RunStopped`.
-        resume: `"auto"` continues exactly from the newest good checkpoint; settings that differ are refused unless
-            `allow_changes` names them (`["engines.actor.micro_batch_tokens"]`). `"never"` refuses a folder that has a run.
-            None: "auto" in a job whose notebook has no parameter `resume`, else "never".
+        max_rollout_kl, break_if: stop where the sampler is so many nats a token off the learner (None: never); or where this function
+            of a step's metrics is true, before its update: `.stopped` of the run is a Stepper there, a job raises `RunStopped`.
+        resume: `"auto"` goes on exactly from the newest good checkpoint; other settings are refused that `allow_changes` does not
+            name (`["engines.actor.lr"]`). `"never"` refuses a folder with a run. None: "auto" in a job without `resume`, else "never".
         trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`); the names there.
-        health: serve a health page and metrics for Prometheus at this port of 127.0.0.1 (True: 9464, 0: any): see `jobs.health`.
+        health: the port of 127.0.0.1 of a health page and metrics for Prometheus (True: 9464, 0: any); see `jobs.health`.
 
     Returns an awaitable whose result is the `Run`. An interrupt (SIGTERM, in a job) lets a short step end, leaves a checkpoint of
     the last whole one, and raises `CancelledError`. A stage that raises leaves a checkpoint, too, and its batch in `failed/`.

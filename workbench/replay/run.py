@@ -20,6 +20,7 @@ from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import Diagnosis, diagnosed
 from workbench.replay.evidence import AUDITED, TRACES, gathered
+from workbench.replay.remote import Remote, is_address, runs_at
 from workbench.replay.stepping import Replayed, controllers, stepper_at
 from workbench.runs import checkpoint
 from workbench.runs.folder import (
@@ -269,7 +270,7 @@ class Run(Shown):
         or as patterns, `run.curves("KL", "critic/*", "mine/len")`. `marks`: number this run's symptoms on the step axis and
         list them beneath. `figure` has more settings. Raises `SettingError` for a name that no run has.
         """
-        opened = {name: run if isinstance(run, Run) else Run(run) for name, run in others.items()}
+        opened = {name: run if isinstance(run, Run) else load_run(run) for name, run in others.items()}
         return shows(self, "curves", *metrics, marks=marks, others=opened)
 
     def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
@@ -283,6 +284,129 @@ class Run(Shown):
     def tensorboard(self) -> str:
         """TensorBoard on this run, in the cell; elsewhere the command line. Needs a browser that reaches its local port."""
         return str(shows(self, "tensorboard"))
+
+
+class RemoteRun(Run):
+    """A run at an address (`s3://…`, `https://…`): read like another, from a copy that has only what was read. Never written.
+
+    A step's trace, a validation's samples and a checkpoint are copied when they are opened; the copy is deleted at the end
+    of this process. A stepper `at` a phase has no weights unless `run.fetch()` copied all. Raises `RunError` where the
+    address cannot be read, with the package that fsspec lacks for it.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._remote = Remote(address)
+        super().__init__(self._remote.local)
+
+    @property
+    def address(self) -> str:
+        """Where the run is."""
+        return self._remote.address
+
+    @property
+    def path(self) -> Path:
+        """The copy, whose small files are those of this moment."""
+        self._remote.look()
+        return self._remote.local
+
+    @path.setter
+    def path(self, _: Path) -> None:
+        self._remote.look()
+        if not is_run(self._remote.local):
+            raise RunError(
+                f"no run at {self.address!r}", expected="a folder with settings.json", do="check the address"
+            )
+
+    def fetch(self) -> Path:
+        """Copy the whole run, and return the copy's folder."""
+        self._remote.index()
+        self._remote.fetch(*{name.partition("/")[0] for name in self._remote.names})
+        return self._remote.local
+
+    @property
+    def traces(self) -> Traces:
+        """The run's recorded traces by step; each is copied when it is opened."""
+        return RemoteTraces(self._remote)
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps that have a checkpoint, ascending."""
+        self._remote.index()
+        return super().checkpoints
+
+    @property
+    def restorable_steps(self) -> str:
+        """Steps whose exact weights can be restored; their checkpoints are copied only when they are opened."""
+        self._remote.index()
+        return super().restorable_steps
+
+    @property
+    def state(self) -> str:
+        """As of another run, but whether a process holds a lock cannot be seen from here: `running` where its file is there."""
+        if (self.path / "lock.json").is_file():
+            return "running"
+        return super().state
+
+    def val(self, step: int | None = None) -> DataProto:
+        """The held-out samples of a validation (the newest by default) as a batch."""
+        self._remote.index()
+        there = step_files(self.path / "val")
+        wanted = max(there, default=None) if step is None else step
+        if wanted in there:
+            self._remote.fetch(f"val/{there[wanted].name}")
+        return super().val(step)
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The folder of a checkpoint's copy (the newest by default), verified."""
+        wanted = max(self.checkpoints, default=None) if step is None else step
+        if wanted is not None:
+            self._remote.fetch(f"checkpoints/{step_folder(Path(), wanted).name}")
+        return super().checkpoint(step)
+
+    def audit(self, step: int | None = None) -> Audit:
+        """Recompute what a recorded step holds, as for another run, whose traces and updates are copied first."""
+        steps = list(self.traces) if step is None else [step]
+        self._remote.fetch("updates", *(f"traces/{step_folder(Path(), one).name}" for one in steps))
+        return super().audit(step)
+
+    def stepper(self, step: int, at: str | None = None, engines: Mapping[str, Any] | None = None) -> Replayed:
+        """A Stepper on a recorded step, as of another run: without `at`, the weights up to it are copied first."""
+        self._remote.fetch(f"traces/{step_folder(Path(), step).name}")
+        if at is None:
+            self._weights(step - 1)
+        return super().stepper(step, at, engines)
+
+    def engine(self, step: int, role: str = "actor") -> Any:
+        """A new engine with exactly the weights and optimizer after a step, which are copied first."""
+        self._weights(step)
+        return super().engine(step, role)
+
+    def counterfactual(self, step: int, **options: Any) -> rebuild.Counterfactual:
+        """Repeat the recorded updates without some rows, as for another run, all of which is copied first."""
+        self.fetch()
+        return super().counterfactual(step, **options)
+
+    def _weights(self, step: int) -> None:
+        """Copy what gives the weights after a step: the newest checkpoint up to it, and all updates."""
+        before = [f"checkpoints/{step_folder(Path(), one).name}" for one in self.checkpoints if one <= step][-1:]
+        self._remote.fetch("updates", *before)
+
+
+class RemoteTraces(Traces):
+    """Traces whose folders are copied when they are opened."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        super().__init__(remote.local / "traces")
+
+    def _there(self) -> dict[int, Path]:
+        self._remote.index()
+        return super()._there()
+
+    def __getitem__(self, step: int) -> Trace:
+        self._remote.index()
+        self._remote.fetch(f"traces/{self._path(step).name}")
+        return super().__getitem__(step)
 
 
 class Summary(Shown, dict[str, Any]):
@@ -309,8 +433,9 @@ def number(value: float | None) -> str:
 
 
 def load_run(path: str | Path) -> Run:
-    """Open the folder of a run, finished or still running. Raises `RunError` where there is none."""
-    return Run(path)
+    """Open the folder of a run, finished or still running; at an address (`s3://…`) to read it. Raises `RunError` where there
+    is none."""
+    return RemoteRun(str(path)) if is_address(path) else Run(path)
 
 
 _ALWAYS = ("state", "steps", "reward before", "reward after", "training reward", "seconds", "changed")
@@ -327,24 +452,26 @@ def find_runs(folder: str | Path = "runs") -> list[Path]:
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
     """DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which runs differ, and
-    the parameters of their notebooks that no setting shows.
+    the parameters of their notebooks that no setting shows. `folder` may be an address (`s3://…`).
 
     A run that cannot be read has the error as its state.
     """
+    if is_address(folder):
+        return table(runs_at(str(folder)), settings=settings)
     root = Path(folder)
     found = find_runs(root)
     return table({str(one.relative_to(root)) if one != root else one.name: one for one in found}, settings=settings)
 
 
-def table(runs: Mapping[str, Path], *, settings: bool = True) -> pd.DataFrame:
+def table(runs: Mapping[str, str | Path], *, settings: bool = True) -> pd.DataFrame:
     """The DataFrame of `list_runs`, over runs by name."""
     import pandas as pd
 
     lines, differing, shown = {}, {}, list[tuple[str, list[str]]]()
     for name, path in runs.items():
         try:
-            run = Run(path)
-            lines[name], differing[name] = _line(run), dict(_flat(run.settings)) | _parameters(path)
+            run = load_run(path)
+            lines[name], differing[name] = _line(run), dict(_flat(run.settings)) | _parameters(run.path)
         except RunError as error:
             lines[name], differing[name] = {"state": first_line(error)}, {}
     frame = pd.DataFrame.from_dict(lines, orient="index", columns=list(_ALWAYS))

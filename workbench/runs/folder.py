@@ -127,6 +127,9 @@ def check_place(path: Path) -> None:
     out of the folder it is in.
     """
     what, parts = f"run folder {str(path)!r}", path.parts
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        do = "write to a local or mounted folder and copy it there; wb.load_run reads such an address"
+        raise RunError(what, expected="a folder: runs at an address are only read", do=do)
     if any(ord(sign) < 32 or ord(sign) == 127 for sign in str(path)):
         raise RunError(f"run folder {str(path)[:60]!r}", found="a control character in its name")
     if any(len(part.encode()) > 200 for part in parts) or len(str(path).encode()) > 4000:

@@ -335,12 +335,12 @@ class _Collector:
 
         return InfoMetricFamily(f"{_PREFIX}run", "The run.", {"run": self.look.run, "peak": self.look.peak_source})
 
-    def _gauge(self, name: str, said: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Any:
+    def _gauge(self, name: str, said: str, values: Mapping[Any, float], *labels: str) -> Any:
         from prometheus_client.core import GaugeMetricFamily
 
         return _filled(GaugeMetricFamily(f"{_PREFIX}{name}", said, labels=labels), values)
 
-    def _counter(self, name: str, said: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Any:
+    def _counter(self, name: str, said: str, values: Mapping[Any, float], *labels: str) -> Any:
         from prometheus_client.core import CounterMetricFamily
 
         return _filled(CounterMetricFamily(f"{_PREFIX}{name}", said, labels=labels), values)
@@ -364,7 +364,7 @@ class _Collector:
             yield family
 
 
-def _filled(family: Any, values: Mapping[tuple[str, ...], float]) -> Any:
+def _filled(family: Any, values: Mapping[Any, float]) -> Any:
     for labels, value in values.items():
         family.add_metric(labels, float(value))
     return family

@@ -145,9 +145,9 @@ class Session:
         """The table of a validation's samples, until the metrics of its step are on disk."""
         self._ahead: Ahead | Stream | None = None
         if plan.max_lag:
-            told = {"max_lag": plan.max_lag, "stale": plan.stale, "pending": start.pending}
-            counts = {"done": start.step - 1, "last": plan.steps, "size": plan.batch_size}
-            self._ahead = Stream(pipeline, self._batch, **counts, **told)
+            told: dict[str, Any] = {"max_lag": plan.max_lag, "stale": plan.stale, "pending": start.pending}
+            told |= {"done": start.step - 1, "last": plan.steps, "size": plan.batch_size}
+            self._ahead = Stream(pipeline, self._batch, **told)
         elif plan.ahead:
             pending = loaded(start.pending) if start.pending is not None else None
             self._ahead = Ahead(pipeline, self._batch, last=plan.steps, pending=pending)

@@ -22,7 +22,7 @@ from workbench.rewards.score import MISSING
 from workbench.stages.advantage import group_numbers
 from workbench.stages.measures import score_metrics
 from workbench.stages.reward import on_last_token
-from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.stage import LEFT_OUT, BaseStage, Outcome, Stage
 
 
 class Overlong(BaseStage):
@@ -90,13 +90,15 @@ class FilterGroups(BaseStage):
         """The rows of P prompts in; out those of at most P groups whose rewards differ (or all rows, if there are none)."""
         wanted, batches = len(set(batch["uid"])), 1
         rows = _with_signal(batch)
-        kept = [batch.select_idxs(rows)]
+        kept, sampled = [batch.select_idxs(rows)], [_told(batch, rows)]
         while self._rows is not None and _prompts(kept) < wanted and batches < self.max_num_gen_batches:
             step, seed = batch.meta_info.get("step", 1), batch.meta_info.get("seed", 0)
             more = self._rows.further(wanted, step=step, seed=seed, attempt=batches)
             for stage in self._stages:
                 more = stage(more).batch
-            kept.append(more.select_idxs(_with_signal(more)))
+            signal = _with_signal(more)
+            kept.append(more.select_idxs(signal))
+            sampled.append(_told(more, signal))
             batches += 1
         found = _prompts(kept)
         metrics: dict[str, Metric] = {
@@ -107,16 +109,38 @@ class FilterGroups(BaseStage):
         }
         full = [part for part in kept if len(part)]
         if not full:
-            return Outcome(batch, metrics)
+            return Outcome(batch, metrics, dropped=_record(sampled, batch["uid"]))
         if batches == 1:
             return Outcome(kept[0], metrics, None if len(rows) == len(batch) else rows)
-        return Outcome(joined(list(_of_first(full, wanted))).with_meta(**batch.meta_info), metrics)
+        made = joined(list(_of_first(full, wanted))).with_meta(**batch.meta_info)
+        return Outcome(made, metrics, dropped=_record(sampled, made["uid"]))
 
 
 def _with_signal(batch: DataProto) -> torch.Tensor:
     """Rows of groups in which the rewards of scored rows differ, or that have a single scored row (or episode)."""
     groups = Groups(batch["reward"], group_numbers(batch["uid"]), batch["scored"] & is_last(batch))
     return ((groups.deviation() > 0) | (groups.count == 1)).nonzero()[:, 0]
+
+
+_TOLD = ("uid", "raw_prompt", "response_text", "reward_model", "reward", "scored", "score", "finish_reason")
+
+
+def _told(batch: DataProto, signal: torch.Tensor) -> DataProto:
+    """What is remembered of rows that are left out: texts and scores, no tokens, and why; `signal` are the rows that have any."""
+    columns = {name: batch[name] for name in batch.columns if name in _TOLD or name.startswith("reward/")}
+    has = set(signal.tolist())
+    return DataProto(*apart({**columns, LEFT_OUT: [SURPLUS if row in has else NO_SIGNAL for row in range(len(batch))]}))
+
+
+def _record(parts: Sequence[DataProto], kept: Sequence[str]) -> DataProto | None:
+    """The rows of all parts whose prompts are not among `kept`; None where there are none."""
+    staying = set(kept)
+    left = [part.select_idxs([uid not in staying for uid in part["uid"]]) for part in parts]
+    full = [part for part in left if len(part)]
+    return DataProto.concat(_alike(full)) if full else None
+
+
+NO_SIGNAL, SURPLUS = "all samples of its prompt have one reward", "drawn beyond what the step wanted"
 
 
 def _prompts(parts: Sequence[DataProto]) -> int:
@@ -165,11 +189,16 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     width_s = max(part["prompts"].shape[1] for part in parts)
     width_t = max(part["responses"].shape[1] for part in parts)
     first = parts[0].meta_info
+    every = _alike(alike(parts))
+    return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in every])
+
+
+def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
+    """The batches, each with every part and extra that the reward gave in any."""
     given = {
         name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
     }
-    every = [part.with_columns(_without(part, given)) for part in alike(parts)]
-    return DataProto.concat([_widened(part, width_s, width_t).with_meta(**first) for part in every])
+    return [part.with_columns(_without(part, given)) for part in parts]
 
 
 def _without(part: DataProto, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,5 +218,5 @@ def _widened(part: DataProto, width_s: int, width_t: int) -> DataProto:
         column = declared(name)
         dims = column.dims if column is not None else ()
         room = s * ("S" in dims or "S+T" in dims), t * ("T" in dims or "S+T" in dims)
-        columns[name] = pad(part[name], room) if any(room) else part[name]
+        columns[name] = pad(part[name], (*(0, 0) * (len(dims) - 2), *room)) if any(room) else part[name]
     return DataProto(*apart(columns), part.meta_info, origins=part.origins)

@@ -17,6 +17,9 @@ from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
 
+LEFT_OUT = "left_out"
+"""The column of `Outcome.dropped` that has the reasons."""
+
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Shown):
@@ -27,6 +30,9 @@ class Outcome(Shown):
     metrics: Mapping[str, Metric | float] = field(default_factory=dict)
     rows: torch.Tensor | None = None
     """[B] int64: for each row of the result the row of the input that it came from; None: the same rows."""
+    dropped: DataProto | None = None
+    """Rows that were left out and that `rows` cannot tell, such as those that the stage sampled itself: their texts and scores,
+    and in the column `left_out` the reason for each."""
 
 
 @runtime_checkable

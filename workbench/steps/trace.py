@@ -33,7 +33,7 @@ from workbench.dataproto.same import unchanged
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.stages.stage import Stage, foreign_class
 
-_SOURCE_ROW = "source_row"
+_SOURCE_ROW, _DROPPED = "source_row", "_dropped"
 PHASES_LIMIT = 256
 """The most phases that a trace on disk may have."""
 _RECORDED = ("stage", "wrote", "metrics", "settings", "source", "seconds")
@@ -62,6 +62,8 @@ class Phase(Shown):
     """Wall time of the stage."""
     rows: torch.Tensor | None = field(default=None, repr=False)
     """[B] int64: for each row of `batch` its row number before the stage; None where the stage kept the rows."""
+    dropped: DataProto | None = field(default=None, repr=False)
+    """Rows that the stage left out, where `rows` cannot tell them: see `Outcome.dropped`."""
     reused: bool = False
     """Whether the stage was not run again, because nothing that it reads had changed."""
 
@@ -151,6 +153,9 @@ class Trace(Shown):
             record = {field: getattr(phase, field) for field in _RECORDED}
             meta = dict(phase.batch.meta_info)
             records.append({"folder": name, "rows": phase.rows is not None, **record, "meta_info": meta})
+            if phase.dropped is not None:
+                phase.dropped.save(folder / f"{name}{_DROPPED}")
+                records[-1]["dropped"] = True
         text = json.dumps({"format": formats.FORMAT, "phases": records}, indent=1, allow_nan=True)
         (folder / "trace.json").write_text(sealed(text))
         return folder
@@ -172,7 +177,10 @@ class Trace(Shown):
         for record in records:
             delta = DataProto.load(claims.inside(folder, record["folder"]))
             with claims.reading(folder / record["folder"], RunError):
-                trace = trace.add(_restored(trace.batch, delta, record))
+                made = _restored(trace.batch, delta, record)
+            if record["dropped"]:
+                made = replace(made, dropped=DataProto.load(claims.inside(folder, record["folder"] + _DROPPED)))
+            trace = trace.add(made)
         return trace
 
 
@@ -184,6 +192,7 @@ def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "folder": name,
         "rows": bool(record["rows"]),
+        "dropped": bool(record.get("dropped", False)),
         "stage": str(record["stage"]),
         "wrote": tuple(str(column) for column in record["wrote"]),
         "metrics": {str(key): float(value) for key, value in record["metrics"].items()},
@@ -303,6 +312,7 @@ def perform(stage: Stage, batch: DataProto, told: dict[str, Any] | None = None) 
     else:
         wrote = [name for name in after.columns if not unchanged(name, batch, after)]
     what: dict[str, Any] = {"settings": settings, "source": source, "seconds": seconds, "rows": outcome.rows}
+    what["dropped"] = outcome.dropped
     return Phase(stage=stage.name, batch=after, wrote=tuple(wrote), metrics=reduce([outcome.metrics]), **what)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.views import document as doc
-from workbench.views.samples import SampleIndex, samples_table, some_rows
+from workbench.views.sample_table import samples_table, some_rows
+from workbench.views.samples import SampleIndex
 
 if TYPE_CHECKING:
     from workbench.steps.compare import Comparison

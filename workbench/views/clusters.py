@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from workbench.cluster.profiling import Profile
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
+    from workbench.cluster.simulating import Simulated, Simulation
     from workbench.cluster.status import Logs, Status
     from workbench.cluster.timeline import Timeline
 
@@ -361,3 +362,76 @@ def _merged(spans: Sequence[Span], whole: float) -> list[Span]:
         else:
             found.append((name, began, max(ended, began + whole / FINE)))
     return found
+
+
+# --- what layouts would give ----------------------------------------------------------------------
+
+STEPS = 4
+"""Steps in the chart of a simulation."""
+REPLICAS = 3
+"""Samplers in the chart; the table has the mean of all."""
+
+
+def simulation(made: Simulation) -> doc.Part:
+    """The view of a `Simulation`: a row for each layout, and what its parts do in the first steps."""
+    rows = [[str(one["layout"]), *map(_cell, list(one.items())[1:])] for one in made.table()]
+    header = [*(name for name in made.table()[0] if name != "layout")]
+    lines: list[str] = []
+    for one in made.results:
+        lanes, whole = _lanes(one)
+        width = max(map(len, lanes))
+        lines += [f"  {one.layout.title}, the first {whole:.3g} s"]
+        lines += [f"    {name.ljust(width)} │{_lane(spans, whole)}│" for name, spans in lanes.items()]
+    title = f"Simulation of {made.steps} steps, the same rows in each layout"
+    return (
+        doc.line(doc.bold(title)),
+        doc.Table(["layout", *header], rows),
+        doc.Either(lines, doc.Image(lambda: png(simulation_figure(made)), title)),
+        [doc.line(doc.faint(note)) for note in made.rates.notes],
+    )
+
+
+def _cell(pair: tuple[str, float | None]) -> doc.Part:
+    name, value = pair
+    if name in ("samplers", "slots", "learner", "rewards"):
+        return "–" if value is None else doc.bar(value, f"{value:.0%}")
+    return doc.number(value, ".3g" if name != "tokens/s" else ",.0f")
+
+
+def _lanes(one: Simulated) -> tuple[dict[str, list[Span]], float]:
+    """(lane → its stretches of the first steps, the seconds of these)."""
+    learnt = one.spans.get("learner", [])
+    whole = max(learnt[min(STEPS, len(learnt)) - 1][2] if learnt else one.whole, 1e-9)
+    kept = {name: spans for name, spans in one.spans.items() if spans and _drawn(name)}
+    return {
+        name: [(what, a, min(b, whole)) for what, a, b in spans if a < whole] for name, spans in kept.items()
+    }, whole
+
+
+def _drawn(lane: str) -> bool:
+    kind, _, number = lane.partition(" ")
+    return kind != "sampler" or int(number) < REPLICAS
+
+
+def simulation_figure(made: Simulation) -> Figure:
+    """A figure with a chart for each layout on one axis of time: samplers, rewards, learner and pushes in the first steps."""
+    found = [(one, *_lanes(one)) for one in made.results]
+    rows = sum(len(lanes) + 1.6 for _, lanes, _ in found)
+    figure = cell_figure(10.5, 0.27 * rows + 0.6, layout="constrained")
+    heights = [len(lanes) + 0.5 for _, lanes, _ in found]
+    charts = figure.subplots(len(found), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    colours = {"samples": colour(0), "scores": colour(2), "learner": colour(1), "push": _STAGE}
+    for axes, (one, lanes, _) in zip(charts, found, strict=True):
+        for row, (name, spans) in enumerate(lanes.items()):
+            key = name if name in colours else "scores" if name == "rewards" else "samples"
+            _bars(axes, row, [(key, began, ended) for _, began, ended in spans], colours)
+        axes.set_yticks(range(len(lanes)), list(lanes), fontsize=8)
+        axes.set_ylim(len(lanes) - 0.5, -0.5)
+        axes.set_title(
+            label(f"{one.layout.title}: {one.seconds:.3g} s a step", 90), fontsize=9, loc="left", parse_math=False
+        )
+        axes.set_axisbelow(True)
+        bare(axes, grid="x")
+    charts[-1].set_xlim(0, max(whole for _, _, whole in found))
+    charts[-1].set_xlabel(f"seconds; the first {STEPS} steps", fontsize=8)
+    return figure

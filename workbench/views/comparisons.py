@@ -18,7 +18,7 @@ from workbench.views.beside import compared_row
 from workbench.views.curve_axes import bare
 from workbench.views.curves import WORDS, cell_figure
 from workbench.views.rewards import question
-from workbench.views.samples import object_at
+from workbench.views.sample_table import object_at
 
 if TYPE_CHECKING:
     import pandas as pd

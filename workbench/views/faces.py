@@ -9,6 +9,7 @@ _DOCUMENTS = {
     "workbench.cluster.profiling:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",
     "workbench.cluster.session:Cluster": "clusters:cluster",
+    "workbench.cluster.simulating:Simulation": "clusters:simulation",
     "workbench.cluster.status:Logs": "clusters:logs",
     "workbench.cluster.status:Status": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
@@ -71,5 +72,6 @@ FACES["workbench.replay.run:Run"] |= {
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
 FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.beside:compared_row"
+FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
 FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.plots:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -14,8 +14,10 @@ from workbench.dataproto import DataProto
 from workbench.runs.folder import STEP, step_files
 from workbench.views import document as doc
 from workbench.views.beside import SideBySide, words
-from workbench.views.rewards import question, unfolding
-from workbench.views.samples import SampleCard, object_at, samples_table, some_rows
+from workbench.views.left_out import LEFT_OUT, OF_ROW, dropped, gathered
+from workbench.views.rewards import CUT, question
+from workbench.views.sample_table import object_at, samples_table, some_rows
+from workbench.views.samples import SampleCard
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +43,7 @@ class History(doc.View):
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a line a sample: step, kind (`training`, `held-out`, `held-out, greedy`), uid, row, and the columns
-        of a samples table."""
+        of a samples table; `left_out` is why a sample was dropped from its step, and its row is then None."""
         return self._frame
 
     @property
@@ -123,12 +125,17 @@ class _Drawn(NamedTuple):
     def lines(self) -> list[str]:
         """The step in text."""
         said = f"  step {self.step:<5} {doc.number(self.mean, '.3g'):>6}  {self.kind}, {doc.counted(len(self.rows), 'sample')}"
-        return [said, *(f"    {name:>5} → {doc.one_line(row['response'])}" for name, row in self.ends())]
+        return [said, *(f"    {name:>5}{_why(row)} → {doc.one_line(row['response'])}" for name, row in self.ends())]
 
 
 def _answer(said: str, row: Any) -> doc.Part:
-    reason = f" · {row['left_out']}" if isinstance(row.get("left_out"), str) else ""
-    return doc.small(f"{said}{doc.cut(reason, 160)} "), unfolding(None, doc.cut(row["response"], _TEXT))
+    start = doc.cut(row["response"], CUT).replace("\n", " ⏎ ")
+    return doc.Fold(f"{said}{_why(row)} → {start}", doc.block(doc.cut(row["response"], _TEXT)))
+
+
+def _why(row: Any) -> str:
+    why = row.get(LEFT_OUT)
+    return f" (left out: {doc.one_line(why)})" if isinstance(why, str) else ""
 
 
 def _changed(before: _Drawn, now: _Drawn) -> doc.Part:
@@ -191,7 +198,7 @@ def run_history(run: Run, prompt: Any) -> History:
 
 
 def _kept(run: Run) -> Iterator[_Kept]:
-    """The samples of every recorded step and validation, in the order of steps."""
+    """The samples of every recorded step, those that it dropped too, and of every validation, in the order of steps."""
     traces, held_out = run.traces, step_files(run.path / "val")
     recorded = list(traces)
     for step in sorted({*recorded, *held_out}):
@@ -202,7 +209,10 @@ def _kept(run: Run) -> Iterator[_Kept]:
                 if rows.any():
                     yield _of_batch(step, kind, batch.select_idxs(rows))
         if step in recorded:
-            yield _of_batch(step, TRAINING, traces[step].batch)
+            trace = traces[step]
+            yield _of_batch(step, TRAINING, trace.batch)
+            if gone := dropped(trace):
+                yield _of_batch(step, TRAINING, gathered(gone))
 
 
 def _of_batch(step: int, kind: str, batch: DataProto) -> _Kept:
@@ -219,8 +229,9 @@ def _of_batch(step: int, kind: str, batch: DataProto) -> _Kept:
 
 def _frame(one: _Kept, rows: Sequence[int]) -> pd.DataFrame:
     """The samples table of some rows of a step, with the step, the kind, the row and the draw."""
-    table = samples_table(some_rows(one.batch, rows)).drop(columns=["group", "step"], errors="ignore")
-    facts = {"step": one.step, "kind": one.kind, "uid": [one.uids[row] for row in rows], "row": list(rows)}
+    table = samples_table(some_rows(one.batch, rows)).drop(columns=["group", "step", OF_ROW], errors="ignore")
+    numbers = [None] * len(rows) if LEFT_OUT in one.batch else list(rows)
+    facts = {"step": one.step, "kind": one.kind, "uid": [one.uids[row] for row in rows], "row": numbers}
     for place, (name, value) in enumerate(facts.items()):
         table.insert(place, name, value)
     return table

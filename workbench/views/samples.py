@@ -5,143 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
-from workbench.base.errors import message, unknown
+from workbench.base.errors import unknown
 from workbench.dataproto import DataProto
-from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.sessions import POLICY, SESSION, episodes
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
 from workbench.runs.evaluate import Evaluation
+from workbench.stages.stage import LEFT_OUT
 from workbench.views import document as doc
+from workbench.views.left_out import counted_reasons, gathered, left_out
 from workbench.views.prose import rendered
-from workbench.views.rewards import BAD, CUT, extras, question, traceback, unfolding, verdict
+from workbench.views.rewards import BAD, CUT, extras, traceback, unfolding, verdict
+from workbench.views.sample_table import batch_of, object_at, samples_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ORDERS = ("worst", "best", "surprising", "index")
 Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
-
-
-def batch_of(thing: Any) -> DataProto:
-    """The batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself; `TypeError` for anything else."""
-    if isinstance(thing, DataProto):
-        return thing
-    traces = getattr(thing, "traces", None)
-    if isinstance(traces, Mapping) and len(traces):
-        thing = traces[max(traces)]
-    found = getattr(thing, "batch", getattr(thing, "as_batch", None))
-    if isinstance(found, DataProto):
-        return found
-    expected = "a DataProto, or what has one: a trace, a phase, a stepper, a dry run, a run with traces"
-    raise TypeError(message("no batch to show", expected=expected, found=f"a {type(thing).__name__}"))
-
-
-def object_at(batch: DataProto, name: str, row: int) -> Any:
-    """The value of an object column in one row; None where there is no such column. Other rows are not read from disk."""
-    return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
-
-
-def some_rows(batch: DataProto, rows: Sequence[int]) -> DataProto:
-    """Some rows, with the columns that a samples table is made of. Other rows are not read from disk."""
-    names = [name for name in batch.columns if name in _SOURCES or name.startswith(REWARD_PREFIX)]
-    spans = [[*span] for _, span in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0])]
-    ends = [(span[0][1], span[-1][1] + 1) for span in spans]
-    tensors = {name: torch.cat([batch.batch.part(name, *end) for end in ends]) for name in names if name in batch.batch}
-    objects = {
-        name: [cell for end in ends for cell in batch.non_tensor_batch.part(name, *end)]
-        for name in names
-        if name not in tensors
-    }
-    return DataProto(tensors, objects)
-
-
-def samples_table(batch: DataProto) -> pd.DataFrame:
-    """The samples of a batch as a DataFrame, one line per row.
-
-    Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
-    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended); where
-    episodes are several rows also episode, sequence (from 1) and sequences (how many the episode has); of several policies
-    the row's policy.
-
-    A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
-    read, and not kept in memory.
-    """
-    import pandas as pd
-
-    held, objects = batch.batch, batch.non_tensor_batch
-    found: dict[str, Any] = {"group": np.arange(len(batch))}
-    if "uid" in batch:  # numbered by first appearance
-        found["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
-    if SESSION in batch:
-        found |= _of_episodes(batch)
-    if POLICY in batch:
-        found["policy"] = pd.Series(list(objects.passing(POLICY)), dtype=object)
-    if "step" in held:  # a dump of several
-        found["step"] = held.passing("step").numpy()
-    if "reward" in batch:
-        reward = held.passing("reward").double()
-        found["reward"] = (reward.masked_fill(~held.passing("scored"), np.nan) if "scored" in batch else reward).numpy()
-        found |= {name: held.passing(name).numpy() for name in held if name.startswith("reward/")}
-    for name, (column, read) in _READ.items():
-        if column in batch:  # as objects: pandas' own text type would make NaN of a text that is not there
-            found[name] = pd.Series([read(one) for one in objects.passing(column)], dtype=object)
-    found |= _of_tokens(batch)
-    in_order = sorted(found, key=lambda name: _COLUMNS.index(name.partition("/")[0]))
-    return pd.DataFrame({name: found[name] for name in in_order})
-
-
-def _of_episodes(batch: DataProto) -> dict[str, Any]:
-    """Of rows that are sequences of episodes: the episode's number, the sequence's from 1, and how many there are."""
-    found = {name: np.zeros(len(batch), dtype=int) for name in ("episode", "sequence", "sequences")}
-    for number, rows in enumerate(episodes(batch)):
-        for place, row in enumerate(rows, 1):
-            found["episode"][row], found["sequence"][row], found["sequences"][row] = number, place, len(rows)
-    return found
-
-
-def _of_tokens(batch: DataProto) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if "response_mask" not in batch:  # a dump of another library: at most one number a row
-        return {"advantage": batch.batch.passing("advantage").numpy()} if "advantage" in batch.batch else {}
-    mask = batch.batch.passing("response_mask")
-    tokens = mask.sum(-1)
-    if "advantages" in batch:
-        own = batch.batch.passing("advantages").float().masked_fill(mask == 0, 0.0)  # padding may be NaN
-        found["advantage"] = (own.sum(-1) / tokens.clamp(min=1)).double().numpy()
-    if "sampler_logprob_diff" in batch:
-        found["sampler_logprob_diff"] = batch.batch.passing("sampler_logprob_diff").numpy()
-    return {**found, "tokens": tokens.numpy()}
-
-
-_COLUMNS = (
-    "group", "episode", "sequence", "sequences", "policy", "step", "prompt", "response", "truth", "reward", "answer", "status", "why", "advantage",
-    "sampler_logprob_diff", "tokens", "finish",
-)  # fmt: skip
-_READ: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "prompt": ("raw_prompt", question),
-    "response": ("response_text", lambda text: text),
-    "truth": ("reward_model", lambda judged: (judged or {}).get("ground_truth")),
-    "answer": ("score", lambda score: score.answer),
-    "status": ("score", lambda score: score.status.value),
-    "why": ("score", lambda score: score.why),
-    "finish": ("finish_reason", lambda reason: reason),
-}
-"""Column of a table of samples → the batch's column, and what is read of each of its objects."""
-
-
-_SOURCES = (
-    *(column for column, _ in _READ.values()), SESSION, POLICY, "uid", "step", "reward", "scored", "response_mask", "advantages",
-    "advantage", "sampler_logprob_diff",
-)  # fmt: skip
-"""The batch's columns that a table of samples is made of, besides `reward/<part>`."""
 
 
 _BINS = 12
@@ -294,7 +179,8 @@ def _matching(column: pd.Series, wanted: Any) -> np.ndarray:
 
 def _tokens(row: Any) -> tuple[str, str]:
     """(number of tokens, finish reason) of a response, each "" where it is not known."""
-    return str(int(row["tokens"])) if "tokens" in row else "", row.get("finish") or ""
+    number = row.get("tokens")
+    return str(int(number)) if number is not None and number == number else "", row.get("finish") or ""
 
 
 def group_line(index: SampleIndex, group: int) -> str:
@@ -327,6 +213,15 @@ class Samples(doc.View):
         """The selected samples as a DataFrame, indexed by row."""
         return self.index.frame.iloc[self.selected]
 
+    @cached_property
+    def left_out(self) -> Samples | None:
+        """The step's rows that were filtered out, rejected, not scored or failed, each with the reason; None where there are none.
+
+        The column `left_out` is the reason, `of_row` the row's number where it is among the samples all the same.
+        """
+        found = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
+        return Samples(gathered(found), self.rows, "index", self.by_group, None, "") if found else None
+
     def pictures(self, row: Any) -> list[Picture]:
         """The pictures of a row's prompt."""
         return object_at(self.index.batch, IMAGES, row) or []
@@ -343,7 +238,11 @@ class Samples(doc.View):
         frame = self.frame.head(self.rows)
         lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row))]
         head = [self.index.headline] if self.index.headline else []
-        return doc.Either([*head, *lines], lambda: (doc.line(doc.bold(*head)), self._page(frame)))
+        other = self.left_out
+        title = counted_reasons(other.index.frame[LEFT_OUT]) if other is not None else ""
+        said = [f"{title}: see .left_out"] if title else []
+        beneath = doc.Fold(title, lambda: other._page(other.frame.head(self.rows))) if other is not None else ()
+        return doc.Either([*head, *lines, *said], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
         top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
@@ -380,7 +279,7 @@ class Samples(doc.View):
             (thumbnails(self.pictures(number)), unfolding(None if self.by_group else prompt, _response(row))),
             scored,
             _judgement(row, object_at(self.index.batch, "score", number)),
-            f"{row['advantage']:+.3f}" if "advantage" in row else "",
+            doc.number(row.get("advantage"), "+.3f") if "advantage" in row else "",
             (tokens, doc.BREAK, doc.small(finish)),
         ]
 
@@ -404,6 +303,7 @@ def _said(number: Any, row: Any, seen: Sequence[Picture]) -> list[str]:
     said = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
         said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
+    said += [doc.one_line(row[LEFT_OUT])] if LEFT_OUT in row else []
     said += [doc.one_line(row["why"])] if row.get("why") else []
     tokens, finish = _tokens(row)
     said += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
@@ -427,8 +327,9 @@ def _response(row: Any) -> str:
 
 def _judgement(row: Any, score: Any) -> doc.Part:
     if score is None:
-        return ""
-    said: list[doc.Part] = [doc.cut(score.why, 2 * CUT)] if score.why else []
+        return doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD) if LEFT_OUT in row else ""
+    said: list[doc.Part] = [doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD)] if LEFT_OUT in row else []
+    said += [doc.cut(score.why, 2 * CUT)] if score.why else []
     if score.answer is not None:
         said.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
     if score.parts:
@@ -507,6 +408,7 @@ class SampleCard(doc.View):
         reward = row.get("reward")
         found = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
         found += verdict(score) if score is not None else []
+        found += [("left out", str(row[LEFT_OUT]))] if LEFT_OUT in row else []
         found += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
         found += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
         found += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from workbench.base.errors import SettingError, unknown
-from workbench.replay.run import Run
+from workbench.replay.run import Run, load_run
 from workbench.views import curve_axes as plot
 from workbench.views import document as doc
 from workbench.views.curves import cell_figure, png
@@ -134,7 +134,7 @@ def seeds(
 def _curves(name: str, runs: Sequence[Run | str | Path], metric: str) -> dict[int, Curve]:
     found: dict[int, Curve] = {}
     for one in runs:
-        run = one if isinstance(one, Run) else Run(one)
+        run = one if isinstance(one, Run) else load_run(one)
         rows, seed = run.rows, int((run.settings.get("train") or {}).get("seed") or 0)
         if seed in found:
             raise SettingError(f"{name!r} has two runs of seed {seed}: {run.path}", do="give one run for each seed")

@@ -24,7 +24,7 @@ from workbench.views import document as doc
 from workbench.views import prose
 from workbench.views.curve_axes import GREY, bare
 from workbench.views.curves import cell_figure
-from workbench.views.samples import batch_of, object_at
+from workbench.views.sample_table import batch_of, object_at
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,8 +22,9 @@ from workbench.runs.trackers import KL
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, asked, figure, panel, series
+from workbench.views.left_out import counted_reasons, gathered, left_out
 from workbench.views.plots import Plots
-from workbench.views.samples import SampleIndex
+from workbench.views.samples import SampleIndex, samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 PREVIEW_ITEMS = 4
 PREVIEW_TEXT = 48
+_LEFT = 8
+"""Rows left out of a step that are shown beneath its trace."""
 
 
 def kind_of(batch: DataProto, name: str) -> str:
@@ -116,6 +119,9 @@ def data(made: Rows | Report | Samples) -> doc.Part:
 
 _HEADLINES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "rollout": (("response_length/mean", "{:.4g} tokens a response"), ("response/cut_ratio", "{:.1%} cut off")),
+    "filter_groups": (
+        ("filter_groups/kept", "{:g} groups kept"), ("filter_groups/dropped", "{:g} say nothing"), ("train/num_gen_batches", "{:g} batches"),
+    ),
     "old_log_prob": (("actor/entropy", "{:.4g} nats entropy"),),
     "values": (("critic/values/mean", "{:.4g} mean value"),),
     "advantage": (
@@ -169,10 +175,15 @@ def _seconds(made: Phase) -> str:
 
 
 def trace(made: Trace) -> doc.Part:
-    """The view of a `Trace`: for each phase seconds, main metric and columns written; in HTML also metrics and settings."""
+    """The view of a `Trace`: for each phase seconds, main metric and columns written, and which rows were left out; in HTML
+    also metrics and settings."""
     step = f" of step {made.step}" if made.step is not None else ""
     title = f"Trace{step}: {len(made)} phases, {len(made.batch)} rows, {made.metrics['timing_s/step']:.2f} s"
-    return doc.line(doc.bold(title)), phases(made)
+    if not (other := left_out(made, made.batch)):
+        return doc.line(doc.bold(title)), phases(made)
+    told = counted_reasons(why for one in other for why in one.why)
+    table = doc.Fold(told, lambda: samples(gathered(other, _LEFT), _LEFT, "index").document())
+    return doc.line(doc.bold(title)), phases(made), doc.Either(f"{told}: wb.views.samples(trace).left_out", table)
 
 
 def phases(made: Trace) -> doc.Part:
@@ -425,7 +436,7 @@ def run(made: Run) -> doc.Part:
     """The view of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the recorded steps."""
     rows = made.rows
     step = rows[-1][STEP] if rows else 0
-    title = f"Run {made.path}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
+    title = f"Run {getattr(made, 'address', made.path)}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
     steps = doc.Fold("recorded steps", lambda: traces(made.traces)) if len(made.traces) else ()
     rewards = [row[_REWARD] for row in rows if row.get(_REWARD) is not None]
     kept = ", ".join(f"{step} ({why})" for step, why in made.traces.reasons().items())

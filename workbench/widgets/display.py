@@ -33,7 +33,7 @@ STEPS_A_SECOND = 500
 """The curves of so many steps are sent or drawn in a second, at most: those of a long run are renewed more seldom."""
 BLOCK_EVERY = 1.0
 STATIC_EVERY = 30.0
-"""Seconds between refreshes of the panel's static form: each makes the front end redraw the widget."""
+"""Seconds between refreshes of the panel's static form, each with a picture of the curves."""
 HEARTBEAT = 20.0
 """Seconds after which the block is updated even if no step has ended: a silent cell looks dead, and is not saved."""
 
@@ -186,8 +186,8 @@ class Growing(curves.Live):
 class TrainingPanel(Live):
     """Progress and curves with pause and stop buttons, which only set flags of the loop's `Control`.
 
-    The widget's state is in the kernel, so that it works again in a reloaded page. The same output holds a static form, with
-    the curves as a picture, for front ends without widgets; when training ends only the static form is left.
+    The widget's state is in the kernel, so that it works again in a reloaded page. An output before it holds the static form,
+    with the curves as a picture; when training ends, or the kernel does, only the static form is seen.
     """
 
     def open(self) -> None:
@@ -202,10 +202,12 @@ class TrainingPanel(Live):
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
-        self._curves = shows(Growing(self), "widget")
+        growing = Growing(self)
+        self._curves, self._cover = shows(growing, "widget"), shows(growing, "cover")
         buttons = ipywidgets.HBox([self._pause, self._stop])
-        self._box = ipywidgets.VBox([buttons, self._bar, self._curves])
+        self._box = ipywidgets.VBox([self._cover, buttons, self._bar, self._curves])
         self._handle: Any = display(self, display_id=True)
+        self._seen: Any = display(Seen(self._box.model_id), display_id=True)
 
     def _on_pause(self, _: Any) -> None:
         change = self.control.resume if self.control.paused else self.control.pause
@@ -223,6 +225,7 @@ class TrainingPanel(Live):
         if self._shown - self._refreshed >= STATIC_EVERY:
             self._refreshed = self._shown
             self._handle.update(self)
+            self._cover.renewed += 1
 
     def _draw(self, now: float) -> None:
         self._drawn = now
@@ -232,21 +235,30 @@ class TrainingPanel(Live):
         """Show the final state, as the static form without buttons."""
         super().close(stopped)
         self._over = True
-        self._pause.layout.display = self._stop.layout.display = "none"
+        self._pause.layout.display = self._stop.layout.display = "none"  # a page that was reloaded keeps the panel
+        self._seen.update(Seen(""))
         self._handle.update(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The static form, and the widget while training runs."""
+        """The static form."""
         shown = Block(self.status(), self.share, self.notes())
         where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
         moment = () if self._over else block(f"As of this moment; {where} has the present state.")
         drawn = self.picture()
         picture = Image(lambda: drawn, "curves") if drawn else ()
-        static = {"text/html": html((shown.document(), moment, picture)), "text/plain": repr(shown)}
-        if self._over:
-            return static
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        return {"application/vnd.jupyter.widget-view+json": view, **static}
+        form = html((shown.document(), moment, picture))
+        return {"text/html": f'<div class="workbench-static">{form}</div>', "text/plain": repr(shown)}
+
+
+class Seen(NamedTuple):
+    """The output of a widget with this id, nothing where it is empty; a page that cannot draw it shows nothing."""
+
+    model_id: str
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
+        shown = {"application/vnd.jupyter.widget-view+json": view} if self.model_id else {}
+        return {**shown, "text/html": "", "text/plain": ""}
 
 
 class Block(View):

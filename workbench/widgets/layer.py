@@ -110,6 +110,16 @@ class Layer(anywidget.AnyWidget):
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
 
 
+class Cover(Layer, script="cover"):
+    """The first part of a box of widgets: in place of the box the static form is seen when the kernel is gone."""
+
+    renewed = traitlets.Int().tag(sync=True)
+    """Counts the times that the static form was displayed anew."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+
+
 def name_of(thing: Any, otherwise: str) -> str:
     """The name of the notebook's variable that holds an object; `otherwise` where there is none."""
     names = vars(sys.modules["__main__"]).items()

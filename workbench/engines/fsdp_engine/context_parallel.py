@@ -17,7 +17,6 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 from workbench.base.errors import EngineError, SettingError
-from workbench.engines.local_engine import scoring
 from workbench.engines.local_engine.attention import Layer, Plan, planned
 from workbench.engines.local_engine.head import Head
 from workbench.engines.local_engine.routing import replay
@@ -44,14 +43,6 @@ def apply(model: Any, mesh: Any) -> None:
     """Let the ranks of a mesh of one dimension share the tokens of a model's packed rows (`scoring.layout`)."""
     check(model, mesh.size())
     model.workbench_share = lambda tree: Share(tree, mesh.get_group())
-
-
-def packs(model: Any, settings: Any) -> bool:
-    """True: rows are packed. Raises `EngineError` where they cannot be: tokens of padded rows are not shared."""
-    if why := "pack='no'" if settings.pack == "no" else scoring.why_padded(model, settings):
-        what, do = f"mesh cp with {type(model).__name__}", "take cp=1 (more ranks in dp)"
-        raise EngineError(what, expected="rows that may be packed", found=why, do=do)
-    return True
 
 
 class Share:

@@ -22,7 +22,7 @@ from workbench.base.metrics import Mean, join
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
-from workbench.engines.fsdp_engine.meshes import ranks_of, refuse, sizes_of
+from workbench.engines.fsdp_engine.meshes import ranks_of, sizes_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
@@ -64,7 +64,10 @@ class FsdpEngine(ModelEngine, Rewinding):
         # the kernels that attention needs are where it runs, not here
         self._sizes = sizes_of(settings.mesh, group.size)
         shape = load_model(path, settings.replace(attn_implementation=None), empty=True)
-        refuse(shape, self._sizes)
+        if settings.mesh is not None:
+            from workbench.engines.fsdp_engine.sharding import refuse  # torch's FSDP: half a second of imports
+
+            refuse(shape, self._sizes)
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings
@@ -130,7 +133,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         found = self._on(method, *shared, each=each, tokens=sum(lengths))
         return found, [place for place in places for _ in range(self._sizes.block)]
 
-    def _firsts(self, by_rank: Sequence[Any]) -> Sequence[Any]:
+    def _firsts(self, by_rank: list[Any]) -> list[Any]:
         """Of each block of ranks with the same rows the first one's."""
         return by_rank[:: self._sizes.block]
 
@@ -442,8 +445,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def describe(self) -> dict[str, Any]:
         """Path, number of ranks and settings by name, for a run's record."""
-        settings = {name: one for name, one in self._settings.to_dict().items() if name != "mesh" or one is not None}
-        return {"path": self.path, "ranks": self._group.size, **settings}
+        return {"path": self.path, "ranks": self._group.size, **self._settings.recorded()}
 
     def close(self) -> None:
         """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -72,18 +73,26 @@ def _forward(
     part = _Part(experts, size)
     hidden, flat = hidden.reshape(-1, shape[-1]), chosen.flatten()
     order = torch.argsort(flat, stable=True)
-    leaving = torch.bincount(flat, minlength=experts.num_experts)
+    leaving = flat.new_zeros(experts.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     coming = torch.empty_like(leaving)
     distributed.all_to_all_single(coming, leaving, group=group)
-    there, here = (one.view(size, -1).sum(1).tolist() for one in (leaving, coming))
+    there, here = (_rows(one.view(size, -1).sum(1), len(flat)) for one in (leaving, coming))
     states = _Exchange.apply(hidden[order // most], there, here, group)
-    own = torch.arange(part.num_experts, device=flat.device).repeat(size).repeat_interleave(coming)
+    numbers = torch.arange(part.num_experts, device=flat.device).repeat(size)
+    own = numbers.repeat_interleave(coming, output_size=sum(here))
     # a state of zeros, so that a rank to which no token came computes, and has gradients, too
     states = torch.cat([states, states.new_zeros(1, shape[-1])])
     own = torch.cat([own, own.new_zeros(1)])[:, None]
     made = compute(part, states, own, states.new_ones(own.shape))[:-1]
     back = _Exchange.apply(made, here, there, group)[torch.argsort(order)]
     return (back.view(*chosen.shape, -1) * weights[..., None]).sum(-2).to(hidden.dtype).view(shape)
+
+
+def _rows(counts: Tensor, every: int) -> list[int]:
+    """Numbers of rows for, or of, each rank; where memory is measured without data (`rehearsal`) as many of each."""
+    if not is_fake(counts):
+        return [int(one) for one in counts.tolist()]
+    return [every * (rank + 1) // len(counts) - every * rank // len(counts) for rank in range(len(counts))]
 
 
 class _Exchange(torch.autograd.Function):

@@ -131,6 +131,16 @@ def adapters_of(path: str, settings: Any) -> dict[str, torch.Tensor]:
     return lora.tensors(model)
 
 
+def named_beside(adapters: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of a model by the names that they have in one with these adapters: `q_proj.base_layer.weight`."""
+    layers = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
+    found = {}
+    for name, one in tensors.items():
+        owner, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
+        found[f"{owner}.base_layer.{leaf}" if owner in layers else f"{owner}.{leaf}"] = one
+    return found
+
+
 class Reader:
     """The weights of a model folder by the model's names, read in parts; `model` is plain, and on the meta device.
 
@@ -176,11 +186,16 @@ class Reader:
 
     def _planned(self) -> dict[str, _Source]:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         rules = get_model_conversion_mapping(self._model)
         converters = [one for one in rules if isinstance(one, WeightConverter)]
-        renamings = [one for one in rules if not isinstance(one, WeightConverter)]
+        renamings = [one for one in rules if isinstance(one, WeightRenaming)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         given = {"base_model_prefix": self._model.base_model_prefix, "meta_state_dict": self._model.state_dict()}
         found: dict[str, _Source] = {}
@@ -191,7 +206,7 @@ class Reader:
             if target not in self._shapes:
                 self._extra.append(target)
                 continue
-            one = found.setdefault(target, _Source({}, by_pattern.get(pattern), target))
+            one = found.setdefault(target, _Source({}, by_pattern.get(pattern or ""), target))
             one.names.setdefault(pattern or name, []).append(name)
         return {name: one for target, source in found.items() for name, one in self._made(target, source)}
 
@@ -293,9 +308,10 @@ def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
     makes one tensor of the files out of several of the model: these cannot be written one by one."""
     left_out = {*tied(model), *(model._keys_to_ignore_on_save or ())}
     tensors = {name: one for name, one in model.state_dict().items() if name not in left_out}
-    each = {name: reverted(model, {name: one}) for name, one in tensors.items()}
-    together = {name: one.shape for name, one in reverted(model, tensors).items()}
-    if together != {name: one.shape for made in each.values() for name, one in made.items()}:
+    together = reverted(model, tensors)
+    same = {name: one.shape for name, one in together.items()} == {name: one.shape for name, one in tensors.items()}
+    each = {name: {name: one} if same else reverted(model, {name: one}) for name, one in tensors.items()}
+    if together.keys() != {name for made in each.values() for name in made}:
         return None
     parts = [Part()]
     for name, made in each.items():

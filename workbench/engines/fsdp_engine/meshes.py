@@ -86,22 +86,6 @@ def parsed(mesh: Mapping[str, int]) -> Sizes:
     return sizes
 
 
-def refuse(model: Any, sizes: Sizes) -> None:
-    """Raise, before anything is loaded, where a model (which may be empty) cannot be laid out on a mesh of these sizes."""
-    if sizes.tp > 1:
-        from workbench.engines.fsdp_engine import tensor_parallel  # torch's, half a second of imports
-
-        tensor_parallel.check(model, sizes.tp)
-    if sizes.cp > 1:
-        from workbench.engines.fsdp_engine import context_parallel
-
-        context_parallel.check(model, sizes.cp, sizes.tp)
-    if sizes.ep > 1:
-        from workbench.engines.fsdp_engine import expert_parallel
-
-        expert_parallel.check(model, sizes.ep)
-
-
 class Mesh:
     """All ranks of the process group as a mesh; `mesh["tp"]` is torch's `DeviceMesh` of one dimension.
 

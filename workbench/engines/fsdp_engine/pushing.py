@@ -69,9 +69,8 @@ class ShardedPushing:
 
     def _write(self: Any, piece: Piece, there: torch.Tensor, held: Mapping[str, Any], layer: Any) -> None:
         """Write what this rank has of a piece; what several ranks have the first of them writes."""
-        base, a, b = (held[piece.name], None, None) if layer is None else lora.parts(held, piece.name)
-        if a is not None:
-            a, b = _full(a), _full(b)  # by all ranks together
+        base, *small = [held[piece.name]] if layer is None else lora.parts(held, piece.name)
+        small = [_full(one) for one in small]  # by all ranks together
         if not self.mesh.counts(base):
             return
         mine = base.to_local() if isinstance(base, DTensor) else base
@@ -83,7 +82,7 @@ class ShardedPushing:
         if begin < end:
             part = mine[begin - rows.start : end - rows.start]
             if layer is not None:
-                part = part + lora.delta(layer, a, b, slice(begin, end))[:, *further]
+                part = part + lora.delta(layer, *small, slice(begin, end))[:, *further]
             there[begin - piece.first : end - piece.first, *further].copy_(part)
 
     def open_group(self: Any, size: int | None = None, backend: str = "") -> Any:

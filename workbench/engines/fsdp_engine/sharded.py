@@ -17,14 +17,15 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
-from workbench.engines.fsdp_engine import context_parallel, tensor_parallel
+from workbench.engines.fsdp_engine import tensor_parallel
 from workbench.engines.fsdp_engine.agreement import agreed, everyone, largest
-from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder
+from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder, named_beside
 from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
 from workbench.engines.fsdp_engine.pushing import ShardedPushing
 from workbench.engines.fsdp_engine.sharding import build, read_head, write_plain, write_together
@@ -33,7 +34,15 @@ from workbench.engines.local_engine.head import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import Live, available, live, memory_errors, peaks
-from workbench.engines.local_engine.scoring import collect, divergence, layout, micro_batches, packs, trimmed
+from workbench.engines.local_engine.scoring import (
+    collect,
+    divergence,
+    layout,
+    micro_batches,
+    packs,
+    trimmed,
+    why_padded,
+)
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
@@ -201,23 +210,21 @@ class ShardedModel(ShardedPushing):
         With `again` the model is loaded already: if it has LoRA adapters, only they are read, from a peft folder.
         """
         adapters = again and self.adapted
-        parameters, buffers = (self.learning, {}) if adapters else (self.named, self.buffers)
-        told = None
+        parameters, told = self.learning if adapters else self.named, None
         try:
-            small, whole = adapters_of(folder, self.settings), None
+            small = adapters_of(folder, self.settings)
             if self.whole.value_head is not None:
                 small |= read_head(folder, hidden_size(self.whole.causal))
-            mine = {name: one for name, one in parameters.items() if name in small or _apart(name)}
-            check_fit(f"weights of {folder}", small, mine)
-            for name, parameter in mine.items():
-                local(parameter).copy_(small[name][box(parameter)])
+            others = {} if adapters else {name: one for name, one in parameters.items() if not _apart(name)}
+            check_fit(f"weights of {folder}", small | named_beside(small, others), parameters)
+            for name in parameters.keys() - others.keys():
+                local(parameters[name]).copy_(small[name][box(parameters[name])])
             if not adapters:
                 whole = Reader.of(base_folder(folder), self.settings)
-            for name, parameter in parameters.items() if whole is not None else ():
-                if name not in mine:
+                for name, parameter in others.items():
                     local(parameter).copy_(whole.read(name.replace(".base_layer.", "."), box(parameter)))
-            for name, buffer in buffers.items() if whole is not None else ():
-                buffer.copy_(whole.buffer(name))
+                for name, buffer in self.buffers.items():
+                    buffer.copy_(whole.buffer(name))
         except Exception as error:  # noqa: BLE001 - all ranks raise it
             told = first_line(error, 1000)
         everyone(told)
@@ -313,11 +320,22 @@ class ShardedModel(ShardedPushing):
 
     # --- passes -----------------------------------------------------------------------------
 
+    def reshard(self) -> None:
+        """Free what a pass has gathered and kept, of the root and of layers that stay gathered: weights may change."""
+        for module in self.whole.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     @property
     def packed(self) -> bool:
         """Whether rows go through the model without padding. Raises `EngineError` where they must, and cannot."""
-        chosen = packs if self.mesh.sizes.cp == 1 else context_parallel.packs
-        return chosen(self.whole.causal, self.settings)
+        model, settings = self.whole.causal, self.settings
+        if self.mesh.sizes.cp == 1:
+            return packs(model, settings)
+        if why := "pack='no'" if settings.pack == "no" else why_padded(model, settings):
+            what, do = f"mesh cp with {type(model).__name__}", "take cp=1 (more ranks in dp)"
+            raise EngineError(what, expected="rows that may be packed", found=why, do=do)
+        return True
 
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
         """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
@@ -352,7 +370,7 @@ class ShardedModel(ShardedPushing):
                     self._cut(share, packed), lambda rows: self._scored(rows, want, temperature, packed), share, want
                 )
         finally:
-            self.whole.reshard()  # type: ignore[operator]  # the root keeps what it gathered, and weights may change
+            self.reshard()
 
     def examine(self) -> SelfCheck:
         """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks."""
@@ -374,7 +392,7 @@ class ShardedModel(ShardedPushing):
             half = self.settings.half(device)
             return check(self.whole.causal, self.settings, forward, score, precisions=(half,), agree=largest)
         finally:
-            self.whole.reshard()  # type: ignore[operator]
+            self.reshard()
 
     def _scored(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
@@ -406,7 +424,7 @@ class ShardedModel(ShardedPushing):
             return collect(self._cut(share, packed), found, share, ("kl",))
         finally:
             for model in (self, other):
-                model.whole.reshard()  # type: ignore[operator]
+                model.reshard()
 
     def backward(
         self, share: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float, seed: int
@@ -434,7 +452,7 @@ class ShardedModel(ShardedPushing):
             self.optimizer.zero()
             raise
         finally:
-            self.whole.reshard()  # type: ignore[operator]
+            self.reshard()
         if self._summed:
             tensor_parallel.sum_gradients([self.named[name] for name in self._summed], self.mesh["tp"])
         failed = agreed(account.failed())

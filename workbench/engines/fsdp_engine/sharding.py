@@ -15,7 +15,7 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine import context_parallel, expert_parallel, tensor_parallel
 from workbench.engines.fsdp_engine.agreement import everyone
 from workbench.engines.fsdp_engine.folders import base_folder, begin_folder, planned, reverted
-from workbench.engines.fsdp_engine.meshes import Mesh
+from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import head_of, hidden_size
 from workbench.engines.local_engine.loading import (
@@ -51,6 +51,25 @@ class Whole(torch.nn.Module):
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
+_PARTS: dict[str, Any] = {"tp": tensor_parallel, "ep": expert_parallel, "cp": context_parallel}
+"""What cuts a model over a dimension of a mesh."""
+
+
+def refuse(model: Any, sizes: Sizes) -> None:
+    """Raise, before anything is loaded, where a model (which may be empty) cannot be laid out on a mesh of these sizes."""
+    for name, part in _PARTS.items():
+        if getattr(sizes, name) > 1:
+            part.check(
+                model, getattr(sizes, name), *(sizes.tp,) * (name == "cp")
+            )  # the heads of cp are cut by tp first
+
+
+def _cut(model: Any, mesh: Mesh) -> None:
+    for name, part in _PARTS.items():
+        if getattr(mesh.sizes, name) > 1:
+            part.apply(model, mesh[name])
+
+
 def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
     """Build a model cut and sharded over a mesh, its weights uninitialised; `head` adds a value head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -60,12 +79,7 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
     if head:
         with torch.device("meta"):
             value = torch.nn.Linear(hidden_size(model), 1)
-    if mesh.sizes.tp > 1:
-        tensor_parallel.apply(model, mesh["tp"])
-    if mesh.sizes.ep > 1:
-        expert_parallel.apply(model, mesh["ep"])
-    if mesh.sizes.cp > 1:
-        context_parallel.apply(model, mesh["cp"])
+    _cut(model, mesh)
     whole = Whole(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()

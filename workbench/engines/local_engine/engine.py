@@ -147,7 +147,7 @@ class ModelEngine:
 
     def describe(self) -> dict[str, Any]:
         """Path and settings by name, for a run's record."""
-        return {"path": self.path, **self._settings.to_dict()}
+        return {"path": self.path, **self._settings.recorded()}
 
     def _place(self) -> str:
         return str(self._model.device)
@@ -533,7 +533,8 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         def sample(requests: Sequence[Request]) -> list[Sample]:
             asked: Any = Asked(requests)
             asked.join(len(requests))
-            decode(PicturedRows(self._model, requests), self.tokenizer, asked, self._eos, 0, len(requests))
+            cache = PicturedRows(self._model, requests)
+            decode(cache, Rows(self._eos, self.tokenizer), asked, 0, len(requests))
             return asked.answers
 
         right, found = check_pictures(self._model, processor, score, sample)

@@ -132,8 +132,9 @@ class Layout(Protocol):
     labels: Tensor
     """[M] ids to predict, on the device; M < N where rows have tokens in common."""
 
-    spread: Callable[[Tensor], Tensor]
-    """Puts values [M] at the rows' response tokens: [b, T]."""
+    @property
+    def spread(self) -> Callable[[Tensor], Tensor]:
+        """Puts values [M] at the rows' response tokens: [b, T]."""
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Hidden states [M, H] (of `OWN`: logits) that predict `labels`."""

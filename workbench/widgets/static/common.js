@@ -111,7 +111,7 @@ function overStatic(el, form = ".workbench-static") {
       if (gone) return;
       el.classList.remove("wb-under");
       note.textContent = "";
-      hidden = hidden || before();
+      if (!hidden || !hidden.isConnected) hidden = before();
       if (hidden) hidden.style.display = "none";
     },
     restore,

@@ -1,0 +1,499 @@
+"""What a layout would give: a discrete-event model of rollout, reward and training, which needs no cluster and no model.
+
+Samplers are replicas with slots: first come, first served, a prompt's group on one replica, as `engines.workers` share them
+out. All requests of a replica get their next token together, after `Rates.token_seconds(n)` for n of them. Rewards are served
+by so many workers; scoring, updates and the push of weights take what `Rates` says. The loop is this house's own: in order, one
+step ahead (`ahead=1`), or a stream of groups at most `max_lag` versions old.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from workbench.base.config import require
+from workbench.base.shown import Shown
+from workbench.cluster.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What runs where: the numbers that `simulate` varies."""
+
+    name: str = ""
+    batch_size: int = 16
+    """Prompts a step."""
+    group_size: int = 8
+    replicas: int = 1
+    """Samplers."""
+    slots: int = 64
+    """Requests that a sampler decodes at a time."""
+    judges: int | None = None
+    """Rewards that are computed at a time; None: as many as there are."""
+    ranks: int = 1
+    """Devices of the learner: they share its tokens evenly."""
+    mini_batches: int = 1
+    """Updates a step."""
+    ahead: int = 0
+    max_lag: int = 0
+    """As of `wb.train`; both 0: one stage after the other."""
+    streaming_rewards: bool = False
+    """Whether a row's reward begins when the row is finished, instead of when all are."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "group_size", "replicas", "slots", "ranks", "mini_batches"):
+            require(getattr(self, name) >= 1, name, expected="≥ 1", found=getattr(self, name))
+        require(self.judges is None or self.judges >= 1, "judges", expected="≥ 1, or None", found=self.judges)
+        require(self.ahead in (0, 1) and self.max_lag >= 0, "ahead", expected="0 or 1, max_lag ≥ 0", found=self.ahead)
+        require(not (self.ahead and self.max_lag), "ahead and max_lag", expected="one of them", found="both")
+
+    @property
+    def title(self) -> str:
+        """Its name, or its mode and sizes."""
+        mode = f"max_lag={self.max_lag}" if self.max_lag else f"ahead={self.ahead}" if self.ahead else "in order"
+        return self.name or f"{mode}, {self.batch_size} × {self.group_size} on {self.replicas} × {self.slots} slots"
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """Simulated time: calls functions when their time has come; of one time, in the order in which they were set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, seconds: float, then: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._due, (self.now + seconds, self._count, then))
+
+    def run(self) -> None:
+        while self._due:
+            self.now, _, then = heapq.heappop(self._due)
+            then()
+
+
+class _Busy:
+    """Counts who is at work over time: seconds with anybody, the mean of how many, and the stretches."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock, self.count, self._since, self._began = clock, 0, 0.0, 0.0
+        self.seconds = self.work = 0.0
+        self.spans: list[tuple[float, float]] = []
+
+    def change(self, by: int) -> None:
+        now = self._clock.now
+        self.work += self.count * (now - self._since)
+        self.seconds += (now - self._since) if self.count else 0.0
+        if not self.count:
+            self._began = now
+        self.count, self._since = self.count + by, now
+        if not self.count and now > self._began:
+            if self.spans and self.spans[-1][1] >= self._began:
+                self.spans[-1] = (self.spans[-1][0], now)
+            else:
+                self.spans.append((self._began, now))
+
+
+class _Replica:
+    """A sampler: `slots` requests at a time, which all get their next token together."""
+
+    def __init__(self, clock: _Clock, slots: int, rates: Rates) -> None:
+        self._clock, self._slots, self._rates = clock, slots, rates
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._decoding: list[tuple[float, int, Callable[[], None]]] = []
+        self._taken = self._turn = self._number = 0
+        self._tokens = self._since = 0.0
+        self.busy = _Busy(clock)
+
+    def ask(self, *asked: tuple[int, Callable[[], None]]) -> None:
+        """Ask for responses: (tokens, what is called when it is there) of each."""
+        self._waiting += asked
+        self._fill()
+
+    def _fill(self) -> None:
+        entered = False
+        while self._waiting and self._taken < self._slots:
+            tokens, then = self._waiting.popleft()
+            self._taken += 1
+            self.busy.change(1)
+            if self._rates.first:
+                self._clock.after(self._rates.first, functools.partial(self._late, tokens, then))
+            else:
+                self._enter(tokens, then)
+                entered = True
+        if entered:
+            self._next()
+
+    def _late(self, tokens: int, then: Callable[[], None]) -> None:
+        self._enter(tokens, then)
+        self._next()
+
+    def _enter(self, tokens: int, then: Callable[[], None]) -> None:
+        self._pass()
+        self._number += 1
+        heapq.heappush(self._decoding, (self._tokens + tokens, self._number, then))
+
+    def _pass(self) -> None:
+        """Let those who decode get the tokens of the time that has passed."""
+        if self._decoding:
+            self._tokens += (self._clock.now - self._since) / self._rates.token_seconds(len(self._decoding))
+        self._since = self._clock.now
+
+    def _next(self) -> None:
+        self._turn += 1
+        if self._decoding:
+            left = max(self._decoding[0][0] - self._tokens, 0.0)
+            turn = self._turn
+            self._clock.after(left * self._rates.token_seconds(len(self._decoding)), lambda: self._ended(turn))
+
+    def _ended(self, turn: int) -> None:
+        if turn != self._turn:
+            return  # somebody entered or left since
+        self._pass()
+        end, over = self._decoding[0][0], []
+        self._tokens = max(self._tokens, end)
+        while self._decoding and self._decoding[0][0] <= end + 1e-9:
+            over.append(heapq.heappop(self._decoding)[2])
+        self._taken -= len(over)
+        self.busy.change(-len(over))
+        self._next()
+        self._fill()
+        for then in over:
+            then()
+
+
+class _Servers:
+    """Workers that serve one after the other, in the order of asking: rewards."""
+
+    def __init__(self, clock: _Clock, count: int | None) -> None:
+        self._clock, self._free = clock, math.inf if count is None else count
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self.busy = _Busy(clock)
+        self.waited = 0.0
+
+    def ask(self, seconds: float, then: Callable[[], None]) -> None:
+        asked = self._clock.now
+
+        def begun() -> None:
+            self.waited += self._clock.now - asked
+            self.busy.change(1)
+            self._clock.after(seconds, ended)
+
+        def ended() -> None:
+            self.busy.change(-1)
+            self._free += 1
+            self._serve()
+            then()
+
+        self._waiting.append((seconds, begun))
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._free >= 1:
+            self._free -= 1
+            self._waiting.popleft()[1]()
+
+
+@dataclass
+class _Group:
+    born: int
+    number: int
+    tokens: int = 0
+    left: int = 0
+
+
+@dataclass
+class _Model:
+    """One training, simulated."""
+
+    layout: Layout
+    rates: Rates
+    steps: int
+    seed: int
+    clock: _Clock = field(default_factory=_Clock)
+    ends: list[float] = field(default_factory=list)
+    spans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
+    lags: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.replicas = [_Replica(self.clock, self.layout.slots, self.rates) for _ in range(self.layout.replicas)]
+        self.judges = _Servers(self.clock, self.layout.judges)
+        self.learner = _Busy(self.clock)
+        self.version = self.fresh = 0
+        self._number = 0
+        self._finished: list[_Group] = []
+        self._out: dict[int, int] = {}
+        self._step = 1
+        self._training = False
+
+    def run(self) -> None:
+        if self.layout.max_lag:
+            self._fill()
+        else:
+            self._draw(lambda tokens: self._take(1, tokens))
+        self.clock.run()
+
+    # --- rows -------------------------------------------------------------------------------
+
+    def _row(self, group: int, sample: int) -> tuple[int, float]:
+        """(tokens, seconds of its reward) of a row: the same in every layout."""
+        draw = random.Random((self.seed * 1_000_003 + group) * 1_000_003 + sample)
+        return draw.choice(self.rates.lengths), draw.choice(self.rates.rewards)
+
+    def _sample(self, number: int, told: Callable[[int, float], None]) -> None:
+        """Sample a group's rows; `told(tokens, reward seconds)` of each that ends."""
+        rows = [self._row(number, sample) for sample in range(self.layout.group_size)]
+        asked = [(tokens, functools.partial(told, tokens, judged)) for tokens, judged in rows]
+        self.replicas[number % len(self.replicas)].ask(*asked)
+
+    def _draw(self, then: Callable[[int], None]) -> None:
+        """Sample and score a whole batch; `then(tokens)`."""
+        size = self.layout.batch_size * self.layout.group_size
+        rolled: list[tuple[int, float]] = []
+        scored = [0]
+
+        def judged() -> None:
+            scored[0] += 1
+            if scored[0] == size:
+                then(sum(tokens for tokens, _ in rolled))
+
+        def told(tokens: int, seconds: float) -> None:
+            rolled.append((tokens, seconds))
+            if self.layout.streaming_rewards:
+                self.judges.ask(seconds, judged)
+            elif len(rolled) == size:
+                for _, one in rolled:
+                    self.judges.ask(one, judged)
+
+        first = self._number
+        self._number += self.layout.batch_size
+        for number in range(first, self._number):
+            self._sample(number, told)
+
+    # --- in order, or one step ahead ----------------------------------------------------------
+
+    def _take(self, step: int, tokens: int) -> None:
+        """The rows of a step are there, and the learner is free: with `ahead` the next step's begin, then it learns."""
+        self.lags[self.version - self.fresh] += self.layout.batch_size
+        self._pushed(lambda: self._ahead(step, tokens)) if self.layout.ahead else self._learn(
+            step, tokens, lambda: self._next(step)
+        )
+
+    def _next(self, step: int) -> None:
+        if step < self.steps:
+            self._pushed(lambda: self._draw(lambda tokens: self._take(step + 1, tokens)))
+
+    def _ahead(self, step: int, tokens: int) -> None:
+        there: dict[str, int] = {}
+
+        def on(what: str, tokens: int) -> None:
+            there[what] = tokens
+            if len(there) == 2:
+                self._take(step + 1, there["rows"])
+
+        if step < self.steps:
+            self._draw(lambda tokens: on("rows", tokens))
+        self._learn(step, tokens, lambda: on("learnt", 0))
+
+    def _learn(self, step: int, tokens: int, then: Callable[[], None]) -> None:
+        """Score and update; `then()`."""
+        layout, rates = self.layout, self.rates
+        rows = layout.batch_size * layout.group_size
+        seconds = rates.train_token * (tokens + rows * rates.prompt) / layout.ranks
+        seconds += rates.update * layout.mini_batches + rates.step
+        self.tokens += tokens
+        self._mark("learner", f"step {step}", seconds)
+        self.learner.change(1)
+
+        def ended() -> None:
+            self.learner.change(-1)
+            self.version += 1
+            self.ends.append(self.clock.now)
+            then()
+
+        self.clock.after(seconds, ended)
+
+    def _pushed(self, then: Callable[[], None]) -> None:
+        """Give the samplers the present weights, if they lack them."""
+        seconds = self.rates.push if self.fresh < self.version else 0.0
+        self._mark("push", f"version {self.version}", seconds)
+        self.fresh = self.version
+        self.clock.after(seconds, then) if seconds else then()
+
+    def _mark(self, lane: str, name: str, seconds: float) -> None:
+        if seconds:
+            self.spans.setdefault(lane, []).append((name, self.clock.now, self.clock.now + seconds))
+
+    # --- a stream -----------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Begin as many groups as may be out, as `runs.streaming` counts."""
+        size, lag = self.layout.batch_size, self.layout.max_lag
+        room = (self.fresh + lag + 1 - self._step + 1) * size - len(self._out)
+        for _ in range(min(room, self.steps * size - self._number)):
+            group = _Group(self.fresh, self._number, left=self.layout.group_size)
+            self._number += 1
+            self._out[group.number] = group.born
+            self._sample_group(group)
+
+    def _sample_group(self, group: _Group) -> None:
+        """Its rows are sampled; when all are, they are scored; then the group waits for its step."""
+        rolled: list[float] = []
+
+        def judged() -> None:
+            group.left -= 1
+            if not group.left:
+                self._finished.append(group)
+                self._try()
+
+        def told(tokens: int, seconds: float) -> None:
+            group.tokens += tokens
+            rolled.append(seconds)
+            if len(rolled) == self.layout.group_size:
+                for one in rolled:
+                    self.judges.ask(one, judged)
+
+        self._sample(group.number, told)
+
+    def _try(self) -> None:
+        """Let the learner take a step's groups, the oldest first, if it is free, they are there, and none that is left out would
+        then come too late."""
+        size = self.layout.batch_size
+        if self._training or len(self._finished) < size or self._step > self.steps:
+            return
+        self._finished.sort(key=lambda one: (one.born, one.number))
+        taken = self._finished[:size]
+        for born in set(self._out.values()):
+            left = sum(one <= born for one in self._out.values()) - sum(one.born <= born for one in taken)
+            if left > (born + self.layout.max_lag + 1 - self._step) * size:
+                return
+        self._finished = self._finished[size:]
+        self.lags.update(self.version - one.born for one in taken)
+        self._training = True
+        for one in taken:
+            del self._out[one.number]
+        step, self._step = self._step, self._step + 1
+        self._fill()
+
+        def learnt() -> None:
+            self._pushed(on)
+
+        def on() -> None:
+            self._training = False
+            self._fill()
+            self._try()
+
+        self._learn(step, sum(one.tokens for one in taken), learnt)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What one layout would give."""
+
+    layout: Layout
+    seconds: float
+    """Per step: the mean after the first."""
+    median_seconds: float
+    whole: float
+    """Seconds of all steps."""
+    tokens_per_second: float
+    """Response tokens that are learnt from."""
+    sampler: float
+    """Share of the time in which a sampler has a request, the mean over replicas."""
+    slots: float
+    """Share of the slots that are taken, over all the time."""
+    learner: float
+    judges: float | None
+    """Share of the time of the reward workers; None without a limit to their number."""
+    lags: Mapping[int, float]
+    """Policy versions behind → share of the groups."""
+    spans: Mapping[str, Sequence[tuple[str, float, float]]]
+    """Lane → (what, began, ended): replicas, rewards, learner, push."""
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Seconds per step in which a part has nothing to do."""
+        return {"samplers": (1 - self.sampler) * self.seconds, "learner": (1 - self.learner) * self.seconds}
+
+
+class Simulation(Shown):
+    """Layouts side by side, the same rows in each; shown as a table and a chart of the first steps. Made by `simulate`."""
+
+    def __init__(self, results: Sequence[Simulated], rates: Rates, steps: int) -> None:
+        self.results, self.rates, self.steps = tuple(results), rates, steps
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __getitem__(self, place: int) -> Simulated:
+        return self.results[place]
+
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each layout, as plain values."""
+        return [
+            {
+                "layout": one.layout.title, "s/step": one.seconds, "tokens/s": one.tokens_per_second, "samplers": one.sampler,
+                "slots": one.slots, "learner": one.learner, "rewards": one.judges,
+                "lag": sum(lag * share for lag, share in one.lags.items()), "speed-up": self.results[0].seconds / max(one.seconds, 1e-12),
+            }
+            for one in self.results
+        ]  # fmt: skip
+
+    def to_pandas(self) -> Any:
+        """The table as a DataFrame; shares are of the time, `lag` is the mean of versions behind."""
+        import pandas as pd
+
+        return pd.DataFrame(self.table()).set_index("layout")
+
+
+def simulate(*layouts: Layout, rates: Rates, steps: int = 20, seed: int = 0) -> Simulation:
+    """Say what layouts would give: seconds a step, what waits for what, how old the rows are. Needs no cluster.
+
+    All layouts get the same prompts, with the same response lengths and reward times. Raises `SettingError` for numbers that
+    cannot be.
+
+    Example:
+        >>> rates = Rates(lengths=[50], token=0.02, train_token=0.001)
+        >>> one = simulate(Layout(batch_size=2, group_size=2), rates=rates)[0]
+        >>> round(one.seconds, 3)  # 50 tokens at 0.02 s, then 200 tokens at 0.001 s
+        1.2
+    """
+    require(len(layouts) > 0, "layouts", expected="at least one", found=0)
+    require(steps >= 2, "steps", expected="≥ 2", found=steps)
+    results = []
+    for layout in layouts:
+        model = _Model(layout, rates, steps, seed)
+        model.run()
+        results.append(_result(model))
+    return Simulation(results, rates, steps)
+
+
+def _result(model: _Model) -> Simulated:
+    layout, whole = model.layout, model.clock.now
+    each = [after - before for before, after in zip(model.ends, model.ends[1:], strict=False)]
+    total, time = max(sum(model.lags.values()), 1), max(whole, 1e-12)
+    lanes = {f"sampler {n}": [("samples", *span) for span in one.busy.spans] for n, one in enumerate(model.replicas)}
+    lanes |= {"rewards": [("scores", *span) for span in model.judges.busy.spans], **model.spans}
+    return Simulated(
+        layout=layout, seconds=fmean(each), median_seconds=median(each), whole=whole,
+        tokens_per_second=model.tokens / time,
+        sampler=fmean(one.busy.seconds for one in model.replicas) / time,
+        slots=fmean(one.busy.work for one in model.replicas) / layout.slots / time,
+        learner=model.learner.seconds / time,
+        judges=None if layout.judges is None else model.judges.busy.work / layout.judges / time,
+        lags={lag: count / total for lag, count in sorted(model.lags.items())}, spans=lanes,
+    )  # fmt: skip

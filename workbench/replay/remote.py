@@ -1,0 +1,139 @@
+"""A run's folder at an address that fsspec opens (`s3://…`, `https://…`), copied file by file as it is read; never written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+import fsspec
+
+from workbench.base.errors import RunError, first_line
+
+FRESH = 2.0
+"""Seconds for which a run's own small files count as present; `LISTED` for which the list of its files does."""
+LISTED = 15.0
+INDEX = ("trace.json", "kept.json", "update.json", "manifest.json", "state.json")
+"""Files of a step that are copied with the list, so that it is known which steps there are."""
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::|://)")
+
+
+def is_address(path: object) -> bool:
+    """Whether a path is an address (`s3://bucket/run`, `filecache::s3://…`) and no local path."""
+    return isinstance(path, str) and bool(_ADDRESS.match(path))
+
+
+@contextlib.contextmanager
+def reading(address: str) -> Iterator[None]:
+    """Context manager: what a file system's library raises, a missing library too, is a `RunError` that names the address."""
+    try:
+        yield
+    except ImportError as cause:
+        do = f"install what fsspec needs for it: {first_line(cause)}"
+        raise RunError(f"{address} cannot be read here", found="a library is missing", do=do) from cause
+    except RunError:
+        raise
+    except Exception as cause:  # each library has its own errors
+        raise RunError(f"{address} cannot be read", found=first_line(cause, 200)) from cause
+
+
+def opened(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path in it. Raises `RunError`."""
+    with reading(address):
+        system, root = fsspec.url_to_fs(address)
+        return system, str(root).rstrip("/")
+
+
+@functools.cache
+def _copies() -> tempfile.TemporaryDirectory[str]:
+    """The folder of this process' copies, deleted at its end: `filecache::s3://…` keeps files for longer."""
+    return tempfile.TemporaryDirectory(prefix="workbench-runs-")
+
+
+class Remote:
+    """A folder at an address, and its copy: what was fetched of it, at `local`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._system, self._root = opened(address)
+        name = PurePosixPath(unquote(self._root)).name or "run"
+        self.local = Path(tempfile.mkdtemp(dir=_copies().name)) / name
+        self.local.mkdir()
+        self._looked = self._listed = -1e9
+        self.names: list[str] = []
+        """Files of the folder, as they were listed last."""
+
+    def look(self) -> None:
+        """Copy the folder's own JSON files, whose contents change, unless they were just copied; those that are gone go here."""
+        if time.monotonic() - self._looked < FRESH:
+            return
+        with reading(self.address):
+            self._system.invalidate_cache()
+            there = {self._name(path) for path in self._system.ls(self._root, detail=False)}
+        wanted = {name for name in there if name.endswith((".json", ".jsonl")) and "/" not in name}
+        for gone in (one for one in self.local.glob("*.json*") if one.name not in wanted):
+            gone.unlink()
+        for name in wanted:
+            self._get(name)
+        if "settings.json" in wanted:
+            with contextlib.suppress(Exception):  # not every file system knows when a file was written
+                when = self._system.modified(f"{self._root}/settings.json").timestamp()
+                os.utime(self.local / "settings.json", (when, when))
+        self._looked = time.monotonic()
+
+    def index(self) -> None:
+        """List all files, copy those of `INDEX`, and make an empty file for each validation's samples."""
+        if time.monotonic() - self._listed < LISTED:
+            return
+        with reading(self.address):
+            self._system.invalidate_cache()
+            found = map(self._name, self._system.find(self._root))
+            self.names = [name for name in found if name and ".." not in PurePosixPath(name).parts]
+        for name in self.names:
+            if name.startswith("val/") and not (self.local / name).exists():
+                (self.local / name).parent.mkdir(exist_ok=True)
+                (self.local / name).touch()
+            elif name.rpartition("/")[2] in INDEX and "/" in name and not (self.local / name).exists():
+                self._get(name)
+        self._listed = time.monotonic()
+
+    def fetch(self, *folders: str) -> None:
+        """Copy whole folders, or files, that are not here yet."""
+        self.index()
+        for name in self.names:
+            if any(name == one or name.startswith(f"{one}/") for one in folders):
+                here = self.local / name
+                if not here.exists() or not here.stat().st_size:
+                    self._get(name)
+
+    def _name(self, path: str) -> str:
+        """A file's path in the folder."""
+        return unquote(str(path)).removeprefix(unquote(self._root)).strip("/")
+
+    def _get(self, name: str) -> None:
+        target = self.local / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part")
+        with reading(f"{self.address}/{name}"):
+            self._system.get_file(f"{self._root}/{name}", str(part))
+        part.replace(target)
+
+
+def runs_at(address: str) -> dict[str, str]:
+    """Name → address of what may be a run under an address, up to two levels down."""
+    system, root = opened(address)
+    protocol = address[: len(address) - len(root)] if address.rstrip("/").endswith(root) else ""
+    with reading(address):
+        found = [path for depth in ("", "/*", "/*/*") for path in system.glob(f"{root}{depth}/settings.json")]
+    names = [str(path).removesuffix("/settings.json") for path in found]
+    return {
+        unquote(path).removeprefix(unquote(root)).strip("/") or PurePosixPath(path).name: f"{protocol}{path}"
+        for path in names
+    }
