@@ -228,7 +228,6 @@ class TestPlacing:
         assert max(row["training/policy_lag/max"] for row in run.rows[1:]) <= 2 and run.audit().agrees
 
 
-
 def test_samplers_of_several_gpus_sit_on_blocks_of_the_learners() -> None:
     """Eight GPUs on two nodes, tensor parallel over two: four samplers, none across nodes; three of three is refused."""
     two = [Node(name, name, "127.0.0.1", True, 16, 4, 16, 4, 1 << 34) for name in "ab"]
