@@ -352,6 +352,23 @@ def test_episodes_go_on_between_turns(tiny: str, tmp_path: Path) -> None:
     assert sorted(learnt_from(found)) == sorted(order(5)) and found.audit().agrees
 
 
+def test_data_that_grow_are_drawn_by_what_was_known_when_their_prompts_began(tiny: str, tmp_path: Path) -> None:
+    def judged(response: str, uid: str) -> dict[str, Any]:
+        number = sum(map(ord, uid)) % 9
+        return {
+            "score": digits(response),
+            "new_row": {"prompt": f"{number} + 1 =", "reward_model": {"ground_truth": "1"}},
+        }
+
+    grown = wb.datasets.growing(rows_of(24), max_rows=24)
+    told: dict[str, Any] = {"steps": 6, "batch_size": 4, "max_lag": 1, "seed": 3, "trace_freq": 1, "keep_traces": 9}
+    pipe = make(two(tiny), Reward(judged, in_process=True), max_tokens=4)
+    found = wb.train_blocking(pipe, grown, run=tmp_path / "r", trackers=(), **told)
+    now = [uid for step in range(1, 7) for uid in grown.batch(4, step=step, seed=3)["uid"]]
+    assert sorted(learnt_from(found)) == sorted(now)
+    assert now != [uid for step in range(1, 7) for uid in rows_of(24).batch(4, step=step, seed=3)["uid"]]
+
+
 def test_a_server_finishes_what_is_out_before_it_takes_weights(tiny: str, tmp_path: Path) -> None:
     """The tests' server, as SGLang speaks: it serves fixed logits, so how far it is off is not judged."""
     with serving(Server()) as server:

@@ -143,9 +143,8 @@ def _restore_rows(
 ) -> list[Path]:
     """Let rows that learn from the run be as after this step; returns their files, which a `fresh` run has not."""
     fits = functools.partial(_check_fits, pipeline.first, rows.max_prompt_length)
-    learned = rows.restore(
-        folder.path, step, ahead=settings["train"]["ahead"] or settings["train"].get("max_lag", 0), fits=fits
-    )
+    lag = settings["train"].get("max_lag")  # prompts begin so many steps, and one more, before they are learnt from
+    learned = rows.restore(folder.path, step, ahead=lag + 1 if lag else settings["train"]["ahead"], fits=fits)
     if fresh and (there := next((path for path in learned if path.exists()), None)):
         do = "choose another run=, or go on with resume='auto'; to start with its rows, join them: rows + wb.rows(…)"
         raise RunError(f"there is a file of another run: {there}", expected="a new one", do=do)

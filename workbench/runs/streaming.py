@@ -190,7 +190,8 @@ class Stream:
         self._finished = {one.place: one for one in held.groups}
         self._under_way: dict[int, Group] = {}
         self._failed: list[tuple[Group, BaseException]] = []
-        self._taken: tuple[int, list[Group], Trace] | None = None
+        self._taken: tuple[int, list[Group], float, dict[str, float]] = (0, [], 0.0, {})
+        self._trace: Trace | None = None
         self._step, self._fresh, self._heals, self._ill = done + 1, done, 0, False
         self._flow: Flow | None = None
         self._turn = threading.Condition()
@@ -209,9 +210,18 @@ class Stream:
         Waits until they are finished. The same step again, after workers were lost, gets the same rows. Raises what drawing
         raised, and `VersionMismatch` where a row is too old.
         """
-        began, step = time.perf_counter(), int(batch.meta_info["step"])
-        if self._taken is not None and self._taken[0] == step:
-            return self._taken[2]
+        step = int(batch.meta_info["step"])
+        if self._taken[0] != step:
+            self._taken = self._waited(step)
+        if self._trace is None:
+            groups, waited, told = self._taken[1:]
+            self._trace = self._made(batch, sorted(groups, key=lambda one: one.place), waited, dict(told))
+        self._check(self._trace, step)
+        return self._trace
+
+    def _waited(self, step: int) -> tuple[int, list[Group], float, dict[str, float]]:
+        """Wait for a step's groups: the step, its groups, the seconds waited, and what has been counted since the step before."""
+        began = time.perf_counter()
         self._open(step)
         with self._turn:
             self._step = step
@@ -221,17 +231,14 @@ class Stream:
                 runtime.check()
             for one in groups:
                 del self._finished[one.place]
-            self._step = step + 1
+            self._step, self._trace = step + 1, None
             counts, self._counts = self._counts, dict.fromkeys(self._counts, 0)
             counts |= {"groups": len(groups), "buffer": len(self._finished), "under_way": len(self._under_way)}
             idle, self._idle = self._idle, 0.0
-        waited = time.perf_counter() - began
-        told = {f"streaming/{name}": float(value) for name, value in counts.items()}
-        told |= {"timing_s/trainer_wait": waited, "timing_s/sampler_wait": idle}
-        trace = self._trace(batch, sorted(groups, key=lambda one: one.place), waited, told)
-        self._check(trace, step)
-        self._taken = (step, groups, trace)
-        return trace
+            waited = time.perf_counter() - began
+            told = {f"streaming/{name}": float(value) for name, value in counts.items()}
+            told |= {"timing_s/trainer_wait": waited, "timing_s/sampler_wait": idle}
+            return step, groups, waited, told
 
     def learnt(self, step: int) -> None:
         """After a step's update: give the sampler the new weights, and let further prompts begin.
@@ -253,7 +260,7 @@ class Stream:
     def pending(self, after: int) -> Waiting:
         """What a checkpoint after step `after` holds."""
         with self._turn:
-            taken = self._taken[1] if self._taken is not None and self._taken[0] == after + 1 else []
+            taken = self._taken[1] if self._taken[0] == after + 1 else []
             failed = {group.place: group.tries for group, _ in self._failed}
             again = self._again | failed | {place: one.tries for place, one in self._under_way.items()}
             return Waiting(self._next, again, [*self._finished.values(), *taken])
@@ -380,7 +387,7 @@ class Stream:
     def _deadline(self, group: Group) -> int:
         return group.born + self._lag + 1
 
-    def _trace(self, batch: DataProto, groups: list[Group], waited: float, told: dict[str, float]) -> Trace:
+    def _made(self, batch: DataProto, groups: list[Group], waited: float, told: dict[str, float]) -> Trace:
         """The phases of a step's rollout and reward, as if it had drawn these groups itself."""
         meta = {"step": int(batch.meta_info["step"]), "epoch": batch.meta_info["epoch"]}
         start = _signed(_together([one.start for one in groups]).with_meta(**meta), meta["step"])
