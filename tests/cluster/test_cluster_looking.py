@@ -20,6 +20,7 @@ from tests_lint import lint
 from tests_patience import LONG, patience, within
 
 from workbench import DataProto, Outcome
+from workbench.base.activity import Asked
 from workbench.base.errors import EngineError, SettingError
 from workbench.cluster import Cluster, RayRanks, connect
 from workbench.cluster.actor import _nvidia_smi
@@ -27,7 +28,7 @@ from workbench.cluster.environment import nsight_options
 from workbench.cluster.pools import Node
 from workbench.cluster.profiling import Profile
 from workbench.cluster.status import MUTE, CallLine, Logs, Status, WorkerLine
-from workbench.cluster.timeline import Event, ordered
+from workbench.cluster.timeline import Event, Timeline, ordered
 from workbench.runs.loop import StepReport
 from workbench.stages import Stage
 from workbench.steps.trace import STAGE, Trace, perform
@@ -74,6 +75,34 @@ def test_stretches_of_stages_and_the_chrome_trace_that_says_them() -> None:
     # micro-batches of one stage are one stretch, and so are calls that overlap another stage's
     many = [Event("a", 0, "h", "score", n, n + 0.5, stage="ref") for n in range(50)]
     assert ordered(many).stages() == [("ref", 0, 49.5)]
+
+
+def test_requests_are_spans_of_the_trace_and_a_lane_of_the_view() -> None:
+    """Two overlapping requests to one sampler, one to another that does not say when it begins, one that failed."""
+    asked = (
+        Asked("actor", 7, 9.0, 10.0, 10.5, 12.0, 30, "done"),
+        Asked("actor", 7, 9.0, 11.0, 11.5, 13.0, 20, "done"),
+        Asked(HOSTILE, 5, 10.0, None, None, 11.0, 4, "done"),
+        Asked("actor", 7, 9.5, None, None, 9.6, 0, "given up"),
+    )
+    made = Timeline(tuple(sorted(events(), key=lambda one: one.began)), asked, left_out=3)
+    trace = made.chrome()
+    found = [one for one in trace["traceEvents"] if one.get("cat") == "request"]
+    first = [(one["ph"], one["name"], one["ts"]) for one in found if one["id"] == 0]
+    assert first == [
+        ("b", "request", 0.0), ("b", "waiting", 0.0), ("e", "waiting", 1e6), ("n", "first token", 1.5e6), ("e", "request", 3e6),
+    ]  # fmt: skip
+    assert [(one["ph"], one["ts"]) for one in found if one["id"] == 2] == [("b", 1e6), ("e", 2e6)]
+    ends = [one["args"] for one in found if one["ph"] == "e" and one["name"] == "request"]
+    assert sum(one["tokens"] for one in ends) == 54 and [one["outcome"] for one in ends].count("given up") == 1
+    groups = {one["pid"] for one in trace["traceEvents"] if one.get("cat") != "request"}
+    assert {one["pid"] for one in found}.isdisjoint(groups - {one["pid"] for one in found}) and made.start == 9.0
+    assert trace["otherData"] == {"start": 9.0, "requests_left_out": 3}
+    text, page = repr(made), made._repr_html_()
+    assert "6 calls, 4 requests, 3 older requests are left out" in text and "waits 1.50 s, first token 2.00 s" in text
+    assert "1 failed" in text and "\x1b" not in text and "<img src=x" not in page and not lint(page)
+    assert len(timeline_figure(made).axes[0].get_yticks()) == 3 + 3 + 2  # stages, workers, samplers
+    assert "1 request in" in repr(Timeline((), asked[:1]))
 
 
 def test_the_picture_has_a_row_for_each_stage_and_worker() -> None:

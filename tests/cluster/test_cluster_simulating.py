@@ -219,14 +219,14 @@ def test_a_crowd_is_told_from_a_token() -> None:
 def test_the_figures_of_a_real_run(tiny: str, tmp_path: Any) -> None:
     engine = wb.engines.local(tiny, device="cpu")
     pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=12)
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
-    run = wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", trace_freq=1, keep_updates=0)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
+    run = wb.train_blocking(pipe, rows, steps=2, batch_size=2, run=tmp_path / "r", trace_freq=1, keep_updates=0)
     found = Rates.of(run)
-    assert len(found.lengths) == len(found.rewards) == 24 and max(found.lengths) <= 12 and found.prompt > 10
+    assert len(found.lengths) == len(found.rewards) == 8 and max(found.lengths) <= 12 and found.prompt > 10
     last = run.rows[-1]
     seconds = found.token * last["response_length/max"]
     assert 0 < seconds <= 1.5 * max(row["timing_s/rollout"] for row in run.rows) and "measured in r" in found.notes[0]
-    made = wb.cluster.simulate(Layout(batch_size=4, group_size=2), rates=found, steps=3)
+    made = wb.cluster.simulate(Layout(batch_size=2, group_size=2), rates=found, steps=3)
     assert 0 < made[0].seconds < 3 * max(row["timing_s/step"] for row in run.rows)
     assert Rates.of(run, rewards=(1.0,)).rewards == (1.0,)
 

@@ -16,6 +16,7 @@ import torch
 from tests_patience import LONG, within
 
 from workbench.base import runtime
+from workbench.base.activity import HERE
 from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.engines import Request, Sample, local
 from workbench.engines.paired import paired
@@ -57,6 +58,16 @@ def pid_of(member: Hosted) -> int:
 @pytest.mark.slow
 class TestInProcesses:
     """Two real workers with the tiny random model."""
+
+    def test_the_driver_notes_when_a_worker_began_and_had_the_first_token(self, two: Replicas) -> None:
+        since = time.time()
+        samples = two.sample_many(REQUESTS)
+        noted = [one for one in HERE.requests(since) if one.queue.startswith(("one", "two"))]
+        assert len(noted) == len(REQUESTS) and sum(one.tokens for one in noted) == sum(len(one.ids) for one in samples)
+        assert {one.queue.partition("-")[0] for one in noted} == {"one", "two"}
+        for one in noted:  # clocks of one machine
+            assert one.began is not None and one.first is not None and one.ended is not None
+            assert since <= one.asked <= one.began <= one.first <= one.ended
 
     def test_what_is_drawn_is_what_one_engine_draws(self, folder: Path, two: Replicas) -> None:
         learner = local(folder, lr=1e-2)
