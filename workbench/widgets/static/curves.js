@@ -142,7 +142,9 @@ function plotted(plot, all, look, on) {
     drawn.over.addEventListener("mousedown", (event) => { pressed = event.clientX; host.focus({ preventScroll: true }); });
     drawn.over.addEventListener("click", (event) => {
       const still = event.detail < 2 && Math.abs(event.clientX - pressed) < 4;  // no drag, no second click of two
-      if (still && drawn.cursor.idx !== null) on.open(nearest(drawn.cursor.idx, drawn.cursor.top), drawn.cursor.idx);
+      const { left, top } = drawn.over.getBoundingClientRect();  // a touch moves no cursor before
+      const at = drawn.posToIdx(event.clientX - left);
+      if (still) on.open(nearest(at, event.clientY - top), at);
     });
     drawn.over.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && document.activeElement !== host) return;  // a page is scrolled over a plot that nobody chose
