@@ -21,7 +21,7 @@ import torch
 from tests_patience import patience
 
 from workbench.engines import local
-from workbench.engines.fsdp_engine import sharded, worker
+from workbench.engines.fsdp_engine import worker
 from workbench.engines.local_engine import scoring
 from workbench.runs import checkpoint
 from workbench.testing.engines import EngineContract
@@ -161,7 +161,7 @@ def test_a_thread_that_saves_has_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch, 
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(worker, "_planned", lambda *_: (SimpleNamespace(write_data=write), None, None))
-    monkeypatch.setattr(worker, "together", lambda *_: None)
+    monkeypatch.setattr(worker, "everyone", lambda *_: None)
     monkeypatch.setattr(worker.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(worker.distributed, "get_world_size", lambda: 4)
     shards._store = SimpleNamespace(set=lambda *_: None, check=lambda _: False)
@@ -169,23 +169,6 @@ def test_a_thread_that_saves_has_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch, 
     shards._models["actor"] = model  # type: ignore[assignment]
     shards.save_shards("actor", str(tmp_path / "state"), {"id": "x"}, weights=True, seconds=0.2, wait=True)
     assert wrote == [("workbench-saving", rank)]
-
-
-def test_no_rank_but_the_first_sends_what_has_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are shared out by rank 0; of other ranks only the shape is asked, which is no copy from their host."""
-    sent: list[torch.device] = []
-    parameter = SimpleNamespace(shape=torch.Size([6, 2]), device_mesh=None, placements=None, copy_=lambda _: None)
-
-    class Model(sharded.ShardedModel):
-        adapted, named, buffers = False, {"one": parameter}, {}  # type: ignore[assignment]
-
-    model = Model.__new__(Model)
-    model.mesh = SimpleNamespace(device_type="meta")  # in place of a GPU
-    monkeypatch.setattr(sharded.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(sharded, "together", lambda *_: None)
-    monkeypatch.setattr(sharded, "distribute_tensor", lambda source, *_: sent.append(source.device))
-    model.load("nowhere")
-    assert [one.type for one in sent] == ["meta"]
 
 
 @pytest.mark.parametrize(("then", "now"), [(1, 1), (3, 1), (1, 3)])
