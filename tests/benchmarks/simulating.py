@@ -146,7 +146,7 @@ def main() -> None:
                 if rates is None:
                     beside = seconds - fmean(row["timing_s/step"] for row in run.rows[2:])  # records, between two steps
                     rates = Rates.of(run, step=max(beside, 0.0))
-                    print(f"token {rates.token:.4f} s, crowd {rates.crowd:.5f} s, learning {1e3 * rates.train_token:.3f} ms a token, "
+                    print(f"token {rates.token:.4f} s, per_request {rates.per_request:.5f} s, learning {1e3 * rates.train_token:.3f} ms a token, "
                           f"push {rates.push:.3f} s, beside {beside:.3f} s, {len(rates.lengths)} lengths of mean {fmean(rates.lengths):.1f}")  # fmt: skip
                 told = predicted(layout, rates, given.steps)
                 parts = {

@@ -27,7 +27,7 @@ class Rates:
     """Tokens of a prompt, the mean."""
     token: float = 0.02
     """Seconds between two tokens of a request that decodes alone."""
-    crowd: float = 0.0
+    per_request: float = 0.0
     """Seconds that each further request of the same replica adds."""
     first: float = 0.0
     """Seconds in a slot before the first token."""
@@ -51,12 +51,12 @@ class Rates:
         require(
             len(self.rewards) > 0 and min(self.rewards) >= 0, "rewards", expected="some seconds ≥ 0", found=self.rewards
         )
-        for name in ("prompt", "token", "crowd", "first", "train_token", "update", "step", "push"):
+        for name in ("prompt", "token", "per_request", "first", "train_token", "update", "step", "push"):
             require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
 
     def token_seconds(self, n: int) -> float:
         """Seconds between two tokens of each of `n` requests that a replica decodes together."""
-        return self.token + self.crowd * max(n - 1, 0)
+        return self.token + self.per_request * max(n - 1, 0)
 
     def replace(self, **changes: Any) -> Rates:
         """The same with other figures."""
@@ -67,7 +67,7 @@ class Rates:
         """Measure the figures in a run (`wb.load_run(…)`) whose stages ran in order, with a recorded trace; `known` are given
         instead. Raises `RunError` where it has none.
 
-        The fit of `token` and `crowd` needs steps of unlike lengths; where one will not do, `crowd` is 0, and `notes` say so.
+        The fit of `token` and `per_request` needs steps of unlike lengths; where one will not do, `per_request` is 0, and `notes` say so.
         """
         return _measured(run, known)
 
@@ -100,7 +100,7 @@ class Rates:
         )
         found = {
             "token": (2 * (active or parameters) + cache_bytes) / speed,
-            "crowd": max(cache_bytes / speed, 2 * (active or parameters) / (share * one.flops * tensor_parallel)),
+            "per_request": max(cache_bytes / speed, 2 * (active or parameters) / (share * one.flops * tensor_parallel)),
             "train_token": 8 * (active or parameters) / (share * one.flops),
             "push": weights / one.link,
         }
@@ -129,12 +129,12 @@ def _measured(run: Any, known: Mapping[str, Any]) -> Rates:
         (row["response_length/max"], row["response_length/mean"] * count, max(row["timing_s/rollout"] - push, 0.0))
         for row in rows
     ]
-    token, crowd, said = _fitted([(most, every - most, seconds) for most, every, seconds in points])
+    token, per_request, said = _fitted([(most, every - most, seconds) for most, every, seconds in points])
     notes = (
         f"measured in {run.path.name}, {len(rows)} steps: {said}",
         "training is taken as proportional to its tokens",
     )
-    found = {"token": token, "crowd": crowd, "push": push, "train_token": _learning(rows), "notes": notes}
+    found = {"token": token, "per_request": per_request, "push": push, "train_token": _learning(rows), "notes": notes}
     return Rates(**{**_of_traces(run), **found, **known})
 
 
@@ -158,15 +158,19 @@ def _of_traces(run: Any) -> dict[str, Any]:
 
 
 def _fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, str]:
-    """(token, crowd, in words) by least squares of seconds = token · rounds + crowd · (tokens - rounds), neither negative.
+    """(token, per_request, in words) by least squares of seconds = token · rounds + per_request · (tokens - rounds), neither negative.
 
-    One wave of n requests takes `token + crowd · (n - 1)` for each round, so that both sums are known without its schedule.
+    One wave of n requests takes `token + per_request · (n - 1)` for each round, so that both sums are known without its schedule.
     """
     aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     ac, bc = (sum(p[i] * p[2] for p in points) for i in (0, 1))
     determinant = aa * bb - ab * ab
     if determinant > 1e-6 * aa * bb:
-        token, crowd = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
-        if token > 0 and crowd >= 0:
-            return token, crowd, "the time of a token and of a crowd fitted to all steps"
-    return ac / max(aa, 1e-12), 0.0, "the steps are too alike to tell what a crowd costs: nothing is assumed"
+        token, per_request = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
+        if token > 0 and per_request >= 0:
+            return token, per_request, "the seconds of a token and of each concurrent request are fitted to all steps"
+    return (
+        ac / max(aa, 1e-12),
+        0.0,
+        "the steps are too alike to tell what a concurrent request costs: nothing is assumed",
+    )

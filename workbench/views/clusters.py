@@ -309,7 +309,7 @@ def timeline_figure(made: Timeline) -> Figure:
     for place, spans in enumerate([*stages.values(), *kept.values()]):
         _bars(axes, place, _merged(spans, whole), above if place < len(stages) else colours)
     for place, requests in enumerate(asked.values(), len(stages) + len(kept)):
-        _crowd(axes, place, requests, made.start)
+        _concurrency(axes, place, requests, made.start)
     if stages:
         axes.axhline(len(stages) - 0.5, color="#666666", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [label(row, 30) for row in rows], fontsize=8, parse_math=False)
@@ -329,7 +329,7 @@ def timeline_figure(made: Timeline) -> Figure:
     return figure
 
 
-def _crowd(axes: Axes, row: int, requests: Sequence[Asked], start: float) -> None:
+def _concurrency(axes: Axes, row: int, requests: Sequence[Asked], start: float) -> None:
     """How many requests are open over time, as a filled step of at most one row's height, those that still wait above."""
     changes: list[tuple[float, int, int]] = []
     for one in requests:
