@@ -221,6 +221,11 @@ def test_experts_are_replayed_by_ranks_as_by_one_process(
     mine, theirs = (engine.compute_log_probs(replayed) for engine in (there, here))
     assert difference(mine, theirs) < 3e-6 < 0.1 < difference(theirs, here.compute_log_probs(rows))
     assert difference(*(one.gradient(replayed, LikelihoodLoss(), counts(rows)) for one in (there, here))) < 1e-6
+    for learn in (there.learn, there.probe, there.gradient):
+        with pytest.raises(
+            EngineError, match="learning with routing_replay; expected rows with the column 'routed_exp"
+        ):
+            learn(rows, LikelihoodLoss(), counts(rows))
 
 
 @pytest.mark.long
