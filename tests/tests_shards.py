@@ -6,11 +6,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, local
+from workbench.engines.local_engine.states import write_whole
 from workbench.testing.engines import EngineContract
 
 
@@ -37,6 +39,26 @@ def counts(batch: DataProto) -> LossCounts:
 
 def difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def relative(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of a tensor of `a` from that of `b`, both as norms: a sum that is missing, or made twice, is 0.3 or more."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).norm() / b[name].norm().clamp(min=1e-6)) for name in b)
+
+
+def steady(engine: Any, model: Path, folder: Path) -> None:
+    """Load second moments of 1, as after many steps: AdamW's step is then proportional to the gradient.
+
+    A first step is lr·sign of the gradient, also of one that is 0 but for rounding: of weights of which the loss does not
+    depend (biases of keys that are not rotated), and of one weight in some thousands by chance.
+    """
+    tensors = {}
+    for name, one in engine.full_weights().items():
+        moments = {"exp_avg": torch.zeros_like(one), "exp_avg_sq": torch.ones_like(one), "step": torch.tensor(1e6)}
+        tensors |= {f"{name}|{kind}": value for kind, value in moments.items()}
+    write_whole(folder, tensors, {"version": 0, "steps": 1})
+    engine.load_state(model, folder)
 
 
 SLOW = """

@@ -154,6 +154,23 @@ class TestPlacing:
             session.place(MODEL, ranks=1, sampler="local", pool="again")
         session.release("again")
 
+    def test_a_tensor_parallel_learner_is_one_engine_as_any_other(self, session: Cluster) -> None:
+        """Two ranks by the mesh alone; log-probs before and after a step are those of one process, and the sampler follows."""
+        made = session.place(MODEL, mesh={"tp": 2}, sampler="local", replicas=1, pool="tensors", lr=1e-3)
+        reward = wb.rewards.Reward(lambda response: float(len(response) % 3), in_process=True)
+        alone = wb.engines.local(MODEL, lr=1e-3)
+        pipe, here = (wb.recipes.grpo(one, reward=reward, group_size=4, max_tokens=8) for one in (made, alone))
+        first = wb.Stepper(pipe, rows().batch(3)).run(until="advantage")
+        old = alone.compute_log_probs(first.batch)["log_probs"]
+        torch.testing.assert_close(first.batch["old_log_probs"], old, atol=1e-5, rtol=0)
+        mine = reduce([here["update_actor"](first.batch).metrics])
+        assert first.run().trace.metrics["actor/grad_norm"] == pytest.approx(mine["actor/grad_norm"], rel=1e-5)
+        assert mine["actor/grad_norm"] > 0.01
+        after = wb.Stepper(pipe, rows().batch(3, step=2)).run(until="advantage")
+        assert after.trace.metrics["training/rollout_probs_diff_max"] < PUSHED and made.version == alone.version == 1
+        assert made.describe()["mesh"] == {"tp": 2} and made.cards() == ["", ""]
+        made.close()
+
     @pytest.mark.long
     def test_reference_and_critic_apart_give_the_numbers_of_one_place(self, session: Cluster, plain: Any) -> None:
         """PPO with the reference on ranks of its own and a critic on the learner's, beside one process."""

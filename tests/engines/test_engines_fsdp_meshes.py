@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests_architectures import make
-from tests_shards import counts, difference
+from tests_shards import counts, difference, relative, steady
 
 from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto import DataProto
@@ -159,10 +159,16 @@ def test_critics_and_adapters_learn_as_in_one_process(
 )
 def test_architectures_are_cut_by_their_own_plans(name: str, four: Group, tmp_path: Path, rows: DataProto) -> None:
     folder = make(name, tmp_path / name)
-    there, here = fsdp(folder, on=four, device="cpu", mesh={"dp": 2, "tp": 2}), local(folder, device="cpu")
+    settings: dict[str, Any] = {"device": "cpu", "lr": 1.0}
+    there, here = fsdp(folder, on=four, mesh={"dp": 2, "tp": 2}, **settings), local(folder, **settings)
     assert difference(there.compute_log_probs(rows, WANT), here.compute_log_probs(rows, WANT)) < 2e-5
     given = (rows, LikelihoodLoss(), counts(rows))
-    assert difference(there.gradient(*given), here.gradient(*given)) < 2e-5
+    assert relative(there.gradient(*given), here.gradient(*given)) < 3e-6
+    for number, engine in enumerate((there, here)):
+        steady(engine, folder, tmp_path / str(number))
+        for _ in range(3):
+            engine.learn(*given)
+    assert difference(there.full_weights(), here.full_weights()) < 5e-7
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Disks are slow by `tests_shards.Disk`, and full by the kernel's own limit on the
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -19,12 +20,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from tests_architectures import make
 from tests_patience import LONG, patience, within
 from tests_shards import Disk, counts, difference, eleven_rows
 
 from workbench.base.errors import CheckpointError, SettingError, WorkerLost
 from workbench.dataproto import DataProto
+from workbench.engines import local
 from workbench.engines.fsdp_engine import engine as engine_module
+from workbench.engines.fsdp_engine import sharding
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group
 from workbench.engines.fsdp_engine.sharding import export
@@ -209,6 +215,34 @@ def test_a10_close_waits_for_it(disk: Disk, tmp_path: Path) -> None:
     threading.Timer(0.5, disk.go).start()
     engine.close()
     assert not read_record(tmp_path / "state")["steps"] and not group.alive
+
+
+def test_an_exported_state_is_read_one_file_at_a_time(
+    where: Group, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    critic = fsdp("data/tiny-arith", on=where, device="cpu", lr=1e-3).critic()
+    critic.learn(batch, LikelihoodLoss(want=("values",)), counts(batch))
+    critic.save_sharded(tmp_path / "state")
+    limit, held = 300_000, []
+
+    def read(*given: Any) -> dict[str, torch.Tensor]:
+        held.append(read_weights(*given))
+        return held[-1]
+
+    monkeypatch.setattr(sharding, "planned", functools.partial(sharding.planned, limit=limit))
+    monkeypatch.setattr(sharding, "read_weights", read)
+    opened = local(export(tmp_path / "state", tmp_path / "model"), device="cpu").critic()
+    assert len([*(tmp_path / "model").glob("model-*.safetensors")]) == len(held) - 1 > 4
+    largest = max(one.nbytes for one in critic.full_weights().values())
+    assert max(sum(one.nbytes for one in found.values()) for found in held) <= max(limit, largest)
+    weights = critic.full_weights()
+    assert difference({n: one for n, one in weights.items() if "value_head" not in n}, opened.full_weights()) == 0
+    head = load_file(tmp_path / "model" / "value_head.safetensors")
+    assert all(torch.equal(one, weights[f"value_head.{name}"]) for name, one in head.items()) and len(head) == 2
+    with pytest.raises(
+        CheckpointError, match=r"state; expected weight .*; found no tensor of that name; name the model"
+    ):
+        export(tmp_path / "state", tmp_path / "other", model=make("llama", tmp_path / "llama"))
 
 
 # --- A15: a rank that is gone, hung or too slow ---------------------------------------------------

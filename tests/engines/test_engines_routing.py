@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from tests_architectures import VOCABULARY, make
 from tests_shards import counts, difference
 
+import workbench as wb
+from workbench.agents import ToolAgent
 from workbench.base import runtime
-from workbench.base.errors import EngineError
+from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.local_engine.routing import experts_of
@@ -120,6 +123,33 @@ def test_a_critic_chooses_its_own_experts(mixture: Path) -> None:
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(EngineError, match=r"routing_replay with Qwen2ForCausalLM; expected layers of experts"):
         local("data/tiny-arith", device="cpu", routing_replay=True)
+
+
+def test_rows_that_do_not_say_how_they_were_routed_are_not_learned(mixture: Path) -> None:
+    learner = local(mixture, device="cpu", routing_replay=True)
+    rows = sampled(local(mixture, device="cpu"), 1, 1)
+    told = (
+        r"learning with routing_replay; expected rows with the column 'routed_experts'; found rows without it; sample"
+    )
+    for learn in (learner.learn, learner.probe, learner.gradient):
+        with pytest.raises(EngineError, match=told):
+            learn(rows, LikelihoodLoss(), counts(rows))
+    assert learner.critic().learn(rows, LikelihoodLoss(("values",)), counts(rows))
+
+
+@pytest.mark.parametrize("kind", ["agents' episodes", "given targets"])
+def test_pipelines_whose_rows_are_not_routed_are_refused_before_work_starts(
+    kind: str, mixture: Path, tmp_path: Path
+) -> None:
+    learner = local(mixture, device="cpu", routing_replay=True)
+    rows = wb.rows("data/arith/train.parquet", limit=4)
+    agents = functools.partial(wb.recipes.grpo, agent=ToolAgent())
+    pipe = (wb.recipes.sft if kind == "given targets" else agents)(learner)
+    with pytest.raises(
+        SettingError, match=f"routing_replay of a learner; expected rows of single.*; found {kind}; open"
+    ):
+        wb.train_blocking(pipe, rows, steps=1, batch_size=2, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_sampler_that_cannot_record_says_so(mixture: Path) -> None:

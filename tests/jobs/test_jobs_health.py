@@ -227,5 +227,19 @@ def test_workers_symptoms_and_failures_are_shown(pipe: tuple[Any, Gate], tmp_pat
 
 
 def test_the_peak_of_a_processor_is_measured() -> None:
-    rate, how = peak()
+    rate, how = peak([""])
     assert rate is not None and rate > 1e8 and "CPU" in how
+
+
+def test_the_peak_is_of_what_the_learner_computes_on(tmp_path: Path, pipe: tuple[Any, Gate]) -> None:
+    """This process may have no GPU where its workers have some, or one that its learner does not use."""
+    assert peak(["NVIDIA H100 80GB HBM3"] * 2) == (989e12, "H100's data sheet")
+    assert peak(["Abacus 9", "Abacus 9"]) == (None, "no figures are known of Abacus 9")
+    assert peak(["NVIDIA A100-SXM4-80GB", ""]) == (None, "ranks on different devices: CPU, NVIDIA A100-SXM4-80GB")
+    assert peak([]) == (None, "the learner does not say what it computes on")
+    made, learner = Watcher(tmp_path, pipe[0], Control()), pipe[0].learners()["actor"]
+    assert learner.cards() == [""]
+    learner.cards = lambda: ["NVIDIA H100 80GB HBM3"] * 8
+    made.on_start(1, 5)
+    look = made.look()
+    assert (look.peak, look.peak_source) == (989e12, "H100's data sheet")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -156,8 +156,8 @@ class Watcher:
     def _begin(self) -> None:
         rows = self._new_rows()
         self._watch, self._row = Watch(rows, looks=1), dict(rows[-1]) if rows else {}
-        self._peak = peak()
         actor = self.pipeline.learners().get("actor")
+        self._peak = peak(actor.cards() if isinstance(actor, Carded) else ())
         self._parameters = parameters(actor.path) if isinstance(actor, Located) else None
 
     def on_step(self, report: Any) -> None:
@@ -248,13 +248,24 @@ class Watcher:
         )  # fmt: skip
 
 
-def peak() -> tuple[float | None, str]:
-    """(bfloat16 operations per second of a device of this process, how that is known); (None, why) where it is not.
+@runtime_checkable
+class Carded(Protocol):
+    """Protocol of learners that know what they compute on (local, FSDP)."""
 
-    Without a GPU it is measured: the float32 matrix products of torch's present threads, which takes some milliseconds.
+    def cards(self) -> list[str]:
+        """Name of the GPU of each of its processes; "" for a CPU."""
+
+
+def peak(cards: Sequence[str]) -> tuple[float | None, str]:
+    """(operations per second of one of a learner's `cards`, how that is known); (None, why) where it is not.
+
+    bfloat16 of a GPU, by its name. Of a CPU ("") it is measured here: the float32 matrix products of torch's present threads,
+    which takes some milliseconds.
     """
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name(0)
+    if len(set(cards)) != 1:
+        said = ", ".join(sorted(one or "CPU" for one in set(cards)))
+        return None, f"ranks on different devices: {said}" if said else "the learner does not say what it computes on"
+    if device := cards[0]:
         card = card_of(device)
         return (card.flops, f"{card.name}'s data sheet") if card else (None, f"no figures are known of {device}")
     size, best = 384, float("inf")

@@ -21,7 +21,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from workbench.base.config import require
-from workbench.base.errors import DataError, OutOfMemory, RunError
+from workbench.base.errors import DataError, OutOfMemory, RunError, SettingError
 from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
@@ -30,7 +30,7 @@ from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import has_answer
 from workbench.datasets.rendering import tokenizer_of
 from workbench.engines.local_engine.memory import ADVICE, SURE
-from workbench.engines.protocol import Bounded, Estimates, Renewable, processor_of, switches_of
+from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
 from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan
@@ -72,6 +72,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that will not work.
     """
     rollout: Any = pipeline.first
+    _refuse_unrouted(pipeline, rollout)
     processor = processor_of(rollout.sampler)
     prompts = Prompts(processor or rollout.sampler.tokenizer, switches_of(rollout.sampler), path)
     parts = [part for part in (rows, eval_rows) if part is not None]
@@ -99,6 +100,17 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         *[one for one in judged if one[0] in _LAST],
     ]
     return Preflight(rows, eval_rows, tuple(findings), prompts.found)
+
+
+def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
+    """Raise `SettingError` where a learner replays the routing of rows that will not say how they were routed."""
+    replays = any(
+        one.describe().get("routing_replay") for one in pipeline.learners().values() if isinstance(one, Described)
+    )
+    if replays and (isinstance(rollout, Given) or not getattr(rollout, "records_routing", True)):
+        kind = "given targets" if isinstance(rollout, Given) else "agents' episodes"
+        expected, do = "rows of single responses, which say how they were routed", "open the learner without it"
+        raise SettingError("routing_replay of a learner", expected=expected, found=kind, do=do)
 
 
 _LAST = ("truths", "reward function")

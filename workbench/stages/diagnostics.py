@@ -63,7 +63,7 @@ class Influence(BaseStage):
         self._engine = engine
         self._learners = (engine,)
         self._eval_rows = eval_rows.select(
-            [*scored_columns(eval_rows), *(("advantages",) * ("advantages" in eval_rows))]
+            [*scored_columns(eval_rows, policy=True), *(("advantages",) * ("advantages" in eval_rows))]
         )
         self.length = length
         self.temperature = temperature
@@ -78,7 +78,7 @@ class Influence(BaseStage):
         if norm == 0:
             influence = torch.zeros(mask.shape)
         else:
-            scale, rows = self.length / norm, batch.select(scored_columns(batch))
+            scale, rows = self.length / norm, batch.select(scored_columns(batch, policy=True))
             before = self._engine.compute_log_probs(rows, ("log_probs",), self.temperature)["log_probs"]
             with self._engine.perturbed(uphill, scale):
                 after = self._engine.compute_log_probs(rows, ("log_probs",), self.temperature)["log_probs"]

@@ -63,6 +63,7 @@ class EpisodeRollout(Rollout):
     writes: tuple[str, ...] = (
         *Rollout.writes, "num_turns", "num_tool_calls", "turns", "turn_scores", "tool_rewards", "agent_extra",
     )  # fmt: skip
+    records_routing = False
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class Rollout(BaseStage):
         "prompts", "prompt_mask", "responses", "response_mask", "input_ids", "attention_mask", "position_ids",
         "rollout_log_probs", "finish_reason", "policy_version", "response_text",
     )  # fmt: skip
+    records_routing = True
+    """Whether rows have `routed_experts` where the sampler records them."""
 
     def __init__(
         self,

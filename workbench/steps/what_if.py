@@ -166,7 +166,7 @@ class _Bench:
         return Side(name, metrics, self._log_probs(self._whole), torch.cat(moved), self.probed())
 
     def _log_probs(self, batch: DataProto) -> torch.Tensor:
-        chosen, temperature = batch.select(scored_columns(batch)), self._update.temperature
+        chosen, temperature = batch.select(scored_columns(batch, policy=True)), self._update.temperature
         return torch.as_tensor(self._learner.compute_log_probs(chosen, ("log_probs",), temperature)["log_probs"])
 
     def probed(self) -> dict[str, float]:

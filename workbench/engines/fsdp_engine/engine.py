@@ -28,7 +28,7 @@ from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
 from workbench.engines.local_engine.memory import learning_estimate
-from workbench.engines.local_engine.scoring import check_ids
+from workbench.engines.local_engine.scoring import check_ids, check_routed
 from workbench.engines.local_engine.states import read_record
 from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResult
 from workbench.engines.rehearsal import Shape, sharded
@@ -163,6 +163,7 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
+        check_routed(self._settings, batch)
         steps, rng = self._steps(), rng_of(self._model.device) if self._recording() else ()
         before, self.state_id = (self.state_id, self._taught), new_id()
         self._taught = True
@@ -186,6 +187,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
         """Loss and gradient norm without a step; `per_row` adds the column `row_grad_norm` [B], one backward pass a row."""
+        check_routed(self._settings, batch)
         found = self._backward("probe", batch, loss, loss_counts, temperature)
         columns = dict(found.columns)
         if per_row:
@@ -199,6 +201,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """Gradient of the loss by parameter name, whole tensors on the CPU; no step is taken and nothing is clipped."""
+        check_routed(self._settings, batch)
         reports, places = self._on_rows("gradient", batch, loss, loss_counts, temperature, _seed())
         _refuse(reports, places)
         return dict(reports[0]["gradient"])
@@ -438,6 +441,10 @@ class FsdpEngine(ModelEngine, Rewinding):
         the fullest, and `total`, that GPU's size."""
         found = self._on("peaks", begin)
         return {name: (sum if name == "host" else max)(one[name] for one in found) for name in found[0]}
+
+    def cards(self) -> list[str]:
+        """Name of each rank's GPU; "" for a CPU."""
+        return [str(one["card"]) for one in self._group.workers]
 
     def memory(self) -> list[dict[str, int]]:
         """Bytes of each rank: `weights`, `optimizer`, and the device's `peak`."""

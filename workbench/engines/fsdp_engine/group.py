@@ -37,7 +37,7 @@ class Group:
         self.generation = 0
         """How often the workers were started."""
         self.workers: list[dict[str, Any]] = []
-        """Rank, pid, host and device of each worker, as dicts."""
+        """Rank, pid, host, device and card of each worker, as dicts."""
 
     @property
     def alive(self) -> bool:

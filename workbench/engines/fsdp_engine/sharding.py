@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from workbench.base.errors import first_line
+from workbench.base.errors import CheckpointError, first_line
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine import context_parallel, expert_parallel, tensor_parallel
 from workbench.engines.fsdp_engine.agreement import everyone
-from workbench.engines.fsdp_engine.folders import base_folder, begin_folder, planned, reverted
+from workbench.engines.fsdp_engine.folders import Part, base_folder, begin_folder, planned, reverted
 from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.head import head_of, hidden_size
@@ -53,6 +53,7 @@ class Whole(torch.nn.Module):
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)
 
 
+_HEAD = ("value_head.weight", "value_head.bias")
 _PARTS: dict[str, Any] = {"tp": tensor_parallel, "ep": expert_parallel, "cp": context_parallel}
 """What cuts a model over a dimension of a mesh."""
 
@@ -162,14 +163,16 @@ def write_together(
     told = [part.write(folder, made, rank == distributed.get_rank()) for part, rank in zip(parts, ranks, strict=True)]
     everyone(next(filter(None, told), None))
 
-    def finish() -> None:
-        if (layer := _head(head)) is not None:
-            save_head(layer, folder)
-        load_tokenizer(source, model, settings).save_pretrained(folder)
-        seal_model(folder)
-
-    everyone(_error(finish) if first else None)
+    everyone(_error(lambda: _end_folder(model, head, source, folder, settings)) if first else None)
     return True
+
+
+def _end_folder(model: Any, head: Mapping[str, torch.Tensor], source: str, folder: Path, settings: Any) -> None:
+    """Write what a model folder has beside what `begin_folder` and the files' parts wrote, and seal it."""
+    if (layer := _head(head)) is not None:
+        save_head(layer, folder)
+    load_tokenizer(source, model, settings).save_pretrained(folder)
+    seal_model(folder)
 
 
 def _error(work: Callable[[], None]) -> str | None:
@@ -195,9 +198,9 @@ def _shell(source: str, settings: Any, adapted: bool) -> Any:
 
 def _head(weights: Mapping[str, torch.Tensor]) -> torch.nn.Linear | None:
     """The value head among whole weights, as a layer."""
-    if "value_head.weight" not in weights:
+    if _HEAD[0] not in weights:
         return None
-    head = torch.nn.Linear(weights["value_head.weight"].shape[1], 1)
+    head = torch.nn.Linear(weights[_HEAD[0]].shape[1], 1)
     head.load_state_dict({key: weights[f"value_head.{key}"] for key in ("weight", "bias")})
     return head
 
@@ -205,10 +208,30 @@ def _head(weights: Mapping[str, torch.Tensor]) -> torch.nn.Linear | None:
 def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:
     """Turn a distributed checkpoint (`FsdpEngine.save_sharded`) into a Hugging Face folder: `export("state", "model")`.
 
-    Works in this process, without ranks; adapters become a peft folder. Configuration and tokenizer are those of the model that
+    Works in this process, without ranks, and holds the weights of one file of the folder (5 GiB) at a time; adapters become a peft folder. Configuration and tokenizer are those of the model that
     was trained, or of `model`. Raises `CheckpointError` where the checkpoint is incomplete or has no weights.
     """
     record = read_record(state)
     settings = FsdpSettings.from_parameters(record["settings"])
-    write_plain(read_weights(state), str(resolve(model or record["path"])), str(path), settings, record["path"])
+    source = str(resolve(model or record["path"]))
+    shell = None if settings.lora_rank or lora.base_of(Path(source)) else _shell(source, settings, False)
+    parts = planned(shell) if shell is not None else None
+    if parts is None:
+        write_plain(read_weights(state), source, str(path), settings, record["path"])
+    else:
+        begin_folder(shell, Path(path), parts)
+        for part in parts:
+            _write_part(part, shell, state, Path(path))
+        _end_folder(shell, read_weights(state, _HEAD), source, Path(path), settings)
     return Path(path)
+
+
+def _write_part(part: Part, shell: Any, state: str | Path, folder: Path) -> None:
+    """Write one file of a model folder out of a saved state. Raises `CheckpointError` where that lacks a weight, or the disk fails."""
+    held = read_weights(state, part.tensors)
+    for name in part.tensors:
+        if name not in held:
+            what, do = f"the sharded state at {state}", "name the model that was trained: export(…, model=…)"
+            raise CheckpointError(what, expected=f"weight {name}", found="no tensor of that name", do=do)
+    if told := part.write(folder, lambda name: reverted(shell, {name: held[name]}), True):
+        raise CheckpointError(f"{folder / part.file} could not be written: {told}")

@@ -76,7 +76,7 @@ class Shards:
         return host, port
 
     def join(self, host: str, port: int) -> dict[str, Any]:
-        """Join the process group of all ranks; returns this worker's rank, pid, host and device."""
+        """Join the process group of all ranks; returns this worker's rank, pid, host, device, and its `card` ("" for a CPU)."""
         if self._store is None:
             self._store = distributed.TCPStore(host, port, timeout=self._wait, wait_for_workers=False)
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
@@ -84,7 +84,9 @@ class Shards:
             backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._wait
         )
         self._meshes: dict[Sizes, Mesh] = {}
-        return {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "device": self.device}
+        where = {"host": socket.gethostname(), "device": self.device}
+        card = "" if self._gpu is None else torch.cuda.get_device_name(self._gpu)
+        return {"rank": self.rank, "pid": os.getpid(), **where, "card": card}
 
     # --- models -----------------------------------------------------------------------------
 

@@ -273,6 +273,11 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
                 pauses = (lambda: False) if pictured else partial(self._let_in, state)
                 going = decode(cache, rows, wave, *given, pauses)
 
+    def cards(self) -> list[str]:
+        """Name of the GPU that it computes on; "" for a CPU."""
+        device = self._model.device
+        return [torch.cuda.get_device_name(device) if device.type == "cuda" else ""]
+
     # --- LogProbModel -----------------------------------------------------------------------
 
     @runtime.in_turn
@@ -369,6 +374,8 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
 
     def _ready(self, batch: DataProto | None = None) -> Optimizer:
         """The optimizer, made when learning starts: an engine that only samples has none."""
+        if batch is not None:
+            scoring.check_routed(self._settings, batch)
         if self._optimizer is None:
             tokens = 0 if batch is None else batch["input_ids"].numel()
             if self._settings.check_memory:

@@ -112,6 +112,13 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
     return DataProto(cut, pixels, rows.meta_info), new_t
 
 
+def check_routed(settings: Any, rows: DataProto) -> None:
+    """Raise `EngineError` where routing is to be replayed, and the rows do not say how they were routed."""
+    if settings.routing_replay and EXPERTS not in rows:
+        what, do = "learning with routing_replay", "sample with routing_replay, too, or open the learner without it"
+        raise EngineError(what, expected=f"rows with the column {EXPERTS!r}", found="rows without it", do=do)
+
+
 def check_ids(model: Any, batch: DataProto) -> None:
     """Raises `EngineError` for a token id that is not in the model's vocabulary, and for a row beyond its `rope_limit`."""
     check_length(model, int(batch["attention_mask"].sum(-1).max()) if len(batch) else 0)

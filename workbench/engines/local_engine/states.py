@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,17 @@ def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
     return {**_put_together(folder, record, "optimizer/"), **steps}, record
 
 
-def read_weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Read all weights of a sharded state as whole tensors by name, without starting ranks."""
+def read_weights(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Read weights of a sharded state as whole tensors by name, without starting ranks: all, or those of `names` that it has."""
     record = read_record(folder)
     if not record["weights"]:
         raise CheckpointError(f"the sharded state at {folder} has no weights", do="read them from the model folder")
-    return _put_together(folder, record, "weights/")
+    return _put_together(folder, record, "weights/", names)
 
 
-def _put_together(folder: str | Path, record: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+def _put_together(
+    folder: str | Path, record: Mapping[str, Any], prefix: str, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     from torch.distributed import checkpoint as dcp  # half a second of imports
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -102,6 +104,8 @@ def _put_together(folder: str | Path, record: Mapping[str, Any], prefix: str) ->
     reader = HuggingFaceStorageReader(str(folder))
     found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     kept = {name: one for name, one in found.items() if name.startswith(prefix)}
+    if names is not None:
+        kept = {name: one for name, one in kept.items() if name.removeprefix(prefix) in names}
     tensors: dict[str, Any] = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in kept.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is meant
