@@ -83,7 +83,7 @@ def test_a_stream_by_hand() -> None:
 def test_rows_share_a_replica_as_tokens_say() -> None:
     """Rows of 10 and 30 tokens, 10 ms each and 10 ms for the neighbour: 10 rounds of 20 ms, then 20 of 10 ms."""
     clock, ends = _Clock(), list[float]()
-    replica = _Replica(clock, 4, Rates(lengths=[1], token=0.01, crowd=0.01))
+    replica = _Replica(clock, 4, Rates(lengths=[1], token=0.01, per_request=0.01))
     for tokens in (30, 10):
         replica.ask((tokens, lambda: ends.append(clock.now)))
     clock.run()
@@ -91,7 +91,7 @@ def test_rows_share_a_replica_as_tokens_say() -> None:
     assert replica.busy.work == pytest.approx(0.6) and replica.busy.spans == [(0.0, pytest.approx(0.4))]
     # a row that comes later slows the first one down from then on, and waits for its first token
     clock, ends = _Clock(), []
-    replica = _Replica(clock, 4, Rates(lengths=[1], token=0.01, crowd=0.01, first=0.05))
+    replica = _Replica(clock, 4, Rates(lengths=[1], token=0.01, per_request=0.01, first=0.05))
     replica.ask((30, lambda: ends.append(clock.now)))
     clock.after(0.10, lambda: replica.ask((5, lambda: ends.append(clock.now))))
     clock.run()
@@ -129,7 +129,7 @@ LAYOUTS = st.builds(
 )  # fmt: skip
 TIMES = st.builds(
     lambda lengths, rewards, tenth: Rates(
-        lengths=lengths, rewards=rewards, prompt=5, token=0.01, crowd=0.001 * tenth, train_token=0.001 * tenth, push=0.1, update=0.01
+        lengths=lengths, rewards=rewards, prompt=5, token=0.01, per_request=0.001 * tenth, train_token=0.001 * tenth, push=0.1, update=0.01
     ),
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=5),
     rewards=st.lists(st.integers(0, 9).map(lambda n: n / 10), min_size=1, max_size=3),
@@ -166,8 +166,8 @@ def test_what_holds_of_every_layout(layout: Layout, rates: Rates, seed: int) -> 
 @settings(max_examples=40)
 @given(LAYOUTS.filter(lambda one: not one.max_lag), TIMES)
 def test_in_order_more_samplers_rewards_and_ranks_are_never_slower(layout: Layout, rates: Rates) -> None:
-    """Each of these alone: slots are list scheduling, where with a crowd's cost more need not be better; so without it."""
-    rates = rates.replace(crowd=0.0)
+    """Each of these alone: slots are list scheduling, where with a per_request's cost more need not be better; so without it."""
+    rates = rates.replace(per_request=0.0)
     base = simulate(layout, rates=rates, steps=4)[0].whole
     vary: list[Callable[[Layout], Layout]] = [
         lambda old: Layout(**{**vars(old), "slots": 10_000}),
@@ -201,8 +201,8 @@ def test_figures_from_a_data_sheet_by_hand() -> None:
     found = Rates.on("H100", 7e9, lengths=[100])
     assert found.token == pytest.approx(14e9 / 2.345e12) and found.train_token == pytest.approx(5.6e10 / 3.956e14)
     assert found.push == pytest.approx(14e9 / 450e9)
-    assert found.crowd == pytest.approx(14e9 / 3.956e14)  # below it the card would compute faster than its peak
-    assert Rates.on("H100", 7e9, lengths=[100], cache_bytes=1e9).crowd == pytest.approx(1e9 / 2.345e12)
+    assert found.per_request == pytest.approx(14e9 / 3.956e14)  # below it the card would compute faster than its peak
+    assert Rates.on("H100", 7e9, lengths=[100], cache_bytes=1e9).per_request == pytest.approx(1e9 / 2.345e12)
     assert Rates.on("H100", 7e9, lengths=[100], push=3.0).push == 3.0
     with pytest.raises(RunError, match="card"):
         Rates.on("H1000", 7e9, lengths=[1])
@@ -210,10 +210,10 @@ def test_figures_from_a_data_sheet_by_hand() -> None:
 
 def test_a_crowd_is_told_from_a_token() -> None:
     points = [(100.0, 900.0, 100 * 0.02 + 900 * 0.001), (80.0, 300.0, 80 * 0.02 + 300 * 0.001)]
-    token, crowd, said = _fitted(points)
-    assert (token, crowd) == (pytest.approx(0.02), pytest.approx(0.001)) and "fitted" in said
-    token, crowd, said = _fitted([(100.0, 900.0, 2.0)] * 3)  # alike: no telling
-    assert (token, crowd) == (pytest.approx(0.02), 0.0) and "too alike" in said
+    token, per_request, said = _fitted(points)
+    assert (token, per_request) == (pytest.approx(0.02), pytest.approx(0.001)) and "fitted" in said
+    token, per_request, said = _fitted([(100.0, 900.0, 2.0)] * 3)  # alike: no telling
+    assert (token, per_request) == (pytest.approx(0.02), 0.0) and "too alike" in said
 
 
 def test_the_figures_of_a_real_run(tiny: str, tmp_path: Any) -> None:
