@@ -349,7 +349,7 @@ def test_the_rows_of_a_run_are_read_too(plain: wb.Run, tmp_path: Path, capsys: p
     lacking = wb.load_run(copied).audit()
     assert "step 1, metrics.jsonl, step: recorded 'nothing', recomputed 1" in repr(lacking)
     for strange in ("2", True, 2.0, 7):
-        with pytest.raises(RunError, match=f"no trace of step {strange!r}"):
+        with pytest.raises(RunError, match=f"no trace of step {strange!r}.*trace_freq=1, keep_traces=…"):
             wb.load_run(copied).audit(strange)
     shutil.rmtree(copied / "traces/step_000002")
     (copied / "traces/step_000001").rename(copied / "traces/step_000002")

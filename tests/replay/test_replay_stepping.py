@@ -216,6 +216,16 @@ def test_a_cells_reward_gives_its_recorded_outputs_and_says_so(ppo: wb.Run) -> N
     assert "recorded/reward" not in s.trace.metrics and torch.equal(s.batch.reward, ppo.traces[4].batch.reward)
 
 
+def test_recorded_outputs_are_no_divergence_but_a_note(ppo: wb.Run) -> None:
+    again = ppo.stepper(4).run(until="reward")
+    recorded = Trace(ppo.traces[4].start, ppo.traces[4].phases[: again.position])
+    for found in (wb.diverge(again, recorded), wb.diverge(recorded, again)):
+        assert found.identical and sum("reward: not run again" in note for note in found.notes) == 1
+        assert not any("reward.made_with" in note for note in found.notes)
+    again.back(to="reward").replace("reward", digits).run(until="reward")
+    assert not any("not run again" in note for note in wb.diverge(again, recorded).notes)
+
+
 def test_a_controller_whose_state_nobody_kept_is_not_guessed(ppo: wb.Run, tmp_path: Path) -> None:
     run = wb.load_run(shutil.copytree(ppo.path, tmp_path / "run"))
     for name in ("checkpoints", "updates"):

@@ -137,7 +137,7 @@ def rewarded(values: list[float], texts: list[str] | None = None) -> wb.DataProt
 def test_a_headline_says_what_the_batch_is() -> None:
     assert SampleIndex(answered(["a"])).headline == "" and SampleIndex(answered(["a"])).bins == []
     said = SampleIndex(rewarded([1.0, 0.0, 0.0, 0.0])).headline
-    assert said == "4 samples · 1 right · 1 of 2 groups say nothing"
+    assert said == "4 samples · 1 right · 1 of 2 groups have equal rewards"
     said = SampleIndex(rewarded([0.25, 0.75, float("nan"), -1.0])).headline
     assert said == "4 samples · mean reward 0 (-1 to 0.75) · 1 infra error"
     assert SampleIndex(rewarded([float("nan")])).headline == "1 sample · none scored · 1 infra error"

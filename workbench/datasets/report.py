@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ def _statistics(lengths: Sequence[int]) -> dict[str, float]:
     if not lengths:
         return {}
     ordered = sorted(lengths)
-    median, p95 = ordered[len(ordered) // 2], ordered[int(0.95 * len(ordered))]
+    median, p95 = statistics.median(ordered), ordered[int(0.95 * len(ordered))]
     mean = round(sum(ordered) / len(ordered), 1)
     return {"min": ordered[0], "mean": mean, "median": median, "p95": p95, "max": ordered[-1]}
 
@@ -143,7 +144,7 @@ def scorable(rows: Sequence[Mapping[str, Any]], reward: Any) -> str:
     if hasattr(reward, "check_rows"):
         return reward.check_rows(rows) or f"{reward.name} refuses none of {len(rows)} rows"
     if not hasattr(rule, "unscorable"):
-        return "any: the reward is no rule of workbench"
+        return "unknown: only workbench's own rules can be asked beforehand"
     truths = [truth_of(row) for row in rows]
     bad = {index: why for index, truth in enumerate(truths) if (why := rule.unscorable(ground_truth=truth))}
     said = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"

@@ -181,7 +181,12 @@ class Rows(Shown):
             taken.update(groups[group] if len(taken) < number else ())
         if not 0 < len(taken) < len(self):
             found = f"{held_out} of {len(self)} rows with {len(groups)} different prompts"
-            raise DataError("split into training and held-out rows", expected="rows on both sides", found=found)
+            do = (
+                f"hold out fewer: a number from 1 to {len(groups) - 1}, or a share below 1"
+                if len(groups) > 1
+                else "add prompts"
+            )
+            raise DataError("split into training and held-out rows", expected="rows on both sides", found=found, do=do)
         rest = [index for index in range(len(self)) if index not in taken]
         return self.select(rest), self.select(sorted(taken))
 

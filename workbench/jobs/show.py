@@ -56,5 +56,9 @@ def _trace(run: Run, step: int | None) -> Any:
     wanted = recorded[-1] if step is None and recorded else step
     if wanted not in recorded:
         known = f"one of {', '.join(map(str, recorded))}" if recorded else "a run with recorded steps (trace_freq)"
-        raise RunError(f"no trace of step {step} in {run.path}", expected=known)
+        raise RunError(
+            f"no trace of step {step} in {run.path}",
+            expected=known,
+            do="trace_freq=1, keep_traces=… of train keep more",
+        )
     return run.traces[wanted]

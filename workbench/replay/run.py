@@ -71,7 +71,10 @@ class Traces(Shown, Mapping[int, Trace]):
         whole = isinstance(step, int) and not isinstance(step, bool)
         path = step_folder(self._folder, step if whole else 0)
         if not (path / "trace.json").is_file():
-            raise RunError(f"no trace of step {step!r}", expected=f"one of the steps {list(self._there())}")
+            known = list(self._there())
+            expected = f"one of the steps {known}"
+            do = "trace_freq=1, keep_traces=… of train keep more; run.stepper(step) does a step again without a trace"
+            raise RunError(f"no trace of step {step!r}", expected=expected, do=do)
         return path
 
     def __getitem__(self, step: int) -> Trace:

@@ -186,6 +186,8 @@ Side = tuple[Phase, ...]
 _Seen = tuple[int, str, Divergence]
 """Number of the pair of phases; `column`, `metric`, `rows` or `phase`; what was found there, also where it is the same."""
 _TIMES = ("timing_s/", "perf/")
+_TAKEN_OVER = "recorded/"
+"""Metric of a replayed stage that could not be run again, and returned what the run had recorded."""
 _MERE = (int, float, str, bool, type(None))
 
 
@@ -211,6 +213,7 @@ def diverge(
     - Rows in another order are aligned by uid, and rows of one uid by their order. Where no uid is shared but the rows form
       the same groups (another library's uids), rows are compared in their order. `notes` report both cases.
     - Objects such as `Score` are compared field by field, without their `seconds`; timing metrics are not compared.
+    - A replayed stage that returned its recorded outputs (metric `recorded/<stage>`) is only a note.
     - Another width of a dtype (float32, bfloat16) is only a note; another kind (float, int, bool, objects) is a difference.
 
     With `columns`, only these are compared, and no metrics. Raises `ColumnMissing` for a name that neither side has,
@@ -257,7 +260,7 @@ class _Walk:
                 order_reported = True
                 order = [" ".join(phase.stage for phase in side[1:]) for side in self.sides]
                 yield number, "phase", Divergence(why="order", phase=one.stage, first=order[0], second=order[1])
-            self._note(*_settings(one, two), *(_facts(one, two) if number == 0 else ()))
+            self._note(*(_taken_over(one, two) or _settings(one, two)), *(_facts(one, two) if number == 0 else ()))
             pair = differences.aligned(one.batch, two.batch)
             self._note(pair.note)
             if pair.found is not None and pair.found != rows:
@@ -288,7 +291,7 @@ class _Walk:
 
     def _metrics(self, number: int, one: Phase, two: Phase) -> Iterator[_Seen]:
         for key in dict.fromkeys((*one.metrics, *two.metrics)) if self.columns is None else ():
-            if key.startswith(_TIMES):
+            if key.startswith((*_TIMES, _TAKEN_OVER)):
                 continue
             found = Divergence(phase=one.stage, column=key)
             a, b = one.metrics.get(key), two.metrics.get(key)
@@ -379,6 +382,14 @@ def _pairs(a: Side, b: Side) -> Iterator[tuple[Phase | None, Phase | None, bool]
 
 
 # --- what may explain it ------------------------------------------------------------------------
+
+
+def _taken_over(one: Phase, two: Phase) -> list[str]:
+    """A note where one side did not run the stage but has the recorded outputs; its settings are then the placeholder's."""
+    key = f"{_TAKEN_OVER}{one.stage}"
+    if (key in one.metrics) == (key in two.metrics):
+        return []
+    return [f"{one.stage}: not run again, its recorded outputs were used; replace({one.stage!r}, …) runs it"]
 
 
 def _settings(one: Phase, two: Phase) -> Iterator[str]:

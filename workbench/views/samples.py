@@ -56,7 +56,7 @@ class SampleIndex:
 
     @cached_property
     def headline(self) -> str:
-        """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups say nothing`; empty before the reward.
+        """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups have equal rewards`; empty before the reward.
 
         Right are samples of reward 1 where all rewards are 0 or 1; of other rewards their mean and range are told. A group
         says nothing where its scored samples have one reward.
@@ -76,7 +76,7 @@ class SampleIndex:
         said += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]
         if silent := int((groups["worst"] == groups["best"]).sum()):
-            said.append(f"{silent} of {len(self.groups)} groups say nothing")
+            said.append(f"{silent} of {len(self.groups)} groups have equal rewards")
         return " · ".join(said)
 
     @cached_property
@@ -279,7 +279,9 @@ class Samples(doc.View):
         head = [self.index.headline] if self.index.headline else []
         other = self.left_out
         title = counted_reasons(other.index.frame[LEFT_OUT]) if other is not None else ""
-        said = [f"{title}: see .left_out"] if title else []
+        rest = len(self.frame) - len(frame)
+        said = [f"… {rest:,} more of {len(self.frame):,}: samples(…, rows={len(self.frame)})"] if rest else []
+        said += [f"{title}: see .left_out"] if title else []
         beneath = doc.Fold(title, lambda: other._page(other.frame.head(self.rows))) if other is not None else ()
         return doc.Either([*head, *lines, *said], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 

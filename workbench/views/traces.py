@@ -120,7 +120,7 @@ def data(made: Rows | Report | Samples) -> doc.Part:
 _HEADLINES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "rollout": (("response_length/mean", "{:.4g} tokens a response"), ("response/cut_ratio", "{:.1%} cut off")),
     "filter_groups": (
-        ("filter_groups/kept", "{:g} groups kept"), ("filter_groups/dropped", "{:g} say nothing"), ("train/num_gen_batches", "{:g} batches"),
+        ("filter_groups/kept", "{:g} groups kept"), ("filter_groups/dropped", "{:g} with equal rewards"), ("train/num_gen_batches", "{:g} batches"),
     ),
     "old_log_prob": (("actor/entropy", "{:.4g} nats entropy"),),
     "values": (("critic/values/mean", "{:.4g} mean value"),),
@@ -137,7 +137,7 @@ _JUDGED = ("uid", SESSION, "reward", "scored", "score")
 
 
 def headline(made: Phase) -> str:
-    """A phase in words, `64 samples · 24 right · 3 of 8 groups say nothing` or `0.3 gradient norm · 2.1% clipped`, with a
+    """A phase in words, `64 samples · 24 right · 3 of 8 groups have equal rewards` or `0.3 gradient norm · 2.1% clipped`, with a
     warning if nothing can be learned; its first metric where there are no words for it, and empty where it has none."""
     told, metrics = _HEADLINES.get(made.stage, ()), made.metrics
     said = [form.format(metrics[key]) for key, form in told if key in metrics]
