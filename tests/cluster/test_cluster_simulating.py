@@ -166,19 +166,18 @@ def test_what_holds_of_every_layout(layout: Layout, rates: Rates, seed: int) -> 
 @settings(max_examples=40)
 @given(LAYOUTS.filter(lambda one: not one.max_lag), TIMES)
 def test_in_order_more_samplers_rewards_and_ranks_are_never_slower(layout: Layout, rates: Rates) -> None:
-    """Each of these alone: slots are list scheduling, where with a per_request's cost more need not be better; so without it."""
+    """Each of these alone. Slots and judges are list scheduling, where more of the one may give the other a worse order: so the
+    cost of a further request is left out, and slots are compared where every score has a judge at once."""
     rates = rates.replace(per_request=0.0)
-    base = simulate(layout, rates=rates, steps=4)[0].whole
-    vary: list[Callable[[Layout], Layout]] = [
-        lambda old: Layout(**{**vars(old), "slots": 10_000}),
-        lambda old: Layout(**{**vars(old), "judges": None}),
-        lambda old: Layout(**{**vars(old), "ranks": old.ranks + 1}),
-    ]
-    for changed in vary:
-        assert simulate(changed(layout), rates=rates, steps=4)[0].whole <= base + 1e-9
+
+    def whole(**changes: Any) -> float:
+        return simulate(Layout(**{**vars(layout), **changes}), rates=rates, steps=4)[0].whole
+
+    base = whole()
+    assert whole(judges=None, slots=10_000) <= whole(judges=None) + 1e-9
+    assert whole(judges=None) <= base + 1e-9 and whole(ranks=layout.ranks + 1) <= base + 1e-9
     if not layout.ahead:
-        ahead = simulate(Layout(**{**vars(layout), "ahead": 1}), rates=rates, steps=4)[0].whole
-        assert ahead <= base + rates.push + 1e-9
+        assert whole(ahead=1) <= base + rates.push + 1e-9
 
 
 def test_streaming_rewards_begin_with_the_first_row() -> None:
@@ -208,7 +207,7 @@ def test_figures_from_a_data_sheet_by_hand() -> None:
         Rates.on("H1000", 7e9, lengths=[1])
 
 
-def test_a_crowd_is_told_from_a_token() -> None:
+def test_a_concurrent_request_is_told_from_a_token() -> None:
     points = [(100.0, 900.0, 100 * 0.02 + 900 * 0.001), (80.0, 300.0, 80 * 0.02 + 300 * 0.001)]
     token, per_request, said = _fitted(points)
     assert (token, per_request) == (pytest.approx(0.02), pytest.approx(0.001)) and "fitted" in said
