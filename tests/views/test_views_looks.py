@@ -90,6 +90,14 @@ def test_a_comparison_of_many_rows_stays_small() -> None:
     assert len(repr(found)) < 3000
 
 
+def test_changed_rows_have_their_tokens_on_both_sides_as_far_as_a_page_has_room() -> None:
+    batch = wb.Trace.load("data/arith-batch").batch
+    found = wb.compare(wb.Trace(batch), wb.Trace(batch.with_columns({"reward": 1 - batch["reward"]})))
+    html = found._repr_html_()
+    assert 0 < html.count(">tokens</summary>") <= 12 and lint(html) == [] and len(html) < 300_000
+    assert "tokens</summary>" not in wb.compare(*two())._repr_html_()  # columns of tokens are not there
+
+
 def test_what_was_not_run_again_is_named() -> None:
     first, second = two()
     reused = wb.Trace(second.start, (dataclasses.replace(second.phases[0], reused=True),))

@@ -239,7 +239,7 @@ def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
 def _placement(pipeline: Pipeline, plan: Plan) -> str:
     """Where rows are sampled ahead, and whether the loss corrects for their older weights."""
     if not (plan.ahead or plan.max_lag):
-        return "each step's rows by its own weights"
+        return "each step samples its rows with the weights that it updates"
     asked = f"max_lag={plan.max_lag}" if plan.max_lag else f"ahead={plan.ahead}"
     sampler = execute.sampler_of(pipeline, asked).sampler
     if plan.max_lag:

@@ -19,6 +19,7 @@ from workbench.views.curve_axes import bare
 from workbench.views.curves import WORDS, cell_figure
 from workbench.views.rewards import question
 from workbench.views.sample_table import object_at
+from workbench.views.tokens import tokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +37,8 @@ _ROWS = 12
 _FULL = "their responses and verdicts in full"
 _LINE = 90
 """Characters of a response that are shown in its line."""
+_TOKENS = 1000
+"""Tokens, of prompts and responses, that a comparison's page has with their numbers."""
 
 
 def _sides(pair: tuple[float, float] | None) -> str:
@@ -59,13 +62,24 @@ def comparison(found: Comparison) -> doc.Part:
         doc.Either(doc.Table([""] * 2, said), doc.Table(["", "first", "second", "change"], changes)),
         doc.Either(said_rows, _changed(found, shown)),
         doc.Either(page=doc.small(f"and {left} more rows: .rows has them") if left else ()),
-        doc.Either(page=doc.Fold(_FULL, lambda: [compared_row(found, row.row, brief=True).document() for row in shown]))
-        if shown
-        else (),
+        doc.Either(page=doc.Fold(_FULL, lambda: _full(found, [row.row for row in shown]))) if shown else (),
         [doc.Either(f"  {one}", one) for one in only],
         _others(found),
         doc.Either([reused] if reused else ()),
     )
+
+
+def _full(found: Comparison, rows: Sequence[int]) -> list[doc.Part]:
+    """What both sides said in each row and how it was judged; and the tokens with the numbers of both, of the first rows."""
+    first, second = found.traces
+    both, left, parts = [first.batch, second.batch], _TOKENS, list[doc.Part]()
+    known = all({"responses", "input_ids", "attention_mask"} <= set(batch.columns) for batch in both)
+    for row in rows:
+        parts.append(compared_row(found, row, brief=True).document())
+        left -= sum(int(batch["attention_mask"][row].sum()) for batch in both) if known else 0
+        if known and left >= 0:
+            parts.append(doc.Fold("tokens", tokens(first, row, against=second).document()))
+    return parts
 
 
 def metrics_beside(first: Mapping[str, float], second: Mapping[str, float]) -> doc.Part:
