@@ -17,6 +17,7 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 from workbench.base.errors import EngineError, SettingError
+from workbench.engines.fsdp_engine.exchange import Exchange
 from workbench.engines.local_engine.attention import Layer, Plan, planned
 from workbench.engines.local_engine.head import Head
 from workbench.engines.local_engine.routing import replay
@@ -97,31 +98,22 @@ class _Exchanged:
         own = layer.query.shape[2]
         found = functional.pad(found, (0, 0, 0, own * size - self._count))
         parts = found.view(len(found), size, own, -1).transpose(0, 1)
-        return _Exchange.apply(parts.contiguous(), self._group).flatten(0, 1)[None]
+        return self._exchanged(parts).flatten(0, 1)[None]
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """Part i of [size, …] goes to rank i."""
+        each = (1,) * self._group.size()
+        found: Tensor = Exchange.apply(parts, each, each, self._group)
+        return found
 
     def _to_heads(self, layers: Sequence[Tensor]) -> list[Tensor]:
         """[1, h, n, ·] of this rank's tokens → [1, h / size, N, ·] of all, in one exchange."""
         size, own = self._group.size(), layers[0].shape[2]
         shapes = [(size, one.shape[1] // size, own, one.shape[3]) for one in layers]
         flat = torch.cat([one.reshape(size, -1) for one in layers], 1)
-        pieces = _Exchange.apply(flat, self._group).split([math.prod(shape[1:]) for shape in shapes], 1)
+        pieces = self._exchanged(flat).split([math.prod(shape[1:]) for shape in shapes], 1)
         whole = (piece.reshape(shape).transpose(0, 1) for piece, shape in zip(pieces, shapes, strict=True))
         return [one.flatten(1, 2)[None, :, : self._count] for one in whole]
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts [size, …]: part i goes to rank i. It is its own inverse, and its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        distributed.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradients[0].contiguous(), ctx.group), None
 
 
 class _Whole(torch.autograd.Function):

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2006.16668.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from workbench.base.errors import EngineError, SettingError
+from workbench.engines.fsdp_engine.exchange import Exchange
 from workbench.engines.local_engine.routing import experts_of
 
 
@@ -77,14 +78,14 @@ def _forward(
     coming = torch.empty_like(leaving)
     distributed.all_to_all_single(coming, leaving, group=group)
     there, here = (_rows(one.view(size, -1).sum(1), len(flat)) for one in (leaving, coming))
-    states = _Exchange.apply(hidden[order // most], there, here, group)
+    states = Exchange.apply(hidden[order // most], there, here, group)
     numbers = torch.arange(part.num_experts, device=flat.device).repeat(size)
     own = numbers.repeat_interleave(coming, output_size=sum(here))
     # a state of zeros, so that a rank to which no token came computes, and has gradients, too
     states = torch.cat([states, states.new_zeros(1, shape[-1])])
     own = torch.cat([own, own.new_zeros(1)])[:, None]
     made = compute(part, states, own, states.new_ones(own.shape))[:-1]
-    back = _Exchange.apply(made, here, there, group)[torch.argsort(order)]
+    back = Exchange.apply(made, here, there, group)[torch.argsort(order)]
     return (back.view(*chosen.shape, -1) * weights[..., None]).sum(-2).to(hidden.dtype).view(shape)
 
 
@@ -93,19 +94,3 @@ def _rows(counts: Tensor, every: int) -> list[int]:
     if not is_fake(counts):
         return [int(one) for one in counts.tolist()]
     return [every * (rank + 1) // len(counts) - every * rank // len(counts) for rank in range(len(counts))]
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows [Σ there, …] → [Σ here, …]: so many to, and from, each rank. Its gradient goes the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Sequence[int], here: Sequence[int], group: Any) -> Tensor:
-        ctx.given = there, here, group
-        received = rows.new_empty(sum(here), *rows.shape[1:])
-        distributed.all_to_all_single(received, rows.contiguous(), list(here), list(there), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        there, here, group = ctx.given
-        return _Exchange.apply(gradients[0], here, there, group), None, None, None
