@@ -154,7 +154,7 @@ def test_nothing_is_left_of_a_child_whose_parent_was_killed(file: Path, tmp_path
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3 and folder.is_dir()
         parent.kill()
-    assert within(lambda: all(gone(pid) for pid in pids)) and not folder.exists()
+    assert within(lambda: all(map(gone, pids)) and not folder.exists())
 
 
 ENDS = """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests_architectures import make
+from tests_patience import LONG
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.base import runtime
@@ -260,7 +261,7 @@ def test_a_request_joins_a_wave_that_goes_on(folder: Path, monkeypatch: pytest.M
     counted = Counted(monkeypatch, at)
     engine = local(folder, self_check=False, decode="lean")
     first = runtime.run(ask("first", 60))
-    assert len(first.ids) == 60 and len(late[0].result(timeout=30).ids) == 10
+    assert len(first.ids) == 60 and len(late[0].result(timeout=LONG).ids) == 10
     assert order == ["late", "first"] and counted.steps == 60
 
 

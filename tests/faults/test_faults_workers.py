@@ -144,7 +144,7 @@ def test_F6_F7_F9_whatever_a_row_does_its_siblings_are_judged_and_nothing_is_lef
     assert len(reward._pool._workers) <= 2 and all(one.alive for one in reward._pool._workers)  # type: ignore[union-attr]
     assert values_of(reward, tmp_path) == [1.0] * 4
     reward.close()
-    assert within(lambda: census() == before, patience(5.0)), (before, census())
+    assert within(lambda: census() == before), (before, census())
     assert all(gone(int((tmp_path / kind).read_text())) for kind in ("orphan", "daemon", "left"))
 
 

@@ -49,7 +49,7 @@ def clean() -> Any:
     assert within(lambda: not leftovers()), leftovers()
     # those of other sandboxes of the machine come and go
     assert within(lambda: set(Path(tempfile.gettempdir()).glob("workbench-box-*")) <= before)
-    assert memory.place() is None or not list(memory.place().glob(f"workbench-{os.getpid()}-*"))
+    assert within(lambda: memory.place() is None or not list(memory.place().glob(f"workbench-{os.getpid()}-*")))
 
 
 def leftovers() -> list[str]:
@@ -290,8 +290,12 @@ def test_programs_end_with_a_parent_that_was_killed(box: LocalSandbox) -> None:
     parent.kill()
     parent.wait()
     assert within(lambda: not leftovers()), leftovers()
-    memory.place.cache_clear()  # what another start does: it removes the groups of the dead
-    assert memory.place() is None or not list(memory.place().glob(f"workbench-{parent.pid}-*"))
+
+    def swept() -> bool:
+        memory.place.cache_clear()  # what another start does: it removes the groups of the dead
+        return memory.place() is None or not list(memory.place().glob(f"workbench-{parent.pid}-*"))
+
+    assert within(swept)
     for folder in Path(tempfile.gettempdir()).glob("workbench-box-*"):
         subprocess.run(["rm", "-rf", str(folder)], check=True)  # what a killed parent cannot sweep
 
