@@ -133,6 +133,8 @@ def test_memory_and_shared_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> N
     for free, small, large in ((64 << 20, WRONG, WARNING), (GIB, WARNING, WARNING), (50 * GIB, OK, OK)):
         monkeypatch.setattr(shutil, "disk_usage", usage(free))
         assert machine.shared_memory().state == small and machine.disk().state == large
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert machine.shared_memory().state == WRONG and "closed to this user" in machine.shared_memory().found
     monkeypatch.setattr(machine, "speeds", lambda folder: (1 << 20, 0.001))
     assert machine.disk().state == WARNING and "is slow" in machine.disk().do
     monkeypatch.setattr(shutil, "disk_usage", refusing)

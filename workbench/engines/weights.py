@@ -479,14 +479,14 @@ def _proofs() -> Path:
 
 def proven() -> set[str]:
     """The ways that `check_push`, and with it the doctor, has found to be right here."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # a user without a home
         return set(_proofs().read_text().splitlines())
     return set()
 
 
 def prove(way: str) -> None:
     """Remember that a way was right. A home that cannot be written to is no error: the way stays unverified."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
         path = _proofs()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(sorted({*proven(), way})))

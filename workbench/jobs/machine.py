@@ -186,6 +186,10 @@ def shared_memory() -> Finding:
     except OSError as error:
         return Finding(WRONG, f"/dev/shm is not there: {error}", "mount it: NCCL, Ray and vLLM need it")
     found = f"/dev/shm: {gib(free)} of {gib(total)} free"
+    if not os.access("/dev/shm", os.W_OK):
+        return Finding(
+            WRONG, f"{found}, and closed to this user", "as root: chmod 1777 /dev/shm, or mount it for writing"
+        )
     if free < LEAST_SHM:
         do = "start the container with --shm-size=16g (or --ipc=host), or remove what fills it"
         return Finding(WRONG if free < 1 << 28 else WARNING, found, do)
@@ -329,7 +333,8 @@ def sandbox() -> Finding:
     try:
         made = LocalSandbox()
     except SandboxError as error:
-        return Finding(WARNING, str(error), "apt-get install bubblewrap; only rewards and tools that run code need it")
+        do = "only rewards and tools that run code need it; where bubblewrap is missing, as root: apt-get install bubblewrap"
+        return Finding(WARNING, str(error), do)
     result = made.run("print(6 * 7)")
     if result.stdout.strip() != "42":
         return Finding(WRONG, f"{made.describe()}: a program did not run, {result.status}", "use a remote sandbox")
@@ -350,8 +355,9 @@ def clean(text: str, environ: Mapping[str, str] = os.environ) -> str:
         text = text.replace(value, "•••")
     text = _ADDRESS.sub("<address>", _TOKENS.sub("•••", text))
     text = _PATH.sub(lambda path: f"…/{path[0].rsplit('/', 1)[-1]}", text)
-    with suppress(OSError, KeyError):  # a user without a name
-        for name, shown in ((socket.gethostname(), "<host>"), (getpass.getuser(), "<user>")):
+    for name_of, shown in ((socket.gethostname, "<host>"), (getpass.getuser, "<user>")):
+        with suppress(OSError, KeyError):  # a user without a name
+            name = name_of()
             if len(name) > 2 and name not in ("root", "localhost"):
                 text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
     return text
