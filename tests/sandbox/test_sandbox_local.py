@@ -19,7 +19,7 @@ from tests_patience import patience, within
 
 from workbench.base import runtime
 from workbench.base.errors import SandboxError, SettingError
-from workbench.sandbox import LocalSandbox, Program, answer, memory, tiers
+from workbench.sandbox import LocalSandbox, Program, answer, interpreters, memory, tiers
 from workbench.sandbox.process import Limits, contained
 from workbench.sandbox.protocol import Phase, status_of
 
@@ -39,6 +39,24 @@ def box(request: pytest.FixtureRequest) -> LocalSandbox:
     if not possible(request.param):
         pytest.skip(f"{request.param} does not pass its probe on this machine")
     return LocalSandbox(tier=request.param, memory_limit_mb=512)
+
+
+@pytest.fixture(params=tiers.TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    if not possible(request.param):
+        pytest.skip(f"{request.param} does not pass its probe on this machine")
+    return str(request.param)
+
+
+SEES_HOME = """
+import os, sys
+for home in ("/root", "/home"):
+    for at, _, names in os.walk(home):
+        for name in names:
+            path = os.path.join(at, name)
+            if "/lib/python3." not in path and "/libpython3." not in path: print(path)
+"""
+"""A program that prints files of homes that are no part of a Python."""
 
 
 @pytest.fixture
@@ -116,13 +134,36 @@ def test_languages(box: LocalSandbox) -> None:
         LocalSandbox(max_concurrent=0)
 
 
-def test_packages_are_shown_on_request() -> None:
-    try:
-        box = LocalSandbox(packages=True)
-    except SandboxError as error:
-        pytest.skip(str(error))
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_packages_are_shown_on_request_and_those_of_a_named_interpreter(tier: str, python: str | None) -> None:
+    box = LocalSandbox(tier=tier, packages=None if python else True, python=python)
     assert box.run("import numpy; print(int(numpy.arange(5).sum()))").stdout == "10\n"
-    assert LocalSandbox().run("import torch").status == "Failed"
+    assert box.run(SEES_HOME).stdout.strip() in ("", box.python)
+
+
+def test_of_this_process_packages_a_program_sees_none_and_what_it_misses_is_known(tier: str) -> None:
+    box = LocalSandbox(tier=tier)
+    assert box.run("import torch").status == "Failed"
+    words = "ModuleNotFoundError: No module named {!r}".format
+    assert [box.hides(words(name)) for name in ("torch", "_tkinter", "foo_bar_baz", "__main__", "tests_patience")] == [
+        "torch",
+        "",
+        "",
+        "",
+        "",
+    ]
+    assert LocalSandbox(tier=tier, packages=False).hides(words("torch")) == ""
+
+
+def test_the_systems_interpreter_stands_in_for_one_that_cannot_be_shown(
+    monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    failures = tiers.failures
+    mine = interpreters._parts(sys.executable)["base"]
+    monkeypatch.setattr(tiers, "failures", lambda box, tier: ["no"] if box.python == mine else failures(box, tier))
+    if mine == "/usr/bin/python3" or not Path("/usr/bin/python3").exists():
+        pytest.skip("there is no other interpreter")
+    assert LocalSandbox(tier=tier).run("import sys; print(sys.executable)").stdout == "/usr/bin/python3\n"
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -305,8 +346,11 @@ def test_programs_end_with_a_parent_that_was_killed(box: LocalSandbox) -> None:
 
 def test_where_nothing_isolates_model_code_does_not_run_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "failures", lambda sandbox, tier: ["it reads a file of the host"])
-    with pytest.raises(SandboxError, match=r"bubblewrap: it reads a file.*install bubblewrap.*allow_unsafe=True"):
+    with pytest.raises(
+        SandboxError, match=r"/.* in bubblewrap: it reads a file.*; give python= .*sandbox\.remote"
+    ) as error:
         LocalSandbox()
+    assert "allow_unsafe" not in str(error.value)
     unsafe = LocalSandbox(allow_unsafe=True)
     assert unsafe.tier == "unsafe" and "NO ISOLATION" in unsafe.describe()
     result = unsafe.run("import os; print(os.environ.get('HOME'))")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import stat
-import subprocess
-import sys
+import re
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,14 +18,18 @@ from typing import Any, NamedTuple, TypeVar
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
-from workbench.sandbox import boxes, memory, tiers
+from workbench.sandbox import boxes, interpreters, memory, tiers
 from workbench.sandbox.process import Limits, contained
 from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status_of
 from workbench.sandbox.workspaces import LocalWorkspace
 
 T = TypeVar("T")
-_CHOSEN_TOOLS = tuple(one for one in ("/etc/alternatives",) if Path(one).is_dir())
-"""Links by which some systems choose among programs of one name (awk, vi, c++)."""
+_NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+_DO = (
+    "give python= an interpreter that lies in no home folder where it is the interpreter that fails; install bubblewrap where it "
+    "is missing; let users make namespaces (Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0); or run programs "
+    "elsewhere: sandbox.remote(url)"
+)
 
 
 class _Language(NamedTuple):
@@ -43,9 +46,16 @@ class LocalSandbox(SyncDoors):
     no tier passes, this raises `SandboxError` with the reasons; `allow_unsafe=True` then runs model code as an ordinary
     process of your own user, with your files and your network: only for code that you would run by hand.
 
-    `python` is the interpreter of programs (by default this process's if other users can reach it, else the system's);
-    `packages=True` shows it this process's installed packages, read-only. `output_limit` is how many bytes of stdout and of
-    stderr are kept, `disk_limit_mb` what a program may hold in its folder, and in /tmp.
+    `python` is the interpreter of programs; one that is named brings its packages. By default it is this process's, without
+    packages, or the system's where that cannot be shown. Of a home folder (yours, and what lies in /home and /root) programs
+    see the interpreter's program, standard library and shared libraries, and no other file; elsewhere they see its folder.
+
+    `packages=True` shows programs this process's installed packages, read-only. `packages=False` says that programs are to
+    do without: one that imports numpy fails by its own fault. None, the default, does not show them and leaves the question
+    open: `hides` names what is installed here and was missing there, and `rewards.code` asks for the decision.
+
+    `output_limit` is how many bytes of stdout and of stderr are kept, `disk_limit_mb` what a program may hold in its folder,
+    and in /tmp.
 
     `memory_limit_mb` is all that a program holds: its processes, shared memory, memfd, files in /tmp, buffers of pipes and
     sockets. Where this process can make a control group (cgroup 1, or 2 as root or in a group that was delegated), the
@@ -69,7 +79,7 @@ class LocalSandbox(SyncDoors):
         tier: str | None = None,
         allow_unsafe: bool = False,
         python: str | None = None,
-        packages: bool = False,
+        packages: bool | None = None,
         max_concurrent: int | None = None,
         memory_limit_mb: int = 1024,
         disk_limit_mb: int = 64,
@@ -84,34 +94,46 @@ class LocalSandbox(SyncDoors):
         self.memory_limit_mb = memory_limit_mb
         self.output_limit = output_limit
         self.disk_limit_mb = disk_limit_mb
-        self.python, readable, self._environment = _interpreter(python, packages)
-        self._readable = (*_CHOSEN_TOOLS, *readable)
+        self.packages = packages
         self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
+        self.python, self.tier = "", ""
+        reasons = []
+        for world in interpreters.worlds(python, bool(packages)):
+            self._enter(world)
+            for name in (tier,) if tier else tiers.TIERS:
+                failures = tiers.failures(self, name)
+                if not failures:
+                    self.tier = name
+                    return
+                reasons.append(f"{self.python} in {name}: {', '.join(failures)}")
+        if not allow_unsafe:
+            what, expected = "model code cannot be run safely here", "a tier of isolation that passes its probe"
+            raise SandboxError(what, expected=expected, found="; ".join(reasons), do=_DO)
+        self.tier = "unsafe"
+
+    def _enter(self, world: interpreters.World) -> None:
+        self.world, self.python = world, world.python
         build = ("/usr/bin/g++", "-std=c++17", "-O1", "main.cpp", "-o", "main.out")
         self._languages = {
             "python": _Language("main.py", (self.python, "-s", "-B", "main.py")),
             "bash": _Language("main.sh", ("/bin/bash", "main.sh")),
             "cpp": _Language("main.cpp", ("./main.out",), build),
         }
-        self.tier = self._choose(tier, allow_unsafe)
 
-    def _choose(self, tier: str | None, allow_unsafe: bool) -> str:
-        reasons = []
-        for name in (tier,) if tier else tiers.TIERS:
-            found = tiers.failures(self, name)
-            if not found:
-                return name
-            reasons.append(f"{name}: {', '.join(found)}")
-        if allow_unsafe:
-            return "unsafe"
-        what, expected = "model code cannot be run safely here", "a tier of isolation that passes its probe"
-        do = "install bubblewrap, use a remote sandbox, or say allow_unsafe=True to run it as your own user"
-        raise SandboxError(what, expected=expected, found="; ".join(reasons), do=do)
+    def hides(self, words: str) -> str:
+        """The package that a failed program's `words` (its stderr) call missing, where it is installed beside this process and
+        `packages` was left open; "" for others: no program can make up a name that is hidden from it."""
+        missing = _NO_MODULE.search(words)
+        return missing[1] if missing and self.packages is None and interpreters.installed(missing[1]) else ""
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Languages that can be run here: python always, bash and C++ where the shell or the compiler is installed."""
-        tools = {name: (one.build or one.run)[0] for name, one in self._languages.items()}
+        """Languages that can be run here: python always, bash and C++ where the shell or the compiler is installed.
+
+        C++ is left out where the temporary folder is mounted `noexec`: what is compiled there cannot be run.
+        """
+        noexec = os.statvfs(tempfile.gettempdir()).f_flag & os.ST_NOEXEC
+        tools = {name: (one.build or one.run)[0] for name, one in self._languages.items() if not (one.build and noexec)}
         return tuple(name for name, tool in tools.items() if name == "python" or Path(tool).exists())
 
     def describe(self) -> str:
@@ -172,14 +194,14 @@ class LocalSandbox(SyncDoors):
         """Run one command in the folder `box`, with `root` as an empty one to mount over, and wait for its end."""
         sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self.disk_limit_mb}
         limits = Limits(seconds=seconds, **sizes)
-        shown: dict[str, Any] = {"readable": self._readable, "environment": {**self._environment, **environment}}
+        world = replace(self.world, environment={**self.world.environment, **environment})
         given = stdin.encode("utf-8", "surrogatepass")
         with ExitStack() as stack:
             try:
                 group = stack.enter_context(memory.group(memory_mb))
             except OSError as error:
                 return Phase(status="Error", stderr=f"cannot make a control group: {error}")
-            front = tiers.command(tier, group, box=box, root=root, limits=limits, **shown)
+            front = tiers.command(tier, group, box=box, root=root, limits=limits, world=world)
             return contained([*front, *command], given, box, limits, stop, group)
 
     async def workspace(
@@ -199,43 +221,3 @@ class LocalSandbox(SyncDoors):
             await made.close()
             raise
         return made
-
-
-def _interpreter(python: str | None, packages: bool) -> tuple[str, tuple[str, ...], dict[str, str]]:
-    """(path, folders that the sandbox shows, environment) of the Python inside."""
-    base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
-    # another user can run it where every folder above is open to all
-    open_to_all = os.geteuid() != 0 or all(folder.stat().st_mode & stat.S_IXOTH for folder in base.parents)
-    chosen = Path(shutil.which(python) or python) if python else base if open_to_all else Path("/usr/bin/python3")
-    if not chosen.is_absolute() or not os.access(chosen, os.X_OK) or chosen.is_dir():
-        do = "give python= the path of an interpreter, or leave it out"
-        raise SandboxError("python of the sandbox", expected="a program that can be run", found=str(chosen), do=do)
-    readable = [] if chosen.is_relative_to("/usr") else [str(chosen.parents[1])]
-    environment = {
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/box",
-        "LANG": "C.UTF-8",
-        "PYTHONUTF8": "1",
-        "OMP_NUM_THREADS": "1",  # a BLAS that reserves memory for many threads meets the memory limit
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    if packages:
-        site = next((path for path in sys.path if path.endswith("site-packages")), None)
-        if site is None:
-            what, do = "packages=True, but Python has no site-packages folder", "set packages=False"
-            raise SandboxError(what, expected="one on sys.path", found=sys.path, do=do)
-        if not chosen.is_relative_to(base.parents[1]):
-            _same_version(chosen)
-        readable.append(site)
-        environment["PYTHONPATH"] = site
-    return str(chosen), tuple(readable), environment
-
-
-def _same_version(python: Path) -> None:
-    ours = f"{sys.version_info.major}.{sys.version_info.minor}"
-    asked = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    if found != ours:
-        do = "give python= an interpreter of that version that other users can reach, or set packages=False"
-        what = f"packages=True with python={str(python)!r}, which is of another version"
-        raise SandboxError(what, expected=f"Python {ours}", found=f"Python {found}", do=do)

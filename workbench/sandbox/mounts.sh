@@ -1,22 +1,31 @@
 # Inside fresh user, mount and pid namespaces: build the small world in $1 and move into it.
-# $1 an empty folder, $2 the box, $3 the size of /tmp, $4 folders to show read-only (a:b:c); then the command.
-set -eu
+# $1 an empty folder, $2 the box, $3 the size of /tmp, $4 what to show read-only and $5 which folders in it as empty ones, a
+# path a line; then the command.
+set -euf
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
-root=$1 box=$2 size=$3 folders=$4
-shift 4
+root=$1 box=$2 size=$3 shown=$4 hidden=$5
+shift 5
 mount -t tmpfs -o "$size,mode=755" sandbox "$root"
 cd "$root"
 mkdir box tmp proc dev
 mount -t tmpfs -o "$size,mode=1777" tmp tmp # first: what is shown may lie in /tmp
-IFS=:
-for folder in $folders; do
-  if [ -L "$folder" ]; then
-    ln -s "$(readlink "$folder")" ".$folder"
+IFS='
+'
+for path in $shown; do
+  if [ -L "$path" ]; then
+    ln -s "$(readlink "$path")" ".$path"
+    continue
+  elif [ -d "$path" ]; then
+    mkdir -p ".$path"
   else
-    mkdir -p ".$folder"
-    mount --rbind "$folder" ".$folder"
-    mount -o remount,bind,ro ".$folder"
+    mkdir -p ".${path%/*}"
+    : >".$path"
   fi
+  mount --rbind "$path" ".$path"
+  mount -o remount,bind,ro ".$path"
+done
+for folder in $hidden; do
+  mount -t tmpfs -o ro,mode=755 hidden ".$folder"
 done
 unset IFS
 mount --bind "$box" box

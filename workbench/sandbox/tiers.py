@@ -16,12 +16,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from workbench.sandbox import memory
+from workbench.sandbox import interpreters, memory
+from workbench.sandbox.interpreters import SYSTEM, World
 from workbench.sandbox.process import FILE_MB, MAX_ENTRIES, Limits
 from workbench.sandbox.protocol import Program, Result
 
@@ -30,7 +31,7 @@ UID = 61_999
 TIERS = ("bubblewrap", "namespaces")
 """Tiers with isolation, the better first. `unsafe` is none."""
 MOUNTS = Path(__file__).with_name("mounts.sh")
-_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+REACH = Path(__file__).with_name("reach.sh")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"shm": "/tmp", "fd": "/proc/self/fd"}
 _LINKS |= {name: f"/proc/self/fd/{n}" for n, name in enumerate(("stdin", "stdout", "stderr"))}
@@ -65,52 +66,62 @@ def command(
     box: Path,
     root: Path,
     limits: Limits,
-    readable: Sequence[str],
-    environment: Mapping[str, str],
+    world: World,
 ) -> list[str]:
     """The command line to put before a program's own to isolate it in a control group; `root` is an empty folder for mounts."""
     refused = memory.filter_of_calls() if tier != "unsafe" else None
     enter = memory.entering(group, refused)
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
     ends = [_tool("setpriv"), "--pdeathsig=KILL", "--"] if tier == "namespaces" else []  # bwrap sees to it itself
+    reach = _reaching(root, world.closed) if os.geteuid() == 0 else []
     if tier == "bubblewrap":
-        return [*enter, *drop, *_bubblewrap(box, limits, readable, environment), *limited(limits)]
+        return [*enter, *reach, *drop, *_bubblewrap(box, limits, world), *limited(limits)]
     if tier == "namespaces":
         return [
             *enter,
             *([sys.executable, "-I", "-S", "-c", memory.LOAD] if refused else []),
+            *reach,
             *drop,
             *ends,
-            *_namespaces(box, root, limits, readable),
+            *_namespaces(box, root, limits, world),
             *limited(limits),
-            *_environment(environment),
+            *_environment(world.environment),
         ]
     # no process limit: outside a namespace it counts all processes of the user
-    return [*enter, *limited(limits, processes=False), *_environment(environment)]
+    return [*enter, *limited(limits, processes=False), *_environment(world.environment)]
 
 
 def _environment(environment: Mapping[str, str]) -> list[str]:
     return [_tool("env"), "-i", *(f"{name}={value}" for name, value in environment.items())]
 
 
-def _bubblewrap(box: Path, limits: Limits, readable: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    view: list[str] = ["--ro-bind", "/usr", "/usr"]
-    for folder in _SYSTEM:
+def _reaching(root: Path, closed: Mapping[str, str]) -> list[str]:
+    """The command line that makes paths reachable for other users; `closed` has the folders that close them."""
+    paths, closing = ("\n".join(dict.fromkeys(some)) for some in (closed, closed.values()))
+    front = [_tool("unshare"), "--mount", "--", "/bin/sh", "-c", REACH.read_text(), "sh", str(root), paths, closing]
+    return front if closed else []
+
+
+def _bubblewrap(box: Path, limits: Limits, world: World) -> list[str]:
+    view: list[str] = []
+    for folder in SYSTEM:
         if os.path.islink(folder):
             view += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             view += ["--ro-bind", folder, folder]
     # before what is shown: that may lie in /tmp
     view += ["--size", str(limits.disk_mb << 20), "--tmpfs", "/tmp"]
-    for folder in readable:
+    for folder in world.shown:
         view += ["--ro-bind", folder, folder]
+    for folder in world.hidden:
+        view += ["--tmpfs", folder, "--remount-ro", folder]
     # a small /dev of its own: what bubblewrap's `--dev` makes has no size, and terminals
     view += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
     view += [part for name in _DEVICES for part in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
     view += [part for name, target in _LINKS.items() for part in ("--symlink", target, f"/dev/{name}")]
     view += ["--bind", str(box), "/box", "--remount-ro", "/"]
     refused = ["--seccomp", str(memory.FILTER_FD)] if memory.filter_of_calls() else []
-    variables = [part for name, value in environment.items() for part in ("--setenv", name, value)]
+    variables = [part for name, value in world.environment.items() for part in ("--setenv", name, value)]
     return [
         *(_tool("bwrap"), "--unshare-user", "--disable-userns", "--unshare-all", "--uid", "65534", "--gid", "65534"),
         *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
@@ -120,12 +131,13 @@ def _bubblewrap(box: Path, limits: Limits, readable: Sequence[str], environment:
     ]
 
 
-def _namespaces(box: Path, root: Path, limits: Limits, readable: Sequence[str]) -> list[str]:
-    folders = ["/usr", *(folder for folder in _SYSTEM if os.path.isdir(folder)), *readable]
+def _namespaces(box: Path, root: Path, limits: Limits, world: World) -> list[str]:
+    folders = [*filter(os.path.isdir, SYSTEM), *world.shown]
     return [
         *(_tool("unshare"), "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"),
         *("--fork", "--kill-child", "--", "/bin/sh", "-c", MOUNTS.read_text(), "sh"),
-        *(str(root), str(box), f"size={limits.disk_mb << 20},nr_inodes={MAX_ENTRIES}", ":".join(folders)),
+        *(str(root), str(box), f"size={limits.disk_mb << 20},nr_inodes={MAX_ENTRIES}"),
+        *("\n".join(folders), "\n".join(world.hidden)),
         *(_tool("setpriv"), "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"),
     ]
 
@@ -168,11 +180,16 @@ def others():
     return [p for p in os.listdir("/proc") if p.isdigit() and int(p) not in (1, os.getpid())]
 def environments():
     return any(CANARY.encode() in open("/proc/%s/environ" % pid, "rb").read() for pid in ("1", "self"))
+def strays(folder):
+    for path in [os.path.join(folder, name) for name in os.listdir(folder)]:
+        if path not in SHOWN and (not any(one.startswith(path + "/") for one in SHOWN) or strays(path)):
+            return True
 def namespaces():
     import ctypes
     return ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0
 attempt("it reads a file of the host", lambda: open(SECRET).read())
-attempt("it sees the host's home folders", lambda: os.path.exists("/root") or os.path.exists("/home"))
+attempt("it sees the host's home folders", lambda: any(os.path.isdir(home) and strays(home) for home in HOMES))
+attempt("it sees packages", lambda: any(map(os.listdir, HIDDEN)))
 attempt("it writes to the system", lambda: open("/usr/workbench-probe", "w"))
 attempt("it reaches the host's network by TCP", lambda: connect(socket.SOCK_STREAM))
 attempt("it reaches the host's network by UDP", lambda: connect(socket.SOCK_DGRAM))
@@ -277,7 +294,7 @@ def failures(sandbox: Any, tier: str) -> list[str]:
     """Why a tier of isolation cannot be used here: the programs that it lacks, or its probe's escapes; [] if it can."""
     if lacking := missing(tier):
         return [f"needs {', '.join(lacking)}"]
-    key = (tier, sandbox.python, memory.place(), os.getpid())
+    key = (tier, repr(sandbox.world), memory.place(), os.getpid())
     if key not in _known:
         _known[key] = _attempt(sandbox, tier)
     return _known[key]
@@ -295,7 +312,9 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
         os.chmod(folder, 0o755)  # what hides the file must be the tier, not the file's rights
         secret = Path(folder) / "secret"
         secret.write_text(canary)
+        world: World = sandbox.world
         settings = f"PORT={listener.getsockname()[1]}; SECRET={str(secret)!r}; CANARY={canary!r}\n"
+        settings += f"HOMES={interpreters.homes()!r}; SHOWN={world.shown!r}; HIDDEN={world.hidden!r}\n"
         os.environ["WORKBENCH_PROBE"] = canary
         try:
             result: Result = sandbox.execute_in(tier, Program(code=settings + ESCAPES, run_timeout=_SECONDS))
