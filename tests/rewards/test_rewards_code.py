@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests_patience import patience
 
-from workbench.base.errors import DataError, SandboxError, SettingError
-from workbench.rewards import Code, Reward, Score, Status, as_reward, by_data_source
+from workbench.base.errors import DataError, RewardError, SandboxError, SettingError
+from workbench.rewards import Code, Reward, Rubric, Score, Status, as_reward, by_data_source, dry_run
 from workbench.rewards.base import row_views
 from workbench.rewards.case_harness import decode, encode
 from workbench.rewards.cases import read_cases
@@ -424,3 +424,42 @@ def test_canonical_solutions_are_tried_on_their_rows(box: LocalSandbox) -> None:
     unreadable = {**right, "reward_model": {"ground_truth": "?"}}
     failing = Code(box).check_solutions([right, wrong, unreadable], lambda row: row["extra_info"]["solution"])
     assert sorted(failing) == [1, 2] and failing[1].value == 0 and failing[2].status is Status.NOT_APPLICABLE
+
+
+USES_NUMPY = {
+    "a program": ("import numpy\nprint(int(input()) * 2)", DOUBLE, None),
+    "a program's function": ("def add(a, b):\n    import numpy\n    return a + b", ADD_CALL, None),
+    "a function under a test": ("def add(a, b):\n    import numpy\n    return a + b", "def test_a():\n    assert add(1, 2) == 3", None),
+    "an assertion": ("def add(a, b): return a + b", ["import numpy as np\nassert np.isclose(add(1, 2), 3)"], None),
+    "a test": ("def add(a, b): return a + b", "import numpy as np\ndef check(f):\n    assert np.isclose(f(1, 2), 3)", {"entry_point": "add"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", USES_NUMPY)
+def test_a_package_that_is_hidden_by_a_setting_left_open_is_no_fault_of_the_program(
+    box: LocalSandbox, where: str
+) -> None:
+    program, tests, extra = USES_NUMPY[where]
+    row = {"response": f"```python\n{program}\n```", "ground_truth": tests, "extra_info": extra}
+    sandboxes = {"open": box, "shown": LocalSandbox(packages=True), "denied": LocalSandbox(packages=False)}
+    table = dry_run({name: Code(one) for name, one in sandboxes.items()}, [row]).table.iloc[0]
+    assert table["open/status"] == "infra_error" and "sandbox.local(packages=True)" in table["open/why"]
+    assert table["shown"] == 1.0
+    assert table["denied/status"] == ("not_applicable" if where == "a test" else table["denied/status"])
+    assert where == "a test" or table["denied"] == 0.0
+
+
+def test_no_response_escapes_a_zero_by_an_import(box: LocalSandbox) -> None:
+    programs = ["print(int(input()) * 2)", "import numpy", "import foo_bar_baz"]
+    batch = answered([f"```python\n{program}\n```" for program in programs], [DOUBLE] * 3)
+    for reward in (
+        as_reward(Code(box)),
+        Rubric({"code": Code(box)}),
+        Reward(Code(box), in_process=True, on_failure="retry(1)"),
+    ):
+        with pytest.raises(RewardError, match=r"failed on a row; found .*numpy.*packages=True.*packages=False"):
+            reward.score(batch)
+    counted = Reward(Code(box), in_process=True, on_failure="value=0").score(batch)
+    assert [score.status for score in counted] == [Status.SCORED, Status.COUNTED, Status.CRASHED]
+    denied = as_reward(Code(LocalSandbox(packages=False))).score(batch)
+    assert [(score.value, score.status.value) for score in denied] == [(1, "scored"), (0, "crashed"), (0, "crashed")]

@@ -110,11 +110,13 @@ class BaseReward:
         return [number for number, row in enumerate(rows) if per == "batch" or row.get("uid") in uids]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
-        """Apply `on_failure` to scores. Raises `RewardError` under `raise`, or if every row failed (unless `value=x`)."""
-        broken = [score for score in scores if _broken(score)]
+        """Apply `on_failure` to scores. Raises `RewardError` under `raise`, or if every row failed or one is `undecided`
+        (unless `value=x`)."""
+        broken = sorted((score for score in scores if _broken(score)), key=lambda score: not score.undecided)
         value = self.failed_value
-        if broken and (self.on_failure == "raise" or (len(broken) == len(scores) and value is None)):
-            what = "a row" if self.on_failure == "raise" else f"all {len(scores)} rows"
+        one = bool(broken) and (self.on_failure == "raise" or (broken[0].undecided and value is None))
+        if one or (broken and len(broken) == len(scores) and value is None):
+            what = "a row" if one else f"all {len(scores)} rows"
             do = broken[0].error or "fix the failure that was found"
             raise RewardError(f"reward {self.name!r} failed on {what}", found=broken[0].why, do=do)
         if value is None:

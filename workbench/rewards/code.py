@@ -18,7 +18,7 @@ from workbench.base.shown import encodable
 from workbench.datasets.records import has_answer
 from workbench.rewards import case_harness
 from workbench.rewards.cases import Case, read_cases
-from workbench.rewards.score import Score, Status, failed
+from workbench.rewards.score import Score, Status, failed, left_open
 from workbench.rewards.truths import Unreadable
 from workbench.sandbox.protocol import MAX_SECONDS, Program, Result, Sandbox
 
@@ -73,6 +73,11 @@ class Code:
     A row without a code block is *no_answer*; a program that passes nothing is *crashed* or *timeout* where that is the
     reason. Tests that cannot be read are *not_applicable*; a case that the sandbox could not run makes the row *infra_error*.
 
+    A program, or a row's own tests, that imports what is installed here and hidden from programs (numpy, where
+    `sandbox.local()` was given no `packages`) has failed by a setting: *infra_error*, and `undecided`, so that a run stops at
+    the first one. After `packages=True` such programs run, after `packages=False` the failure is theirs. A policy cannot
+    escape a zero so: before the decision nothing is learned from such a row, and after it there are none.
+
     Example:
         >>> reward = rewards.code(sandbox.local(), timeout=5.0)  # doctest: +SKIP
     """
@@ -116,8 +121,9 @@ class Code:
             if not self.continuous and outcomes[0].passed and len(cases) > 1:
                 outcomes += await self._outcomes(program, cases[1:])
         except DataError as error:
-            return Score(status=Status.NOT_APPLICABLE, why=f"invalid tests: {error}", answer=program)
-        return self._score(program, outcomes)
+            unread = Score(status=Status.NOT_APPLICABLE, why=f"invalid tests: {error}", answer=program)
+            return self._hidden([str(error)]) or unread
+        return self._hidden([one.why for one in outcomes if not one.passed]) or self._score(program, outcomes)
 
     def unscorable(self, ground_truth: Any = None, extra_info: Any = None, **_: Any) -> str:
         """Why a row with these tests can never be scored, or "": it has none, or (`Unreadable`) they cannot be read."""
@@ -137,6 +143,17 @@ class Code:
         ]
         scores = runtime.run_all(lambda one: self(one[0], one[1].get("ground_truth"), one[2]), calls)
         return {number: score for number, score in enumerate(scores) if not score.scored or score.value < 1}
+
+    def _hidden(self, whys: Iterable[str]) -> Score | None:
+        """The score of a row that failed for want of a package which the sandbox hides and was not told to; None for others."""
+        hides = getattr(self.sandbox, "hides", lambda words: "")
+        for package in filter(None, map(hides, whys)):
+            why = f"package {package!r} is installed here, and the sandbox's programs do not see it"
+            settings = (
+                "sandbox.local(packages=True) to show it, or packages=False: its import is then the program's fault"
+            )
+            return left_open(why, settings)
+        return None
 
     def _score(self, program: str, outcomes: Sequence[Outcome]) -> Score:
         broken = next((one for one in outcomes if one.passed is None), None)

@@ -122,8 +122,9 @@ class Rubric(BaseReward, Shown):
 
     def _judged(self, scores: Mapping[str, Score]) -> Score:
         """Value, status and why of the parts' records together."""
-        broken = next((p for p, score in scores.items() if score.status is Status.INFRA_ERROR), None)
-        if broken is not None:
+        lost = [part for part, score in scores.items() if score.status is Status.INFRA_ERROR]
+        if lost:
+            broken = next((part for part in lost if scores[part].undecided), lost[0])
             return failed(f"{broken}: {scores[broken].why}", scores[broken].error)
         shut = [part for part, low in self.gates.items() if scores[part].scored and scores[part].value < low]
         if shut:

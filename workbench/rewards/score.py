@@ -96,6 +96,13 @@ class Score(Shown):
         """Whether the row was scored: only then it counts in means, groups and losses."""
         return self.status not in (Status.INFRA_ERROR, Status.NOT_APPLICABLE)
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the row waits for a setting that its user left open (`left_open`). A response can bring such a row about, so
+        the policies that pass over failures do not pass over it: the first one of a run stops it, and the setting answers
+        the question for all. `value=x` is an answer, too."""
+        return (self.error or "").startswith(_LEFT_OPEN)
+
     def timed(self, seconds: float) -> Score:
         """A copy with this wall time of scoring."""
         return replace(self, seconds=seconds)
@@ -172,3 +179,11 @@ def no_answer(why: str, value: float = 0.0) -> Score:
 def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:
     """The score of a row that could not be scored: *infra_error*."""
     return Score(status=Status.INFRA_ERROR, why=why, error=error, seconds=seconds)
+
+
+_LEFT_OPEN = "left open: "
+
+
+def left_open(why: str, settings: str) -> Score:
+    """The score of a row that cannot be judged before its user has chosen among `settings`: *infra_error*, `undecided`."""
+    return failed(f"{why}; choose {settings}", f"{_LEFT_OPEN}choose {settings}")
