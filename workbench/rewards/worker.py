@@ -124,13 +124,30 @@ def as_before() -> Iterator[None]:
             os.chdir(folder)
 
 
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in a call that takes more than `seconds` of processor time, and once a second until it has ended:
+    libraries catch what is raised in them."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s of processor time")
+
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def answer(function: Any, arguments: dict[str, Any]) -> bytes:
     """Call the function: (ok, result, error line, traceback, seconds, printed) as JSON. All its exceptions are caught."""
     printed = Printed(sys.stdout)
     began = time.perf_counter()
     found: tuple[Any, ...]
+    limit = getattr(function, "processor_seconds", None)
     try:
-        with contextlib.redirect_stdout(printed), as_before():
+        with contextlib.redirect_stdout(printed), as_before(), within(limit) if limit else contextlib.nullcontext():
             given, logs = with_logs(arguments)
             result = function(**given)
             result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
@@ -142,6 +159,8 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
             del result
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
         found, text = (False, None, *told(error)), "null"
+        if limit and isinstance(error, TimeoutError):  # the response's doing: it counts as 0
+            found, text = (True, None, "", None), json.dumps({"score": 0.0, "status": "timeout", "why": str(error)})
     rest = json.dumps([*found[2:], time.perf_counter() - began, printed.kept])
     return f"[{json.dumps(found[0])}, {text}, {rest[1:]}".encode()
 
@@ -279,6 +298,8 @@ def main(parent: Any) -> None:
         function = cloudpickle.loads(frame[TOKEN:])  # bytes from our own parent, over a socket pair
         if isinstance(function, dict):
             function = from_file(function)
+        for name in getattr(function, "needs", ()):
+            importlib.import_module(name)
         said: list[Any] = [True, None]
     except BaseException as error:  # noqa: BLE001 - said to the parent, which knows which function it was
         said = [False, None, f"the function cannot be loaded in a worker: {told(error)[0]}", told(error)[1]]

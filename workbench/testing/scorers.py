@@ -107,12 +107,12 @@ class ScorerContract(ResponseContract):
             assert isinstance(found, Score) and math.isfinite(found.value), f"truth {name}: {found!r}"
 
     def test_only_the_right_response_has_full_marks(self) -> None:
-        """The right response is scored above 0, and any text from beyond the borders below it."""
+        """The right response is scored above 0, and any text from beyond the borders below it: no text leaves its row unscored."""
         best = self.scored(*self.right)
         assert isinstance(best, Score) and best.scored and best.value > 0, f"the right response is right: {best!r}"
         for name, text in borders.TEXTS.items():
             found = self.scored(text, self.right[1])
-            assert not found.scored or found.value < best.value, f"response {name} is not right"
+            assert found.scored and found.value < best.value, f"response {name} is wrong, and scored: {found}"
 
 
 class JudgeContract:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_patience import LONG, patience
+from tests_patience import LONG
 
 from workbench.rewards import Status, math_dapo, math_string, math_verify, numeric
 from workbench.rewards.scorers import math_dapo as dapo
@@ -112,14 +112,13 @@ def verifier() -> Any:
 
 
 @pytest.mark.slow
-def test_a_tower_of_powers_loses_its_row_and_an_unreadable_truth_says_so() -> None:
-    limit = patience(2.0)
-    reward = math_verify(workers=1, timeout=limit)
-    reward.score(answered([r"\boxed{1}"], ["1"]))  # warm: sympy takes its time to import
+def test_a_tower_of_powers_is_wrong_and_an_unreadable_truth_says_so() -> None:
+    """It was *infra_error*: a response that hangs its judge was never punished."""
+    reward = math_verify(workers=1, timeout=1.0)
     rows = answered([r"\boxed{10^{10^{10^{10}}}}", r"\boxed{4}", r"\boxed{5}"], ["5", "4", ""])
     scores = reward.score(rows)
-    assert [score.status for score in scores] == [Status.INFRA_ERROR, Status.SCORED, Status.NOT_APPLICABLE]
-    assert f"{limit:g} s" in scores[0].why and scores[1].value == 1 and "cannot be read as mathematics" in scores[2].why
+    assert [score.scored for score in scores] == [True, True, False] and [score.value for score in scores] == [0, 1, 0]
+    assert scores[2].status is Status.NOT_APPLICABLE and "cannot be read as mathematics" in scores[2].why
     strict = math_verify(strict=True, workers=1, timeout=LONG)
     boxed, plain = strict.score(answered([r"\boxed{7}", "so it is 7"], ["7", "7"]))
     assert boxed.value == 1 and plain.value == 0 and plain.status is Status.NO_ANSWER

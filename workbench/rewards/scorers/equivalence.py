@@ -4,6 +4,8 @@ workbench there. Parsed expressions are never printed: printing a tower of power
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 __by_value__ = True
@@ -18,7 +20,10 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
 
     finite = not isinstance(ground_truth, float) or math.isfinite(ground_truth)
     read = isinstance(ground_truth, str | Number) and finite
-    gold = [] if not read else parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=None)
+    try:
+        gold = [] if not read else parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=None)
+    except Exception:  # noqa: BLE001 - what the library fails on, or takes too long to read, is not read
+        gold = []
     if not gold:
         why = f"the ground truth {str(ground_truth)[:100]!r} cannot be read as mathematics"
         return {"score": 0.0, "status": "not_applicable", "why": why}
@@ -31,6 +36,8 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
     try:
         found = parse(text, ways, parsing_timeout=None)
         right = bool(found) and bool(verify(gold, found, timeout_seconds=None))
+    except TimeoutError:
+        raise  # the worker's, of an answer that took too long
     except Exception as error:  # noqa: BLE001 - what the library fails on is the response's, not the machinery's
         return {"score": 0.0, "status": "no_answer", "why": f"nothing that can be compared: {type(error).__name__}"}
     if not found:
@@ -41,15 +48,9 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
     return {"score": float(right), "answer": answer, "why": why}
 
 
-def equal(answer: str, truth: str) -> bool | None:
-    """Whether two expressions are equal as mathematics; None where one of them cannot be read as an expression."""
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    way = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
-    try:
-        ours, theirs = (parse(f"\\boxed{{{text}}}", way, parsing_timeout=None) for text in (answer, truth))
-        if any(all(isinstance(part, str) for part in side) for side in (ours, theirs)):
-            return None
-        return bool(verify(theirs, ours, timeout_seconds=None))
-    except Exception:  # noqa: BLE001 - what the library fails on is not read
-        return None
+def limited(seconds: float, strict: bool = False) -> Callable[..., dict[str, Any]]:
+    """`equivalence` for a worker, which imports what it needs before any row's time counts: an answer that takes more than
+    `seconds` of processor time is *timeout*."""
+    function = functools.partial(equivalence, strict=strict)
+    vars(function).update(processor_seconds=seconds, needs=("math_verify",))
+    return function

@@ -21,11 +21,11 @@ def normalise(answer: str) -> str:
     sides = text.split("=")
     if len(sides) == 2 and len(sides[0]) <= 2:
         text = sides[1]
-    text = _fractions(_roots(text).replace(" ", ""))
+    text = fractions(roots(text).replace(" ", ""))
     return _slash("\\frac{1}{2}" if text == "0.5" else text)
 
 
-def _roots(text: str) -> str:
+def roots(text: str) -> str:
     """`\\sqrt3` → `\\sqrt{3}`."""
     first, *rest = text.split("\\sqrt")
     for part in rest:
@@ -35,7 +35,7 @@ def _roots(text: str) -> str:
     return first
 
 
-def _fractions(text: str) -> str:
+def fractions(text: str) -> str:
     """`\\frac12` → `\\frac{1}{2}`, `\\frac1{72}` → `\\frac{1}{72}`."""
     made, *rest = text.split("\\frac")
     for part in rest:

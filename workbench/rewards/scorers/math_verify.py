@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from workbench.rewards.base import row_view
 from workbench.rewards.reward import Reward
-from workbench.rewards.scorers.equivalence import equivalence
+from workbench.rewards.runner import START_SECONDS
+from workbench.rewards.scorers.equivalence import limited
 from workbench.rewards.truths import as_text, lint
 
 CHECKED = 64
@@ -18,11 +18,11 @@ CHECKED = 64
 def math_verify(*, strict: bool = False, timeout: float = 5.0, workers: int = 2, **options: Any) -> Reward:
     """A reward that is 1 where the answer is equivalent to the ground truth: `\\frac14` is `0.25`, `1,000` is `1000`.
 
-    `strict` reads only a `\\boxed{…}`. A row that takes more than `timeout` seconds (a tower of powers) is *infra_error*, one
-    whose ground truth cannot be read as mathematics *not_applicable*. Needs the package math-verify, which is installed
-    with workbench.
+    `strict` reads only a `\\boxed{…}`. A response that takes more than `timeout` seconds of processor time (a tower of powers) is
+    *timeout* with 0, a row whose ground truth cannot be read as mathematics *not_applicable*. Needs the package math-verify,
+    which is installed with workbench.
     """
-    function = partial(equivalence, strict=True) if strict else equivalence
+    function = limited(timeout, strict)
 
     def check(rows: Iterable[Mapping[str, Any]]) -> str:
         held = list(rows)
@@ -35,5 +35,6 @@ def math_verify(*, strict: bool = False, timeout: float = 5.0, workers: int = 2,
         return lint(calls, lambda why, ground_truth: why, f"math_verify ({len(some)} of {len(held)} rows read)")
 
     options = {"memory_limit_mb": 4096, "name": "math_verify", "check_rows": check, **options}
-    reward = Reward(function, timeout=timeout, workers=workers, **options)
+    # a busy machine takes many times the processor's time: beyond this it is the machine's fault
+    reward = Reward(function, timeout=max(START_SECONDS, 20 * timeout), workers=workers, **options)
     return reward

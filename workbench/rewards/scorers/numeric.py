@@ -1,18 +1,22 @@
 r"""Answers as numbers: the cascade of markers that verl's `prime_math` follows, without its evaluation of model text.
 
-What is read as a number is a small grammar of its own: decimals with thousands commas, `a/b`, `\frac{a}{b}`,
-`\sqrt{n}`, multiples of `\pi`, a percent sign. Tuples and intervals are compared part by part; all else as
-normalised strings. Two texts that differ and are not both numbers or both single words may still be equal (`1+x`): then
-the row is *not applicable*. verl's equality of 50, 0.5 and 0.005 is here a choice, `lenient=True`. Geometry3k's score is
-nine tenths such an answer in a box, one tenth thinking in tags before it.
+What is read as a number is arithmetic of numbers: decimals with thousands commas, `a/b`, `\frac{a}{b}`, `\sqrt{n}`, powers,
+`\pi`, sums and products of these, a percent sign. Tuples and intervals are compared part by part; all else as normalised
+strings. Whether a row is *not applicable* is decided by its ground truth alone: a truth that is neither numbers nor words
+(`1+x`) may equal another text, and no row that has one is scored. To a truth that is understood every other answer is wrong.
+verl's equality of 50, 0.5 and 0.005 is here a choice, `lenient=True`. Geometry3k's score is nine tenths such an answer in a
+box, one tenth thinking in tags before it.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import math
+import operator
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,9 +24,10 @@ from typing import Any
 from workbench.base.config import require
 from workbench.datasets.boxes import last_box
 from workbench.rewards.runner import START_SECONDS, Pool
-from workbench.rewards.score import Score, Status, compared, failed, no_answer
-from workbench.rewards.scorers.equivalence import equal
-from workbench.rewards.scorers.math_text import same
+from workbench.rewards.score import Score, compared, failed, no_answer
+from workbench.rewards.scorers.equivalence import limited
+from workbench.rewards.scorers.math_text import fractions, roots, same
+from workbench.rewards.signatures import row_score
 from workbench.rewards.truths import rule
 
 LONGEST = 1000
@@ -30,11 +35,21 @@ LONGEST = 1000
 _MARKERS = ("answer:", "answer is", "answers are", "final answer")
 _DECIMAL = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|[-+]?\.\d+"
 _WORD = re.compile(r"[A-Za-z]|yes|no|true|false", re.IGNORECASE)
+_WORDS = re.compile(r"(?=.*[^\W\d_]{3})[^\W\d_]+(?: [^\W\d_]+)*")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}")
 _NUMBER = re.compile(rf"^({_DECIMAL})$")
-_SLASH = re.compile(r"^([-+]?)(\d{1,30})\s*/\s*(\d{1,30})$")
-_FRAC = re.compile(r"^([-+]?)\\[dt]?frac\s*\{\s*([-+]?\d{1,30})\s*\}\s*\{\s*([-+]?\d{1,30})\s*\}$")
-_ROOT = re.compile(r"^([-+]?\d{0,30})\s*\\sqrt\s*\{\s*(\d{1,30})\s*\}$")
-_PI = re.compile(r"^([-+]?\d{0,30}(?:\.\d{1,30})?)\s*\\?pi(?:\s*/\s*(\d{1,30}))?$")
+_LATEX = [(re.compile(pattern), written) for pattern, written in (
+    (r"\\left|\\right", ""), (r"\s*([{}])\s*", r"\1"), (r"\\[dt]?(frac|sqrt)\s*", r"\\\1"), (r"\\cdot|\\times", "*"),
+    (r"\\div", "/"), (r"\\?\bpi\b|\\?pi\b|π", f"({math.pi!r})"), (r"(?<![\d.)])(\d+)\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\2/\3)"),
+    (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))"), (r"\\sqrt\{([^{}]*)\}", r"((\1)^0.5)"), (r"\^\{([^{}]*)\}", r"^(\1)"),
+)]  # fmt: skip
+"""LaTeX → arithmetic with brackets; innermost first, until nothing changes."""
+_PRODUCT = re.compile(r"(?<=[\d.)])\s*(?=\()|(?<=\))\s*(?=[\d.])")
+_ARITHMETIC = re.compile(r"[-+*/^().\d\s]+")
+_OPERATIONS: dict[type, Callable[..., float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow,
+    ast.USub: operator.neg, ast.UAdd: operator.pos,
+}  # fmt: skip
 
 
 def extract_answer(text: str) -> str | None:
@@ -53,7 +68,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def number(text: str) -> float | None:
-    """The value of a text that is one number (decimal, fraction, root, multiple of π or percentage); else None."""
+    """The value of a text that is one number (a decimal, a percentage, arithmetic of numbers, roots and π); else None."""
     plain = text.strip().strip("$").strip().removeprefix("\\$").replace("\\!", "").replace("−", "-").rstrip(".")
     percent = plain.endswith("%")
     plain = plain.removesuffix("%").removesuffix("\\").strip()
@@ -64,22 +79,29 @@ def number(text: str) -> float | None:
 def _value(plain: str) -> float | None:
     if len(plain) > 60:
         return None
+    if _NUMBER.match(plain):
+        return float(plain.replace(",", ""))
+    before = ""
     try:
-        if _NUMBER.match(plain):
-            return float(plain.replace(",", ""))
-        if match := _SLASH.match(plain) or _FRAC.match(plain):
-            return _factor(match[1]) * (int(match[2]) / int(match[3]))
-        if match := _ROOT.match(plain):
-            return _factor(match[1]) * math.sqrt(int(match[2]))
-        if match := _PI.match(plain):
-            return _factor(match[1]) * math.pi / int(match[2] or 1)
-    except ZeroDivisionError:
+        while plain != before:
+            before = plain
+            for pattern, written in _LATEX:
+                plain = pattern.sub(written, plain)
+            plain = fractions(roots(plain))
+        text = re.sub(r"(?<![\d.])0+(?=\d)", "", _PRODUCT.sub("*", plain)).strip()
+        known = _ARITHMETIC.fullmatch(text)
+        value = _computed(ast.parse(text.replace("^", "**"), mode="eval").body) if known else math.inf
+    except (SyntaxError, ValueError, KeyError, TypeError, ArithmeticError):
         return None
-    return None
+    return value if math.isfinite(value) else None
 
 
-def _factor(text: str) -> float:
-    return {"": 1.0, "+": 1.0, "-": -1.0}.get(text) or float(text)
+def _computed(node: ast.AST) -> float:
+    """The value of parsed arithmetic, in floats alone: no power of integers is ever computed."""
+    if isinstance(node, ast.Constant):
+        return float(node.value)  # type: ignore[arg-type]
+    parts = [_computed(one) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+    return float(_OPERATIONS[type(getattr(node, "op", None))](*parts))
 
 
 def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bool = False) -> bool:
@@ -101,20 +123,25 @@ def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bo
     return any(math.isclose(one, each, rel_tol=1e-12 if each.is_integer() else tolerance) for each in wanted)
 
 
-def understood(answer: str, truth: str) -> bool:
-    """Whether two answers can be told apart: both are numbers, tuples of numbers, or single words (`B`, `yes`)."""
-    sides = [_parts(text[:LONGEST].strip()) for text in (answer, truth)]
-    numbers = all(number(part) is not None for side in sides for part in side)
-    return numbers or all(_WORD.fullmatch(text.strip()) for text in (answer, truth))
+def understood(truth: str) -> bool:
+    """Whether any answer can be compared with a ground truth here: a number, numbers in brackets, or words (`B`, `no root`)."""
+    parts = _parts(truth[:LONGEST].strip())
+    return all(number(part) is not None for part in parts) or _words(truth) is not None
+
+
+def _words(text: str) -> str | None:
+    """A text of words alone, in lower case; a single letter as it is."""
+    plain = _TEXT.sub(r"\1", text[:LONGEST]).strip(" ().$")
+    if _WORD.fullmatch(plain):
+        return plain
+    return plain.casefold() if _WORDS.fullmatch(plain) else None
 
 
 def judged(answer: str, truth: str, what: str = "the answer", **options: Any) -> Score:
-    """The score of an answer by `same_answer`: *not_applicable* where it is not the same and not `understood`."""
-    right = same_answer(answer, truth, **options)
-    score = compared(right, answer, truth, what)
-    if right or understood(answer, truth):
-        return score
-    return replace(score, status=Status.NOT_APPLICABLE, why=f"not both numbers: {answer[:60]!r} and {truth[:60]!r}")
+    """The score of an answer to a truth that is `understood`: 1 where it is the same number, text or words, else 0."""
+    words = _words(truth)
+    right = same_answer(answer, truth, **options) or (words is not None and _words(answer) == words)
+    return compared(right, answer, truth, what)
 
 
 def _parts(text: str) -> list[str]:
@@ -137,16 +164,16 @@ def boxed(truth: str) -> str:
 
 
 def meets(response: str, truth: str) -> bool:
-    """Whether the last box of a response is the ground truth."""
+    """Whether the last box of a response is the ground truth, and the ground truth is `understood`."""
     answer = last_box(response)
-    return answer is not None and same_answer(answer, truth)
+    return answer is not None and same_answer(answer, truth) and understood(truth)
 
 
 @rule(boxed, meets)
 def numeric(response: str, ground_truth: str, *, tolerance: float = 1e-4, lenient: bool = False) -> Score:
-    """Score 1 where the answer (`extract_answer`) equals the ground truth (`same_answer`), 0 where it is another number.
+    """Score 1 where the answer (`extract_answer`) equals the ground truth (`same_answer`), else 0.
 
-    An answer that is not the ground truth's text and not a number is *not applicable*: see `understood`.
+    A row whose ground truth is neither numbers nor words is *not applicable*: see `understood`.
     """
     answer = extract_answer(response)
     if answer is None:
@@ -165,7 +192,7 @@ def has_format(text: str) -> bool:
 def geometry3k(response: str, ground_truth: str, *, format_score: float = 0.1) -> Score:
     """Geometry3k's score: (1 − `format_score`)·accuracy + `format_score`·format; see `has_format`. No box: accuracy 0.
 
-    A box that is not the ground truth's text and not a number is *not applicable*.
+    A row whose ground truth is neither numbers nor words is *not applicable*: see `understood`.
     """
     require(0 <= format_score <= 1, "format_score", expected="a number in [0, 1]", found=format_score)
     answer, form = last_box(response), float(has_format(response))
@@ -173,8 +200,6 @@ def geometry3k(response: str, ground_truth: str, *, format_score: float = 0.1) -
         score = no_answer("no \\boxed{…}" if answer is None else "the box is empty")
     else:
         score = judged(answer, ground_truth, "the box")
-        if not score.scored:
-            return score
     value = (1 - format_score) * score.value + format_score * form
     return score.with_value(value, accuracy=score.value, format=form)
 
@@ -182,50 +207,50 @@ def geometry3k(response: str, ground_truth: str, *, format_score: float = 0.1) -
 # --- beyond numbers -------------------------------------------------------------------------------
 
 SECONDS = 3.0
-"""Time of one comparison of `numina`."""
-_TOWER = re.compile(r"\^[^-+*/=,]*\^|\^\s*\{?\s*\d{4}|!")
-_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}|\\[A-Za-z]+|\b(?:sin|cos|tan|log|exp|sqrt|inf)\b")
-_WORDS = re.compile(r"[^\W\d_][^\W\d_ ]{2,}(?: [^\W\d_]+)*")
+"""Processor time of one comparison of `numina`."""
+_TOWER = re.compile(r"\^[^-+*/=,]*\^|\^\s*\{?\s*\d{5}|(?:\d{4}|[^\d\s])\s*!")
+_COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+|\b(?:sin|cos|tan|log|exp|sqrt|inf)\b")
 _PROSE = re.compile(r"[^\W\d_]{3,}")
 
 
 @functools.cache
 def _workers() -> tuple[Pool, ThreadPoolExecutor]:
-    """Two processes for all comparisons of `numina`, and the threads that wait for them; both end with this process."""
-    return Pool(equal, workers=1, timeout=SECONDS, memory_mb=4096), ThreadPoolExecutor(2, "workbench-equivalence")
+    """The process of all comparisons of `numina`, and the threads that wait for it; both end with this process."""
+    pool = Pool(limited(SECONDS, strict=True), workers=1, timeout=START_SECONDS, memory_mb=4096)
+    return pool, ThreadPoolExecutor(2, "workbench-equivalence")
 
 
-async def _asked(answer: str, truth: str) -> Score:
-    """The score of an answer by `equal`."""
-    nothing = Score(status=Status.NOT_APPLICABLE, answer=answer[:200], why=f"not compared with {truth[:60]!r}")
-    ours, theirs = (_COMMAND.sub(r"\1", text).strip(" ().$").casefold() for text in (answer, truth))
-    if _WORDS.fullmatch(ours) and _WORDS.fullmatch(theirs) and (ours == theirs or sorted(ours) != sorted(theirs)):
-        return compared(ours == theirs, answer, truth)  # `cba` may be the product `abc`
-    for text in (answer, truth):
-        # letters of prose would be read as a product, and a tower of powers never ends
-        if _TOWER.search(text) or _PROSE.search(_COMMAND.sub(r"\1", text)) or len(text) > 500:
-            return replace(nothing, why=f"{nothing.why}: not both are short expressions")
-    pool, threads = _workers()
-    call = asyncio.get_running_loop().run_in_executor(threads, pool.map, [{"answer": answer, "truth": truth}])
-    (found,) = await call
-    if found.traceback or found.seconds >= START_SECONDS:
-        return failed(f"math-verify could not be asked: {found.why}", found.traceback)
-    if found.result is None:
-        return replace(nothing, why=f"{nothing.why}: {found.why or 'not both are expressions'}")
-    return compared(found.result, answer, truth)
+def _short(text: str) -> bool:
+    """Whether a text is a short expression: letters of prose would be read as a product, and a tower of powers never ends."""
+    prose = _PROSE.search(_COMMAND.sub("", _TEXT.sub(r"\1", text)))
+    return not (prose or _TOWER.search(text) or len(text) > 500)
 
 
-@rule(boxed, meets)
+def _expression(response: str, truth: str) -> bool:
+    """Whether `numina` can compare with a ground truth: one that is `understood`, or a short expression."""
+    return understood(truth) or _short(truth)
+
+
+@rule(boxed, _expression)
 async def numina(response: str, ground_truth: str) -> Score:
     """Score 1 where the answer (see `extract_answer`) equals the ground truth as mathematics, else 0.
 
-    Numbers, tuples and equal texts are compared at once, other expressions by math-verify in a worker (`1+x` is `x+1`). What
-    is no expression, or takes more than `SECONDS`, is *not applicable*.
+    Numbers, tuples and equal texts are compared at once, other expressions by math-verify in a worker (`1+x` is `x+1`). An answer
+    that is no expression, or takes more than `SECONDS`, is wrong; a row whose ground truth is no expression is
+    *not applicable*.
     """
     answer = extract_answer(response)
     if answer is None or not answer.strip():
         return no_answer("no 'answer is …' and no \\boxed{…} in the response")
-    right = same_answer(answer, ground_truth)
-    if right or understood(answer, ground_truth):
-        return compared(right, answer, ground_truth)
-    return await _asked(answer, ground_truth)
+    score, known, short = judged(answer, ground_truth), understood(ground_truth), _short(answer)
+    if score.value or (known and (understood(answer) or _words(ground_truth) or not short)):
+        return score
+    pool, threads = _workers()
+    question = {"response": boxed(answer) if short else "", "ground_truth": ground_truth}
+    (found,) = await asyncio.get_running_loop().run_in_executor(threads, pool.map, [question])
+    if not found.ok:
+        return failed(f"math-verify could not be asked: {found.why}", found.traceback)
+    worker = row_score(found.result, "numina", 0)
+    if not worker.scored and not known:
+        return worker  # the truth is no expression
+    return replace(worker, answer=answer[:200]) if worker.scored and short else score

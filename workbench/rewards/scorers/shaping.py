@@ -14,6 +14,9 @@ from workbench.rewards.score import Score, bounded
 LONGEST = 20_000
 """Characters that a pattern is run on: a pattern's time can grow faster than its text."""
 
+SECONDS = 3.0
+"""Processor time that `matches` takes for a response at most."""
+
 
 @bounded
 def think_answer_format(response: str) -> Score:
@@ -38,8 +41,8 @@ def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
     """Make a scorer: 1 where a regular expression is found in the first 20,000 characters, or with `full` matches all
     of a response that is no longer than that; else 0.
 
-    The scorer runs in a worker process with a time limit, because some expressions never end on some texts. Raises
-    `SettingError` for a pattern that is not a regular expression.
+    The scorer runs in a worker process, because some expressions never end on some texts: a response that takes more than
+    `SECONDS` of processor time is *timeout* with 0. Raises `SettingError` for a pattern that is not a regular expression.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -54,6 +57,7 @@ def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
         return {"score": float(good), "why": "matches" if good else f"does not match {compiled.pattern!r}"}
 
     scorer.__name__ = "matches"
+    vars(scorer)["processor_seconds"] = SECONDS
     return scorer  # type: ignore[return-value]
 
 
