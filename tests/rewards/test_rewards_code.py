@@ -380,6 +380,22 @@ def test_any_tests_are_read_or_refused() -> None:
             assert isinstance(found, DataError) or found
 
 
+def test_a_loop_of_the_tests_that_a_program_never_ends_is_the_programs_fault(
+    box: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was *not_applicable*: what a program returned decided that its row was not scored."""
+    monkeypatch.setattr("workbench.rewards.code._ROUNDS", 3)
+    tests = {
+        "test": "def check(candidate):\n    x = candidate(1)\n    while x != 2:\n        x = candidate(x)\n    assert x == 2",
+        "entry_point": "f",
+    }
+    right = judged(box, "def f(x): return 2", tests)
+    for program in ("def f(x): return [x]", "def f(x): return x - 1"):
+        wrong = judged(box, program, tests)
+        assert wrong.scored and wrong.value == 0 and wrong.status is Status.TIMEOUT and "more than 3 times" in wrong.why
+    assert right.value == 1
+
+
 def test_scripts_that_fail_by_themselves_are_no_zero(box: LocalSandbox) -> None:
     for tests in (
         "import no_such_module\nassert add(1, 2) == 3",

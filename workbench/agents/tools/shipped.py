@@ -88,10 +88,10 @@ def with_last_value(code: str) -> str:
     """The program with its last statement's value printed, where that is an expression; each line keeps its number."""
     try:
         last = ast.parse(code).body[-1:]
+        if not last or not isinstance(last[0], ast.Expr) or ast.unparse(last[0]).startswith("print("):
+            return code
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code  # it fails by itself
-    if not last or not isinstance(last[0], ast.Expr) or ast.unparse(last[0]).startswith("print("):
-        return code
     node, lines = last[0], code.encode("utf-8", "surrogatepass").splitlines(keepends=True)
     end = sum(map(len, lines[: (node.end_lineno or 1) - 1])) + (node.end_col_offset or 0)
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
