@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests_patience import examples
 
+import workbench.functional as F
 from workbench.functional import (
     AGGREGATIONS,
     AdaptiveKL,
@@ -30,6 +33,7 @@ from workbench.functional import (
     response_lengths,
     value_loss,
 )
+from workbench.functional.passes import interval_over_prompts
 
 NAN = float("nan")
 
@@ -282,3 +286,131 @@ def test_an_empty_mask_is_a_loss_of_zero(mode: str) -> None:
     found = aggregate(loss, torch.zeros(2, 3), mode)
     found.backward()
     assert found.item() == 0 and loss.grad is not None and not loss.grad.any()
+
+
+# --- precision ------------------------------------------------------------------------------------
+
+inf, nan = float("inf"), float("nan")
+GROUPS = torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+def by_name() -> dict[str, Any]:
+    """Public functions of [B, T] tensors, called with (x, y, z, mask)."""
+    estimators = (F.grpo, F.grpo_passk, F.rloo, F.opo, F.gpg, F.reinforce_plus_plus_baseline)
+    return {
+        "masked_sum": lambda x, y, z, m: F.masked_sum(x, m),
+        "masked_sum of rows": lambda x, y, z, m: F.masked_sum(x, m, -1),
+        "masked_mean": lambda x, y, z, m: F.masked_mean(x, m),
+        "masked_var": lambda x, y, z, m: F.masked_var(x, m),
+        "masked_whiten": lambda x, y, z, m: F.masked_whiten(x, m),
+        "discounted_returns": lambda x, y, z, m: F.discounted_returns(x, m, 0.99),
+        "gae": lambda x, y, z, m: F.gae(x, y, m, 0.99, 0.95),
+        "explained_variance": lambda x, y, z, m: F.explained_variance(x, y, m),
+        "value_loss": lambda x, y, z, m: F.value_loss(x, y, z, m).loss,
+        "bradley_terry": lambda x, y, z, m: F.bradley_terry(x, y, 0.1, 0.01),
+        "reinforce_plus_plus": lambda x, y, z, m: F.reinforce_plus_plus(x, m),
+        "remax": lambda x, y, z, m: F.remax(x, y[:, 0], m),
+        "gdpo": lambda x, y, z, m: F.gdpo(x[:, :3], GROUPS, m),
+        "optimal_token_baseline": lambda x, y, z, m: F.optimal_token_baseline(x, GROUPS, m, -y.abs(), z.abs()),
+        **{one.__name__: lambda x, y, z, m, one=one: one(x[:, 0], GROUPS, m) for one in estimators},
+        **{
+            f"kl {kind}": lambda x, y, z, m, kind=kind: F.kl_penalty(x, y, kind)
+            for kind in ("k1", "abs", "k2", "k3", "k3+")
+        },
+        **{f"aggregate {mode}": lambda x, y, z, m, mode=mode: F.aggregate(x, m, mode) for mode in AGGREGATIONS},
+        **{
+            f"loss {name}": lambda x, y, z, m, one=one: (
+                one(-y.abs(), -x.abs(), z, m).loss,
+                one(-y.abs(), -x.abs(), z, m).ratio,
+            )
+            for name, one in F.POLICY_LOSSES.items()
+            if name not in ("clip_cov", "kl_cov")
+        },
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", by_name())
+def test_half_precision_is_the_float32_result_rounded(name: str, dtype: torch.dtype) -> None:
+    function, generator = by_name()[name], torch.Generator().manual_seed(7)
+    x, y, z = (torch.randn(6, 40, generator=generator).to(dtype) for _ in range(3))
+    for mask in (torch.ones(6, 40), (torch.rand(6, 40, generator=generator) > 0.3).float(), torch.eye(6, 40)):
+        wanted = function(x.float(), y.float(), z.float(), mask)
+        found = function(x, y, z, mask.to(dtype))
+        pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+        for half, single in pairs:
+            assert half.dtype is dtype and torch.equal(half, single.to(dtype)), name
+
+
+def test_sums_over_many_tokens_keep_their_digits() -> None:
+    """By hand: 4,096 × 0.01 = 40.96 was 4.0 in bf16; 70,000 ones have mean 1, which was inf in fp16; 10⁶ × 0.1 was 1 % off."""
+    rewards, ones = torch.full((1, 4096), 0.01, dtype=torch.bfloat16), torch.ones(1, 4096)
+    assert float(F.discounted_returns(rewards, ones)[0, 0]) == pytest.approx(40.96, rel=4e-3)
+    assert float(F.gae(rewards, rewards * 0, ones, whiten=False)[1][0, 0]) == pytest.approx(40.96, rel=4e-3)
+    many = torch.ones(1, 70_000, dtype=torch.float16)
+    assert float(masked_mean(many, many)) == 1.0
+    whitened = masked_whiten(torch.tensor([[300.0, -300.0, 200.0, -200.0]], dtype=torch.float16), torch.ones(1, 4))
+    assert whitened[0].tolist() == pytest.approx([1.019, -1.019, 0.679, -0.679], abs=1e-3)  # ÷ √(260,000/3) = 294.4
+    tenths, ones = torch.full((1, 40_000), 0.1), torch.ones(1, 40_000)
+    assert float(F.discounted_returns(tenths, ones)[0, 0]) == pytest.approx(4000, rel=1e-6)
+    assert float(F.gae(tenths, tenths * 0, ones, whiten=False)[0][0, 0]) == pytest.approx(4000, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", F.POLICY_LOSSES)
+def test_no_clip_hides_a_token_of_probability_zero(name: str) -> None:
+    """gspo's loss and gradient of the row were 0, vanilla's a plain clip; engines refuse a loss that is not finite, by its rows."""
+    old = torch.full((3, 3), -1.0)
+    for new_value, old_value in ((-inf, -1.0), (-1.0, -inf), (-inf, -inf), (nan, -1.0)):
+        before, now = old.clone(), old.clone()
+        before[1, 1], now[1, 1] = old_value, new_value
+        if name == "gpg" and new_value == -1.0:
+            continue  # it reads no old log-prob
+        loss = F.POLICY_LOSSES[name](before, now, torch.ones(3, 3), torch.ones(3, 3)).loss
+        assert not loss[1].isfinite().all() and loss[[0, 2]].isfinite().all()
+        hidden = F.POLICY_LOSSES[name](before, now, torch.ones(3, 3), (now == -1.0).float() * (before == -1.0)).loss
+        assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_a_score_that_is_no_number_is_refused_with_its_row(bad: float) -> None:
+    scores, groups, mask = torch.tensor([1.0, bad, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2)
+    for estimator in (F.grpo, F.grpo_passk, F.rloo, F.opo, F.gpg, F.maxrl, F.reinforce_plus_plus_baseline):
+        with pytest.raises(ValueError, match=r"finite numbers; found .* in rows \[1\]; scored="):
+            estimator(scores, groups, mask)
+        left_out = estimator(scores, groups, mask, scored=torch.tensor([True, False, True, True]))[0]
+        assert left_out.isfinite().all() and left_out[1].tolist() == [0, 0]
+
+
+# --- intervals ------------------------------------------------------------------------------------
+
+
+def test_intervals_over_prompts_by_hand() -> None:
+    # means 1, 0, ½, ½: mean ½, squared error (¼ + ¼)/3/4 = 1/24, so ¼·24 = 6 independent samples; t of 3 is 3.1824
+    low, high = interval_over_prompts([[1, 1], [0, 0], [1, 0], [0, 1]])
+    square = 3.1824**2 / 6
+    half = 3.1824 * (0.25 / 6 + square / 24) ** 0.5 / (1 + square)
+    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+    # no spread: as many samples as prompts, Wilson's (0, t²/n / (1 + t²/n)) with t of 4, 2.7764
+    assert interval_over_prompts([[0.0] * 8] * 5) == pytest.approx((0.0, 2.7764**2 / 5 / (1 + 2.7764**2 / 5)), abs=1e-4)
+    assert interval_over_prompts([[1.0] * 8] * 5)[1] == 1.0
+    # other scores: Student's t over prompts, 3 ± 4.3027·√(1/3)
+    assert interval_over_prompts([[2.0], [3.0], [4.0]]) == pytest.approx((3 - 2.4841, 3 + 2.4841), abs=1e-3)
+    assert interval_over_prompts([[0.1], [0.0], [0.3]])[0] == 0.0
+    for none in ([], [[1.0, 0.0]], [[0.5], [0.5]], [[2.0]] * 3):
+        assert all(map(math.isnan, interval_over_prompts(none)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "alpha", "beta"),
+    [(5, 8, 1, 1), (8, 8, 1, 1), (16, 4, 0.3, 2), (16, 4, 0.1, 3.2), (64, 8, 0.5, 0.5), (30, 1, 0.2, 4)],
+)
+def test_intervals_hold_the_truth_as_often_as_they_say(prompts: int, samples: int, alpha: float, beta: float) -> None:
+    """The normal approximation held it in 77 to 95 of 100; prompts' own success rates are drawn from a beta distribution."""
+    rng, held, draws = np.random.default_rng(3), 0, 600
+    rates = rng.beta(alpha, beta, (draws, prompts))
+    right = rng.random((draws, prompts, samples)) < rates[..., None]
+    for one in right.astype(float).tolist():
+        low, high = interval_over_prompts(one)
+        assert 0 <= low < high <= 1
+        held += low <= alpha / (alpha + beta) <= high
+    assert held / draws > 0.92

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept
+from workbench.functional.blocks import by_rows, kept, precise
 from workbench.functional.masking import masked_whiten
 from workbench.functional.returns import discounted_returns
 
@@ -32,13 +32,20 @@ class Groups:
     """Statistics of groups for group-relative advantages: the number of scored rows, scores minus the group's mean.
 
     scores [B]; groups [B] int64, one number per prompt; scored [B] bool (None: every row is scored). Rows that were not
-    scored enter no statistic; `scores` and `centred` are 0 for them.
+    scored enter no statistic; `scores` and `centred` are 0 for them. Raises `ValueError` for a scored row whose score is NaN or
+    infinite.
     """
 
     def __init__(self, scores: Tensor, groups: Tensor, scored: Tensor | None) -> None:
         self.groups = groups
         self.scored = torch.ones_like(groups, dtype=torch.bool) if scored is None else scored.bool()
         self.scores = torch.where(self.scored, scores.double(), 0.0)
+        if not self.scores.isfinite().all():
+            rows = (~self.scores.isfinite()).nonzero()[:, 0].tolist()
+            found = f"{float(self.scores[rows[0]])} in rows {rows[:8]}"
+            raise ValueError(
+                f"scores; expected finite numbers; found {found}; scored=… with False there leaves them out"
+            )
         self._count = per_group(self.scored.double(), groups)
         self.count = self._count[groups]
         """[B] number of scored rows in each row's group."""
@@ -61,7 +68,7 @@ class Groups:
 def _spread(values: Tensor, scores: Tensor, mask: Tensor) -> Pair:
     """Advantages and returns, both [B] values on every token of the mask, in the scores' precision."""
     dtype = scores.dtype if scores.is_floating_point() else torch.float32
-    advantages = values.to(dtype)[:, None] * mask
+    advantages = values.to(torch.promote_types(dtype, torch.float32)).to(dtype)[:, None] * mask.to(dtype)
     return advantages, advantages
 
 
@@ -154,6 +161,7 @@ def rloo(
     return _spread(found.unless_alone(values, singleton), scores, mask)
 
 
+@precise
 def opo(scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero") -> Pair:
     """OPO: a row's score minus its group's length-weighted mean score, Σ len·s / Σ len.
 
@@ -209,6 +217,7 @@ def maxrl(
     return _spread(found.unless_alone(found.centred / torch.where(mean > 0, mean, 1.0), singleton), scores, mask)
 
 
+@precise
 def gdpo(
     components: Tensor,
     groups: Tensor,
@@ -235,6 +244,7 @@ def gdpo(
     return _whitened_rows(total, components, mask, scored)
 
 
+@precise
 def reinforce_plus_plus(
     token_level_rewards: Tensor, mask: Tensor, *, scored: Tensor | None = None, gamma: float = 1.0
 ) -> Pair:
@@ -248,6 +258,7 @@ def reinforce_plus_plus(
     return (masked_whiten(returns, counted, zero_masked=True) if counted.sum() > 1 else returns), returns
 
 
+@precise
 def reinforce_plus_plus_baseline(
     scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, singleton: str = "zero"
 ) -> Pair:
@@ -260,6 +271,7 @@ def reinforce_plus_plus_baseline(
     return _whitened_rows(found.unless_alone(found.centred, singleton), scores, mask, scored)
 
 
+@precise
 def remax(token_level_rewards: Tensor, baselines: Tensor, mask: Tensor, *, scored: Tensor | None = None) -> Pair:
     """ReMax: the reward-to-go of every token minus the reward of the prompt's greedy response (baselines [B]).
 
@@ -271,6 +283,7 @@ def remax(token_level_rewards: Tensor, baselines: Tensor, mask: Tensor, *, score
     return by_rows(lambda one, base, inside: (kept(one - base, inside),), returns, baseline, counted)[0], returns
 
 
+@precise
 def optimal_token_baseline(
     token_level_rewards: Tensor,
     groups: Tensor,
@@ -297,6 +310,7 @@ def optimal_token_baseline(
     return _token_baseline(*given, scored=scored, eps=eps, compact=False)
 
 
+@precise
 def tir_optimal_token_baseline(
     token_level_rewards: Tensor,
     groups: Tensor,

@@ -5,18 +5,52 @@ A formula over [B, T] makes a dozen tensors of that size; whole, each is fresh m
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import is_dataclass, replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ELEMENTS = 2**17
 """Numbers of a tensor in a block: half a megabyte of float32."""
 LARGE = 2**23
 """Bytes from which a result is worth huge pages."""
+
+
+def precise(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: tensors in half precision are computed in float32; where the first one is, the results are rounded to its type."""
+
+    @functools.wraps(function)
+    def computed(*args: P.args, **options: P.kwargs) -> R:
+        wide = [_single(one) for one in args]
+        found = function(*wide, **{name: _single(one) for name, one in options.items()})
+        real = [one for one in (*args, *options.values()) if isinstance(one, Tensor) and one.is_floating_point()]
+        return _rounded(found, real[0].dtype) if real and real[0].dtype in _HALF else found
+
+    return computed
+
+
+def _single(one: Any) -> Any:
+    return one.float() if isinstance(one, Tensor) and one.dtype in _HALF else one
+
+
+def _rounded(found: Any, dtype: torch.dtype) -> Any:
+    """The tensors of a result, in this type."""
+    if isinstance(found, tuple):
+        return tuple(_rounded(one, dtype) for one in found)
+    if isinstance(found, dict):
+        return {name: _rounded(one, dtype) for name, one in found.items()}
+    if is_dataclass(found) and not isinstance(found, type):
+        return replace(found, **_rounded(vars(found), dtype))
+    return found.to(dtype) if isinstance(found, Tensor) and found.is_floating_point() else found
 
 
 def by_rows(formula: Callable[..., Sequence[Tensor]], *given: Tensor, elements: int = ELEMENTS) -> Sequence[Tensor]:

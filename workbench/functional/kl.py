@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept, sloped
+from workbench.functional.blocks import by_rows, kept, precise, sloped
 
 _KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
+@precise
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Estimate KL(policy‖reference) per token from the log-probs of the sampled tokens: [B, T], like both inputs.
 

@@ -2,7 +2,8 @@
 
 All policy losses take old_log_probs, log_probs, advantages, mask [B, T] and settings of their own, and return a `Surrogate`.
 ρ is exp(clamp(new − old, ±20)), sg(·) stops the gradient. Values outside the mask, NaN included, touch neither loss nor
-gradient. On a batch that the present policy sampled (ρ = 1) all but `gpg`-like ones have the same gradient: compare
+gradient. Inside it a log-prob that is NaN or infinite makes the token's loss NaN, which engines refuse by its rows. Half precision
+is computed in float32. On a batch that the present policy sampled (ρ = 1) all but `gpg`-like ones have the same gradient: compare
 them after some updates.
 """
 
@@ -17,7 +18,7 @@ from typing import Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import ELEMENTS, by_rows, kept, sloped
+from workbench.functional.blocks import ELEMENTS, by_rows, kept, precise, sloped
 from workbench.functional.masking import masked_mean, masked_sum
 
 P = ParamSpec("P")
@@ -67,7 +68,8 @@ class Inside:
         self.mask, self._given = mask.to(log_probs.dtype), mask
         columns = (old_log_probs, log_probs, advantages)
         self.old, self.new, self.advantages = (kept(one, self.mask) for one in columns)
-        self.gap = self.new - self.old
+        gap = self.new - self.old
+        self.gap = gap + (gap - gap)  # NaN where it is infinite: no clip may hide a token of probability 0
         self.log_ratio = self.gap.clamp(-20, 20)
         self.ratio = self.log_ratio.exp()
         self.push = -self.advantages
@@ -143,6 +145,7 @@ def _policy_loss(
 ) -> Callable[Concatenate[Tensor, Tensor, Tensor, Tensor, P], Surrogate]:
     """A policy loss from its formula: its arguments are those of `Inside`, then the formula's settings."""
 
+    @precise
     @functools.wraps(formula)
     def loss(
         old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor, *none: P.args, **settings: P.kwargs
@@ -319,6 +322,7 @@ def _highest(values: Tensor, number: int) -> Tensor:
     return places
 
 
+@precise
 def clip_cov(
     old_log_probs: Tensor,
     log_probs: Tensor,
@@ -356,6 +360,7 @@ def clip_cov(
     return _whole(formula, old_log_probs, log_probs, advantages, mask, change=chosen)
 
 
+@precise
 def kl_cov(
     old_log_probs: Tensor,
     log_probs: Tensor,
@@ -407,6 +412,7 @@ class ValueLoss:
     """[B, T] bool: the clipped term is the larger one there."""
 
 
+@precise
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor, *, clip: float = 0.5) -> ValueLoss:
     """PPO's clipped value loss ½·max((v − R)², (clip(v, old ± clip) − R)²), with values v and returns R.
 
@@ -426,6 +432,7 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
     return ValueLoss(sloped(loss, slope, values), clipped)
 
 
+@precise
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
 ) -> Tensor:
@@ -439,6 +446,7 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 """Modes of `aggregate`."""
 
 
+@precise
 def aggregate(
     loss: Tensor,
     mask: Tensor,

@@ -1,6 +1,7 @@
 """Sums, means and whitening under a mask. Masks are 1 where a position counts; [B, T] unless said otherwise.
 
-Values outside a mask are ignored, NaN included. Conventions are verl's `torch_functional`.
+Values outside a mask are ignored, NaN included. Conventions are verl's `torch_functional`. Half precision is computed in float32,
+and the result rounded to the type of x.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import ELEMENTS, by_rows, kept
+from workbench.functional.blocks import ELEMENTS, by_rows, kept, precise
 
 _EPS = 1e-8
 
 
+@precise
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of x where the mask is 1, over `dim` (None: over all)."""
     if x.numel() > ELEMENTS and x.dim() == 2 and x.shape == mask.shape and dim in (None, -1, 1):
@@ -49,12 +51,14 @@ class _RowSums(torch.autograd.Function):
         return by_rows(weighted, each, mask)[0], None
 
 
+@precise
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of x where the mask is 1, Σ x·m / (Σ m + 1e-8), over `dim` (None: over all); an empty mask gives 0."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / (count + _EPS)
 
 
+@precise
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance of x over the mask, a scalar (÷ n − 1 if `unbiased`). Raises `ValueError` for too few positions."""
     return _moments(x, mask, unbiased)[1]
@@ -73,6 +77,7 @@ def _moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> tuple[Tensor, Te
     return mean, variance * count / (count - 1) if unbiased else variance
 
 
+@precise
 def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, zero_masked: bool = False) -> Tensor:
     """Whiten x to mean 0, variance 1 over the mask: (x − mean)·rsqrt(var + 1e-8); `shift_mean=False` adds the mean again.
 
