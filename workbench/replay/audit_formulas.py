@@ -368,8 +368,8 @@ def _held_out(row: Mapping[str, Any]) -> Claims:
         return
     yield Claim("accuracy", row["val/reward"], "another name of val/reward", partial=True)
     if row.get("val/reward_low") is not None:
-        middle = (row["val/reward_low"] + row["val/reward_high"]) / 2
-        yield Claim("val/reward", middle, "the middle of its interval", 1.0, partial=True)
+        inside = min(max(row["val/reward"], row["val/reward_low"]), row["val/reward_high"])
+        yield Claim("val/reward", inside, "within its interval", partial=True)
     means = [name for name in row if name.startswith("val-core/") and "/reward/mean@" in name]
     first = [name for name in row if name.endswith("/reward/pass@1")]
     if len(means) == 1:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959963984540054
-"""Standard deviations of a two-sided 95 % interval."""
+from workbench.functional.passes import wilson
+
 DRAWS = 1000
 """Resamples of a bootstrap interval."""
 
@@ -28,15 +28,6 @@ class Estimate:
     n: int
     how: str = "Wilson"
     """How the interval was made: `Wilson`, or `bootstrap` over items (percentiles of 1,000 resamples, seed 0)."""
-
-
-def wilson(hits: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of the share hits/n; (NaN, NaN) for n = 0."""
-    if n == 0:
-        return math.nan, math.nan
-    share, square = hits / n, Z * Z / n
-    centre, half = share + square / 2, Z * math.sqrt(max(share * (1 - share), 0.0) / n + square / n / 4)
-    return max((centre - half) / (1 + square), 0.0), min((centre + half) / (1 + square), 1.0)
 
 
 def share(by_item: Iterable[tuple[Hashable, float]]) -> Estimate:

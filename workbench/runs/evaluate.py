@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from workbench.dataproto.sessions import alike, is_last
 from workbench.datasets import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
+from workbench.functional.passes import interval_over_prompts
 from workbench.rewards.base import whole_episodes
 from workbench.rewards.reward import as_reward
 from workbench.runs import generations
@@ -48,7 +48,7 @@ class Evaluation(Shown):
     mean: float
     """Mean reward over prompts (of each the mean of its samples), rows that were not scored left out."""
     interval: tuple[float, float]
-    """95 % interval of that mean: normal approximation over prompts, mean ± 1.96·s/√n; NaN for one prompt."""
+    """95 % interval of that mean, see `functional.passes.interval_over_prompts`; NaN for one prompt, and without any spread."""
     prompts: int
     samples: int
     greedy: bool
@@ -65,7 +65,10 @@ class Evaluation(Shown):
     def __repr__(self) -> str:
         low, high = self.interval
         what = f"{self.prompts} prompts × {self.samples} {'greedy' if self.greedy else 'sampled'}"
-        text = f"Evaluation: mean reward {self.mean:.4f}, 95 % in [{low:.4f}, {high:.4f}] (normal, over {what})"
+        within = (
+            f"95 % in [{low:.4f}, {high:.4f}] (over {what})" if low == low else f"no 95 % interval ({what}, no spread)"
+        )
+        text = f"Evaluation: mean reward {self.mean:.4f}, {within}"
         if len(self.by_source) > 1:
             text += "; " + ", ".join(f"{source} {mean:.4f}" for source, mean in self.by_source.items())
         for source, passes in self.pass_at_k.items():
@@ -178,14 +181,11 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
     rewards, scored, groups = batch["reward"].tolist(), batch["scored"].tolist(), by_prompt(batch)
     prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in groups.items()}
     means = {key: _mean(values) for key, values in prompts.items() if values}
-    number, mean, half = len(means), _mean(list(means.values())), float("nan")
-    if number > 1:
-        half = 1.96 * math.sqrt(sum((one - mean) ** 2 for one in means.values()) / (number - 1) / number)
     sources = dict.fromkeys(source for source, _ in prompts)
     passes = {one: pass_at_ks([values for (source, _), values in prompts.items() if source == one]) for one in sources}
     return Evaluation(
-        mean=mean,
-        interval=(mean - half, mean + half),
+        mean=_mean(list(means.values())),
+        interval=interval_over_prompts([values for values in prompts.values() if values]),
         prompts=len(set(batch["uid"])),
         samples=max(map(len, groups.values())),
         greedy=greedy,

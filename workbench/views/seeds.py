@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import atan, cos, pi, sin, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from workbench.base.errors import SettingError, unknown
+from workbench.functional.passes import t95
 from workbench.replay.run import Run, load_run
 from workbench.views import curve_axes as plot
 from workbench.views import document as doc
@@ -151,26 +152,6 @@ def interval(values: Sequence[float]) -> Interval:
     mean, number = fmean(values), len(values)
     half = t95(number - 1) * stdev(values) / sqrt(number) if number > 1 else float("nan")
     return Interval(mean, mean - half, mean + half, number)
-
-
-def t95(freedom: int) -> float:
-    """The t that a Student variable of so many degrees of freedom stays within ±t with probability 0.95."""
-    low, high = 0.0, 64.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < 0.95 else (low, middle)
-    return high
-
-
-def _within(t: float, freedom: int) -> float:
-    """P(|T| ≤ t), by the finite sum that whole degrees of freedom have."""
-    angle = atan(t / sqrt(freedom))
-    odd = freedom % 2
-    term, total = (cos(angle) if odd else 1.0), 0.0
-    for number in range(odd + 1, freedom, 2):  # of each term the exponent of the cosine, plus one
-        total += term
-        term *= cos(angle) ** 2 * number / (number + 1)
-    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
 
 
 def _range(one: Interval | None) -> str:
