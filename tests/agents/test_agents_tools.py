@@ -409,6 +409,8 @@ def test_python_tells_output_limits_and_outages_apart() -> None:
     response, reward, record = ask(tool, {"code": "print(4)"})
     assert response.text == "4\nhm\n" and reward is None and record["ran"] and record["status"] == "scored"
     assert box.programs[0].run_timeout == 3 and box.programs[0].code == "print(4)"
+    for deep in ("1+" * 900 + "1", "-" * 2000 + "1"):  # too deep to be written again: it runs as it is
+        assert ask(tool, {"code": deep})[2]["status"] == "scored" and box.programs[-1].code == deep
     crashed = Phase(status="Finished", return_code=1, stderr="Traceback…\nZeroDivisionError: division by zero\n")
     response, _, record = ask(PythonTool(StandInSandbox(Result(status="Failed", run=crashed))), {"code": "1/0"})
     assert "ZeroDivisionError" in str(response.text) and (record["ran"], record["status"]) == (False, "crashed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -384,7 +385,7 @@ def test_a_loop_of_the_tests_that_a_program_never_ends_is_the_programs_fault(
     box: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was *not_applicable*: what a program returned decided that its row was not scored."""
-    monkeypatch.setattr("workbench.rewards.code._ROUNDS", 3)
+    monkeypatch.setattr(sys.modules["workbench.rewards.code"], "_ROUNDS", 3)
     tests = {
         "test": "def check(candidate):\n    x = candidate(1)\n    while x != 2:\n        x = candidate(x)\n    assert x == 2",
         "entry_point": "f",

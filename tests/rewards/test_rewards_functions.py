@@ -461,3 +461,26 @@ def test_a_failure_that_counts_stays_visible_as_one() -> None:
     )
     both = Rubric({"a": Reward(fragile, in_process=True, on_failure="value=0"), "b": lambda response: 1.0})
     assert [score.status for score in both.judge(row_views(BATCH))] == [Status.SCORED, Status.SCORED, Status.COUNTED]
+
+
+def test_a_score_is_a_number_that_float32_holds() -> None:
+    """1e39 became inf in `reward`, 10**400 was a bare OverflowError and "1" a bare TypeError."""
+    for value in (1e39, -1e39, 10**400, "1", None, float("nan"), float("inf"), [1.0]):
+        with pytest.raises(RewardError, match="the value of a Score; expected a finite number.*; found "):
+            Score(value=value)  # type: ignore[arg-type]
+    assert as_score(3.4e38, "f", 0).value == 3.4e38
+    for part in (1e39, 10**400, "1"):
+        with pytest.raises(RewardError, match="part 'x' of a Score; expected a finite number"):
+            Score(parts={"x": part})  # type: ignore[dict-item]
+    assert Score(value=True).value == 1 and Score(parts={"x": float("nan")}).parts["x"] != 0
+
+
+def test_rewards_that_differ_and_are_equal_in_float32_are_remarked_on(caplog: pytest.LogCaptureFixture) -> None:
+    """16,777,216 and 16,777,217 are one number there."""
+    from workbench.stages.reward import Reward as Stage
+
+    for first, second, remarked in ((2.0**24, 2**24 + 1, True), (2.0**24, 2**24 + 2, False), (0.1, 0.1 + 1e-12, False)):
+        caplog.clear()
+        values = {"#### 4": first, "#### 5": second, "six": 0.0}
+        Stage(lambda response, values=values: values[response], in_process=True)(BATCH)
+        assert ("equal in float32" in caplog.text) is remarked

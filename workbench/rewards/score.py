@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
-from workbench.base.errors import RewardError
+from workbench.base.errors import RewardError, describe
 from workbench.base.formats import name as called
 from workbench.base.shown import Shown, encodable, plain
 from workbench.dataproto.io import register_codec
@@ -37,6 +37,23 @@ def bounded(function: F) -> F:
     scorer.in_process = True  # type: ignore[attr-defined]
     scorer.__name__ = function.__qualname__.partition(".")[0]
     return scorer  # type: ignore[return-value]
+
+
+LARGEST = 3.4e38
+"""Rewards are float32: a larger one would be infinite there."""
+
+
+def finite(value: Any, what: str, do: str | None = None) -> float:
+    """A number as float. Raises `RewardError` for what is no number, NaN, or beyond `LARGEST`."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except OverflowError:
+        number, value = math.nan, "a whole number beyond every float"
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        raise RewardError(what, expected=f"a finite number, at most {LARGEST:g}", found=describe(value), do=do)
+    return number
 
 
 class Status(StrEnum):
@@ -65,7 +82,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Score(Shown):
-    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is NaN or infinite."""
+    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is no number, NaN, or infinite in
+    float32, which rewards are."""
 
     value: float = 0.0
     """The reward; meaningful where `scored`."""
@@ -85,8 +103,10 @@ class Score(Shown):
     """Wall time of scoring, in seconds."""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise RewardError("the value of a Score", expected="a finite number", found=self.value)
+        finite(self.value, "the value of a Score")
+        for name, part in self.parts.items():
+            if not isinstance(part, float) or math.isfinite(part):
+                finite(part, f"part {name!r} of a Score")
         for name in ("answer", "why", "error"):  # a file holds no unpaired surrogate
             if isinstance(text := getattr(self, name), str):
                 object.__setattr__(self, name, encodable(text))

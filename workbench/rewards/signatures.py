@@ -17,7 +17,7 @@ from typing import Any
 from workbench.base.errors import RewardError, describe, first_line, unknown
 from workbench.dataproto.columns import writer_of
 from workbench.rewards.files import called
-from workbench.rewards.score import Score, Status, failed
+from workbench.rewards.score import LARGEST, Score, Status, failed, finite
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "response": (
@@ -389,9 +389,6 @@ def _sample(row: Mapping[str, Any], prompt: Any) -> SimpleNamespace:
 
 # --- results --------------------------------------------------------------------------------------
 
-_LARGEST = 3.4e38
-"""Rewards are float32: a larger one would be infinite there."""
-
 
 def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) -> list[Score]:
     """One `Score` for each of the numbered rows of a call. Never raises: what is no score makes its row *infra_error*, and a
@@ -437,7 +434,6 @@ def as_score(result: Any, function: str, row: int) -> Score:
     Raises `RewardError` for NaN, infinity, what is infinite as float32, or anything else.
     """
     if isinstance(result, Score):
-        _finite(result.value, f"result of reward function {function}, row {row}")
         return result
     if result is None:
         return Score(status=Status.NOT_APPLICABLE, why="the reward function returned None")
@@ -450,7 +446,7 @@ def as_score(result: Any, function: str, row: int) -> Score:
     value, place = _number(result), f"result of reward function {function}, row {row}"
     if value is None:
         raise RewardError(place, expected="a number, a dict with 'score', a Score, or None", found=describe(result))
-    return Score(value=_finite(value, place))
+    return Score(value=finite(value, place, "return None for 'not applicable'"))
 
 
 def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
@@ -464,7 +460,7 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
         if name in (key, "answer", "why", "status"):
             continue
         number = _number(value)
-        if number is not None and abs(number) <= _LARGEST:
+        if number is not None and abs(number) <= LARGEST:
             parts[str(name)] = number
         else:
             extra[str(name)] = value
@@ -491,9 +487,3 @@ def _number(value: Any) -> float | None:
         return None
     sizes = getattr(value, "size", None), getattr(value, "numel", int)()
     return float(value.item()) if 1 in sizes else None
-
-
-def _finite(value: float, place: str) -> float:
-    if not abs(value) <= _LARGEST:
-        raise RewardError(place, expected="a finite number", found=value, do="return None for 'not applicable'")
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, extra_columns
 from workbench.stages.measures import score_metrics
 from workbench.stages.stage import BaseStage, Outcome, spread
+
+log = logging.getLogger("workbench")
 
 
 class Reward(BaseStage):
@@ -84,6 +87,9 @@ class Reward(BaseStage):
             expected, found = f"{len(asked)}, one per {'row' if asked is batch else 'episode'}", f"{len(scores)}"
             raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=found)
         mask, once = batch["response_mask"], score_columns(scores)
+        large = {float(score.value) for score in scores if abs(score.value) >= 2**24}
+        if len(set(torch.tensor([*large]).tolist())) < len(large):
+            log.warning("rewards above 16,777,216 differ, and are equal in float32, which rewards are: divide them")
         columns = once if asked is batch else score_columns(of_rows(batch, scores))
         columns = {"token_level_scores": on_last_token(columns["reward"], mask), **columns}
         written = self.written(batch, columns)

@@ -11,19 +11,26 @@ from typing import Any
 __by_value__ = True
 
 
-def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[str, Any]:
-    """Compare an answer with the ground truth as mathematics: LaTeX or plain expressions; with `strict` only in a box."""
+def _gold(truth: Any) -> list[Any]:
+    """A ground truth as expressions; [] for one that cannot be read, or not in time."""
     import math
     from numbers import Number
 
+    from math_verify import LatexExtractionConfig, parse
+
+    if not isinstance(truth, str | Number) or (isinstance(truth, float) and not math.isfinite(truth)):
+        return []
+    try:
+        return list(parse(f"\\boxed{{{truth}}}", [LatexExtractionConfig()], parsing_timeout=None))
+    except Exception:  # noqa: BLE001 - what the library fails on, or takes too long to read, is not read
+        return []
+
+
+def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[str, Any]:
+    """Compare an answer with the ground truth as mathematics: LaTeX or plain expressions; with `strict` only in a box."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    finite = not isinstance(ground_truth, float) or math.isfinite(ground_truth)
-    read = isinstance(ground_truth, str | Number) and finite
-    try:
-        gold = [] if not read else parse(f"\\boxed{{{ground_truth}}}", [LatexExtractionConfig()], parsing_timeout=None)
-    except Exception:  # noqa: BLE001 - what the library fails on, or takes too long to read, is not read
-        gold = []
+    gold = _gold(ground_truth)
     if not gold:
         why = f"the ground truth {str(ground_truth)[:100]!r} cannot be read as mathematics"
         return {"score": 0.0, "status": "not_applicable", "why": why}

@@ -14,7 +14,7 @@ from workbench.rewards.score import Score, bounded
 LONGEST = 20_000
 """Characters that a pattern is run on: a pattern's time can grow faster than its text."""
 
-SECONDS = 3.0
+SECONDS = 1.0
 """Processor time that `matches` takes for a response at most."""
 
 
