@@ -596,3 +596,41 @@ def test_a_class_of_your_own_from_an_allowed_folder(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="is not there"):
         load_tools(path)
     assert ask(load_tools(path, roots=[tmp_path])["shout"], {"text": "hey"})[0].text == "HEY!"
+
+
+# --- what has no end -------------------------------------------------------------------------------
+
+
+def endless() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+def test_what_a_tool_returns_of_itself_is_an_error_for_the_model() -> None:
+    def look() -> Any:
+        """Look."""
+        return endless()
+
+    answer, _, record = ask(function_tool(look), {})
+    assert "contains itself" in str(answer.text) or "contains itself" in json.dumps(record)
+
+
+def test_arguments_that_are_nested_without_end_are_an_error_for_the_model() -> None:
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    named = {"type": "object", "properties": {"held": {"type": "array"}}, "required": ["held"]}
+    schema = tool_schema({"type": "function", "function": {"name": "look", "description": "", "parameters": named}})
+    for held in (deep, endless()):
+        assert "nested too deep" in str(check_arguments(schema, {"held": held}))
+
+
+def test_a_function_that_wraps_itself_is_no_tool() -> None:
+    def look(place: str) -> str:
+        """Look."""
+        return place
+
+    look.__wrapped__ = look  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="function look has no readable signature"):
+        function_tool(look)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -265,3 +267,46 @@ def test_columns_of_pairs_become_rows() -> None:
         batch.unfold_column_chunks(2, ["x"])
     with pytest.raises(ColumnMissing, match="nothing"):
         batch.unfold_column_chunks(2, ["nothing"])
+
+
+# --- what has no end -----------------------------------------------------------------------------
+
+
+def held_by_itself(kind: str) -> Any:
+    @dataclass
+    class Node:
+        inside: Any = None
+
+    node, objects = Node(), np.empty(1, dtype=object)
+    node.inside, objects[0] = {"node": node}, objects
+    listed: list[Any] = []
+    named: dict[str, Any] = {"a": listed}
+    listed.append((named, 1))
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    twice: Any = 1
+    for _ in range(60):
+        twice = {"a": twice, "b": [twice]}
+    return {"list": listed, "dict": named, "dataclass": node, "array": objects, "deep": deep, "twice": twice}[kind]
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "dataclass", "array", "deep", "twice"])
+def test_what_contains_itself_or_has_no_end_is_refused_by_name(kind: str) -> None:
+    batch, held = make(), held_by_itself(kind)
+    cells = np.array([None] * 4, dtype=object)
+    cells[2] = held
+    with pytest.raises(ColumnInvalid, match="column 'thing', row 2; expected .* nested at most 100 deep"):
+        batch.with_columns({"thing": cells})
+    with pytest.raises(BatchError, match="meta_info; expected .* nested at most 100 deep"):
+        batch.with_meta(thing=held)
+    with pytest.raises(BatchError, match="meta_info; expected"):
+        DataProto({"reward": torch.zeros(1)}, meta_info={"thing": held})
+
+
+def test_what_is_there_twice_or_deep_is_a_value_like_any_other(tmp_path: Path) -> None:
+    shared, deep = {"a": 1}, "leaf"
+    for _ in range(90):
+        deep = [deep]  # type: ignore[assignment]
+    batch = make().with_columns({"thing": [[shared, shared], [deep, deep], (), None]})
+    assert same(DataProto.load(batch.save(tmp_path / "b")), batch)

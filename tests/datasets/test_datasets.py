@@ -265,3 +265,12 @@ def test_encode_with_and_without_a_template(tiny: str) -> None:
     assert tokenizer.decode(ids) == "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(encode(tokenizer, chat, enable_thinking=True)).endswith("<think>\n")
     assert encode(Words(), chat) == [3, 5] and encode(Words(), "a bb") == [1, 2]
+
+
+@pytest.mark.parametrize("column", ["prompt", "answer", "extra_info", "more"])
+def test_a_row_that_contains_itself_is_refused_by_row_and_column(column: str) -> None:
+    held: dict[str, Any] = {}
+    held["me"] = [held]
+    row = {"prompt": "1 + 1", "answer": "2"}
+    with pytest.raises(DataError, match=f"column '{column}' of row 1; expected .* found one that contains itself"):
+        wb.rows([row, {**row, column: held}])

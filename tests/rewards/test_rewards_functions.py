@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from tests_patience import patience, within
 
+from workbench.base.config import helpers
 from workbench.base.errors import DataError, RewardError
 from workbench.rewards import (
     BaseReward,
@@ -484,3 +486,77 @@ def test_rewards_that_differ_and_are_equal_in_float32_are_remarked_on(caplog: py
         values = {"#### 4": first, "#### 5": second, "six": 0.0}
         Stage(lambda response, values=values: values[response], in_process=True)(BATCH)
         assert ("equal in float32" in caplog.text) is remarked
+
+
+# --- code that names or holds itself ---------------------------------------------------------------
+
+
+def length(response: str) -> float:
+    return 1.0 + length(response[1:]) if response else 0.0
+
+
+def even(response: str) -> float:
+    return odd(response[1:]) if response else 1.0
+
+
+def odd(response: str) -> float:
+    return even(response[1:]) if response else 0.0
+
+
+@functools.wraps(length)
+def wrapped(*args: Any, **options: Any) -> Any:
+    return wrapped and length(*args, **options)
+
+
+class Named:
+    def __call__(self, response: str) -> float:
+        return float(isinstance(self.twin(), Named))
+
+    def twin(self) -> Named:
+        return Named()
+
+
+@pytest.fixture
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions above are of `__main__`, as those of a cell are."""
+    for name in ("length", "even", "odd", "wrapped", "Named"):
+        monkeypatch.setattr(globals()[name], "__module__", "__main__")
+        monkeypatch.setattr(sys.modules["__main__"], name, globals()[name], raising=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(length, 3), (even, 0), (wrapped, 3), (Named(), 1), (Named().__call__, 1), (functools.partial(length), 3)],
+    ids=["itself", "each other", "through a decorator", "its own class", "a method", "a partial"],
+)
+def test_code_of_a_notebook_may_name_itself(in_a_notebook: None, function: Any, expected: float) -> None:
+    reward = Reward(function, workers=1)
+    (score,) = reward.score(answered(["abc"]))
+    assert score.value == expected and reward.source, score.why
+    reward.close()
+
+
+def test_the_helpers_of_a_function_that_names_itself_are_its_helpers(in_a_notebook: None) -> None:
+    assert helpers(length) == [] and helpers(even) == [odd] and helpers(Named()) == [Named]
+
+
+def test_a_function_that_wraps_or_holds_itself_is_refused_by_name() -> None:
+    def mine(response: str) -> float:
+        return 1.0
+
+    mine.__wrapped__ = mine  # type: ignore[attr-defined]
+    endless = functools.partial(length)
+    endless.__setstate__((endless, (), {}, {}))  # type: ignore[attr-defined]
+    for function in (mine, endless):
+        with pytest.raises(RewardError, match="has no readable signature"):
+            Reward(function)
+
+
+def test_what_a_function_returns_of_itself_costs_its_row() -> None:
+    def mine(response: str) -> Any:
+        held: list[Any] = []
+        held.append(held)
+        return {"score": 1.0, "held": held}
+
+    (score,) = Reward(mine, in_process=True, on_failure="value=0").score(answered(["a"]))
+    assert score.status is Status.COUNTED and "contains itself" in score.why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from workbench.base.errors import PipelineError
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.stages import Advantage
+from workbench.steps.trace import describe_settings
 from workbench.testing.estimators import EstimatorContract, a_batch
 
 STAGES: dict[str, Callable[[], Advantage]] = {
@@ -150,3 +152,15 @@ def test_empty_responses_and_rows_that_were_not_scored_are_in_no_critic_metric()
     assert metrics["reward/mean"] == pytest.approx(float(batch["reward"][batch["scored"]].mean()))
     own = batch["response_mask"].bool() & batch["scored"][:, None]
     assert metrics["critic/values/mean"] == pytest.approx(float(batch["values"][own].mean()))
+
+
+def test_an_estimator_of_a_notebook_may_name_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mine(scores: torch.Tensor, mask: torch.Tensor, turns: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+        return mine(scores, mask, turns - 1) if turns else (scores[:, None] * mask, scores[:, None] * mask)
+
+    monkeypatch.setattr(mine, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
+    assert describe_settings(Advantage(mine))[1]["estimator"].count("def mine") == 1
+    mine.__wrapped__ = mine  # type: ignore[attr-defined]
+    with pytest.raises(PipelineError, match="estimator .* has no readable signature"):
+        Advantage(mine)

@@ -14,7 +14,8 @@ from pathlib import PurePath
 from typing import Any
 from uuid import UUID
 
-from workbench.base.errors import describe
+from workbench.base.config import check_nesting
+from workbench.base.errors import SettingError, describe
 from workbench.base.shown import encodable
 
 Otherwise = Callable[[Any], Any] | None
@@ -26,23 +27,28 @@ def plain(value: Any, otherwise: Otherwise = None) -> Any:
     Arrays, tensors and their scalars become lists and numbers; sets sorted lists; bytes their UTF-8 text, else base64; dates
     and times ISO texts; enums their values; dataclasses objects; `Decimal`, `Fraction`, `UUID` and paths texts. Unpaired
     surrogates, which no file can hold, become `�`. Any other value becomes `otherwise(value)`; without it `TypeError` names
-    its type.
+    its type, as one of them, `SettingError`, does for what contains itself or is nested too deep.
     """
+    check_nesting(value, f"a value of type {type(value).__name__}", SettingError)
+    return _plain(value, otherwise)
+
+
+def _plain(value: Any, otherwise: Otherwise) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, Enum):
-        return plain(value.value, otherwise)
+        return _plain(value.value, otherwise)
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, Mapping):
-        named = {_name(name): plain(one, otherwise) for name, one in value.items()}
+        named = {_name(name): _plain(one, otherwise) for name, one in value.items()}
         if len(named) < len(value):
             raise TypeError(f"two keys of a {type(value).__name__} have the same text: {describe(list(value))}")
         return named
     if isinstance(value, list | tuple):
-        return [plain(one, otherwise) for one in value]
+        return [_plain(one, otherwise) for one in value]
     if isinstance(value, Set):
-        listed = [plain(one, otherwise) for one in value]
+        listed = [_plain(one, otherwise) for one in value]
         try:
             return sorted(listed)
         except TypeError:  # of several kinds
@@ -62,12 +68,12 @@ def _unusual(value: Any, otherwise: Otherwise) -> Any:
         return encodable(str(value))
     if not isinstance(value, type):
         if is_dataclass(value):
-            return {one.name: plain(getattr(value, one.name), otherwise) for one in fields(value)}
+            return {one.name: _plain(getattr(value, one.name), otherwise) for one in fields(value)}
         if callable(getattr(value, "tolist", None)):  # of numpy or torch; numpy's dates are numbers there
             dated = getattr(getattr(value, "dtype", None), "kind", None) in ("m", "M")
             found = (value.astype(str) if dated else value).tolist()
             if type(found) is not type(value):
-                return plain(found, otherwise)
+                return _plain(found, otherwise)
         if isinstance(value, int | float):
             return value
     if otherwise is None:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from workbench.base.errors import SettingError, describe, first_line, unknown
+from workbench.base.errors import SettingError, WorkbenchError, describe, first_line, unknown
 
 _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -39,6 +39,55 @@ def require(condition: bool, what: str, *, expected: object, found: object, do: 
     """Raise `SettingError` unless the condition holds; `found` is shown by its repr."""
     if not condition:
         raise SettingError(what, expected=expected, found=describe(found), do=do)
+
+
+DEPTH, SIZE = 100, 10_000_000
+"""How deep a user's lists and dicts may be nested, and how many values they may hold."""
+_FLAT = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def check_nesting(value: Any, what: str, error: type[WorkbenchError]) -> None:
+    """Raise `error`, naming `what`, where lists, dicts or dataclasses contain themselves, or pass `DEPTH` or `SIZE`.
+
+    What passes can be walked, compared, copied, shown and saved by recursion. A part that is there twice counts twice.
+    """
+    size = _size(value, {}, 0)
+    if size > SIZE:
+        expected = f"lists and dicts nested at most {DEPTH} deep, with at most {SIZE:,} values"
+        found = f"{size:,} values" if size < math.inf else "one that contains itself, or is nested deeper"
+        raise error(what, expected=expected, found=found, do="store it as a text, or only the part that is needed")
+
+
+def _size(value: Any, sizes: dict[int, float], depth: int) -> float:
+    """How many values there are in `value`, itself included; infinite where it has no end. `sizes` are those known, by id."""
+    parts: Any = None
+    if type(value) not in _FLAT:
+        if isinstance(value, Mapping):
+            parts = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            parts = value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        elif str(getattr(value, "dtype", "")) == "object":  # NumPy's array of objects
+            parts = value.ravel().tolist()
+    if parts is None:
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = math.inf  # while it is measured: only what contains itself is met again meanwhile
+        if _FLAT.issuperset(map(type, parts)):
+            sizes[id(value)] = 1 + len(parts)
+        elif depth < DEPTH:
+            sizes[id(value)] = 1 + sum(_size(one, sizes, depth + 1) for one in parts)
+    return sizes[id(value)]
+
+
+def parameters_of(function: Any, what: str, error: type[WorkbenchError] = SettingError) -> Mapping[str, Any]:
+    """The parameters of a user's function by name. Raises `error`, naming `what`, where its signature cannot be read."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError, RecursionError) as cause:  # a builtin; a wrapper or a partial that holds itself
+        do = "wrap it in a function with named arguments: def f(…): …"
+        raise error(f"{what} has no readable signature", found=first_line(cause), do=do) from cause
 
 
 def coerce(name: str, value: Any, annotation: Any) -> Any:
@@ -288,16 +337,16 @@ def source_of(value: Any) -> str | None:
 def _text_of(value: Any) -> str | None:
     try:
         return inspect.getsource(value)
-    except (OSError, TypeError):  # a builtin, or a cell whose text is gone
+    except (OSError, TypeError, ValueError):  # a builtin, a wrapper of itself, or a cell whose text is gone
         return _class_in_a_cell(value) if inspect.isclass(value) else None
 
 
 def helpers(value: Any) -> list[Any]:
     """Functions and classes of `__main__` that a function or class of `__main__` uses by their names, and those that they use."""
-    found: dict[int, Any] = {}
+    found: dict[int, Any] = {id(value): value}
     waiting = [value]
     while waiting:
-        one = inspect.unwrap(waiting.pop())
+        one = _unwrapped(waiting.pop())
         one = getattr(one, "__func__", one)
         if not (inspect.isfunction(one) or inspect.isclass(one)):
             one = type(one)
@@ -308,8 +357,15 @@ def helpers(value: Any) -> list[Any]:
         waiting += [
             each for each in used if (inspect.isfunction(each) or inspect.isclass(each)) and id(each) not in found
         ]
-        found |= {id(each): each for each in waiting if each is not value and each.__module__ == "__main__"}
-    return list(found.values())
+        found |= {id(each): each for each in waiting if each.__module__ == "__main__"}
+    return list(found.values())[1:]
+
+
+def _unwrapped(value: Any) -> Any:
+    """What decorators wrapped; a wrapper that says it wraps itself is returned as it is."""
+    with contextlib.suppress(ValueError):
+        return inspect.unwrap(value)
+    return value
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -320,7 +376,7 @@ def _names(code: types.CodeType) -> list[str]:
 
 def _class_in_a_cell(kind: type) -> str | None:
     """Python looks for a class in its module's file, and a notebook has none; its methods know their cell."""
-    found = [inspect.unwrap(one) for one in vars(kind).values() if inspect.isfunction(one)]
+    found = [_unwrapped(one) for one in vars(kind).values() if inspect.isfunction(one)]
     own = [one.__code__ for one in found if one.__qualname__.rpartition(".")[0] == kind.__qualname__]
     for code in own:
         lines = linecache.getlines(code.co_filename)

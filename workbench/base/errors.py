@@ -184,5 +184,8 @@ def first_line(error: BaseException, limit: int = 200) -> str:
 
 def describe(value: Any, limit: int = 80) -> str:
     """The repr of a value for an error message, cut to `limit` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as cause:  # noqa: BLE001 - of a user's class, or nested too deep: the message is about something else
+        text = f"<{type(value).__name__} whose repr raises {type(cause).__name__}>"
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from workbench.base.config import check_nesting
 from workbench.base.errors import BatchError, ColumnInvalid, ColumnMissing, describe
 from workbench.dataproto.columns import check_objects, check_tensor, letter_sizes, nearest_column, writer_of
 
@@ -145,9 +146,12 @@ class Value:
             if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0:
                 raise ColumnInvalid(f"column {name!r}", expected="a tensor [B, …]", found=describe(tensor))
             check_tensor(name, tuple(tensor.shape), tensor.dtype)
-        for name in objects:
+        for name, cells in objects.items():
             check_objects(name)
+            for row, cell in enumerate(cells):
+                check_nesting(cell, f"column {name!r}, row {row}", ColumnInvalid)
         check_letters(tensors)
+        check_nesting(meta_info, "meta_info", BatchError)
         self._set(tensors, objects, dict(meta_info or {}), origins or {})
 
     def _set(
@@ -221,6 +225,7 @@ class Value:
 
     def with_meta(self, **items: Any) -> Self:
         """The batch with some items of `meta_info` set."""
+        check_nesting(items, "meta_info", BatchError)
         return self._new(self._raw(), meta={**self._meta, **items})
 
     def without(self, *names: str) -> Self:

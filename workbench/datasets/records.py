@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workbench.base.config import check_nesting
 from workbench.base.errors import DataError, describe, unknown
 from workbench.datasets import pictures
 
@@ -84,7 +85,8 @@ class Reading:
     def _cells(self, record: Any, place: str) -> dict[str, Any]:
         if not isinstance(record, Mapping):
             raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
-        return {str(name): None if absent(cell := plain(value)) else cell for name, value in record.items()}
+        cells = {str(name): plain(value, f"column {str(name)!r} of {place}") for name, value in record.items()}
+        return {name: None if absent(cell) else cell for name, cell in cells.items()}
 
     def _roles(self, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str) -> _Roles:
         prompt = self.prompt or _first(PROMPTS, columns)
@@ -295,17 +297,25 @@ def to_row(
 # --- cells ----------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
-    """A cell as plain Python values: arrays and NumPy scalars converted, also inside dicts and lists; pandas' NA is None."""
+def plain(value: Any, what: str = "a cell") -> Any:
+    """A cell as plain Python values: arrays and NumPy scalars converted, also inside dicts and lists; pandas' NA is None.
+
+    Raises `DataError`, naming `what`, for one that contains itself or is nested too deep (`check_nesting`).
+    """
+    check_nesting(value, what, DataError)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | float | int):
         return value
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [_plain(one) for one in value]
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
-    return plain(value.tolist()) if hasattr(value, "tolist") else value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def absent(value: Any) -> bool:

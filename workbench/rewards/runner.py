@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from workbench.base import runtime
 from workbench.base.activity import HERE
 from workbench.base.child import Child, TooLong, importing
-from workbench.base.errors import RewardError, first_line
+from workbench.base.errors import RewardError, describe, first_line
 from workbench.base.memory import total
 from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
@@ -99,7 +99,7 @@ class Pool:
         try:
             self._function = _by_value(function)
         except Exception as cause:
-            what = f"reward function {getattr(function, '__name__', repr(function))} cannot be sent to a worker process"
+            what = f"reward function {getattr(function, '__name__', describe(function))} cannot be sent to a worker process"
             raise RewardError(what, found=cause, do="pass in_process=True") from cause
         self._size = workers
         self._timeout = timeout

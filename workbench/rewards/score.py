@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
 
+from workbench.base.config import check_nesting
 from workbench.base.errors import RewardError, describe
 from workbench.base.formats import name as called
 from workbench.base.shown import Shown, encodable, plain
@@ -107,6 +108,7 @@ class Score(Shown):
         for name, part in self.parts.items():
             if not isinstance(part, float) or math.isfinite(part):
                 finite(part, f"part {name!r} of a Score")
+        check_nesting(self.extra, "the extras of a Score", RewardError)
         for name in ("answer", "why", "error"):  # a file holds no unpaired surrogate
             if isinstance(text := getattr(self, name), str):
                 object.__setattr__(self, name, encodable(text))

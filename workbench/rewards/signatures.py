@@ -251,7 +251,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
     try:
         found = inspect.signature(function)
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, RecursionError) as cause:
         raise RewardError(f"reward function {describe(function)} has no readable signature") from cause
     parameters = found.parameters.values()
     if unnamed := [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)]:

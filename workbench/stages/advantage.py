@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from workbench.base.errors import NonFinite, PipelineError, boundary, unknown
+from workbench.base.config import parameters_of
+from workbench.base.errors import NonFinite, PipelineError, boundary, describe, unknown
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import DataProto
@@ -143,7 +144,7 @@ class Advantage(BaseStage):
 
     def with_function(self, function: Callable[..., Any]) -> Advantage:
         """A copy of the stage with another estimator, which keeps those of the settings that it takes."""
-        known = inspect.signature(function).parameters
+        known = parameters_of(function, f"estimator {describe(function)}", PipelineError)
         settings = {name: value for name, value in self.estimator_settings.items() if name in known}
         mine = {
             "kl_controller": self._controller,
@@ -224,7 +225,7 @@ class Advantage(BaseStage):
 def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
     """Argument → input name, for every argument that names an input. Raises `PipelineError` for an unknown argument."""
     asked = {}
-    for argument, parameter in inspect.signature(estimator).parameters.items():
+    for argument, parameter in parameters_of(estimator, f"estimator {describe(estimator)}", PipelineError).items():
         base = argument.removesuffix("_BT").removesuffix("_B")
         if argument in settings or parameter.kind is parameter.VAR_KEYWORD:
             continue

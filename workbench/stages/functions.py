@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from workbench.base.config import source_of
+from workbench.base.config import parameters_of, source_of
 from workbench.base.errors import ColumnMissing, PipelineError, SettingError, describe, unknown
 from workbench.dataproto.core import DataProto
 from workbench.stages.stage import BaseStage, Outcome, used
@@ -101,11 +101,12 @@ def _settings(function: Callable[..., Any]) -> list[inspect.Parameter]:
     what = f"function {getattr(function, '__name__', describe(function))!r} as a stage"
     if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
         raise SettingError(what, expected="a plain function", found=describe(function))
-    signature = inspect.signature(function)
-    others = [*signature.parameters.values()][1:]
+    parameters = parameters_of(function, what)
+    others = [*parameters.values()][1:]
     named = all(one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in others)
-    if not (signature.parameters and named):
-        expected, found = "the batch, then settings with names: (batch, power=1.0)", f"{function.__name__}{signature}"
+    if not (parameters and named):
+        expected = "the batch, then settings with names: (batch, power=1.0)"
+        found = f"{function.__name__}{inspect.signature(function)}"
         raise SettingError(what, expected=expected, found=found)
     if taken := [one.name for one in others if hasattr(FunctionStage, one.name) or one.name == "source"]:
         found, do = f"a setting called {taken[0]!r}", "give it another name: every stage has an attribute of that one"

@@ -16,6 +16,7 @@ from workbench.agents.plain import as_text
 from workbench.agents.protocol import ToolResponse
 from workbench.agents.tools.base import BaseTool, Executed, answered
 from workbench.agents.tools.schema import same_arguments
+from workbench.base.config import parameters_of
 from workbench.base.errors import SettingError, describe
 from workbench.rewards import runner
 
@@ -149,10 +150,11 @@ def schema_of(
     """The tool schema of a typed function with a Google-style docstring. Raises `SettingError` as `function_tool` does."""
     called = name or getattr(function, "__name__", type(function).__name__)
     summary, described = _documented(inspect.getdoc(function) or "")
+    taken = parameters_of(function, f"function {called}")  # before its hints: of what wraps itself those have no end
     hints = _hints(function)
     properties: dict[str, Any] = {}
     required = []
-    for key, parameter in inspect.signature(function).parameters.items():
+    for key, parameter in taken.items():
         place = f"parameter {key!r} of {called}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise SettingError(place, expected="a parameter that can be given by name", found=str(parameter))

@@ -86,7 +86,10 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str | None:
         hint = f" Did you mean {close!r}?" if close else ""
         return f"Error: {name} has no argument {_names(extra[:5])}.{hint} {usage}"
     wrong = (_wrong(str(key), value, properties.get(key)) for key, value in arguments.items())
-    first = next(itertools.chain.from_iterable(wrong), None)
+    try:
+        first = next(itertools.chain.from_iterable(wrong), None)
+    except RecursionError:
+        first = "lists and objects are nested too deep"
     return f"Error: {name}: {first}." if first else None
 
 
