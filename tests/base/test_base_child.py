@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests_patience import LONG, within
+from tests_patience import LONG, patience, within
 
-from workbench.base.child import Child, Questions, importing
+from workbench.base import child as module
+from workbench.base.child import Child, Parent, Questions, Stuck, importing
 
 ROOT = Path(__file__).parents[2]
 MAIN = """
@@ -197,3 +199,63 @@ def test_questions_are_answered_failed_or_given_up_once() -> None:
     error = ValueError("no")
     questions.fail(error, questions.numbers() | {first, second})
     assert three.exception(0) is not error and str(three.exception(0)) == "no" and not questions.numbers()
+
+
+STARTS = {
+    "works": "while time.process_time() < 1.5: pass",
+    "has others work": "subprocess.run([sys.executable, '-c', 'while __import__(\"time\").process_time() < 1.5: pass'])",
+    "sleeps": "time.sleep(600)",
+    "turns for ever": "while True: pass",
+    "dies": "sys.exit('no room for a child')",
+}
+
+
+def start(tmp_path: Path, way: str) -> Child:
+    file = tmp_path / "starts.py"
+    file.write_text(f"import subprocess, sys, time\ndef main(parent):\n    {STARTS[way]}\n    parent.send(b'ready')\n")
+    return Child(file, env=importing(os.environ), output=lambda block: None)
+
+
+@pytest.mark.parametrize("way", ["works", "has others work"])
+def test_a_child_that_works_is_waited_for_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, cold: None
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", patience(0.6))  # a busy machine gives it a moment in so long
+    child = start(tmp_path, way)
+    assert child.started() == b"ready"
+    child.close()
+
+
+def test_a_child_that_does_nothing_or_never_ends_its_start_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: None
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 1.5)
+    for way, seconds, why in (
+        ("sleeps", LONG, "used no processor for 1.5 s"),
+        ("turns for ever", 1.0, "not ready after 1 s"),
+    ):
+        child = start(tmp_path, way)
+        with pytest.raises(Stuck, match=why):
+            child.started(seconds)
+        assert not child.alive
+
+
+def test_a_child_that_dies_at_its_start_says_how_and_its_last_line(tmp_path: Path, cold: None) -> None:
+    with pytest.raises(ConnectionError, match="it ended with exit code 1; it said: no room for a child"):
+        start(tmp_path, "dies").started()
+
+
+@pytest.mark.parametrize("allowed", [resource.RLIM_INFINITY, 10**12])
+def test_a_limit_is_set_as_far_as_it_is_allowed(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, allowed))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    Parent.limit(resource.RLIMIT_AS, 10**15)
+    size = 10**15 if allowed == resource.RLIM_INFINITY else allowed
+    assert limits == [(size, size)]
+
+    def refused(kind: int, pair: tuple[int, int]) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refused)
+    Parent.limit(resource.RLIMIT_AS, 10**15)

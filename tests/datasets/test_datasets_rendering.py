@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from workbench.base.errors import DataError
 from workbench.datasets import render_worker, rendering
 
 SCRIPT = """
@@ -54,3 +56,15 @@ def test_a_tokenizer_without_a_template_starts_no_process(monkeypatch: pytest.Mo
     rendering.prepare(SimpleNamespace(chat_template=None))
     rendering.prepare(SimpleNamespace(chat_template="x"))
     assert begun == [True]
+
+
+def test_a_process_that_dies_at_its_start_is_not_called_slow_and_says_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: None
+) -> None:
+    file = tmp_path / "dies.py"
+    file.write_text("def main(parent):\n    raise ValueError('current limit exceeds maximum limit')\n")
+    monkeypatch.setattr(rendering, "_WORKER", str(file))
+    with pytest.raises(
+        DataError, match="exit code 1; it said: ValueError: current limit exceeds .*template is not to blame"
+    ):
+        rendering.Renderer().render("{{ messages | length }}", [[{"role": "user", "content": "hi"}]], {})

@@ -90,6 +90,7 @@ GONE = {
     "workbench.functional.balancing:imbalance",
     "workbench.functional.passes:expected_best",
     "workbench.rewards.worker:end_with_parent",
+    "workbench.rewards.worker:limit_memory",
     "workbench.rewards.worker:read_frame",
     "workbench.rewards.worker:write_frame",
 }

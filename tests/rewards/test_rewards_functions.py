@@ -30,6 +30,7 @@ from workbench.rewards import (
     by_data_source,
     check_sources,
     load_function,
+    runner,
 )
 from workbench.rewards.base import row_views
 from workbench.rewards.signatures import as_score
@@ -522,6 +523,8 @@ def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("length", "even", "odd", "wrapped", "Named"):
         monkeypatch.setattr(globals()[name], "__module__", "__main__")
         monkeypatch.setattr(sys.modules["__main__"], name, globals()[name], raising=False)
+    for method in (Named.__call__, Named.twin):
+        monkeypatch.setattr(method, "__module__", "__main__")
 
 
 @pytest.mark.parametrize(
@@ -560,3 +563,47 @@ def test_what_a_function_returns_of_itself_costs_its_row() -> None:
 
     (score,) = Reward(mine, in_process=True, on_failure="value=0").score(answered(["a"]))
     assert score.status is Status.COUNTED and "contains itself" in score.why
+
+
+# --- slow is not dead ------------------------------------------------------------------------------
+
+
+def test_what_a_first_call_imports_is_not_its_rows_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text(f"import time\ntime.sleep({patience(1.2)})\nONE = 1.0\n")
+
+    def mine(response: str) -> float:
+        from slow_to_import import ONE
+
+        return float(ONE)
+
+    reward = Reward(mine, workers=1, timeout=patience(1.0))
+    assert [score.value for score in reward.score(answered(["a", "b"]))] == [1.0, 1.0]
+    reward.close()
+
+
+def test_a_function_that_hangs_between_imports_has_its_limit(tmp_path: Path) -> None:
+    def mine(response: str) -> float:
+        while True:
+            try:
+                import no_module_of_this_name  # noqa: F401
+            except ImportError:
+                time.sleep(0.01)
+
+    reward = Reward(mine, workers=1, timeout=0.5, on_failure="value=0")
+    (score,) = reward.score(answered(["a"]))
+    assert "no answer within 0.5 s" in score.why
+    reward.close()
+
+
+def test_workers_that_cannot_start_are_not_the_rewards_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: None
+) -> None:
+    file = tmp_path / "dies.py"
+    file.write_text("import sys\ndef main(parent):\n    sys.exit('no room for a worker')\n")
+    monkeypatch.setattr(runner, "_WORKER", str(file))
+    reward = Reward(fragile, workers=1, on_failure="value=0")
+    with pytest.raises(
+        RewardError, match="no worker process could be started.*it said: no room for a worker.*not to blame"
+    ):
+        reward.score(answered(["a"] * 4))

@@ -37,6 +37,8 @@ from typing import Any
 
 _LENGTH = struct.Struct(">Q")
 _BLOCK = 1 << 20
+START_SECONDS, IDLE_SECONDS = 600.0, 60.0
+"""What a child may take to start while it uses the processor, and how long it may use none meanwhile."""
 _END_SECONDS = 5.0
 """What a keeper may take to end its child; then it is killed itself, and the child with it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -45,6 +47,10 @@ _RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['_serve'](*sys.argv[2:])"
 
 class TooLong(ConnectionError):
     """A message is longer than its receiver takes, or what came is no message."""
+
+
+class Stuck(TimeoutError):
+    """A child was waited for as long as it used the processor, and has not answered."""
 
 
 class Line:
@@ -187,6 +193,7 @@ class Child:
         ours, theirs = socket.socketpair()
         told, tell = os.pipe()
         self.log = folder / log if folder is not None else None
+        self._last = last = bytearray()
         beside, written = None, os.devnull if self.log is None else str(self.log)
         with theirs, contextlib.ExitStack() as stack:
             stack.callback(os.close, tell)
@@ -195,7 +202,10 @@ class Child:
             else:
                 ends = os.pipe()
                 os.set_blocking(ends[0], False)
-                beside, target = (FileIO(ends[0]), output), stack.enter_context(FileIO(ends[1], "wb"))
+                beside, target = (
+                    (FileIO(ends[0]), functools.partial(_hear, last, output)),
+                    stack.enter_context(FileIO(ends[1], "wb")),
+                )
             self.line, self._told = Line(ours, beside), FileIO(told)
             try:
                 self.process = subprocess.Popen(
@@ -244,6 +254,30 @@ class Child:
         self.line.drain()
         return answer
 
+    def started(self, seconds: float = START_SECONDS, most: int | None = None) -> bytearray:
+        """Wait for the child's next message and return it, however long a busy machine takes: while the child works.
+
+        Raises `Stuck` where the child and what it started use no processor for `IDLE_SECONDS`, or after `seconds`;
+        `TooLong` as `exchange`; another `OSError`, which says how the child ended and its last line, where it has ended.
+        Each closes the child.
+        """
+        end = time.monotonic() + seconds
+        used, idle = -1.0, end
+        while not self.line.ready(min(0.5, max(end - time.monotonic(), 0.0))):
+            now, cpu = time.monotonic(), _processor_seconds(self.process.pid)
+            if cpu > used:
+                used, idle = cpu, now + IDLE_SECONDS
+            if now >= min(end, idle):
+                self.close()
+                why = f"used no processor for {IDLE_SECONDS:g} s" if now < end else f"was not ready after {seconds:g} s"
+                raise Stuck(f"it {why} and was ended")
+        try:
+            return self.exchange(None, IDLE_SECONDS, most)
+        except ConnectionError as cause:
+            last = self.tail(500).rpartition("\n")[2]
+            said = f"; it said: {last[:200]}" if last else ""
+            raise type(cause)(f"it ended with {self.how() or 'no exit code'}{said}") from cause
+
     def how(self, seconds: float = 2.0) -> str:
         """How the child ended, in words (`SIGKILL`, `exit code 3`); "" where it still runs after waiting `seconds`."""
         end = time.monotonic() + seconds
@@ -254,7 +288,7 @@ class Child:
     def tail(self, size: int = 2000) -> str:
         """The last `size` bytes of the child's output, as text."""
         if self.log is None or not self.log.is_file():
-            return ""
+            return self._last[-size:].decode("utf-8", "replace").strip()
         with self.log.open("rb") as file:
             file.seek(max(self.log.stat().st_size - size, 0))
             return file.read().decode("utf-8", "replace").strip()
@@ -265,6 +299,24 @@ class Child:
             _ = self.pid  # it is asked for later, too
         self._end()
         self.process.wait()
+
+
+def _hear(last: bytearray, output: Callable[[bytes], None], block: bytes) -> None:
+    """Hand on a block of a child's output, and keep the end of all of it."""
+    last += block
+    del last[:-2000]
+    output(block)
+
+
+def _processor_seconds(pid: int) -> float:
+    """Processor time of a process and of all below it, in clock ticks; 0 where /proc is not there."""
+    found = 0.0
+    with contextlib.suppress(OSError):  # it ends meanwhile
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        found = sum(map(float, fields[11:15]))
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += sum(map(_processor_seconds, map(int, children.read_text().split())))
+    return found
 
 
 def _close(keeper: subprocess.Popen[bytes], line: Line, told: FileIO, owner: int) -> None:
@@ -371,6 +423,14 @@ class Parent(Line):
         super().__init__(end)
         self.frames: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         threading.Thread(target=self._hear, daemon=True).start()  # work may never return
+
+    @staticmethod
+    def limit(kind: int, size: int) -> None:
+        """Limit a resource of this process (`resource.RLIMIT_…`) to `size` bytes, or to what it may have where that is less."""
+        most = resource.getrlimit(kind)[1]
+        size = size if most == resource.RLIM_INFINITY else min(size, most)
+        with contextlib.suppress(OSError, ValueError):  # macOS has no limit of address space
+            resource.setrlimit(kind, (size, size))
 
     def _hear(self) -> None:
         try:

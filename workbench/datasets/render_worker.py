@@ -39,7 +39,7 @@ def renderer() -> Callable[..., Any]:
 def main(parent: Any) -> None:
     """Render the chats of each message from the parent process, until the parent ends this process."""
     render_jinja_template = renderer()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    parent.limit(resource.RLIMIT_AS, MEMORY)
     parent.send(b"ready")
     while True:
         asked = json.loads(parent.frames.get())

@@ -18,7 +18,6 @@ SECONDS = 5.0
 """Time limit of a block of chats."""
 BLOCK = 32
 """Chats that are sent to the child at once."""
-START_SECONDS = 60.0
 _WORKER = str(Path(__file__).with_name("render_worker.py"))
 _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH")
 
@@ -40,7 +39,7 @@ class Renderer:
         if self._child is None or not self._child.alive:
             # a bare environment: a template has no business with our keys
             env = importing({name: os.environ[name] for name in _KEPT if name in os.environ})
-            self._child, self._ready = Child(_WORKER, env=env), False
+            self._child, self._ready = Child(_WORKER, env=env, output=lambda block: None), False
         return self._child
 
     def render(
@@ -54,7 +53,12 @@ class Renderer:
             with self._lock:
                 child = self._running()
                 if not self._ready:
-                    _greet(child)
+                    try:
+                        child.started()
+                    except OSError as cause:
+                        what = "the process that renders chat templates could not be started"
+                        do = "the template is not to blame: see what the machine lacks (`workbench doctor`)"
+                        raise DataError(what, found=cause, do=do) from cause
                     self._ready = True
                 try:
                     answer = json.loads(child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
@@ -65,13 +69,6 @@ class Renderer:
                 raise DataError(f"the tokenizer's chat template raised {answer['error']}")
             texts += answer["texts"]
         return texts
-
-
-def _greet(child: Child) -> None:
-    try:
-        child.exchange(None, START_SECONDS)
-    except OSError as cause:
-        raise DataError(f"the process that renders chat templates did not start within {START_SECONDS:g} s") from cause
 
 
 _renderer = Renderer()

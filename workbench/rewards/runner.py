@@ -20,21 +20,22 @@ from typing import Any, TypeVar
 
 from workbench.base import runtime
 from workbench.base.activity import HERE
-from workbench.base.child import Child, TooLong, importing
+from workbench.base.child import Child, Stuck, TooLong, importing
 from workbench.base.errors import RewardError, describe, first_line
 from workbench.base.memory import total
 from workbench.rewards.files import FileFunction
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score
-from workbench.rewards.worker import MAX_RESULT, TOKEN
+from workbench.rewards.worker import IMPORTED, IMPORTS, MAX_RESULT, TOKEN
 
 T = TypeVar("T")
 cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
 """Without it, as on a bare machine, only what has a name in a module can travel."""
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
-START_SECONDS = 60.0
-"""What a worker may take to start and load the function; a row's deadline counts from then."""
+START_SECONDS = 600.0
+"""What a worker may take to load the function, and a call to import what it needs, while it uses the processor; a row's
+deadline does not count it."""
 BEGIN_SECONDS = 10.0
 """What a worker may take to begin with a row. One that does not, because of what an earlier row left in it, is replaced."""
 LINES, LINES_SECONDS = 20, 5.0
@@ -54,6 +55,8 @@ class Answer:
     seconds: float = 0.0
     printed: str = ""
     """The start of what the call printed in its worker."""
+    lost: bool = False
+    """Whether there was no worker process: the machine's failure, not the function's."""
 
 
 def _by_value(function: Callable[..., Any]) -> bytes:
@@ -108,7 +111,7 @@ class Pool:
         self._screen = Screen(getattr(function, "__name__", type(function).__name__))
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
-        self._failed_starts = 0
+        self._failed_starts, self._failed = 0, Answer(False, None)
         self._seats: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def close(self) -> None:
@@ -159,28 +162,34 @@ class Pool:
             worker = None
         if worker is None:
             if self._failed_starts >= max(self._size, 2):
-                return Answer(
-                    False, None, f"no worker process could load the function, {self._failed_starts} times in a row"
-                )
+                return self._given_up()
             worker = Child(
                 _WORKER, env={**importing(os.environ), **self._env}, output=partial(self._screen.take, bytearray())
             )
             self._workers.add(worker)
-            answer = _answered(worker, token, self._function, START_SECONDS, "the worker process did not start")
+            answer = _loaded(worker, token, self._function)
             if answer.ok and not _begun(worker, token, body):
                 answer = Answer(False, None, f"the worker process did not begin within {BEGIN_SECONDS:g} s")
             if not answer.ok:
-                self._failed_starts += 1
+                self._failed_starts, self._failed = self._failed_starts + 1, answer
                 worker.close()
                 self._workers.discard(worker)
                 return answer
             self._failed_starts = 0
-        answer = _answered(worker, token, None, limit)
+        answer = _answered(worker, token, limit)
         if worker.alive:
             self._idle.append(worker)
         else:
             self._workers.discard(worker)
         return answer
+
+    def _given_up(self) -> Answer:
+        """The answer for a row once a few starts in a row have failed. Raises `RewardError` where the machine is to blame."""
+        times = f"{self._failed_starts} times in a row"
+        if self._failed.lost:
+            do = "the reward is not to blame: see what the machine lacks (memory, processes, disk: `workbench doctor`)"
+            raise RewardError(f"no worker process could be started, {times}", found=self._failed.why, do=do)
+        return Answer(False, None, f"no worker process could load the function, {times}")
 
 
 class Screen:
@@ -238,14 +247,36 @@ def _begun(worker: Child, token: bytes, body: bytes) -> bool:
     return begun
 
 
-def _answered(
-    worker: Child, token: bytes, body: bytes | None, limit: float, late: str = "the function gave no answer"
-) -> Answer:
+def _loaded(worker: Child, token: bytes, function: bytes) -> Answer:
+    """A new worker's answer when it has loaded the function."""
+    try:
+        worker.line.send(token + function, seconds=START_SECONDS)
+        worker.started(most=TOKEN)
+    except OSError as error:
+        return Answer(False, None, f"a worker process did not start: {error}", lost=True)
+    return _answered(worker, token, None)
+
+
+def _heard(worker: Child, limit: float | None) -> bytearray:
+    """The worker's next message within `limit` seconds, not counting those in which it says that it imports; None: it loads."""
+    imports, left, most = limit is None, [limit or 0.0, START_SECONDS], 2 * MAX_RESULT
+    while True:
+        began = time.monotonic()
+        found = worker.started(left[1], most) if imports else worker.exchange(None, max(left[0], 0.0), most)
+        left[imports] -= time.monotonic() - began
+        if found[TOKEN:] not in (IMPORTS, IMPORTED):
+            return found
+        imports = found[TOKEN:] == IMPORTS
+
+
+def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
     """The worker's answer; whatever else comes closes the worker."""
     try:
-        found = worker.exchange(None if body is None else token + body, limit, 2 * MAX_RESULT)
+        found = _heard(worker, limit)
+    except Stuck as error:
+        return Answer(False, None, f"what the function loads or imports has no end: {error}")
     except TimeoutError:
-        return Answer(False, None, f"{late} within {limit:g} s and was ended", None, limit)
+        return Answer(False, None, f"the function gave no answer within {limit:g} s and was ended", None, limit or 0.0)
     except TooLong as error:
         return Answer(False, None, f"the worker process sent what is no answer: {error}")
     except OSError:

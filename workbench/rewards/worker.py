@@ -8,6 +8,7 @@ fields of an `Answer` (`rewards.runner`) as JSON, since no object of a function'
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +23,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
@@ -31,6 +33,8 @@ from typing import Any
 
 TOKEN = 16
 """Bytes that begin every message."""
+IMPORTS, IMPORTED = b"+", b"-"
+"""What follows the token of a call that begins to import a module, and has."""
 MAX_RESULT = 16 << 20
 """Most bytes of an answer."""
 PRINTED = 4000
@@ -278,12 +282,30 @@ def stand_in_for_verl() -> None:
         vars(made[name]).update(AbstractRewardManager=object, register=lambda _: lambda kind: kind)
 
 
-def limit_memory() -> None:
-    """Limit this process's data to `WORKBENCH_WORKER_MEMORY_MB`: beyond it Python raises `MemoryError`. Address space that is
-    only set aside, as CUDA does, does not count."""
-    limit, most = int(os.environ.pop("WORKBENCH_WORKER_MEMORY_MB")) << 20, resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+@contextlib.contextmanager
+def imports_told(parent: Any, token: bytearray) -> Iterator[None]:
+    """While a call runs, tell the parent when it begins to import what is not there yet, and when it has: a function that
+    imports at its first call takes longer in a new worker, and that is no verdict about its row."""
+    plain, owner, inside = builtins.__import__, (os.getpid(), threading.get_ident()), []
+
+    def told(name: str, *args: Any, **options: Any) -> Any:
+        if inside or name in sys.modules or (os.getpid(), threading.get_ident()) != owner:
+            return plain(name, *args, **options)
+        inside.append(name)
+        with contextlib.suppress(OSError):
+            parent.send(token + IMPORTS)
+        try:
+            return plain(name, *args, **options)
+        finally:
+            inside.clear()
+            with contextlib.suppress(OSError):
+                parent.send(token + IMPORTED)
+
+    builtins.__import__ = told
+    try:
+        yield
+    finally:
+        builtins.__import__ = plain
 
 
 def main(parent: Any) -> None:
@@ -291,9 +313,11 @@ def main(parent: Any) -> None:
     # as the parent has it
     cloudpickle = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
 
-    limit_memory()
+    # beyond it Python raises `MemoryError`; address space that is only set aside, as CUDA does, does not count
+    parent.limit(resource.RLIMIT_DATA, int(os.environ.pop("WORKBENCH_WORKER_MEMORY_MB")) << 20)
     own = os.getpid()
     frame = parent.frames.get()
+    parent.send(frame[:TOKEN])  # what follows is the function's own
     try:
         function = cloudpickle.loads(frame[TOKEN:])  # bytes from our own parent, over a socket pair
         if isinstance(function, dict):
@@ -308,7 +332,8 @@ def main(parent: Any) -> None:
     while said[0]:
         frame = parent.frames.get()
         parent.send(frame[:TOKEN])
-        body = answer(function, cloudpickle.loads(frame[TOKEN:]))
+        with imports_told(parent, frame[:TOKEN]):
+            body = answer(function, cloudpickle.loads(frame[TOKEN:]))
         if os.getpid() != own:  # a fork that the function made has come back: it is not asked
             os._exit(0)
         with contextlib.suppress(OSError, ValueError):  # somebody closed it
