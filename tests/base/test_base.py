@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import signal
 import time
 import typing
 from dataclasses import dataclass
@@ -175,3 +176,17 @@ def test_cancelling_work_beside_asks_it_to_stop_and_waits() -> None:
 )
 def test_an_unknown_name_has_its_article(kind: str, said: str) -> None:
     assert f"'x' is not {said}" in unknown(kind, "x", ["y"])
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_is_heard_unless_it_is_ignored_from_the_start(ignored: bool) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with runtime.on_signals(lambda number, _: heard.append(number)):
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                signal.raise_signal(number)
+        assert heard == [signal.SIGTERM] if ignored else heard == [signal.SIGHUP, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -17,7 +17,7 @@ import tests_warm
 from tests_patience import LONG, within
 
 from workbench.jobs.engine import AtomicFile, Client, _returned
-from workbench.jobs.runner import DIED, FAILED, INTERRUPTED, OK, TERMINATED, check_notebook, run_notebook
+from workbench.jobs.runner import DIED, FAILED, HUNG_UP, INTERRUPTED, OK, TERMINATED, check_notebook, run_notebook
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,9 @@ finally:
     print('cleaned up', flush=True)"""
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED), (signal.SIGHUP, HUNG_UP)]
+)
 def test_a_signal_runs_the_cells_cleanup_and_marks_the_rest(
     make_notebook: Any, tmp_path: Path, number: int, code: int
 ) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -129,6 +130,25 @@ def check() -> None:
     given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
     if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Context manager: SIGINT, SIGTERM and SIGHUP (a closed terminal), or those given, call `handler`; in the main thread alone.
+
+    SIGHUP that is ignored from the start (nohup) stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ending = numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    hung = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    before = {one: signal.signal(one, handler) for one in ending if hung or one != signal.SIGHUP}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def in_turn(method: Callable[P, T]) -> Callable[P, T]:

@@ -2,8 +2,8 @@
 
 - The output notebook is current on disk: saved a few seconds after each output, also while a cell goes on silently, with
   the widgets' state and one output per stream; written to a temporary file and renamed, so that a kill leaves a whole file.
-- SIGINT and SIGTERM interrupt the kernel, whose loop ends its step and saves a checkpoint; a second one ends the kernel.
-  Cells that never ran are marked `skipped`, not `completed`.
+- SIGINT, SIGTERM and SIGHUP (a closed terminal) interrupt the kernel, whose loop ends its step and saves a checkpoint; a
+  second one ends the kernel. Cells that never ran are marked `skipped`, not `completed`.
 - A kernel that dies leaves an error in its cell.
 - Cells tagged `look` can be left out (`skip_look=True`).
 """
@@ -14,8 +14,6 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
 from papermill.iorw import LocalHandler, papermill_io
 
+from workbench.base import runtime
 from workbench.base.files import write_text
 
 SAVE_EVERY = 3.0
@@ -40,7 +39,7 @@ _UNUSED = ("input_path", "start_timeout", "execution_timeout", "autosave_cell_ev
 
 
 class JobStopped(Exception):
-    """SIGINT or SIGTERM ended the job and no cell raised: papermill alone would record such a job as completed."""
+    """A signal ended the job and no cell raised: papermill alone would record such a job as completed."""
 
 
 class AtomicFile(LocalHandler):
@@ -138,9 +137,12 @@ class Client(PapermillNotebookClient):
     def execute(self, **kwargs: Any) -> Any:
         """Run the notebook and return it. A kernel that dies leaves an error output in its cell; no exception is raised."""
         self.reset_execution_trackers()
-        with self.setup_kernel(**kwargs), self._signals():
-            self.papermill_execute_cells()
-            self.set_widgets_metadata()
+        with self.setup_kernel(**kwargs), runtime.on_signals(self._on_signal):
+            try:
+                self.papermill_execute_cells()
+                self.set_widgets_metadata()
+            finally:
+                self._last_resort.cancel()
         return self.nb
 
     async def async_execute_cell(self, cell: Any, *args: Any, **options: Any) -> Any:
@@ -168,20 +170,6 @@ class Client(PapermillNotebookClient):
         return out
 
     # --- signals --------------------------------------------------------------------------------
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Pass SIGINT and SIGTERM to the kernel as an interrupt; a second one, or `LAST_RESORT` seconds, kills it."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            self._last_resort.cancel()
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: Any) -> None:
         self.received.append(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -20,8 +21,8 @@ from workbench.jobs.parameters import declared_parameters, read_notebook, resolv
 from workbench.replay.run import Run, number
 from workbench.runs.folder import check_place, read_json, write_json
 
-OK, FAILED, REFUSED, STOPPED, DIED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 130, 143
-"""Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGINT; SIGTERM."""
+OK, FAILED, REFUSED, STOPPED, DIED, HUNG_UP, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 4, 129, 130, 143
+"""Exit codes: done; a cell raised; refused before any work; `break_if` stopped the run; the kernel died; SIGHUP; SIGINT; SIGTERM."""
 JOB = "job.json"
 
 
@@ -54,7 +55,7 @@ def run_notebook(
     the time. A notebook that declares no `run`, or no `resume`, need not: `wb.train` then takes them from the job. The kernel starts
     in the current directory and sees WORKBENCH_JOB=1; each line that it appends to the file named by WORKBENCH_PROGRESS
     is passed to `say` while it runs. `skip_look` leaves out cells tagged `look`. `health` is the port of its
-    trainings' health page (`jobs.health`), 0 any free one. SIGINT and SIGTERM finish the current step,
+    trainings' health page (`jobs.health`), 0 any free one. SIGINT, SIGTERM and SIGHUP finish the current step,
     save a checkpoint and end the job.
     Raises `SettingError` before anything is written where a parameter is unknown or of the wrong type, or there is no such kernel.
 
@@ -145,7 +146,7 @@ def _execute(
 
 
 def _signal_code(names: list[str]) -> int:
-    return TERMINATED if names[0].startswith("SIGTERM") else INTERRUPTED
+    return 128 + signal.Signals[re.split(r"\W", names[0])[0]]
 
 
 def _set_aside(target: Path) -> None:

@@ -17,16 +17,16 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.base import runtime
 from workbench.base.errors import SettingError
 from workbench.base.files import crc32_of
 from workbench.jobs.parameters import resolve
-from workbench.jobs.runner import FAILED, INTERRUPTED, OK, STOPPED, TERMINATED, kernel_of, run_notebook
+from workbench.jobs.runner import FAILED, OK, STOPPED, kernel_of, run_notebook
 from workbench.replay.run import list_runs
 from workbench.runs.folder import check_place, held, read_json, write_json
 
@@ -148,12 +148,12 @@ def sweep(
     waiting = [name for name, values in wanted.items() if not state.done(name, values)]
     say(f"{len(wanted)} jobs in {folder}, {len(wanted) - len(waiting)} of them done already")
     runner = _Runner(state, wanted, min(jobs, len(waiting) or 1), kernel, say)
-    with runner.signals():
+    with runtime.on_signals(runner.stop):
         runner.run(waiting)
     codes = {state.codes.get(name, OK) for name in wanted}
     code = FAILED if codes - {OK, STOPPED} else STOPPED if STOPPED in codes else OK
     if runner.received:
-        code = INTERRUPTED if runner.received[0] == signal.SIGINT else TERMINATED
+        code = 128 + runner.received[0]
     return Sweep(code, _table(folder, wanted, state))
 
 
@@ -237,20 +237,8 @@ class _Runner:
         self._running[name] = (process, time.monotonic())
         self._say(f"{name}: began")
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Pass SIGINT and SIGTERM on to the jobs; no further job begins then."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self, number: int, _: Any) -> None:
+    def stop(self, number: int, _: Any) -> None:
+        """Pass a signal on to the jobs; no further job begins then."""
         self.received.append(number)
         for process, _ in self._running.values():
             process.send_signal(number)
