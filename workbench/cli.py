@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from workbench.base.errors import SettingError, WorkbenchError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done, 1 a cell raised, 2 refused before any work, 3 stopped by `break_if`, 4 the kernel died, 130 interrupted
-    (SIGINT), 143 ended by SIGTERM.
+    0 done, 1 a cell raised, 2 refused before any work, 3 stopped by `break_if`, 4 the kernel died, 129 its terminal was
+    closed (SIGHUP), 130 interrupted (SIGINT), 143 ended by SIGTERM.
     """
     options = _parser().parse_args(_joined(sys.argv[1:] if arguments is None else arguments))
     try:
@@ -316,7 +317,10 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except OSError:  # a closed terminal or pipe: the work goes on, and Python's own last flush does not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

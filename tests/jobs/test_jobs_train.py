@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests_patience import LONG, within
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, DataError, RewardError, RunError, SettingError
+from workbench.base.runtime import Control
+from workbench.jobs import train
+from workbench.runs import loop
+from workbench.runs.folder import RunFolder
+from workbench.runs.trackers import Tracker
 
 
 def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets.Rows]:
@@ -462,3 +472,126 @@ def test_prompts_are_rendered_once_and_not_again_by_a_resumed_run(
     with pytest.raises(DataError, match="too long"):
         wb.train_blocking(pipe, short, steps=1, batch_size=4, run=tmp_path / "short")
     assert len(rendered) - before <= 2 * (200 + 4)  # twice: to say which
+
+
+# --- ornaments, and ends from outside ---------------------------------------------------------------
+
+
+def breaks(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_only_shows_a_run_never_ends_it(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[int] = []
+
+    def log(metrics: Any, step: int) -> None:
+        logged.append(step)
+        if step == 1:
+            raise BrokenPipeError("the terminal is closed")
+
+    broken = Tracker(log, close=breaks)
+    live = SimpleNamespace(on_row=breaks, close=breaks, watch=lambda: asyncio.sleep(0))
+    monkeypatch.setattr(train, "png", breaks)
+    monkeypatch.setattr(train, "open_display", lambda *_: live)
+    monkeypatch.setattr(loop, "TRACKERS", {**loop.TRACKERS, "console": lambda *_: broken})
+    pipe, rows, eval_rows = make(tiny)
+    plan: Any = {"batch_size": 4, "run": tmp_path / "r", "eval_rows": eval_rows, "trackers": ["console"]}
+    run = wb.train_blocking(pipe, rows, steps=2, **plan)
+    assert logged == [0, 1], "left out once it has failed"
+    names = ["the display", "tracker 'console'", "the picture of the curves"]
+    assert [note.split(" failed")[0] for note in run.notes] == names
+    assert all("is left out from then on: " in note for note in run.notes)
+    again = wb.load_run(tmp_path / "r")
+    assert again.summary["steps"] == 2 and again.summary["stopped"] is None and "died" not in repr(again)
+    assert again.checkpoints == [2] and "curves" not in again.summary["paths"]
+    (tmp_path / "r" / "summary.json").unlink()
+    done = wb.train_blocking(pipe, rows, steps=2, resume="auto", **plan)
+    assert done.summary["steps"] == 2 and "the curves could not be drawn: OSError" in done.notes[-1]
+
+
+def test_without_tensorboard_a_run_that_names_no_tracker_has_none(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    pipe, rows, _ = make(tiny)
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
+    assert run.summary["steps"] == 1 and run.settings["train"]["trackers"] == []
+    with pytest.raises(SettingError, match="tracker 'tensorboard' is not installed; pip install tensorboard"):
+        wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "s", trackers=["tensorboard"])
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_display_that_cannot_be_made_is_a_simpler_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workbench.widgets import display
+
+    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    monkeypatch.setattr(display.TrainingPanel, "open", breaks)
+    monkeypatch.setattr(display.Live, "open", lambda self: None)
+    assert type(display.open_display(2, [], Control(), Path("r"))) is display.Live
+    monkeypatch.setattr(display.Live, "open", breaks)
+    assert display.open_display(2, [], Control(), Path("r")) is None
+
+
+def test_a_widget_that_cannot_be_imported_leaves_the_still_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "workbench.widgets.layer", None)
+    batch = wb.DataProto({"reward": torch.zeros(2)})
+    with pytest.raises(NotImplementedError):  # IPython goes on with the HTML
+        batch._ipython_display_()
+    assert "reward" in str(batch._repr_html_())
+
+
+def test_a_run_folder_that_fails_in_the_middle_says_how_to_go_on(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, append, unlink = tmp_path / "r", RunFolder.append_metrics, Path.unlink
+
+    def appended(self: RunFolder, row: dict[str, Any]) -> list[str]:
+        if row["training/global_step"] == 2:
+            raise PermissionError(errno.EACCES, "Permission denied", str(run / "metrics.jsonl"))
+        return append(self, row)
+
+    def unlinked(self: Path, missing_ok: bool = False) -> None:
+        if self.name == "lock.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        unlink(self, missing_ok)
+
+    pipe, rows, _ = make(tiny)
+    plan: Any = {"batch_size": 4, "run": run, "save_freq": 1, "trackers": ()}
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "append_metrics", appended)
+        patched.setattr(Path, "unlink", unlinked)
+        with pytest.raises(RunError, match=r"metrics.jsonl failed; .*found PermissionError: .*denied.*resume='auto'"):
+            wb.train_blocking(pipe, rows, steps=3, **plan)
+    pipe, rows, _ = make(tiny)
+    assert wb.train_blocking(pipe, rows, steps=3, resume="auto", **plan).summary["steps"] == 3
+    assert [row["training/global_step"] for row in wb.load_run(run).rows] == [1, 2, 3]
+
+
+SCRIPT = """
+import sys, workbench as wb
+engine = wb.engines.local(sys.argv[1], lr=1e-3, device="cpu")
+rows = wb.rows("data/arith/train.parquet", limit=12)
+pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=8)
+wb.train_blocking(pipe, rows, steps=100_000, batch_size=4, run=sys.argv[2], trackers=(), trace_freq=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_ends_a_scripts_training_as_an_interrupt_does(tiny: str, tmp_path: Path) -> None:
+    run = tmp_path / "r"
+
+    def rows() -> int:
+        return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").is_file() else 0
+
+    def begin() -> None:  # these tests may run under nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, tiny, str(run)], preexec_fn=begin)
+    try:
+        assert within(lambda: rows() >= 2)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(LONG) == 129
+    finally:
+        process.kill()
+    ended = wb.load_run(run)
+    assert ended.checkpoints == [rows()] and f"interrupted after step {rows()}" in ended.summary["stopped"]

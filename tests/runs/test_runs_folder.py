@@ -21,7 +21,17 @@ from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.replay.run import load_run
 from workbench.runs.batch_metrics import devices_of, timing_metrics
-from workbench.runs.folder import STEP, RunFolder, held, read_json, read_metrics, step_folder, step_folders, write_json
+from workbench.runs.folder import (
+    STEP,
+    RunFolder,
+    held,
+    read_json,
+    read_metrics,
+    room,
+    step_folder,
+    step_folders,
+    write_json,
+)
 from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
 from workbench.runs.trackers import TABLE_ROWS, TRACKERS, check_trackers, progress_line, shown_samples
@@ -402,3 +412,26 @@ def test_progress_lines() -> None:
     assert progress_line(row, 10, 62) == "step 3/10  reward 0.500  kl 0.00200  1.3 s  eta 01:02"
     validated = {"training/global_step": 0, "critic/score/mean": None, "val/reward": 0.25, "val/greedy": 0.5}
     assert progress_line(validated, 10, 0) == "step 0/10  held-out 0.250 (greedy 0.500)"
+
+
+def test_only_failures_of_the_folder_and_of_the_machine_are_said_as_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "r"
+    raised = {
+        "cannot open more files.*ulimit -n": OSError(errno.EMFILE, "Too many open files", "data/model"),
+        "the disk of run .* is full.*make room": RuntimeError("SafetensorError: No space left on device (os error 28)"),
+        "metrics.jsonl failed.*mend the folder": OSError(
+            errno.EROFS, "Read-only file system", str(run / "metrics.jsonl")
+        ),
+    }
+    for match, error in raised.items():
+        with pytest.raises(RunError, match=f"(?s){match}.*resume='auto'") as caught, room(run):
+            raise error
+        assert caught.value.__cause__ is error and "workbench train" not in str(caught.value)
+    monkeypatch.setenv("WORKBENCH_JOB", "1")
+    with pytest.raises(RunError, match="workbench train --resume"), room(run):
+        raise OSError(errno.EMFILE, "Too many open files")
+    for other in (PermissionError(errno.EACCES, "Permission denied", "elsewhere/rows.parquet"), KeyError("x")):
+        with pytest.raises(type(other)), room(run):
+            raise other

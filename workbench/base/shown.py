@@ -7,10 +7,15 @@ are imported when an object is displayed.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
+
+from workbench.base.errors import first_line
+
+log = logging.getLogger("workbench")
 
 TEXT_LIMIT = 20_000
 """Characters of one foreign text that are shown; a note says how many were left out."""
@@ -66,7 +71,11 @@ class Shown:
     def _ipython_display_(self) -> None:
         if _named(self, "widget") is None:
             raise NotImplementedError("this object has no widget")  # IPython goes on with the HTML and the text
-        resolve_name(_DOORS["display"])(self, lambda: shows(self, "widget"))
+        try:
+            resolve_name(_DOORS["display"])(self, lambda: shows(self, "widget"))
+        except Exception as error:
+            log.warning("the widget cannot be shown, its still form is: %s", first_line(error))
+            raise NotImplementedError("the widget cannot be shown") from error
 
 
 def plain(text: str) -> str:

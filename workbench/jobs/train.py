@@ -6,17 +6,19 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import logging
 import os
+import signal
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.base.config import require
-from workbench.base.errors import DataError, RunError, SettingError, describe, message
+from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
 from workbench.base.files import write_bytes, write_text
-from workbench.base.runtime import Control
+from workbench.base.runtime import Control, on_signals
 from workbench.datasets import Rows
 from workbench.jobs.health import HealthPage, health_page
 from workbench.replay.run import Run
@@ -27,11 +29,13 @@ from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
 from workbench.runs.settings import Plan, resolved, with_history
 from workbench.runs.streaming import STALE
-from workbench.runs.trackers import append_line, check_trackers
+from workbench.runs.trackers import append_line, check_trackers, default_trackers
 from workbench.stages.pipeline import Pipeline
 from workbench.steps.execute import MOST
 from workbench.views.curves import panel, png
-from workbench.widgets.display import open_display
+from workbench.widgets.display import in_notebook, open_display
+
+log = logging.getLogger("workbench")
 
 
 class RunStopped(RunError):
@@ -122,7 +126,7 @@ def train(
     break_if: Condition | None = None,
     resume: str | None = None,
     allow_changes: Sequence[str] = (),
-    trackers: Sequence[str] = ("tensorboard",),
+    trackers: Sequence[str] | None = None,
     project: str = "workbench",
     experiment: str | None = None,
     display: str | None = "auto",
@@ -146,10 +150,10 @@ def train(
             of a step's metrics is true, before its update: `.stopped` of the run is a Stepper there, a job raises `RunStopped`.
         resume: `"auto"` goes on exactly from the newest good checkpoint; other settings are refused that `allow_changes` does not
             name (`["engines.actor.lr"]`). `"never"` refuses a folder with a run. None: "auto" in a job without `resume`, else "never".
-        trackers, project, experiment: `console`, `tensorboard`, `wandb`, `mlflow` (see `runs.trackers`); the names there.
+        trackers, project, experiment: `console`, `tensorboard` (None: where installed), `wandb`, `mlflow`; the names there.
         health: the port of 127.0.0.1 of a health page and metrics for Prometheus (True: 9464, 0: any); see `jobs.health`.
 
-    Returns an awaitable whose result is the `Run`. An interrupt (SIGTERM, in a job) lets a short step end, leaves a checkpoint of
+    Returns an awaitable whose result is the `Run`. An interrupt (or SIGTERM, SIGHUP) lets a short step end, leaves a checkpoint of
     the last whole one, and raises `CancelledError`. A stage that raises leaves a checkpoint, too, and its batch in `failed/`.
 
     Example:
@@ -160,8 +164,32 @@ def train(
 
 async def _watched(*, health: bool | int | None, **given: Any) -> Run:
     """The training, with its health page where one is asked for: it is there before any work begins."""
-    with health_page(health) as page:
+    with health_page(health) as page, _ending_signals():
         return await _trained(**given, page=page)
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a closed terminal) end a script's training as Ctrl-C does, and then the script, by 128 + their number.
+
+    What the script handles or ignores (nohup) is left alone, and so is a notebook's kernel.
+    """
+    task, loop, received = asyncio.current_task(), asyncio.get_running_loop(), list[int]()
+
+    def end(number: int, _: Any) -> None:
+        received.append(number)
+        if task is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    ours = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    try:
+        with on_signals(end, *ours) if ours and not in_notebook() else contextlib.nullcontext():
+            yield
+    except asyncio.CancelledError as cause:
+        if not received:
+            raise
+        log.warning("%s: %s", signal.Signals(received[0]).name, cause)
+        raise SystemExit(128 + received[0]) from cause
 
 
 async def _trained(
@@ -175,7 +203,7 @@ async def _trained(
     break_if: Condition | None,
     resume: str | None,
     allow_changes: Sequence[str],
-    trackers: Sequence[str],
+    trackers: Sequence[str] | None,
     project: str,
     experiment: str | None,
     display: str | None,
@@ -187,6 +215,7 @@ async def _trained(
         if not isinstance(one, Rows):
             raise DataError(name, expected="Rows", found=describe(one), do="make them: wb.rows(…)")
     resume = os.environ.get("WORKBENCH_RESUME", "never") if resume is None else resume
+    trackers = default_trackers() if trackers is None else trackers
     plan = Plan(steps=_steps(steps, epochs, rows, planned["batch_size"]), **planned)
     _check_arguments(plan, resume, display, trackers)
     path = Path(run) if run is not None else _folder()
@@ -255,7 +284,11 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
     note = f"nothing left to do: {start.step - 1} of {steps} steps are done"
     append_line(note)
     if not (path / "summary.json").is_file():
-        write_summary(path, eval_rows, None, _draw)
+        write_summary(path, eval_rows, None)
+        try:
+            _draw(path)
+        except Exception as error:  # noqa: BLE001 - a picture ends nothing
+            note += f"; the curves could not be drawn: {first_line(error)}"
     return Run(path, notes=(*start.notes, note))
 
 

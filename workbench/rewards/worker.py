@@ -286,7 +286,7 @@ def stand_in_for_verl() -> None:
 def imports_told(parent: Any, token: bytearray) -> Iterator[None]:
     """While a call runs, tell the parent when it begins to import what is not there yet, and when it has: a function that
     imports at its first call takes longer in a new worker, and that is no verdict about its row."""
-    plain, owner, inside = builtins.__import__, (os.getpid(), threading.get_ident()), []
+    plain, owner, inside = builtins.__import__, (os.getpid(), threading.get_ident()), list[str]()
 
     def told(name: str, *args: Any, **options: Any) -> Any:
         if inside or name in sys.modules or (os.getpid(), threading.get_ident()) != owner:

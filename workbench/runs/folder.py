@@ -170,18 +170,34 @@ def discard(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
+_FULL, _FILES = (errno.ENOSPC, errno.EDQUOT), (errno.EMFILE, errno.ENFILE)
+
+
 @contextlib.contextmanager
 def room(path: Path) -> Iterator[None]:
-    """Context manager of what writes to a run folder: a full disk is a `RunError`. What was written before stays."""
+    """Context manager of what writes to a run folder: a full disk, no more open files, and files of the folder that cannot be
+    written or read, are a `RunError` that says how to go on. What was written before stays."""
     try:
         yield
     except WorkbenchError:
         raise
     except Exception as cause:  # libraries name a full disk in their own ways: safetensors' error is no OSError
-        if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and "No space left" not in str(cause):
+        number, file = getattr(cause, "errno", None), getattr(cause, "filename", None)
+        what, expected, do = f"run {path}: {file} failed", "a file that can be written and read", "mend the folder"
+        if number in _FULL or "No space left" in str(cause):
+            what, expected, do = f"the disk of run {path} is full", "room for what a step writes", "make room"
+        elif number in _FILES:
+            what, expected, do = (
+                f"run {path} cannot open more files",
+                "a free place for one",
+                "allow more (ulimit -n 4096)",
+            )
+        elif not isinstance(file, str | Path) or not Path(file).absolute().is_relative_to(path.absolute()):
             raise
-        do = "make room, then go on with resume='auto'"
-        raise RunError(f"the disk of run {path} is full", found=first_line(cause), do=do) from cause
+        do = f"{do}, then go on with resume='auto': wb.train(…, run={str(path)!r}, resume='auto')"
+        if os.environ.get("WORKBENCH_JOB"):
+            do += f", or workbench train --resume {path}"
+        raise RunError(what, expected=expected, found=first_line(cause), do=do) from cause
 
 
 class RunFolder:
@@ -303,7 +319,8 @@ class Lock:
     def release(self) -> None:
         """Release the lock and delete its file."""
         if not self._file.closed:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder cannot be written any more: the lock itself is not the file
+                self._path.unlink(missing_ok=True)
             self._file.close()
             self._let_go()
 

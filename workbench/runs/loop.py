@@ -137,10 +137,13 @@ class Session:
         past = read_metrics(folder.metrics)
         train = settings["train"]
         names = train["project"], train["experiment"] or folder.path.name
-        self._trackers = [TRACKERS[name](folder.path, *names) for name in train["trackers"]]
+        self._trackers = {f"tracker {name!r}": TRACKERS[name](folder.path, *names) for name in train["trackers"]}
+        self._left_out: dict[str, str] = {}
+        """What only shows the run and has failed → a sentence about it."""
         for row in past:  # a resumed run's events are written again: the old files were moved aside
-            for tracker in self._trackers:
-                tracker.log({key: value for key, value in row.items() if isinstance(value, int | float)}, row[STEP])
+            for name, tracker in self._trackers.items():
+                numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+                self._showing(name, tracker.log, numbers, row[STEP])
         self._samples: dict[str, list[Any]] = {}
         """The table of a validation's samples, until the metrics of its step are on disk."""
         self._ahead: Ahead | Stream | None = None
@@ -254,8 +257,18 @@ class Session:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about recoveries."""
-        return tuple(self._recovery.notes)
+        """Sentences about recoveries, and about what only shows the run and has failed."""
+        return (*self._recovery.notes, *self._left_out.values())
+
+    def _showing(self, name: str, show: Callable[..., object], *args: Any) -> None:
+        """Call what only shows the run. One that fails is reported once and left out from then on: it ends no run."""
+        if name in self._left_out:
+            return
+        try:
+            show(*args)
+        except Exception as error:  # noqa: BLE001 - a library's, a closed terminal, a full disk
+            self._left_out[name] = f"{name} failed and is left out from then on: {first_line(error)}"
+            log.warning(self._left_out[name])
 
     # --- the loop's observer --------------------------------------------------------------------
 
@@ -293,8 +306,8 @@ class Session:
 
     def on_end(self, error: BaseException | None) -> None:
         """Close the trackers, which then write what they have buffered."""
-        for tracker in self._trackers:
-            tracker.close()
+        for name, tracker in self._trackers.items():
+            self._showing(name, tracker.close)
 
     def _measured(self, report: StepReport) -> dict[str, Any]:
         """All metrics of a step, those of held-out rows included where validation is due."""
@@ -318,12 +331,12 @@ class Session:
         """Write a row to the run folder, the trackers, the log and the display; after it the samples of a validation."""
         if lost := self._folder.append_metrics(metrics):
             log.warning("step %d: %s is NaN or infinite, written as null", step, ", ".join(lost))
-        for tracker in self._trackers:
-            tracker.log(metrics, step)
+        for name, tracker in self._trackers.items():
+            self._showing(name, tracker.log, metrics, step)
         if self._samples:
             keep_samples(self._folder.val, step, self._samples, self._plan.keep_val)
-            for tracker in self._trackers:
-                tracker.table(shown_samples(self._samples), step)
+            for name, tracker in self._trackers.items():
+                self._showing(name, tracker.table, shown_samples(self._samples), step)
             self._samples = {}
         done = max(step - self._start.step + 1, 1)
         eta = (time.perf_counter() - self._began) / done * (self._plan.steps - step)
@@ -331,7 +344,7 @@ class Session:
         append_line(line)
         log.info(line)
         if self._display is not None:
-            self._display.on_row(metrics, eta)
+            self._showing("the display", self._display.on_row, metrics, eta)
 
     def _present_state(self, step: int) -> dict[str, Any]:
         """The present state that the next step depends on, but for the weights: state.json of a checkpoint."""
@@ -440,13 +453,16 @@ class Session:
         return "" if self._ahead is None else self._ahead.close(last, patience)
 
     def _closed(self, stopped: str | None) -> str:
-        write_summary(self._folder.path, self._eval_rows, stopped, self._draw)
+        write_summary(self._folder.path, self._eval_rows, stopped)
+        self._showing("the picture of the curves", self._draw, self._folder.path)
+        if (self._folder.path / "curves.png").exists():
+            write_summary(self._folder.path, self._eval_rows, stopped)  # its paths have the picture, too
         if stopped is not None:
             append_line(stopped)
         if isinstance(self._ahead, Stream):
             self._ahead.close()
         if self._display is not None:
-            self._display.close(stopped)
+            self._showing("the display", self._display.close, stopped)
         trim()  # what the steps used is not held between two cells
         return stopped or "done"
 
@@ -456,10 +472,9 @@ def _scored(trace: Trace) -> DataProto:
     return trace["reward"].batch if "reward" in trace.names else trace.batch
 
 
-def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None, draw: Callable[[Path], None]) -> None:
-    """Draw the curves with `draw` and write summary.json from the files of the run folder: steps, seconds, why the run
-    stopped, and held-out rewards before and after."""
-    draw(path)
+def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None) -> None:
+    """Write summary.json from the files of the run folder: steps, seconds, why the run stopped, and held-out rewards before
+    and after. It comes before the picture of the curves, which may fail."""
     rows = read_metrics(path / "metrics.jsonl")
     found: dict[str, Any] = {
         "steps": rows[-1][STEP] if rows else 0,

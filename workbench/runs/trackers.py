@@ -7,6 +7,7 @@ called as the run folder. A resumed run's earlier metrics are sent again: to an 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -111,6 +112,15 @@ TRACKERS: Mapping[str, Callable[[Path, str, str], Tracker]] = {
 _WITHOUT_PACKAGE = ("console", "jsonl")
 
 
+def default_trackers() -> list[str]:
+    """The trackers of a run that names none: TensorBoard where it is installed and can be imported."""
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except (ImportError, AttributeError):
+        return []
+    return ["tensorboard"]
+
+
 def check_trackers(names: Sequence[str]) -> None:
     """Check names of trackers without opening them. Raises `SettingError` for an unknown name or a missing package."""
     if isinstance(names, str):
@@ -118,7 +128,10 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise SettingError(unknown("tracker", name, TRACKERS))
-        if name not in _WITHOUT_PACKAGE and importlib.util.find_spec(name) is None:
+        there = (
+            default_trackers() if name == "tensorboard" else name in _WITHOUT_PACKAGE or importlib.util.find_spec(name)
+        )
+        if not there:
             raise SettingError(f"tracker {name!r} is not installed", do=f"pip install {name}")
 
 
@@ -150,5 +163,5 @@ def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
 def append_line(line: str) -> None:
     """Append a line to the progress file that `run_notebook` reads; does nothing without `WORKBENCH_PROGRESS`."""
     if path := os.environ.get("WORKBENCH_PROGRESS"):
-        with open(path, "a") as file:
+        with contextlib.suppress(OSError), open(path, "a") as file:  # a full /tmp ends no run
             file.write(line + "\n")

@@ -51,7 +51,12 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
     """Open the display of a training: None outside notebooks, a static `Live` in a job, else a `TrainingPanel`."""
     if not in_notebook():
         return None
-    return (Live if os.environ.get("WORKBENCH_JOB") else TrainingPanel)(steps, rows, control, path)
+    for kind in (Live,) if os.environ.get("WORKBENCH_JOB") else (TrainingPanel, Live):
+        try:
+            return kind(steps, rows, control, path)
+        except Exception:  # another version of a library: a display is no reason to lose a run
+            log.exception("%s cannot be shown", kind.__name__)
+    return None
 
 
 class Live:
