@@ -19,7 +19,7 @@ from workbench.agents.policy_messages import PolicyTokens
 from workbench.agents.protocol import AgentLoopOutput, ToolParser
 from workbench.agents.recording import Node, Recording
 from workbench.base import runtime
-from workbench.base.loopback import Asked, serving
+from workbench.base.loopback import WORKING, Asked, serving
 from workbench.base.seeds import derive
 from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
 from workbench.engines.protocol import Bounded, Sample, Sampler, SamplingSettings
@@ -318,6 +318,6 @@ def endpoint(
     `/v1/models`. Who can reach the server: see `base.loopback.serving`.
     """
     made = Endpoint(engine, parser, model)
-    with serving(made.answer, name="workbench-policy", port=port, refusal=refused) as address:
+    with serving(made.answer, name="workbench-policy", port=port, refusal=refused, connections=WORKING) as address:
         made.address = address
         yield made

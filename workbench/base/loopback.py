@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import os
+import re
+import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+from workbench.base.errors import first_line
+
+log = logging.getLogger("workbench")
 MAX_REQUEST = 64 << 20
 """Bytes of a request body."""
+PATIENCE = 10.0
+"""Seconds that a connection may be silent while the server waits for a request, or for an answer to be taken."""
+CONNECTIONS = 64
+"""Connections at a time of a server that people look at; a further one ends the one that has waited longest without a request."""
+WORKING = 512
+"""Connections at a time of a server that a whole batch asks at once."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,8 @@ class Asked:
     """`b""` of a GET."""
     gone: Callable[[], bool]
     """Whether whoever asked has closed the connection: nobody will read the answer."""
+    stranger: Callable[[], bool] = lambda: False
+    """Whether the request comes from a process of another user of this machine; reads the system's table of connections."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +64,24 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 """What a machine calls itself."""
 
 
+def is_named(host: str, names: Collection[str]) -> bool:
+    """Whether a `Host` is one of these names, alone or with a port: `localhost:evil.com` has no port, and is another name."""
+    return re.sub(r":[0-9]+\Z", "", host) in names
+
+
 def from_a_page(asked: Asked) -> str:
     """Why a request is refused as one of a page in a browser: it has an `Origin`, or the `Host` of another name; else empty."""
     host = asked.headers.get("Host") or ""
     marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in asked.headers]
-    marks += [] if host.partition(":")[0] in LOCAL else [f"Host {host[:80]!r}"]
+    marks += [] if is_named(host, LOCAL) else [f"Host {host[:80]!r}"]
     return f"not for pages of a browser: {', '.join(marks)}" if marks else ""
+
+
+def from_another_user(asked: Asked) -> str:
+    """As `from_a_page`, and refused is what another user of this machine sends: for servers that run programs or spend a GPU."""
+    if asked.stranger():
+        return f"not for other users: this server belongs to user {os.geteuid()}"
+    return from_a_page(asked)
 
 
 def from_another_page(asked: Asked) -> str:
@@ -84,16 +113,22 @@ def serving(
     host: str = "127.0.0.1",
     guard: Callable[[Asked], str] = from_a_page,
     refusal: Callable[[int, str], Any] = _detail,
+    connections: int = CONNECTIONS,
 ) -> Iterator[str]:
     """Context manager: serves HTTP at 127.0.0.1 (or `host`) while the block runs, and yields `127.0.0.1:port`.
 
     `answer` gets the request in the connection's thread, and gives (HTTP status, a `Text` or a value sent as JSON); an iterator
-    of JSON values is sent as server-sent events, and `[DONE]` after them. Anybody who can log in to this machine can reach the
+    of JSON values is sent as server-sent events, and `[DONE]` after them. What it raises is a 500 with its first line. Anybody
+    who can log in to this machine can reach the
     server: it is for one's own notebooks, not a public service. What `guard` has a reason against (the request's body unread)
-    is refused (403), by default what a page in a browser sends; so is a body of more than `MAX_REQUEST` bytes (413).
-    `refusal` gives what is then sent, from status and reason. `name` is the thread's.
+    is refused (403), by default what a page in a browser sends, and by `from_another_user` what other users send, too; so is a
+    body of more than `MAX_REQUEST` bytes (413). `refusal` gives what is then sent, from status and reason. `name` is the
+    thread's.
+
+    A connection that is silent for `PATIENCE` seconds is closed. There are at most `connections`: a further one ends the one
+    that has waited longest without a whole request, and is refused (503) where all are being answered.
     """
-    server = _Server((host, port), answer, guard, refusal)
+    server = _Server((host, port), answer, guard, refusal, connections)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
     thread.start()
     try:
@@ -108,15 +143,53 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 1024  # a batch's episodes all come at once
 
     def __init__(
-        self, at: tuple[str, int], answer: Answer, guard: Callable[[Asked], str], refusal: Callable[[int, str], Any]
+        self,
+        at: tuple[str, int],
+        answer: Answer,
+        guard: Callable[[Asked], str],
+        refusal: Callable[[int, str], Any],
+        connections: int,
     ) -> None:
         super().__init__(at, _Handler)
         self.answer, self.guard, self.refusal = answer, guard, refusal
+        self._most = connections
+        self._open: dict[socket.socket, bool] = {}
+        """Connection → whether a request of it is being answered; the one that has waited longest comes first."""
+        self._lock = threading.RLock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own, or refuse it."""
+        with self._lock:
+            if len(self._open) >= self._most:
+                waiting = next((one for one, busy in self._open.items() if not busy), None)
+                if waiting is None:
+                    request.sendall(_BUSY)
+                    return self.shutdown_request(request)
+                del self._open[waiting]
+                waiting.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+            self._open[request] = False
+        super().process_request(request, client_address)
+
+    def busy(self, connection: socket.socket, answering: bool) -> None:
+        """Note that a request of a connection has been read, or that the next one is waited for."""
+        with self._lock:
+            if self._open.pop(connection, None) is not None:
+                self._open[connection] = answering
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who closes a connection is no news."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
+        """Who closes a connection, or falls silent, is no news; another error is one line of the log, with no stack."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            log.warning("a request to a server of this machine failed: %s", first_line(error))
+
+
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -124,10 +197,15 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1  # head and body leave in one packet
+    timeout = PATIENCE
+
+    def version_string(self) -> str:
+        """What the header `Server` says: not which Python this is."""
+        return "workbench"
 
     def do_GET(self) -> None:
         if not self._unwanted():
-            self._send(*self.server.answer(self._asked("GET", b"")))
+            self._answer("GET", b"")
 
     def do_POST(self) -> None:
         if self._unwanted():
@@ -138,10 +216,24 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(400, "Content-Length is no number of bytes")
         if size > MAX_REQUEST:
             return self._refuse(413, f"the request has {size} bytes; expected at most {MAX_REQUEST}")
-        self._send(*self.server.answer(self._asked("POST", self.rfile.read(size))))
+        self._answer("POST", self.rfile.read(size))
+
+    def _answer(self, method: str, body: bytes) -> None:
+        self.server.busy(self.connection, True)
+        try:
+            status, reply = self.server.answer(self._asked(method, body))
+        except Exception as error:  # noqa: BLE001 - whatever it is, who asked is answered, and the server goes on
+            status, reply = 500, self.server.refusal(500, first_line(error, 300))
+        self._send(status, reply)
+        self.server.busy(self.connection, False)
 
     def _asked(self, method: str, body: bytes) -> Asked:
-        return Asked(method, self.path, self.headers, body, lambda: _closed(self.connection))  # type: ignore[arg-type]
+        ends: Any = (lambda: _closed(self.connection), lambda: self._stranger)
+        return Asked(method, self.path, self.headers, body, *ends)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _stranger(self) -> bool:
+        return _of_a_stranger(self.connection)
 
     def _unwanted(self) -> bool:
         """Whether the guard has a reason against a request: then it is refused, unread, and the connection ends."""
@@ -183,9 +275,30 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _closed(connection: socket.socket) -> bool:
+    waits = select.poll()
     try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
+        waits.register(connection, select.POLLIN)
+        return bool(waits.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):
         return True
+
+
+_ESTABLISHED = "01"
+
+
+def _of_a_stranger(connection: socket.socket) -> bool:
+    """Whether the other end of a loopback connection belongs to another user, root excepted; False where the system has no table
+    of connections. An end that was closed meanwhile belongs to nobody, and is a stranger's."""
+    here, there = (_in_table(*one) for one in (connection.getsockname(), connection.getpeername()))
+    try:
+        # a client's socket of IPv6 is in the other table, under an address that ends with its IPv4 one
+        lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text("ascii").splitlines()]
+    except OSError:
+        return False
+    rows = [line.split() for line in lines]
+    ends = {(row[1][-13:], row[2][-13:]): row[7] for row in rows if row[3] == _ESTABLISHED}
+    return (here, there) in ends and ends.get((there, here)) not in ("0", str(os.geteuid()))
+
+
+def _in_table(address: str, port: int) -> str:
+    return f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"

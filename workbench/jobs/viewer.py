@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from workbench.base.errors import WorkbenchError, first_line
-from workbench.base.loopback import LOCAL, Asked, Text, serving
+from workbench.base.loopback import LOCAL, Asked, Text, is_named, serving
 from workbench.jobs.pages import Page, Pages, contents, rendered
 
 ALIVE = 48
@@ -47,7 +47,7 @@ class Viewer:
     def guard(self, asked: Asked) -> str:
         """Why a request is refused: a name that is not this machine's, another page's script, or no token."""
         host = asked.headers.get("Host") or ""
-        if host.rpartition(":")[0] not in self._names and host not in self._names:
+        if not is_named(host, self._names):
             return f"not served under the name {host[:80]!r}: open the address that workbench view printed"
         if asked.headers.get("Origin", f"http://{host}") != f"http://{host}":
             return f"not for pages of {asked.headers['Origin'][:80]!r}"
@@ -71,13 +71,16 @@ class Viewer:
             try:
                 if "token" in query and asked.method == "GET":  # out of the address, the history and the next Referer
                     kept = f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
-                    return 302, Text("", "text/plain", {"Location": address.path, "Set-Cookie": kept, **HEADERS})
+                    here = "/" + quote(path.lstrip("/\\"))  # browsers read `/\evil.com/` as the address of another host
+                    return 302, Text("", "text/plain", {"Location": here, "Set-Cookie": kept, **HEADERS})
                 if asked.method == "POST":
                     return 200, self._ask(path.removeprefix("-/ask/"), json.loads(asked.body))
                 if path.startswith("-/"):
                     return 200, self._own(path[2:], query)
                 return 200, self._page(path + "index.html" if path.endswith("/") or not path else path, query)
-            except (LookupError, json.JSONDecodeError) as error:
+            except (json.JSONDecodeError, RecursionError) as error:
+                return 400, _sorry(asked, first_line(error, 300))
+            except LookupError as error:
                 return 404, _sorry(asked, first_line(error, 300))
             except (WorkbenchError, ValueError, OSError) as error:
                 return 500, _sorry(asked, first_line(error, 1000))

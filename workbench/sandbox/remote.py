@@ -18,7 +18,7 @@ from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
-from workbench.base.loopback import Asked, serving
+from workbench.base.loopback import WORKING, Asked, from_another_user, serving
 from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
 
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {
@@ -165,5 +165,6 @@ def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
             return 404, {"detail": f"no such path: {asked.path[:100]!r}; expected /run_code"}
         return answer(sandbox, asked.body)
 
-    with serving(answered, name="workbench-sandbox", port=port) as address:
+    limits: Any = {"guard": from_another_user, "connections": WORKING}
+    with serving(answered, name="workbench-sandbox", port=port, **limits) as address:
         yield f"http://{address}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from workbench.base import runtime, seeds
-from workbench.base.loopback import Asked, serving
+from workbench.base.loopback import WORKING, Asked, from_another_user, serving
 from workbench.engines.http.chat import SamplerChat
 from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
 from workbench.engines.protocol import Sampler
@@ -42,7 +42,8 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
             refusal = refusal_of(cause)
             return refusal.status, refusal.body
 
-    with serving(answer, name="workbench-model", port=port, refusal=refused) as address:
+    limits: Any = {"guard": from_another_user, "connections": WORKING}
+    with serving(answer, name="workbench-model", port=port, refusal=refused, **limits) as address:
         yield address
 
 
