@@ -112,7 +112,9 @@ def test_whatever_an_answer_raises_is_a_status_and_no_stack_on_the_terminal(capf
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.parametrize("host", ["localhost:evil.com", "127.0.0.1:80@evil.com", "evil.com", "localhost:80:80", "localhost:"])
+@pytest.mark.parametrize(
+    "host", ["localhost:evil.com", "127.0.0.1:80@evil.com", "evil.com", "localhost:80:80", "localhost:"]
+)
 def test_a_host_is_a_name_of_this_machine_and_a_port_or_it_is_refused(host: str) -> None:
     with serving(greet, name="named") as address:
         assert get(address, Host=host)[0] == 403

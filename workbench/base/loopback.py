@@ -185,7 +185,7 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who closes a connection, or falls silent, is no news; another error is one line of the log, with no stack."""
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+        if error is not None and not isinstance(error, OSError):
             log.warning("a request to a server of this machine failed: %s", first_line(error))
 
 
