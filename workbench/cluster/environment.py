@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import SettingError
+from workbench.base.secret import HIDDEN, SECRET
 
 _AT_START = re.compile(r"^(LD_|PYTHON|MALLOC_|GLIBC_|PATH$|RAY_)")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_HIDDEN = "•••"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Environment:
 
     def at_start(self) -> dict[str, str]:
         """Variables that a process must have when it starts (`LD_…`, `PATH` …), without secrets, because Ray logs these."""
-        names = [name for name in self.variables if _AT_START.match(name) and not _SECRET.search(name)]
+        names = [name for name in self.variables if _AT_START.match(name) and not SECRET.search(name)]
         return {name: self.variables[name] for name in names}
 
     def joined(self, more: Mapping[str, str] | None) -> Environment:
@@ -51,12 +50,12 @@ class Environment:
     def redact(self, text: str) -> str:
         """Replace variables' values in a text by •••: from 8 characters on, from 4 if the name has KEY, TOKEN or such."""
         for name, value in sorted(self.variables.items(), key=lambda one: -len(one[1])):
-            if len(value) >= (4 if _SECRET.search(name) else 8):
-                text = text.replace(value, _HIDDEN)
+            if len(value) >= (4 if SECRET.search(name) else 8):
+                text = text.replace(value, HIDDEN)
         return text
 
     def __repr__(self) -> str:
-        parts = [*sorted(self.ray), *(f"{name}={_HIDDEN}" for name in sorted(self.variables))]
+        parts = [*sorted(self.ray), *(f"{name}={HIDDEN}" for name in sorted(self.variables))]
         return f"Environment({', '.join(parts)})"
 
 

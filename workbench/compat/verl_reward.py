@@ -14,6 +14,7 @@ import torch
 from workbench import rewards, sandbox
 from workbench.base.config import coerce
 from workbench.base.errors import SettingError, boundary, describe, unknown
+from workbench.base.secret import without_secrets
 from workbench.dataproto.core import DataProto
 from workbench.engines.http.chat import ClassifyEndpoint
 from workbench.engines.local_engine.classifier import classifier as local_classifier
@@ -104,7 +105,7 @@ def _manager(given: Mapping[str, Any], function: Any, scorer: Any, tokenizer: An
         kwargs = {key: value for key, value in kwargs.items() if key in _PENALTY}
     # the limits of `rate_limited` are its scorer's
     kind = rewards.manager_class("naive" if name == "rate_limited" else name)
-    with boundary(f"the reward manager {name!r} with reward_kwargs {kwargs}", SettingError):
+    with boundary(f"the reward manager {name!r} with reward_kwargs {without_secrets(kwargs)}", SettingError):
         return kind(tokenizer, 0, scorer if _ours(name) else function, **kwargs), name
 
 
@@ -133,7 +134,8 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
         place, key = _place(found, name)
         value = coerce(f"reward.{name}", value, BLOCK[name]) if name in BLOCK else value
         if place.setdefault(key, value) != value:
-            raise SettingError(f"reward.{name} is given twice", found=f"{place[key]!r} and {value!r}")
+            both = (without_secrets(one, key) for one in (place[key], value))
+            raise SettingError(f"reward.{name} is given twice", found=" and ".join(map(repr, both)))
     return found
 
 
@@ -384,7 +386,7 @@ def _by_function(given: Mapping[str, Any], function: rewards.FileFunction) -> Ba
     kwargs = {key: one for key, one in given.get("reward_kwargs", {}).items() if key not in _PENALTY}
     kwargs |= {key: given[key] for key in _LIMITS if key in given}
     kwargs["num_workers"] = min(processes, _in_sandbox(given)) if "sandbox_fusion.url" in given else processes
-    with boundary(f"the reward manager {name!r} with reward_kwargs {kwargs}", SettingError):
+    with boundary(f"the reward manager {name!r} with reward_kwargs {without_secrets(kwargs)}", SettingError):
         return rewards.manager_class(name)(None, 0, function, **kwargs).reward
 
 
@@ -455,7 +457,7 @@ class VerlReward(rewards.ManagerReward):
             "reward_model.",
             "reward_manager.module.",
         )  # in files, which may have changed
-        self.block = None if any(key.startswith(changing) for key in given) else _plain(given)
+        self.block = None if any(key.startswith(changing) for key in given) else without_secrets(_plain(given))
         self._tokenizer, self._file = tokenizer, file
         self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file
         if isinstance(manager, NaiveRewardManager):
@@ -476,7 +478,7 @@ class VerlReward(rewards.ManagerReward):
     def settings(self) -> dict[str, Any]:
         """The `reward.*` settings as they were given, and the settings of what scores."""
         inner = {"scorer": self._inner.settings()} if self._inner is not None else {}
-        return {**super().settings(), "given": _plain(self.given), **inner}
+        return {**super().settings(), "given": without_secrets(_plain(self.given)), **inner}
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the scorer needs a column that `columns` lack."""
@@ -519,7 +521,7 @@ class VerlReward(rewards.ManagerReward):
         return DataProto.from_single_dict({**objects, **tensors, "prompts": prompts, "attention_mask": attended})
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{key}={value!r}" for key, value in self.given.items())
+        said = ", ".join(f"{key}={value!r}" for key, value in without_secrets(self.given).items())
         return f"VerlReward({self.name}: {said or 'the scorer of each data_source'})"
 
 

@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from workbench.base import memory
 from workbench.base.errors import EngineError, SandboxError
 from workbench.base.memory import gib
+from workbench.base.secret import HIDDEN, SECRET
 from workbench.cluster import connect
 from workbench.sandbox import LocalSandbox
 
@@ -343,7 +344,6 @@ def sandbox() -> Finding:
 
 # --- what may be shown to others ------------------------------------------------------------------
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _TOKENS = re.compile(r"\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[bp]|wandb|AKIA)[-_]?[A-Za-z0-9_-]{12,}|(?<=Bearer )\S+")
 _ADDRESS = re.compile(r"(?<![\d.])(?!127\.|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 _PATH = re.compile(r"(?<![\w.:/~-])(?!/(?:dev|proc|sys|etc)/)(?:~|(?=/))(?:/[\w.+@~=,-]+)+")
@@ -351,9 +351,9 @@ _PATH = re.compile(r"(?<![\w.:/~-])(?!/(?:dev|proc|sys|etc)/)(?:~|(?=/))(?:/[\w.
 
 def clean(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """A text without absolute paths (their last part stays), tokens, secrets of the environment, addresses, host and user name."""
-    for value in sorted((v for n, v in environ.items() if _SECRET.search(n) and len(v) > 5), key=len, reverse=True):
-        text = text.replace(value, "•••")
-    text = _ADDRESS.sub("<address>", _TOKENS.sub("•••", text))
+    for value in sorted((v for n, v in environ.items() if SECRET.search(n) and len(v) > 5), key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = _ADDRESS.sub("<address>", _TOKENS.sub(HIDDEN, text))
     text = _PATH.sub(lambda path: f"…/{path[0].rsplit('/', 1)[-1]}", text)
     for name_of, shown in ((socket.gethostname, "<host>"), (getpass.getuser, "<user>")):
         with suppress(OSError, KeyError):  # a user without a name

@@ -15,6 +15,7 @@ from typing import Any
 from workbench import recipes, rewards
 from workbench.base.config import coerce, read_yaml
 from workbench.base.errors import SettingError, describe, first_line, unknown
+from workbench.base.secret import is_secret
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets import Rows
 from workbench.functional import POLICY_LOSSES
@@ -157,6 +158,9 @@ def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
         if not name.isidentifier() or name not in declared:
             raise SettingError(unknown(f"parameter of {Path(notebook).name}", name, declared))
         parameter = declared[name]
+        if value and isinstance(value, str) and is_secret(name):  # the job's record and its notebook would keep it
+            do = f"set the variable {name.upper()}, and read os.environ[{name.upper()!r}] in the cell that needs it"
+            raise SettingError(f"parameter {name!r}", expected="no secret: a run folder keeps its parameters", do=do)
         value = _home(value)
         if parameter.annotation == "list[str]" and isinstance(value, str) and not value.lstrip().startswith("["):
             value = [value]

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import fsspec
 
 from workbench.base.errors import RunError, first_line
+from workbench.base.secret import shown
 
 FRESH = 2.0
 """Seconds for which a run's own small files count as present; `LISTED` for which the list of its files does."""
@@ -37,11 +38,11 @@ def reading(address: str) -> Iterator[None]:
         yield
     except ImportError as cause:
         do = f"install what fsspec needs for it: {first_line(cause)}"
-        raise RunError(f"{address} cannot be read here", found="a library is missing", do=do) from cause
+        raise RunError(f"{shown(address)} cannot be read here", found="a library is missing", do=do) from cause
     except RunError:
         raise
     except Exception as cause:  # each library has its own errors
-        raise RunError(f"{address} cannot be read", found=first_line(cause, 200)) from cause
+        raise RunError(f"{shown(address)} cannot be read", found=shown(first_line(cause, 200))) from cause
 
 
 def opened(address: str) -> tuple[Any, str]:
@@ -61,7 +62,7 @@ class Remote:
     """A folder at an address, and its copy: what was fetched of it, at `local`."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
+        self.address = shown(address)
         self._system, self._root = opened(address)
         name = PurePosixPath(unquote(self._root)).name or "run"
         self.local = Path(tempfile.mkdtemp(dir=_copies().name)) / name

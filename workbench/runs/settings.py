@@ -24,6 +24,7 @@ from workbench.base.config import Settings, settings_hash, source_of
 from workbench.base.errors import describe
 from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
+from workbench.base.secret import without_secrets
 from workbench.datasets import Rows
 from workbench.engines.local_engine.loading import model_files
 from workbench.engines.protocol import Described, SamplingSettings
@@ -94,7 +95,7 @@ def resolved(
     described = {stage.name: describe_settings(stage) for stage in pipeline}
     stages = {name: settings for name, (settings, _) in described.items()}
     engines = described_engines(pipeline)
-    return {
+    plain = {
         "format": FORMAT,
         "stages": stages,
         "sources": {name: source for name, (_, source) in described.items() if source},
@@ -110,6 +111,7 @@ def resolved(
         "code": code_revision(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
     }
+    return dict(without_secrets(plain))
 
 
 def with_history(
@@ -280,7 +282,7 @@ def _named(value: Any) -> dict[str, Any]:
     frozen: dict[str, Any] = value.describe() if isinstance(value, Described) else {}
     if frozen.get("as_loaded"):
         return {"frozen": {key: one for key, one in frozen.items() if key != "as_loaded"}}
-    place = _place(value)
+    place = place_of(value)
     if place and place.partition(":")[2].isidentifier():
         return {"function": place}
     if isinstance(value, agents.AgentLoopBase):
@@ -294,11 +296,11 @@ def _reward(value: BaseReward) -> dict[str, Any]:
         return {"reward": value.settings()}
     if value.block is not None:
         return {"block": dict(value.block)}
-    place = _place(getattr(value, "function", None))
+    place = place_of(getattr(value, "function", None))
     return {"missing": value.name, **({"of": place} if place else {})}
 
 
-def _place(value: Any) -> str | None:
+def place_of(value: Any) -> str | None:
     """`module:name` of a function of this package, else None."""
     module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")
     return f"{module}:{name}" if callable(value) and name and module.startswith(OURS) else None

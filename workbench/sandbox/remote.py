@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from workbench.base import runtime
-from workbench.base.config import require
 from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.base.loopback import WORKING, Asked, from_another_user, serving
+from workbench.base.secret import bare_url
 from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
 
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {
@@ -54,12 +54,9 @@ class RemoteSandbox(SyncDoors):
         deadline: float = 300.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.netloc)
-        require(good, "the sandbox service's URL (sandbox_fusion.url)", expected="http(s)://host/run_code", found=url)
+        what, do = "the sandbox service's URL (sandbox_fusion.url)", 'pass the key by headers={"Authorization": …}'
         # verl's scripts give URLs that end in /run_code, SandboxFusion's own settings do not
-        path = parts.path.rstrip("/").removesuffix("/run_code")
-        self.url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        self.url = bare_url(url, what, do, "http(s)://host/run_code").rstrip("/").removesuffix("/run_code")
         self.memory_limit_mb = memory_limit_mb
         self.max_concurrent = max_concurrent
         self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)

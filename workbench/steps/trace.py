@@ -25,6 +25,7 @@ from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, Run
 from workbench.base.files import sealed
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
+from workbench.base.secret import shown, without_secrets
 from workbench.base.shown import Shown
 from workbench.dataproto import claims
 from workbench.dataproto.columns import writer_of
@@ -320,11 +321,12 @@ def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:
     """A stage's settings as plain JSON values, and the source text of the functions among them."""
     plain: dict[str, Any] = {}
     source: dict[str, str] = {}
-    for name, value in {**stage.settings(), **foreign_class(stage)}.items():
+    for name, secret in {**stage.settings(), **foreign_class(stage)}.items():
+        value = without_secrets(secret, name)
         if name != "class":
             plain[name] = value if isinstance(value, int | float | str | bool | type(None)) else _named(value)
         if (text := source_of(value)) is not None:
-            source[name] = text
+            source[name] = shown(text)
     return plain, source
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from workbench.base.config import require
 from workbench.base.http import Client
+from workbench.base.secret import bare_url
 from workbench.engines.http.sampler import RemoteSampler
-from workbench.engines.http.server import authorization
+from workbench.engines.http.server import BY_NAME, authorization
 from workbench.engines.protocol import Classified, Completion, Located, Request, Sampler, SamplingSettings, switches_of
 
 
@@ -77,10 +77,7 @@ class _Service:
         attempts: int = 5,
         deadline: float = 300.0,
     ) -> None:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.netloc)
-        require(good, "url", expected="http(s)://host[:port][/path]", found=url)
-        self.url = url.rstrip("/")
+        self.url = bare_url(url, "url", BY_NAME).rstrip("/")
         self.model = model
         self.tokenizer = tokenizer
         self.timeout = timeout

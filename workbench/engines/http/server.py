@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from workbench.base.config import Settings, require
 from workbench.base.errors import EngineError
 from workbench.base.http import Client
+from workbench.base.secret import bare_url
 from workbench.engines.local_engine.loading import resolve
 from workbench.engines.protocol import Request, SamplingSettings
 from workbench.engines.vllm_server import process
@@ -305,14 +305,12 @@ class RemoteSettings(Settings):
             require(getattr(self, name) > 0, name, expected="seconds > 0", found=getattr(self, name))
 
 
+BY_NAME = "pass the key by api_key_env, the name of an environment variable"
+
+
 def base_of(url: str) -> str:
     """A server's base URL without `/v1`. Raises `SettingError` for what is no http(s) URL, and for a user or key in it."""
-    parts = urlsplit(url)
-    good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and not parts.fragment
-    require(good, "url", expected="http(s)://host[:port][/path]", found=url)
-    bare = "@" not in parts.netloc
-    require(bare, "url", expected="one without user or key", found="user@host", do="pass the key by api_key_env")
-    return url.rstrip("/").removesuffix("/v1")
+    return bare_url(url, "url", BY_NAME).rstrip("/").removesuffix("/v1")
 
 
 def authorization(name: str | None) -> dict[str, str]:

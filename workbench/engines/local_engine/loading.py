@@ -184,7 +184,7 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | 
     if type(model).__name__ != MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name):
         return None
     try:
-        images = transformers.AutoImageProcessor.from_pretrained(str(path), backend="pil")
+        images = transformers.AutoImageProcessor.from_pretrained(str(path), backend="pil", trust_remote_code=False)
         whole: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[name])
         record, _ = whole.get_processor_dict(str(path))
         stills: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
