@@ -80,6 +80,9 @@ def test_a_key_of_verls_reward_settings_is_in_no_file_of_a_run(
     files = [one for one in Path("run").rglob("*") if one.is_file()]
     assert [one for one in files if b"CANARY" in one.read_bytes()] == [] and len(files) > 10
     assert "•••" in json.dumps(wb.load_run("run").settings, ensure_ascii=False)
+    if of == "manager":
+        notes = "\n".join(wb.load_run("run").stepper(1, at="reward").notes)
+        assert "api_key: a secret, which is in no file and must be given again" in notes
 
 
 def test_a_parameter_of_a_job_is_no_secret(tmp_path: Path) -> None:

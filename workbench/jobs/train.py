@@ -276,7 +276,7 @@ def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> R
         why = f"{limit.why(ending.stopped.trace.metrics)}; " if hasattr(limit, "why") else ""
         what = f"break_if was met at step {ending.stopped.trace.step}; the run stopped before its update"
         raise RunStopped(what, do=f"{why}the step's trace and a checkpoint of step {ending.step} are in {path}")
-    return Run(path, stopped=ending.stopped, notes=notes)
+    return Run(path, stopped=ending.stopped, notes=notes, trust=True)  # whoever trained it named its code
 
 
 def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None) -> Run:

@@ -27,7 +27,7 @@ from workbench import stages
 from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
 from workbench.base.metrics import Metric
 from workbench.base.shown import Shown
-from workbench.compat.verl_reward import reward_from
+from workbench.compat.verl_reward import read_block, reward_from
 from workbench.dataproto import DataProto
 from workbench.dataproto.same import same, unchanged
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
@@ -36,14 +36,17 @@ from workbench.engines.local_engine.reward_model import reward_model
 from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import Sampler
 from workbench.engines.settings import FsdpSettings, LocalSettings
+from workbench.replay.trust import FUNCTIONS, STRANGER, Trust, Untrusted
 from workbench.rewards.reward import by_data_source
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folder
-from workbench.runs.settings import MADE_AGAIN, OURS, WORDS, crc_of_class, files_crc32
+from workbench.runs.settings import MADE_AGAIN, WORDS, crc_of_class, files_crc32, place_of
 from workbench.runs.updates import apply
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
 from workbench.steps.trace import Phase, Trace, of_log_probs
+
+_NAME_ALONE = ", which cannot be made of the run folder alone"
 
 
 class Missing(BaseStage):
@@ -105,7 +108,7 @@ class Missing(BaseStage):
                 return self._remake(changes)
             except _Gone as gone:
                 what = str(gone)
-        found = f"it was made with {what}, of which the run folder has only the name"
+        found = f"it was made with {what}{_NAME_ALONE}"
         raise PipelineError(f"settings of stage {self.name!r} cannot be changed", found=found, do=self._advice())
 
     def _advice(self) -> str:
@@ -121,7 +124,7 @@ class Missing(BaseStage):
         if self._phase is None or differing:
             what, found = f"stage {self.name!r} of the run cannot be run again here", f"it was made with {self.what}"
             expected = f"the recorded {', '.join(differing)} as its input, to reuse its outputs" if differing else None
-            found = f"{'other input; ' if differing else ''}{found}, of which the run folder has only the name"
+            found = f"{'other input; ' if differing else ''}{found}{_NAME_ALONE}"
             raise PipelineError(what, expected=expected, found=found, do=self._advice())
         metrics: dict[str, Metric | float] = {**self._phase.metrics, f"recorded/{self.name}": 1.0}
         if self._phase.rows is not None:
@@ -146,14 +149,24 @@ class _Gone(Exception):
     """An argument cannot be made again here; carries its name."""
 
 
-def rebuilt(records: list[dict[str, Any]], learners: Mapping[str, Any], open_frozen: Callable[..., Any]) -> Pipeline:
+def trust_of(folder: Path, settings: Mapping[str, Any], given: bool) -> Trust:
+    """What the records of a run may do here; `given` is the person's word."""
+    return Trust(folder, given, settings.get("sources") or {})
+
+
+def rebuilt(
+    records: list[dict[str, Any]],
+    learners: Mapping[str, Any],
+    open_frozen: Callable[..., Any],
+    trust: Trust = STRANGER,
+) -> Pipeline:
     """Reconstruct a recorded pipeline on these learners (by role). `open_frozen(record)` opens a frozen model.
 
     Raises `RunError` where there are no records: an old version of the package wrote none.
     """
     if not records:
         raise RunError("the run has no record of its pipeline", do="look at its recorded traces: run.traces[step]")
-    maker, made = _Maker(learners, open_frozen), []
+    maker, made = _Maker(learners, open_frozen, trust), []
     for record in records:
         remake = functools.partial(maker.stage, record)
         learner = learners.get(record["updates"])
@@ -172,11 +185,14 @@ class _Maker:
 
     learners: Mapping[str, Any]
     open_frozen: Callable[..., Any]
+    trust: Trust
 
     def stage(self, record: Mapping[str, Any], given: Mapping[str, Any]) -> Stage:
         """One stage from its record, with some arguments or settings replaced by those given."""
         kind = getattr(stages, record["class"]) if record["class"] in stages.__all__ else _own_class(record)
         of_it = record["arguments"]
+        if why := self.trust.against(record.get("name"), {key: one for key, one in of_it.items() if key not in given}):
+            raise _Gone(why)
         arguments = {key: given[key] if key in given else self.value(one) for key, one in of_it.items()}
         stage: Stage = kind(**arguments)
         rest = {key: one for key, one in given.items() if key not in of_it}
@@ -202,6 +218,8 @@ class _Maker:
         if "reward" in plain:
             return by_data_source(**plain["reward"])
         if "block" in plain:
+            if why := self.trust.against_block(read_block(plain["block"])):
+                raise _Gone(why)
             return reward_from(plain["block"], tokenizer=_LateTokenizer(self.learners["actor"]))
         if "function" in plain:
             return _function(plain["function"])
@@ -256,12 +274,15 @@ def _lacks(plain: Any) -> bool:
 def _function(place: str) -> Any:
     """A function of this package by `module:name`; nothing else is imported because a file names it."""
     module, _, name = place.partition(":")
-    if not module.startswith(OURS):
+    if not place.startswith(FUNCTIONS):
         raise _Gone(place)
     try:
-        return getattr(importlib.import_module(module), name)
+        made = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):  # moved since, and not in `base.formats`
         raise _Gone(place) from None
+    if place_of(made) != place:  # of another module, which this one imports
+        raise _Gone(place)
+    return made
 
 
 # --- engines ------------------------------------------------------------------------------------
@@ -279,12 +300,16 @@ def sharded_here(record: Mapping[str, Any]) -> bool:
     return int(ranks) <= (torch.cuda.device_count() if on_gpus else os.cpu_count() or 1)
 
 
-def opened(path: str | Path, record: Mapping[str, Any], door: Callable[..., Any] = local) -> Any:
+def opened(
+    path: str | Path, record: Mapping[str, Any], trust: Trust = STRANGER, door: Callable[..., Any] = local
+) -> Any:
     """Open a model folder as a learner with a recorded engine's settings, sharded as recorded where this machine can; else by
     `door`.
 
-    Raises `RunError` for a setting that no such engine has, which would otherwise be ignored silently.
+    Raises `RunError` for a setting that no such engine has, which would otherwise be ignored silently, and for code of the model
+    without `trust`.
     """
+    trust.check_engine(Path(path), record)
     whole = FsdpSettings if "ranks" in record else LocalSettings
     strange = [name for name in record if name not in _BESIDE and name not in whole.field_names()]
     if strange:
@@ -295,11 +320,11 @@ def opened(path: str | Path, record: Mapping[str, Any], door: Callable[..., Any]
     return fsdp(path, ranks=record["ranks"], **values) if kind is FsdpSettings else door(path, **values)
 
 
-def learner_of(role: str, path: Path, record: Mapping[str, Any]) -> Any:
+def learner_of(role: str, path: Path, record: Mapping[str, Any], trust: Trust) -> Any:
     """Open the engine that trains a role from a model folder. `record` is what the run recorded of it: path and settings.
 
     An engine that cannot sample is paired with a local sampler. For the role "critic" it is `engine.critic()`."""
-    engine = opened(path, record, reward_model if role == "reward_model" else local)
+    engine = opened(path, record, trust, reward_model if role == "reward_model" else local)
     engine.path = str(record["path"])
     if role == "critic":
         return engine.critic()
@@ -320,8 +345,8 @@ class LateFrozen:
     Loading raises `RunError` where the model folder is missing or its files are not those of the run.
     """
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self._record = dict(record)
+    def __init__(self, record: Mapping[str, Any], trust: Trust) -> None:
+        self._record, self._trust = dict(record), trust
         self._made: Any = None
 
     def describe(self) -> dict[str, Any]:
@@ -332,7 +357,7 @@ class LateFrozen:
         if self._made is None:
             if wrong := wrong_files(self._record):
                 raise RunError("the frozen model of the run is needed here", expected="its model folder", found=wrong)
-            self._made = opened(self._record["path"], self._record).reference()
+            self._made = opened(self._record["path"], self._record, self._trust).reference()
         return self._made
 
     def compute_log_probs(self, *args: Any, **options: Any) -> Any:
@@ -349,10 +374,10 @@ class LateFrozen:
         return repr(self._made) if self._made is not None else f"LateFrozen({self._record['path']!r}, not opened)"
 
 
-def frozen_of(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], LateFrozen]:
+def frozen_of(settings: Mapping[str, Any], trust: Trust) -> Callable[[Mapping[str, Any]], LateFrozen]:
     """Make the `open_frozen` of `rebuilt`: it returns a `LateFrozen`, whose files must match the crc32 in the settings."""
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
-    return lambda record: LateFrozen({"files_crc32": known.get(str(record["path"])), **record})
+    return lambda record: LateFrozen({"files_crc32": known.get(str(record["path"])), **record}, trust)
 
 
 def wrong_files(record: Mapping[str, Any]) -> str | None:
@@ -368,14 +393,16 @@ def wrong_files(record: Mapping[str, Any]) -> str | None:
 # --- weights ------------------------------------------------------------------------------------
 
 
-def standing_after(folder: Path, step: int) -> Pipeline:
-    """Reconstruct a run's pipeline with its weights, optimizers and controllers after `step` (0: before training).
+def standing_after(folder: Path, step: int, given: bool = False) -> Pipeline:
+    """Reconstruct a run's pipeline with its weights, optimizers and controllers after `step` (0: before training); with `given`
+    trust the folder's code runs.
 
     Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be restored.
     """
     settings = read_settings(folder)
-    base, engines = _nearest(folder, settings, step)
-    pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
+    trust = trust_of(folder, settings, given)
+    base, engines = _nearest(folder, settings, step, trust)
+    pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, trust), trust)
     if base:
         pipeline.load_state(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
     for number in range(base + 1, step + 1):
@@ -385,18 +412,19 @@ def standing_after(folder: Path, step: int) -> Pipeline:
     return pipeline
 
 
-def _twin(folder: Path, step: int, standing: Pipeline) -> Pipeline:
+def _twin(folder: Path, step: int, standing: Pipeline, given: bool) -> Pipeline:
     """Another pipeline of the run, on engines of its own, with all states of the one that stands after `step`."""
     settings = read_settings(folder)
-    _, engines = _nearest(folder, settings, step)
+    trust = trust_of(folder, settings, given)
+    _, engines = _nearest(folder, settings, step, trust)
     for role, learner in standing.learners().items():
         engines[role].restore(learner.snapshot())
-    twin = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings))
+    twin = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, trust), trust)
     twin.load_state(standing.state())
     return twin
 
 
-def _nearest(folder: Path, settings: Mapping[str, Any], step: int) -> tuple[int, dict[str, Any]]:
+def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust) -> tuple[int, dict[str, Any]]:
     """The newest step at or before `step` whose engines can be opened and from which all updates are recorded, and those
     engines by role; 0 is the model that the run began with."""
     recorded, why = updates.steps(folder / "updates"), []
@@ -408,7 +436,9 @@ def _nearest(folder: Path, settings: Mapping[str, Any], step: int) -> tuple[int,
             why.append(f"from {place}: the update of step {lacking[0]} is not recorded any more")
             continue
         try:
-            return base, _opened(folder, settings, base)
+            return base, _opened(folder, settings, base, trust)
+        except Untrusted:
+            raise
         except RunError as error:
             why.append(f"from {place}: {first_line(error)}")
     what, do = f"the weights after step {step} of {folder} cannot be restored", restorable_steps(folder)
@@ -427,21 +457,21 @@ def restorable_steps(folder: Path) -> str:
     return updates.ranges(sorted(found))
 
 
-def _opened(folder: Path, settings: Mapping[str, Any], base: int) -> dict[str, Any]:
+def _opened(folder: Path, settings: Mapping[str, Any], base: int, trust: Trust) -> dict[str, Any]:
     """Role → engine, from the checkpoint of step `base`, or for 0 from the model that the run began with."""
     records = settings["engines"]
     if base:
         place = step_folder(folder / "checkpoints", base)
         checkpoint.verify(place)
         _check_models({role: one for role, one in records.items() if one.get("lora_rank")})  # the base of its adapters
-        engines = {role: learner_of(role, place / role, record) for role, record in records.items()}
+        engines = {role: learner_of(role, place / role, record, trust) for role, record in records.items()}
         for role, engine in engines.items():
             engine.load_state(place / role, place / f"{role}_state")
         return engines
     if any(settings["began"]["versions"].values()):
         raise RunError("the run began with weights that were trained before in memory and saved nowhere")
     _check_models(records)
-    return {role: learner_of(role, Path(record["path"]), record) for role, record in records.items()}
+    return {role: learner_of(role, Path(record["path"]), record, trust) for role, record in records.items()}
 
 
 def _check_models(records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -487,7 +517,13 @@ class Counterfactual(Shown):
 
 
 def counterfactual(
-    folder: Path, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
+    folder: Path,
+    step: int,
+    given: bool = False,
+    *,
+    uids: Sequence[str] = (),
+    rows: Sequence[int] = (),
+    until: int | None = None,
 ) -> Counterfactual:
     """Repeat a run's updates without some rows of one step: see `Run.counterfactual`. The result measures what these rows
     did to the weights through the recorded updates, not what the changed policy would have sampled."""
@@ -496,8 +532,8 @@ def counterfactual(
     update = updates.read(folder / "updates", step)
     chosen = _chosen(update.inputs, uids, rows, step)
     kept = torch.tensor([row for row in range(len(update.inputs)) if row not in chosen])
-    actual = standing_after(folder, step - 1)
-    other = _twin(folder, step - 1, actual)
+    actual = standing_after(folder, step - 1, given)
+    other = _twin(folder, step - 1, actual, given)
     before = _weights(actual)
     metrics = {}
     for number in range(step, last + 1):

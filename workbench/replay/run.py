@@ -90,8 +90,17 @@ class Traces(Shown, Mapping[int, Trace]):
 class Run(Shown):
     """A run folder: metrics, curves, traces, checkpoints, settings, summary. Each access reads the disk again."""
 
-    def __init__(self, path: str | Path, *, stopped: Stepper | None = None, notes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        stopped: Stepper | None = None,
+        notes: tuple[str, ...] = (),
+        trust: bool = False,
+    ) -> None:
         self.path = Path(path)
+        self.trust = trust
+        """Whether code that the folder brings or names may run here."""
         self.stopped = stopped
         self._notes = notes
         if not is_run(self.path):
@@ -224,11 +233,11 @@ class Run(Shown):
         `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) are used instead of the
         run's, with their present weights. Raises `RunError` where the step cannot be restored, naming those that can.
         """
-        return stepper_at(self.path, step, at, engines or {})
+        return stepper_at(self.path, step, at, engines or {}, self.trust)
 
     def engine(self, step: int, role: str = "actor") -> Any:
         """A new engine with exactly the weights and optimizer after a step (0: before training)."""
-        return rebuild.standing_after(self.path, step).learners()[role]
+        return rebuild.standing_after(self.path, step, self.trust).learners()[role]
 
     def counterfactual(
         self, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
@@ -238,7 +247,7 @@ class Run(Shown):
         `until` is the last update to repeat (the last recorded one by default). Later updates use the recorded tokens and
         advantages. Raises `RunError` where no such row is in the batch, or nothing would be left.
         """
-        return rebuild.counterfactual(self.path, step, uids=uids, rows=rows, until=until)
+        return rebuild.counterfactual(self.path, step, self.trust, uids=uids, rows=rows, until=until)
 
     # --- while it goes on -----------------------------------------------------------------------
 
@@ -297,9 +306,9 @@ class RemoteRun(Run):
     address cannot be read, with the package that fsspec lacks for it.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, trust: bool = False) -> None:
         self._remote = Remote(address)
-        super().__init__(self._remote.local)
+        super().__init__(self._remote.local, trust=trust)
 
     @property
     def address(self) -> str:
@@ -435,10 +444,14 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def load_run(path: str | Path) -> Run:
+def load_run(path: str | Path, *, trust: bool = False) -> Run:
     """Open the folder of a run, finished or still running; at an address (`s3://…`) to read it. Raises `RunError` where there
-    is none."""
-    return RemoteRun(str(path)) if is_address(path) else Run(path)
+    is none.
+
+    What the folder says is data: without `trust`, code that it brings or names (Python files of a model, a reward file in it)
+    does not run, and nothing is sent to addresses of its settings. What would is said where a step needs it, with its hash.
+    """
+    return RemoteRun(str(path), trust) if is_address(path) else Run(path, trust=trust)
 
 
 _ALWAYS = ("state", "steps", "reward before", "reward after", "training reward", "seconds", "changed")

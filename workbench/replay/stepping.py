@@ -17,7 +17,8 @@ from typing import Any
 from workbench.base.errors import PipelineError, RunError, unknown
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
-from workbench.replay.rebuild import Missing, frozen_of, kinds_of, rebuilt, standing_after, start_of
+from workbench.replay.rebuild import Missing, frozen_of, kinds_of, rebuilt, standing_after, start_of, trust_of
+from workbench.replay.trust import Untrusted
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folder, step_folders
 from workbench.runs.kept_traces import read_kept
@@ -38,8 +39,10 @@ class Weights:
     phase after the role's update, the state after that update.
     """
 
-    def __init__(self, folder: Path, step: int, roles: Iterable[str], trace: Trace | None, past: Sequence[str]) -> None:
-        self._folder, self._step, self._trace = folder, step, trace
+    def __init__(
+        self, folder: Path, step: int, roles: Iterable[str], trace: Trace | None, past: Sequence[str], trust: bool
+    ) -> None:
+        self._folder, self._step, self._trace, self._trust = folder, step, trace, trust
         self.states = {role: [f"{role} after step {step - 1}"] for role in roles}
         for role in [role for role in self.states if f"update_{role}" in past]:
             self.states[role].append(f"{role} after its update of step {step}")
@@ -68,7 +71,7 @@ class Weights:
 
     def _open(self) -> Mapping[str, Any]:
         """The engines after the step before, with the step's own updates up to there done again on the recorded batch."""
-        pipeline = standing_after(self._folder, self._step - 1)
+        pipeline = standing_after(self._folder, self._step - 1, self._trust)
         engines = pipeline.learners()
         self._names = {engine.state_id: self.states[role][0] for role, engine in engines.items()}
         for role, (before, *after) in self.states.items():
@@ -282,8 +285,9 @@ def _asks_models(settings: Mapping[str, Any], stage: str) -> bool:
     return any(isinstance(value, dict) and ("engine" in value or "frozen" in value) for value in made)
 
 
-def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]) -> Replayed:
-    """Open a recorded step in a stepper: see `Run.stepper`; `given` are the caller's engines by role."""
+def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any], trust: bool = False) -> Replayed:
+    """Open a recorded step in a stepper: see `Run.stepper`; `given` are the caller's engines by role, `trust` their word for the
+    folder's code."""
     settings = read_settings(folder)
     records: list[dict[str, Any]] = settings.get("pipeline", [])
     names = [one["name"] for one in records]
@@ -294,13 +298,14 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     past = names[: names.index(at)] if at is not None else []
     trace = _recorded(folder, step, at, past)
     if at is None and not given:
-        return _at_the_start(folder, step, trace)
-    weights = Weights(folder, step, settings["engines"], trace, past)
+        return _at_the_start(folder, step, trace, trust)
+    weights = Weights(folder, step, settings["engines"], trace, past, trust)
     late = {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
     trace = _of_weights(trace, weights, given)
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
-    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings))
+    word = trust_of(folder, settings, trust)
+    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings, word), word)
     pipeline = _with_records(pipeline, trace, records, nowhere)
     trace = trace or Trace(start_of(folder, step))
     stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(given), late=weights)
@@ -324,11 +329,13 @@ def _signed(batch: DataProto, state_id: str) -> DataProto:
     return batch.with_columns({"old_log_probs": batch["old_log_probs"]}, origin=replace(made, state_id=state_id))
 
 
-def _at_the_start(folder: Path, step: int, trace: Trace | None) -> Replayed:
+def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
     """A stepper before the first phase, on engines that are opened now."""
     start = start_of(folder, step)
     try:
-        pipeline = standing_after(folder, step - 1)
+        pipeline = standing_after(folder, step - 1, trust)
+    except Untrusted:
+        raise
     except RunError as error:
         if trace is None or not trace.names:
             raise
