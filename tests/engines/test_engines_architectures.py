@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests_architectures import ARCHITECTURES, EXTRA, TELLING, make
+from tests_architectures import ARCHITECTURES, EXTRA, TELLING, VOCABULARY, make
 
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
@@ -113,6 +114,22 @@ def test_every_number_is_the_models_own(folder: Path, engine: Any, batch: DataPr
         assert float((one - own.get(key, 0 * one)).norm()) <= 2e-4 * scale, key
 
 
+def test_rows_up_to_and_beyond_every_length_are_the_models_own(folder: Path, engine: Any) -> None:
+    """Prompts below the lengths of 24 tokens that the configurations name, responses that cross them, and both beyond."""
+    lengths = [size for size in (5, 18, 22, 30, 45) if size + 8 <= (engine.max_length or 64)]
+    draw = random.Random(0)
+    asked = [tuple(draw.randrange(4, VOCABULARY - 5) for _ in range(size)) for size in lengths for _ in range(2)]
+    requests = [
+        Request(ids, SamplingSettings(max_tokens=5 + place % 4, ignore_eos=True), place)
+        for place, ids in enumerate(asked)
+    ]
+    rows = DataProto.from_single_dict(columns_of(asked, engine.sample_many(requests), 0))
+    with torch.no_grad():
+        expected = scored(plain(folder), rows)
+    assert close(rows["rollout_log_probs"], expected), "sampled"
+    assert close(engine.compute_log_probs(rows)["log_probs"], expected), "scored"
+
+
 def test_the_table_is_of_today(name: str, engine: Any) -> None:
     check = engine.examine(every=True)
     assert all(one < 1e-5 or one > 1e-2 for one in check.found.values() if isinstance(one, float)), "none is in doubt"
@@ -150,9 +167,9 @@ HEADER = f"""# Architectures
 
 A new engine compares each way of computing with the model's own forward, without padding and cache, on a few tokens
 (`engines/local_engine/selfcheck.py`). It uses the fastest that is right. This is what it finds on small random models
-(`tests/tests_architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is a share of
-the spread of log-probs over the vocabulary: below 1e-5 where it says *right*, above 1e-2 where it says *wrong*; *no* is a way
-that the model cannot go. Scoring and learning go over rows that are padded, or packed so that a common prompt is computed once;
+(`tests/tests_architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is the
+largest over the vocabulary at the tokens that are given, as a share of the spread of log-probs: below 1e-5 where it says
+*right*, above 1e-2 where it says *wrong*; *no* is a way that the model cannot go. Scoring and learning go over rows that are padded, or packed so that a common prompt is computed once;
 sampling goes with prompts shared in attention (`lean`: without the modules of a Llama-shaped model), with the model's own cache,
 or over the whole row for each token.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import make
+from tests_architectures import ARCHITECTURES, make
 from transformers import AutoModelForCausalLM
 
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
-from workbench.engines.local_engine import attention, head, scoring, selfcheck
+from workbench.engines.local_engine import attention, head, lean, scoring, selfcheck, tree
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 Folder = Callable[[str], Path]
@@ -74,8 +75,6 @@ def test_what_is_wrong_on_every_path_is_refused(folder: Folder, monkeypatch: pyt
 
 
 def test_a_head_of_its_own_is_found(folder: Folder, tmp_path: Path) -> None:
-    import json
-
     path = Path(shutil.copytree(folder("llama"), tmp_path / "own"))
     (path / "modeling_own.py").write_text(
         "from transformers import LlamaForCausalLM\n\n\n"
@@ -96,8 +95,6 @@ def test_a_head_of_its_own_is_found(folder: Folder, tmp_path: Path) -> None:
 
 
 def test_a_window_wider_than_the_check_is_seen(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
     path = Path(shutil.copytree(folder("mistral"), tmp_path / "wide"))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "sliding_window": 50}))
@@ -112,6 +109,121 @@ def test_a_window_wider_than_the_check_is_seen(folder: Folder, tmp_path: Path, m
     with pytest.raises(EngineError, match=r"without padding with MistralForCausalLM.*packed: .*pack='auto'"):
         local(path, pack="yes")
     assert not local(path).selfcheck.paths.pack
+
+
+def test_an_attention_that_nobody_read_is_not_lean(folder: Folder, tmp_path: Path) -> None:
+    """All parts of Llama, and queries that are scaled beyond a length that no configuration names."""
+    path = Path(shutil.copytree(folder("llama"), tmp_path / "own"))
+    (path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom transformers.models.llama.modeling_llama import LlamaAttention\n\n\n"
+        "class OwnAttention(LlamaAttention):\n"
+        "    def forward(self, hidden_states, position_ids, **named):\n"
+        "        states = hidden_states * (1 + (position_ids > 30)[..., None])\n"
+        "        return super().forward(states, position_ids=position_ids, **named)\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        for layer in self.model.layers:\n"
+        "            layer.self_attn.__class__ = OwnAttention\n"
+    )
+    config = json.loads((path / "config.json").read_text())
+    mapped = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["OwnForCausalLM"], "auto_map": mapped}))
+    engine = local(path, trust_remote_code=True)
+    assert engine.selfcheck.paths.decode == "shared prompts" and "lean" not in engine.selfcheck.found
+    asked = Request(tuple(range(5, 45)), SamplingSettings(max_tokens=4, ignore_eos=True), 0)
+    (sample,) = engine.sample_many([asked])
+    expected = own(path, selfcheck.batch_of([(asked.ids, sample.ids)]))
+    assert torch.allclose(torch.tensor([sample.log_probs]), expected, atol=1e-5)
+
+
+def test_a_model_that_is_sure_hides_nothing(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ernie's rotary is interleaved, the lean step's is not: near a probability of 1 the model's own tokens do not show it."""
+    read = "transformers.models.ernie4_5.modeling_ernie4_5"
+    monkeypatch.setattr(lean, "_READ", {*lean._READ, read})
+    model = AutoModelForCausalLM.from_pretrained(folder("ernie4_5"))
+    for times in (1, 30):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(times)
+        path = Path(shutil.copytree(folder("ernie4_5"), tmp_path / str(times)))
+        model.save_pretrained(path)
+        check = local(path).selfcheck
+        assert check.paths.decode == "shared prompts" and float(check.found["lean"]) > 0.1
+        assert check.difference < 1e-5
+
+
+def test_a_way_that_is_thirty_times_worse_than_its_neighbours_is_not_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its difference would be within what twelve layers may round to."""
+    _, shape = ARCHITECTURES["llama"]
+    monkeypatch.setitem(ARCHITECTURES, "deep", ("LlamaConfig", {**shape, "num_hidden_layers": 12}))
+    path, states = make("deep", tmp_path / "deep"), tree.Tree.states
+    assert local(path).selfcheck.paths.pack
+    monkeypatch.setattr(tree.Tree, "states", lambda *given: states(*given) * (1 + 2e-5))
+    check = local(path).selfcheck
+    assert not check.paths.pack and 30 * check.difference < float(check.found["packed"]) < 12 * selfcheck.TOLERANCE
+
+
+def test_one_token_that_is_wrong_in_half_precision_is_seen(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = tree.Tree.states
+
+    def wrong(*given: Any) -> torch.Tensor:
+        right = states(*given)
+        return torch.cat([-right[:1], right[1:]]) if torch.is_autocast_enabled("cpu") else right
+
+    assert local(folder("llama"), dtype="bfloat16").selfcheck.paths.pack
+    monkeypatch.setattr(tree.Tree, "states", wrong)
+    assert local(folder("llama")).selfcheck.paths.pack
+    assert not local(folder("llama"), dtype="bfloat16").selfcheck.paths.pack
+
+
+@pytest.mark.parametrize("name", ["ministral3", "llama4"])
+def test_a_scale_by_position_far_beyond_the_check_is_seen(name: str, folder: Folder, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder(name), tmp_path / name))
+    config = json.loads((path / "config.json").read_text())
+    config["max_position_embeddings"] = 262_144
+    if name == "llama4":
+        config["floor_scale"] = 8192
+    else:
+        config["rope_parameters"]["original_max_position_embeddings"] = 16_384
+    (path / "config.json").write_text(json.dumps(config))
+    engine = local(path)
+    assert engine.selfcheck.paths.decode == {"ministral3": "shared prompts", "llama4": "no cache"}[name]
+    scales = (engine._model.config.rope_parameters or {}).get("original_max_position_embeddings")
+    assert (
+        scales == 16_384
+        or engine._model.config.floor_scale == engine._model.model.layers[1].self_attn.floor_scale == 8192
+    )
+
+
+def _refuses_float32(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
+    """As transformers' flash attention: it computes in what autocast has, and not in float32."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if not torch.is_autocast_enabled("cpu") and query.dtype == torch.float32:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    query, key, value = (one.to(torch.bfloat16) for one in (query, key, value))
+    return sdpa_attention_forward(module, query, key, value, mask, **named)
+
+
+def test_attention_that_has_no_float32_is_checked_in_half_precision(folder: Folder) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    kind = "refuses_float32"
+    AttentionInterface.register(kind, _refuses_float32)
+    AttentionMaskInterface.register(kind, sdpa_mask)
+    engine = local(folder("qwen2"), dtype="bfloat16", attn_implementation=kind)
+    assert "checked to" in repr(engine) and "FlashAttention only support" in str(engine.selfcheck.found["float32"])
+    found, expected = engine.compute_log_probs(rows())["log_probs"], own(folder("qwen2"), rows())
+    assert float((found - expected).abs().max()) < 0.1 * float(expected.std())
+    asked = Request((5, 6, 7), SamplingSettings(max_tokens=2), 0)
+    assert engine.sample_many([asked])[0].ids
+    assert engine.learn(rows(), LikelihoodLoss(), EngineContract.counts(rows())).metrics["grad_norm"].result() > 0
+    told = "self-check of Qwen2ForCausalLM.*FlashAttention only support.*dtype='bfloat16' where its attention"
+    with pytest.raises(EngineError, match=told):
+        local(folder("qwen2"), attn_implementation=kind)
 
 
 @pytest.mark.parametrize("name", ["bloom", "gpt_oss", "mamba", "qwen3_next"])
@@ -182,8 +294,6 @@ def test_a_model_that_reads_more_than_tokens_is_refused(folder: Folder, monkeypa
 
 
 def test_a_wrapper_is_read_by_its_text_configuration(folder: Folder, tmp_path: Path) -> None:
-    import json
-
     path = Path(shutil.copytree(folder("gemma3"), tmp_path / "gemma3"))
     (path / "generation_config.json").unlink()
     config = json.loads((path / "config.json").read_text())
@@ -226,13 +336,14 @@ def test_states_that_a_model_keeps_are_no_obstacle(folder: Folder) -> None:
 
 
 def test_a_row_whose_length_changes_its_neighbours_is_refused(folder: Folder, tmp_path: Path) -> None:
-    import json
-
     path = Path(shutil.copytree(folder("phi3"), tmp_path / "long"))
     config = json.loads((path / "config.json").read_text())
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 23}
     scales = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
     config |= {"rope_parameters": {**rope, **scales}, "original_max_position_embeddings": 23}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps(config).replace(": 23", ": 12"))
+    assert local(path).selfcheck.paths.pack  # the check's rows are no longer than that
     (path / "config.json").write_text(json.dumps(config))
     engine = local(path)
     assert engine.max_length == 23

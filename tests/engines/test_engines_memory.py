@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests_architectures import make
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError
 from workbench.engines.local_engine import memory
 from workbench.functional.logprobs import CHUNK_BYTES
+from workbench.runs import preflight
+from workbench.steps.snapshots import Snapshots
 from workbench.testing.engines import LikelihoodLoss
 
 LAYER = 5 * 128 + (3 * 4 + 2 * 2) * 32 + 4 * 384
 """Numbers that a layer of the tiny model keeps of a token: H = 128, 4 query and 2 key heads of 32, an MLP of 384."""
+ROWS = wb.DataProto.from_single_dict(
+    {
+        "input_ids": torch.full((2, 6), 5),
+        "attention_mask": torch.ones(2, 6, dtype=torch.long),
+        "position_ids": torch.arange(6).repeat(2, 1),
+        "responses": torch.full((2, 2), 5),
+        "response_mask": torch.ones(2, 2, dtype=torch.long),
+    }
+)
+COUNTS = wb.engines.LossCounts(4.0, 2.0)
 
 
 def opened(tiny: str, **settings: Any) -> Any:
@@ -73,16 +88,7 @@ def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
 def test_learning_asks_for_the_batch_that_it_has(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full micro-batch would not fit into what is free; this batch does, and one of too many tokens is refused by parts."""
     engine = opened(tiny, micro_batch_tokens=16_384)
-    rows = wb.DataProto.from_single_dict(
-        {
-            "input_ids": torch.full((2, 6), 5),
-            "attention_mask": torch.ones(2, 6, dtype=torch.long),
-            "position_ids": torch.arange(6).repeat(2, 1),
-            "responses": torch.full((2, 2), 5),
-            "response_mask": torch.ones(2, 2, dtype=torch.long),
-        }
-    )
-    counts = wb.engines.LossCounts(4.0, 2.0)
+    rows, counts = ROWS, COUNTS
     needed = sum(engine.memory_needed(12, measured=True)[1].values())
     assert needed < sum(engine.memory_needed()[1].values()) / 20
     monkeypatch.setattr(memory, "available", lambda device: needed - 1)
@@ -116,3 +122,54 @@ def test_an_estimate_alone_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memory, "available", lambda device: 10_000)
     memory.preflight(torch.device("cpu"), needed)
     assert asked == [False, True, False]  # sure without measuring
+
+
+# --- estimates that cannot be made --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        # 5 × 32 + (3 × 4 + 2 × 2) × 8 + 4 × 48; the last layer's MLP has 64
+        ("gemma3n", 3 * 480 + 544),
+        # heads of 16 in every other layer
+        ("gemma4", 2 * 480 + 2 * 608),
+    ],
+)
+def test_sizes_that_differ_by_layer_are_added_up(name: str, kept: int, tmp_path: Path) -> None:
+    engine = wb.engines.local(make(name, tmp_path / name), device="cpu")
+    assert engine.memory_needed(100)[1]["activations"] == kept * 4 * 100
+    assert engine.learn(ROWS, LikelihoodLoss(), COUNTS).metrics["grad_norm"].result() > 0
+    assert Snapshots().price(engine, 100).free.memory > 0
+
+
+def test_what_a_configuration_does_not_say_is_read_off_the_weights(tiny: str) -> None:
+    engine = opened(tiny)
+    vars(engine._model.config)["intermediate_size"] = "wide"
+    # inputs and outputs of q, k, v, o, gate, up and down
+    layer = 256 + 192 + 192 + 256 + 3 * 512
+    assert engine.memory_needed(100)[1]["activations"] == 4 * layer * 4 * 100
+    engine.learn(ROWS, LikelihoodLoss(), COUNTS)
+
+
+def test_an_estimate_that_raises_stops_nothing(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not learning, not what a stepper keeps, not the checks before a run."""
+    engine = opened(tiny)
+
+    def unknown(self: Any, *given: Any, **named: Any) -> Any:
+        raise ZeroDivisionError("no such size")
+
+    for name in ("memory_needed", "checkpoint_bytes", "snapshot_cost"):
+        monkeypatch.setattr(type(engine), name, unknown)
+    kept = Snapshots()
+    kept.price(engine, 10)
+    kept.take(engine)
+    engine.learn(ROWS, LikelihoodLoss(), COUNTS)
+    pipeline: Any = SimpleNamespace(learners=lambda: {"policy": engine})
+    assert preflight._memory(pipeline, 100) == "unknown"
+    assert (
+        "the memory that learning takes is not known, and the work goes on: ZeroDivisionError: no such size"
+        in caplog.text
+    )

@@ -45,6 +45,14 @@ def test_the_self_check_covers_a_row_with_pictures(engine: Any) -> None:
     assert max(found["rows with pictures"], found["rows with pictures, sampled"]) < 5e-5
 
 
+def test_pictures_are_read_in_half_precision_too(models: dict[str, Path]) -> None:
+    engine = wb.engines.local(models["qwen2_5_vl"], device="cpu", dtype="bfloat16")
+    assert processor_of(engine) is not None
+    assert (
+        max(engine.selfcheck.found["rows with pictures"], engine.selfcheck.found["rows with pictures, sampled"]) < 5e-5
+    )
+
+
 def test_rows_are_scored_as_they_were_sampled(engine: Any) -> None:
     batch = sampled(engine, 0, 1, 2)
     assert set(batch[PIXELS][0]) >= {"pixel_values"} and batch[PIXELS][0] is batch[PIXELS][1]

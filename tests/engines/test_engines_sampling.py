@@ -155,7 +155,7 @@ def test_the_lean_step_is_taken_where_it_is_proven_alone(folder: Path, tmp_path:
     assert local(folder).selfcheck.paths.decode == "lean"
     assert local(folder, decode="own cache").selfcheck.paths.decode == "own cache"
     granite = local(make("granite", tmp_path / "granite"))  # the parts of Llama, and scales that they do not show
-    assert granite.selfcheck.paths.decode == "shared prompts" and float(granite.selfcheck.found["lean"]) > 1e-2
+    assert granite.selfcheck.paths.decode == "shared prompts" and "lean" not in granite.selfcheck.found
     assert "lean" not in local(make("gemma2", tmp_path / "gemma2")).selfcheck.found
     with pytest.raises(EngineError, match="lean"):
         local(tmp_path / "granite", decode="lean")

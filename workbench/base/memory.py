@@ -11,12 +11,19 @@ import contextlib
 import ctypes
 import gc
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from traceback import walk_tb
 from types import AsyncGeneratorType, CoroutineType, FrameType, GeneratorType
+from typing import TypeVar
+
+from workbench.base.errors import Interrupted, OutOfMemory, WorkerLost, first_line
+
+log = logging.getLogger("workbench")
+T = TypeVar("T")
 
 _RUNS_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
@@ -134,6 +141,27 @@ def total() -> int:
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
         found = min(found, int(limit.read()))  # "max" is none
     return found
+
+
+def estimated(what: str, estimate: Callable[[], T], otherwise: T) -> T:
+    """An estimate; where it raises `otherwise`, with a line in the log: no estimate ends the work that it is about.
+
+    Every estimate of bytes before some work goes through here. `OutOfMemory`, its verdict, passes, as do `Interrupted` and
+    `WorkerLost`, which are of the work itself.
+    """
+    try:
+        return estimate()
+    except (OutOfMemory, Interrupted, WorkerLost):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the code of a model's configuration, or of a user's engine, raises
+        _unknown(what, first_line(error))
+        return otherwise
+
+
+@lru_cache(maxsize=64)
+def _unknown(what: str, why: str) -> None:
+    """Said once: views ask again and again."""
+    log.warning("%s is not known, and the work goes on: %s", what, why)
 
 
 def gib(size: int) -> str:

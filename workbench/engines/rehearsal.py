@@ -11,13 +11,14 @@ Of a deep model two shallow ones are measured, and each part of a step is contin
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.base.errors import EngineError, boundary
+from workbench.base.memory import estimated
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
@@ -38,6 +40,7 @@ from workbench.engines.settings import FsdpSettings, LocalSettings
 
 SHALLOW = (3, 4)
 """Layers of the two models that are measured in place of a deeper one: more than FSDP has gathered at one time."""
+log = logging.getLogger("workbench")
 _aten: Any = torch.ops.aten
 _lock = threading.Lock()
 
@@ -169,7 +172,12 @@ def measured(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # torch's, of hooks on a layer whose inputs are frozen
-        rows = [_run(_shallow(config, one), opened, shape, gpu, head) for one in depths]
+        try:
+            rows = [_run(_shallow(config, one), opened, shape, gpu, head) for one in depths]
+        except Exception:  # layers that need others (Gemma 3n's share keys of earlier ones): all of them
+            log.debug("layers cannot be left out", exc_info=True)
+            depths = (depth,)
+            rows = [_run(config, opened, shape, gpu, head)]
     few, more = rows[0], rows[-1]
     further = (depth - depths[-1]) / (SHALLOW[1] - SHALLOW[0])
     return _footprint([round(b + further * (b - a)) for a, b in zip(few, more, strict=True)])
@@ -444,10 +452,10 @@ class Needs:
         device, budget = self._model.device, self._settings.budget(self._model.device.type)
         parts = learning_estimate(self._model, self._settings, tokens)
         if measured:
-            with suppress(EngineError):
-                shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
-                kind = {"gpu": device.type == "cuda", "head": self._critic}
-                parts = whole(self._rehearsed, self._model.config, self._settings, shape, **kind).parts
+            shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
+            made = (self._rehearsed, self._model.config, self._settings, shape)
+            kind = {"gpu": device.type == "cuda", "head": self._critic}
+            parts = estimated("the memory that learning takes, measured,", lambda: whole(*made, **kind).parts, parts)
         return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
 
     def memory_free(self) -> int:

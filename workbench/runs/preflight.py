@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from workbench.base.config import require
 from workbench.base.errors import DataError, OutOfMemory, RunError, SettingError
-from workbench.base.memory import gib
+from workbench.base.memory import estimated, gib
 from workbench.base.shown import Shown
 from workbench.dataproto import DataProto
 from workbench.datasets import Rows
@@ -277,8 +277,12 @@ def _mini_batch(pipeline: Pipeline, plan: Plan) -> int:
 
 
 def _memory(pipeline: Pipeline, tokens: int) -> str:
-    """Memory needed and free on each device for mini-batches of `tokens`: the needs of its engines are added up, as estimated,
-    and where that leaves a doubt as measured."""
+    """Memory needed and free on each device for mini-batches of `tokens`, or that it is not known."""
+    return estimated("the memory that learning takes", lambda: _devices(pipeline, tokens), "unknown")
+
+
+def _devices(pipeline: Pipeline, tokens: int) -> str:
+    """The needs of the engines on each device are added up, as estimated, and where that leaves a doubt as measured."""
     learners = [one for one in pipeline.learners().values() if isinstance(one, Estimates)]
     told = []
     for device in {one.memory_needed(0)[0]: None for one in learners}:
@@ -307,7 +311,8 @@ def _is_checked(learner: Any) -> bool:
 
 def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
     """Disk space needed for the kept checkpoints, one that is being written, and the recorded updates."""
-    weights = sum(one.checkpoint_bytes() for one in pipeline.learners().values() if isinstance(one, Estimates))
+    learners = [one for one in pipeline.learners().values() if isinstance(one, Estimates)]
+    weights = sum(estimated("the size of a checkpoint", one.checkpoint_bytes, 0) for one in learners)
     between = plan.save_freq or plan.steps
     updates = min(plan.keep_updates << 20, tokens * plan.batch_size * PER_TOKEN * between * plan.keep_checkpoints)
     saved = 1 if not plan.save_freq else min(plan.keep_checkpoints + 1, plan.steps // plan.save_freq + 1)

@@ -15,13 +15,14 @@ from weakref import WeakSet
 from workbench.base import memory
 from workbench.base.config import Settings, require
 from workbench.base.errors import OutOfMemory, VersionMismatch
-from workbench.base.memory import gib
+from workbench.base.memory import estimated, gib
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.engines.protocol import Estimates, Late, Learner, Losable, Snapshot, SnapshotCost
 
 log = logging.getLogger("workbench")
 
 
+_STATE = "the size of a kept state"
 _SMALL = 1 << 30
 """Bytes of a state that is copied to the disk without being asked for; the updates that lead to a larger one are done again."""
 
@@ -209,14 +210,14 @@ class Snapshots:
         if chosen != "auto" or not isinstance(learner, Estimates):
             return "memory" if chosen == "auto" else chosen
         if isinstance(learner, Losable) and learner.lost is not None:  # in processes that may die: on the disk
-            return "memory" if learner.checkpoint_bytes() <= _SMALL else "replay"
-        whole = learner.checkpoint_bytes() * self._settings.keep_snapshots
+            return "memory" if estimated(_STATE, learner.checkpoint_bytes, 0) <= _SMALL else "replay"
+        whole = estimated(_STATE, learner.checkpoint_bytes, 0) * self._settings.keep_snapshots
         return "memory" if 2 * whole <= self._free(learner, tokens) + self.nbytes else "replay"
 
     def _priced(self, learner: Any, kind: str, tokens: int, folder: str | None = None) -> Price:
         if not isinstance(learner, Estimates):
             return Price(kind, SnapshotCost(), SnapshotCost())
-        cost = learner.snapshot_cost(kind)
+        cost = estimated(_STATE, lambda: learner.snapshot_cost(kind), SnapshotCost())
         if folder is not None or (cost.disk and cost.folder is None):
             where = cost.folder or folder or self._settings.snapshot_folder or tempfile.gettempdir()
             cost = SnapshotCost(0, cost.memory + cost.disk, cost.updates, where)
@@ -228,8 +229,10 @@ class Snapshots:
         """Bytes that a further state may take in memory."""
         if self._settings.snapshot_memory is not None:
             return max(int(self._settings.snapshot_memory * 2**30) - self.nbytes, 0)
-        device, parts = learner.memory_needed(tokens)
-        return max(memory.available() - (sum(parts.values()) if device.type == "cpu" else 0), 0)
+        nowhere: dict[str, int] = {}
+        needed = estimated("the memory that learning takes", lambda: learner.memory_needed(tokens), (None, nowhere))
+        taken = sum(needed[1].values()) if str(needed[0]) == "cpu" else 0
+        return max(memory.available() - taken, 0)
 
     def _free_disk(self, folder: str | None) -> int:
         """Bytes that a further state may take on the disk."""

@@ -122,7 +122,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, start: int, total: int, group: Any) -> Tensor:
         ctx.own = slice(start, start + len(values))
-        whole = values.new_zeros(total)
+        whole = values.new_zeros((total, *values.shape[1:]))
         whole[ctx.own] = values
         distributed.all_reduce(whole, group=group)
         return whole

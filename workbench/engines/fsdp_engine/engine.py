@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
+from workbench.base.memory import estimated
 from workbench.base.metrics import Mean, join
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
@@ -415,10 +416,13 @@ class FsdpEngine(ModelEngine, Rewinding):
         sharing = len(here) if device.type == "cpu" else 1
         if measured:
             budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // sizes.blocks)
-            with suppress(EngineError):
-                shape = Shape.of(budget, budget if each is None else min(budget, each), each)
-                gpu = device.type == "cuda"
-                found = sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic)
+            shape, gpu = Shape.of(budget, budget if each is None else min(budget, each), each), device.type == "cuda"
+            found = estimated(
+                "the memory that learning takes, measured,",
+                lambda: sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic),
+                None,
+            )
+            if found is not None:
                 return device, {name: one * sharing for name, one in found.parts.items()}
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]

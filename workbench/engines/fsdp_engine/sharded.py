@@ -10,7 +10,7 @@ import functools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from workbench.engines.local_engine.scoring import (
     trimmed,
     why_padded,
 )
-from workbench.engines.local_engine.selfcheck import Paths, SelfCheck, check, unchecked
+from workbench.engines.local_engine.selfcheck import WANT, Paths, SelfCheck, check, narrowed, unchecked
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
@@ -372,27 +372,42 @@ class ShardedModel(ShardedPushing):
         finally:
             self.reshard()
 
-    def examine(self) -> SelfCheck:
-        """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks."""
-        device = self.mesh.device_type
+    def examine(self, path: str) -> SelfCheck:
+        """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks.
+
+        Where it computes in bfloat16, which hides small differences, a copy in float32 of model folder `path` is compared, too.
+        """
+        half, present = self.settings.half(self.mesh.device_type), self
+        exact = self
+        if half:
+            settings = self.settings.replace(dtype="float32")
+            exact = ShardedModel(path, settings, self.mesh, self.whole.value_head is not None, {})
+            exact.copy(self)
+
+        @contextmanager
+        def within(model: ShardedModel) -> Iterator[None]:
+            nonlocal present
+            present = model
+            yield
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.whole(DataProto({"input_ids": ids.to(device)}), ("logits",), 1.0, False)[
-                "logits"
-            ]
+            rows = DataProto({"input_ids": ids.to(self.mesh.device_type)})
+            found: torch.Tensor = present.whole(rows, ("own",), 1.0, False)["own"]
             return found
 
-        def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
-            self.whole.causal.workbench_paths = Paths(own_head=head.linear is None)
-            found: torch.Tensor = self.whole(batch, ("log_probs",), 1.0, packed)["log_probs"]
+        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
+            present.whole.causal.workbench_paths = Paths(own_head=head.linear is None)
+            found: dict[str, torch.Tensor] = present.whole(batch, WANT, 1.0, packed)
             return found
 
-        self.whole.eval()
+        models = (exact, self)[: 1 + half]
+        precisions = {model is self and half: functools.partial(within, model) for model in models}
         try:
-            half = self.settings.half(device)
-            return check(self.whole.causal, self.settings, forward, score, precisions=(half,), agree=largest)
+            with narrowed(exact.whole.causal):
+                return check(self.whole.causal, self.settings, forward, score, precisions=precisions, agree=largest)
         finally:
-            self.reshard()
+            for model in models:
+                model.reshard()
 
     def _scored(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool

@@ -44,10 +44,10 @@ class Whole(torch.nn.Module):
     def forward(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        """The outputs `want` of `scoring.outputs`; the model's own `logits` [b, s, V]; or `hidden` [N, H], the states that predict the N response tokens."""
-        if "logits" in want:
+        """The outputs `want` of `scoring.outputs`; the model's `own` logits [b, s, V]; or `hidden` [N, H], the states that predict the N response tokens."""
+        if "own" in want:
             replay(self.causal, None)
-            return {"logits": self.causal(input_ids=rows["input_ids"], use_cache=False).logits}
+            return {"own": self.causal(input_ids=rows["input_ids"], use_cache=False).logits}
         if "hidden" in want:
             return {"hidden": layout(self.causal, rows, packed).states(self.causal, head_of(self.causal))}
         return outputs(self.causal, self.value_head, rows, want, temperature, packed)

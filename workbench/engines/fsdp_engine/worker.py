@@ -111,7 +111,7 @@ class Shards:
         if source in self._models:
             model.selfcheck = self._models[source].selfcheck
         elif model.settings.self_check:
-            model.selfcheck = model.examine()
+            model.selfcheck = model.examine(path)
         model.whole.causal.workbench_paths = model.selfcheck.paths
         _ = model.packed  # refuses what cannot be
         self._models[name] = model

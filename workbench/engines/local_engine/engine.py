@@ -18,7 +18,7 @@ import torch
 from workbench.base import runtime
 from workbench.base.activity import recorded
 from workbench.base.errors import EngineError, SettingError, unknown
-from workbench.base.memory import share_arena
+from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
@@ -30,7 +30,7 @@ from workbench.engines.local_engine.memory import memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.sampling import Wave, Waves
-from workbench.engines.local_engine.selfcheck import Asked, SelfCheck, check, check_pictures, unchecked
+from workbench.engines.local_engine.selfcheck import WANT, Asked, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
@@ -379,7 +379,8 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         if self._optimizer is None:
             tokens = 0 if batch is None else batch["input_ids"].numel()
             if self._settings.check_memory:
-                preflight(self._model.device, lambda measured: self.memory_needed(tokens, measured)[1])
+                needed = lambda measured: self.memory_needed(tokens, measured)[1]  # noqa: E731
+                estimated("the memory that learning takes", partial(preflight, self._model.device, needed), None)
             self._optimizer = Optimizer(self._parameters(), self._settings)
         return self._optimizer
 
@@ -505,7 +506,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
 
         Raises `EngineError` where none is right, or one is not that the settings ask for.
         """
-        want, everything = ("log_probs",), 1 << 30
+        everything = 1 << 30
         self._model.eval()
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
@@ -513,21 +514,25 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
             found: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits
             return found
 
-        def score(head: Head, packed: bool, batch: DataProto) -> torch.Tensor:
+        def score(head: Head, packed: bool, batch: DataProto) -> dict[str, torch.Tensor]:
             cut = scoring.passes(self._model, batch, everything, packed)
-            found = lambda rows: scoring.outputs(self._model, None, rows, want, 1.0, packed, head)  # noqa: E731
-            return scoring.collect(cut, found, batch, want)["log_probs"]
+            found = lambda rows: scoring.outputs(self._model, None, rows, WANT, 1.0, packed, head)  # noqa: E731
+            return scoring.collect(cut, found, batch, WANT)
 
-        def sample(path: str, requests: Sequence[Request]) -> list[Sample]:
+        def sample(path: str, requests: Sequence[Request], rows: Rows) -> None:
             asked: Any = Asked(requests)
             with cache_of(self._model, path, everything) as cache:
-                decode(cache, Rows(self._eos, self.tokenizer), asked, 0, asked.size(cache))
-            return asked.answers
+                decode(cache, rows, asked, 0, asked.size(cache))
 
-        half = self._settings.half(self._model.device.type)
-        tries: dict[str, Any] = {"precisions": (False, True)[: 1 + half], "every": every}
+        tries: dict[str, Any] = {"precisions": self._precisions(), "every": every}
         decodes = paths_of(self._model, self._settings.decode)
         return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
+
+    def _precisions(self) -> dict[bool, Any]:
+        """float32, in which a difference is seen best, and bfloat16 where the engine computes in it."""
+        device = self._model.device.type
+        half = self._settings.half(device)
+        return {one: partial(torch.autocast, device, torch.bfloat16, enabled=one) for one in (False, True)[: 1 + half]}
 
     def read_pictures(self, processor: loading.Processor | None) -> None:
         """Take a processor, so that rows may have pictures; where the self-check finds them wrong it is not taken, and
@@ -536,17 +541,15 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
             self._processor = processor
             return
 
-        def score(batch: DataProto) -> torch.Tensor:
-            return self._scored(batch, ("log_probs",), 1.0)["log_probs"]
+        def score(batch: DataProto) -> dict[str, torch.Tensor]:
+            return scoring.collect(self._passes(batch, False), self._outputs(WANT, 1.0, False), batch, WANT)
 
-        def sample(requests: Sequence[Request]) -> list[Sample]:
+        def sample(requests: Sequence[Request], rows: Rows) -> None:
             asked: Any = Asked(requests)
             asked.join(len(requests))
-            cache = PicturedRows(self._model, requests)
-            decode(cache, Rows(self._eos, self.tokenizer), asked, 0, len(requests))
-            return asked.answers
+            decode(PicturedRows(self._model, requests), rows, asked, 0, len(requests))
 
-        right, found = check_pictures(self._model, processor, score, sample)
+        right, found = check_pictures(self._model, processor, score, sample, self._precisions())
         self.selfcheck = replace(self.selfcheck, found={**self.selfcheck.found, **found})
         self._processor = processor if right else None
 

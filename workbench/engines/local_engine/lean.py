@@ -1,7 +1,8 @@
 """One decode step of Llama-shaped models (Llama, Mistral, Qwen 2 and 3) over their own weights, without their modules' overhead.
 
-It reads the weights where they are, so updates need no care. Which models have the shape is decided by the names and types of
-all their parts, and proven by `prefix.deviation`.
+It reads the weights where they are, so updates need no care. Which models it may decode is a list of transformers' modules whose
+code was read: parts of the same names may do something else with them, beyond a length that no check comes to. `selfcheck`
+proves it once more.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 _NORMS, _PERHAPS = {"input_layernorm", "post_attention_layernorm"}, {"self_attn.q_norm", "self_attn.k_norm"}
 
+_READ = {
+    f"transformers.models.{one}.modeling_{one}"
+    for one in ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "cwm")
+}
+"""Modules whose attention, and all else of a model, does what `_step` does."""
+_PLAIN = ("torch.nn.modules.", "transformers.activations")
+
 Step = Callable[[Tensor, Tensor, Plan], Tensor]
 """Takes tokens [n], positions [n] and a plan → [n, V] logits."""
 
 
 def lean_step(model: Any) -> Step | None:
-    """A function that does one decode step of the model; None where the model has another shape."""
+    """A function that does one decode step of the model; None where the model has another shape, or any class of its own."""
     inner = getattr(model, "model", None)
     if inner is None or {name for name, _ in inner.named_children()} != _MODEL or not all(map(_fits, inner.layers)):
+        return None
+    classes = {type(part).__module__ for part in model.modules() if not type(part).__module__.startswith(_PLAIN)}
+    if len(classes) != 1 or not classes <= _READ or any("forward" in vars(part) for part in model.modules()):
         return None
     head = linear_head(model)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 
 from workbench.base import memory
 from workbench.base.errors import OutOfMemory
-from workbench.base.memory import gib
+from workbench.base.memory import estimated, gib
 from workbench.dataproto.core import DataProto
 from workbench.engines.settings import LocalSettings
 from workbench.functional.logprobs import CHUNK_BYTES
@@ -38,26 +39,48 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
     """Bytes that learning will take by part: gradients and Adam's two moments of what is trained, activations, logits.
 
     `tokens` are those of a whole batch, padding included: a micro-batch has them, or `micro_batch_tokens` where that is less.
-    For a token and layer the backward pass keeps 5H + 3Q + 2K + 4I numbers (H hidden, Q queries, K keys, I MLP), counted on
-    Llama's and Qwen2's layers; with checkpointing H, and one layer's in full. Frozen weights keep fewer, but peak no lower. Of
-    moments that are offloaded a GPU has those of one parameter at a time.
+    For a token and layer the backward pass keeps what `_by_config` says; with checkpointing H, and one layer's in full. Frozen weights
+    keep fewer, but peak no lower. Of moments that are offloaded a GPU has those of one parameter at a time.
     """
     sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
     trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"
     moments = 2 * (max(sizes, default=0) if away else trained)
     budget = settings.budget(model.device.type)
     budget = budget if tokens is None else min(tokens, budget)
-    one = model.config.get_text_config()
-    layers, hidden, heads = one.num_hidden_layers, one.hidden_size, getattr(one, "num_attention_heads", 1)
-    each = getattr(one, "head_dim", None) or hidden // heads
-    inner = getattr(one, "intermediate_size", None) or 4 * hidden
-    if routed := getattr(one, "num_experts_per_tok", None):
-        inner = routed * (getattr(one, "moe_intermediate_size", None) or inner)
-    layer = 5 * hidden + (3 * heads + 2 * (getattr(one, "num_key_value_heads", None) or heads)) * each + 4 * inner
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
+    layers = estimated("what a layer keeps", lambda: _by_config(model.config), None) or _by_shapes(model)
     size = 2 if settings.half(model.device.type) else next(model.parameters()).element_size()
-    kept = (layers * hidden + layer) if settings.gradient_checkpointing else layers * layer
-    logits = min(4 * one.vocab_size * budget, CHUNK_BYTES)
+    kept = len(layers) * hidden + max(layers) if settings.gradient_checkpointing else sum(layers)
+    logits = min(4 * vocabulary * budget, CHUNK_BYTES)
     return {"gradients": trained, "optimizer": moments, "activations": kept * size * budget, "logits": 3 * logits}
+
+
+def _by_config(config: Any) -> list[int]:
+    """Numbers that the backward pass keeps of a token in each layer: 5H + 3Q + 2K + 4I (H hidden, Q queries, K keys, I MLP),
+    counted on Llama's and Qwen2's layers. A configuration may say each of them, or all, by layer."""
+    text = config.get_text_config()
+    found = []
+    for place, one in enumerate(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers):
+        heads = getattr(one, "num_attention_heads", 1)
+        each = getattr(one, "head_dim", None) or one.hidden_size // heads
+        inner = getattr(one, "intermediate_size", None) or 4 * one.hidden_size
+        if isinstance(inner, Sequence):
+            inner = inner[place]
+        if routed := getattr(one, "num_experts_per_tok", None):
+            inner = routed * (getattr(one, "moe_intermediate_size", None) or inner)
+        keys = getattr(one, "num_key_value_heads", None) or heads
+        found.append(5 * one.hidden_size + (3 * heads + 2 * keys) * each + 4 * inner)
+    return found
+
+
+def _by_shapes(model: Any) -> list[int]:
+    """The same of the weights' shapes: what goes into each matrix of a layer, and what comes out."""
+    found: Counter[str] = Counter()
+    for name, one in model.named_parameters():
+        layer = next((part for part in name.split(".") if part.isdecimal()), "")
+        if layer and one.dim() > 1:
+            found[layer] += sum(one.shape[-2:])
+    return list(found.values()) or [0]
 
 
 def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]]) -> None:

@@ -208,7 +208,8 @@ def outputs(
     packed: bool,
     head: Head | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask.
+    """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask; for the
+    self-check also `logits` [b, T, V].
 
     `rows` are on the CPU, the outputs on the model's device. `head` makes the logits; without it the one that `head_of` finds.
     """
@@ -224,6 +225,8 @@ def outputs(
         if "values" in want and head.linear is None:
             states = way.states(model, head)
         flat |= _from_logits(head, states, way.labels, want, temperature)
+    if "logits" in want:
+        flat["logits"] = head.logits(states)
     return {name: way.spread(values) for name, values in flat.items()}
 
 
@@ -290,10 +293,10 @@ class Assembled:
         self._held: dict[str, Tensor] = {}
 
     def put(self, parts: Mapping[str, Tensor], indices: Tensor, t: int) -> None:
-        """Put in parts [b, t] of the rows `indices`; what nobody puts in is 0."""
+        """Put in parts [b, t, …] of the rows `indices`; what nobody puts in is 0."""
         for name, part in parts.items():
             if name not in self._held:
-                self._held[name] = part.new_zeros(self._shape)
+                self._held[name] = part.new_zeros((*self._shape, *part.shape[2:]))
             self._held[name][sent(indices, part.device), :t] = part
 
     def read(self) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
 """The self-check of a newly opened model: a way of computing gives the numbers of the model's own forward, or is not used.
 
-On a few tokens, with the loaded weights in float32, each path is compared with the model's own forward, which has no padding
-and no cache: sampled and scored log-probs of ragged rows in two groups that share a prompt each. A sliding window is narrowed
-meanwhile, so that rows are longer than it. Differences are shares of the spread (standard deviation) of log-probs over the
-vocabulary, so that a wrong scale is seen in a model of small logits, too.
+On a few tokens, with the loaded weights, each path is compared with the model's own forward in float32, which has no padding
+and no cache: the log-probs of the whole vocabulary at each response token of ragged rows, in two groups that share a prompt
+each. The tokens are random and the same for every path, whatever the model would sample: a model that is sure of its own tokens
+hides what is wrong elsewhere. Lengths by which the configuration changes the numbers (windows, original lengths of positions) are
+shortened meanwhile, so that rows are longer than them. The largest difference counts, as a share of the spread (standard
+deviation) of log-probs over the vocabulary, so that a wrong scale is seen in a model of small logits, too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,27 +23,33 @@ from torch import Tensor
 from workbench.base.errors import EngineError, Interrupted, first_line
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine.decode import Rows
 from workbench.engines.local_engine.head import OWN, Head, linear_head
+from workbench.engines.local_engine.loading import rope_limit
 from workbench.engines.local_engine.pictures import given
+from workbench.engines.local_engine.routing import experts_of
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 log = logging.getLogger("workbench")
 
 TOLERANCE = 1e-5
 """Largest difference of a proven path in float32 for each layer of the model, as a share of the spread of log-probs."""
-HALF = 0.1
-"""The same in bfloat16 for all layers; the median counts, as a mixture of experts may send a token to other experts."""
+RATIO = 30
+"""Times the difference of the best other path in the same precision, or of one rounding, that a proven path may have."""
+HALF, HALF_RATIO = 0.1, 3
+"""The same two in bfloat16: its rounding differs less between paths than float32's, and is much larger."""
 WINDOW = 4
-"""Tokens of a sliding window during the check."""
+"""Tokens of a sliding window, and of other lengths in `_LENGTHS_OF`, during the check."""
 _LENGTHS = ((17, 3), (17, 1), (4, 4), (4, 2))
 """(prompt, response) tokens of the rows, in two groups: as few as a tree shares (`tree.LEAST`), for the sake of large models."""
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response."""
-Score = Callable[[Head, bool, DataProto], Tensor]
-"""(head, packed, batch) → log-probs [B, T]."""
-SampleAll = Callable[[str, Sequence[Request]], Sequence[Sample]]
-"""(path, requests) → samples."""
+Score = Callable[[Head, bool, DataProto], Mapping[str, Tensor]]
+"""(head, packed, batch) → `WANT`: log-probs [B, T] and logits [B, T, V]."""
+WANT = ("log_probs", "logits")
+SampleAll = Callable[[str, Sequence[Request], Rows], object]
+"""(path, requests, rows): decodes the requests in those rows."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +98,20 @@ def check(
     forward: Callable[[Tensor], Tensor],
     score: Score,
     *,
-    sample: SampleAll = lambda path, requests: (),
+    sample: SampleAll = lambda path, requests, rows: None,
     decodes: Sequence[str] = (),
-    precisions: Sequence[bool] = (False,),
+    precisions: Precisions | None = None,
     agree: Callable[[float], float] = float,
     every: bool = False,
 ) -> SelfCheck:
     """Find the fastest paths that give the numbers of the model's own `forward`, ids [b, s] → logits [b, s, V].
 
-    `decodes` are the paths of `sample`, the fastest first. `precisions` say for each try whether it is one in bfloat16; `agree`
-    gives the largest difference of all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the
-    differences, where the model's forward fails, where no head makes padded scoring right, where no decode path is right, or one
-    is not that the settings ask for.
+    `decodes` are the paths of `sample`, the fastest first. A path is tried in each of `precisions`; `agree` gives the largest
+    difference of all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the differences, where the
+    model's forward fails in every precision, where no head makes padded scoring right, where no decode path is right, or one is
+    not that the settings ask for.
     """
-    judge = _Judge(model, forward, precisions, agree, every)
+    judge = _Judge(model, forward, precisions or {False: nullcontext}, agree, every)
     with narrowed(model), torch.no_grad():
         rows = _rows(model)
         judge.look(rows)
@@ -112,12 +120,14 @@ def check(
         batch, requests = batch_of(rows), _requests(rows)
 
         def scored(head: Head, pack: bool) -> Compute:
-            return lambda: (rows, list(score(head, pack, batch)))
+            return lambda: score(head, pack, batch)
 
         def sampled(path: str) -> Compute:
-            return lambda: _made(rows, sample(path, requests))
+            return lambda: forced(rows, lambda each: sample(path, requests, each))
 
         heads = {"padded": linear_head(model), "padded, own head": OWN}
+        few = rows[-2:]
+        judge.begin(few, lambda: score(OWN, False, batch_of(few)))
         asked = {"linear": ["padded"], "model": ["padded, own head"]}.get(settings.head, list(heads))
         head = heads[judge.first("scoring", {name: scored(heads[name], False) for name in asked}, _DO_HEAD)]
         pack = settings.pack != "no" and judge.proves("packed", scored(head, True))
@@ -132,8 +142,10 @@ def check(
 
 
 _DO_HEAD = "set head='auto' or 'model', or attn_implementation='eager'"
-Compute = Callable[[], tuple[Sequence[Row], Sequence[Tensor]]]
-"""() → (rows, the log-probs of each one's response)."""
+Compute = Callable[[], Mapping[str, Any]]
+"""() → of each row `logits` [T', V], and perhaps `log_probs` [T'], of at least its T response tokens."""
+Precisions = Mapping[bool, Callable[[], AbstractContextManager[Any]]]
+"""Whether it is bfloat16 → a context manager that computes in it."""
 
 
 class _Judge:
@@ -143,42 +155,59 @@ class _Judge:
         self,
         model: Any,
         forward: Callable[[Tensor], Tensor],
-        precisions: Sequence[bool],
+        precisions: Precisions,
         agree: Callable[[float], float],
         every: bool,
     ) -> None:
         self.model = model
         self._forward = forward
-        self._precisions = precisions
+        self._precisions = dict(precisions)
         self._agree = agree
         self.name = type(model).__name__
         self.found: dict[str, float | str] = {}
         self.spread = float("nan")
         """Standard deviation of the model's own log-probs over the vocabulary, on average."""
-        self.tolerance = TOLERANCE
+        self.tolerance = self._rounding = TOLERANCE
         self._every = every
-        self._truth: dict[Row, Tensor] = {}
+        self._truth: list[tuple[Row, Tensor]] = []
+        """Rows, and the model's own log-probs [T, V] of each one's response."""
+        self._off: dict[str, dict[bool, float]] = {}
+        """Path, or "" for the model's own forward over padded rows, → its difference in each precision."""
 
     def look(self, rows: Sequence[Row]) -> None:
-        """Run the model's own forward over the rows. Raises `EngineError` where it fails."""
-        new = [row for row in rows if row not in self._truth]
-        lengths = sorted({len(prompt) + len(response) for prompt, response in new})
-        for length in lengths:
-            same = [row for row in new if len(row[0]) + len(row[1]) == length]
-            ids = torch.tensor([[*prompt, *response] for prompt, response in same], device=self.model.device)
+        """Run the model's own forward over the rows, in the first precision that it has: flash attention has no float32.
+
+        Raises `EngineError` where it fails in all.
+        """
+        for half, within in list(self._precisions.items()):
             try:
-                log_probs = torch.log_softmax(self._forward(ids).float(), -1).cpu()
+                with within():
+                    self._look(rows)
+                return
+            except Interrupted:
+                raise
             except Exception as cause:
-                what = f"{self.name} does not fit: its own forward over a few token ids failed"
-                raise EngineError(what, expected="a causal language model", found=first_line(cause)) from cause
+                self.found["bfloat16" if half else "float32"] = first_line(cause, 120)
+                del self._precisions[half]
+                if not self._precisions:
+                    what = f"the self-check of {self.name}: its own forward over a few token ids failed"
+                    do = "open a causal language model; set dtype='bfloat16' where its attention has no float32"
+                    raise EngineError(what, expected="logits of token ids", found=first_line(cause), do=do) from cause
+
+    def _look(self, rows: Sequence[Row]) -> None:
+        log_probs_of: dict[Row, Tensor] = {}
+        for length in sorted({len(prompt) + len(response) for prompt, response in rows}):
+            same = [row for row in rows if len(row[0]) + len(row[1]) == length]
+            ids = torch.tensor([[*prompt, *response] for prompt, response in same], device=self.model.device)
+            log_probs = torch.log_softmax(self._forward(ids).float(), -1).cpu()
             if self.spread != self.spread:
                 self.spread = float(log_probs.std(-1).mean())
                 layers = getattr(self.model.config.get_text_config(), "num_hidden_layers", 1)
-                rounding = 4 * torch.finfo(torch.float32).eps * float(log_probs.abs().max())
-                self.tolerance = TOLERANCE * max(layers, 3) + rounding / self.spread
-            for (prompt, response), one in zip(same, log_probs, strict=True):
-                picked = one[len(prompt) - 1 : -1].gather(-1, torch.tensor(response)[:, None])
-                self._truth[prompt, response] = picked[:, 0]
+                self._rounding = torch.finfo(torch.float32).eps * float(log_probs.abs().max()) / self.spread
+                self.tolerance = TOLERANCE * max(layers, 3) + 4 * self._rounding
+            for row, own in zip(same, log_probs, strict=True):
+                log_probs_of[row] = own[len(row[0]) - 1 : -1]
+        self._truth = [(row, log_probs_of[row]) for row in rows]
 
     def first(self, what: str, paths: Mapping[str, Compute], do: str) -> str:
         """The first path that is proven. Raises `EngineError` where none is."""
@@ -191,27 +220,57 @@ class _Judge:
         return proven
 
     def proves(self, path: str, compute: Compute) -> bool:
-        """Whether a path gives the model's own numbers."""
-        device = self.model.device.type
-        for half in self._precisions:
+        """Whether a path gives the model's own numbers in all precisions."""
+        if path not in self._off and path not in self.found:
+            self._measure(path, compute)
+        for half, difference in self._off.get(path, {}).items():
+            others = [one[half] for name, one in self._off.items() if name != path]
+            if not difference <= self._limit(half, others):
+                self.found[path] = difference
+                return False
+        return path in self._off
+
+    def begin(self, rows: Sequence[Row], compute: Compute) -> None:
+        """Measure how far rounding alone takes the model's own forward, over a few of the rows that `look` saw."""
+        whole, self._truth = self._truth, [one for one in self._truth if one[0] in rows]
+        self._measure("", compute)
+        self._truth = whole
+        self.found.pop("", None)
+
+    def _measure(self, path: str, compute: Compute) -> None:
+        differences = {}
+        for half, within in self._precisions.items():
             try:
-                with torch.autocast(device, torch.bfloat16, enabled=half):
-                    rows, given = compute()
+                with within():
+                    away = self._away(compute())
             except Interrupted:
                 raise
             except Exception as error:
                 self.found[path] = first_line(error, 120)
                 log.debug("%s: %s raised", self.name, path, exc_info=True)
-                return False
-            self.look(rows)
-            pairs = zip(given, (self._truth[row] for row in rows), strict=True)
-            away = torch.cat([(one[: len(own)].cpu() - own).abs() for one, own in pairs])
-            difference = self._agree(float(away.median() if half else away.max()) / self.spread)
-            if not difference <= (HALF if half else self.tolerance):
-                self.found[path] = difference
-                return False
-            self.found.setdefault(path, difference)
-        return True
+                return
+            # in bfloat16 a mixture may send a token to other experts, and is right
+            largest = away.median() if half and experts_of(self.model) else away.max()
+            differences[half] = self._agree(float(largest) / self.spread)
+        self._off[path] = differences
+        self.found[path] = next(iter(differences.values()))
+
+    def _away(self, made: Mapping[str, Any]) -> Tensor:
+        """The largest difference at each response token."""
+        found = []
+        for number, ((_, response), own) in enumerate(self._truth):
+            away = torch.log_softmax(made["logits"][number][: len(own)].float().cpu(), -1) - own
+            found.append(away.abs().amax(-1))
+            if "log_probs" in made:
+                picked = own.gather(-1, torch.tensor(response)[:, None])[:, 0]
+                found.append((made["log_probs"][number][: len(own)].cpu() - picked).abs())
+        return torch.cat(found)
+
+    def _limit(self, half: bool, others: Sequence[float]) -> float:
+        """The largest difference of a proven path beside those of others."""
+        if half:
+            return max(HALF, HALF_RATIO * min(others, default=0.0))
+        return min(self.tolerance, RATIO * max(min(others, default=self.tolerance), self._rounding))
 
     def refuse(self, what: str, paths: Sequence[str], do: str) -> None:
         """Raises `EngineError` about paths that are wrong."""
@@ -227,8 +286,9 @@ class _Judge:
 def check_pictures(
     model: Any,
     processor: Any,
-    score: Callable[[DataProto], Tensor],
-    sample: Callable[[Sequence[Request]], Sequence[Sample]],
+    score: Callable[[DataProto], Mapping[str, Tensor]],
+    sample: Callable[[Sequence[Request], Rows], object],
+    precisions: Precisions,
 ) -> tuple[bool, dict[str, float | str]]:
     """(whether rows with pictures are scored and sampled as the model's own forward has them, what was found).
 
@@ -252,7 +312,7 @@ def check_pictures(
             logits.append(model(**told, use_cache=False).logits)
         return torch.cat(logits)
 
-    judge, cells = _Judge(model, forward, (False,), float, False), [pixels for _, pixels in prompts]
+    judge, cells = _Judge(model, forward, precisions, float, False), [pixels for _, pixels in prompts]
     with narrowed(model), torch.no_grad():
         rows = [(prompt, row[1]) for (prompt, _), row in zip(prompts, _rows(model), strict=False)]
         requests = [replace(one, pixels=pixels) for one, pixels in zip(_requests(rows), cells, strict=True)]
@@ -261,9 +321,13 @@ def check_pictures(
         except EngineError as error:
             judge.found[PICTURED] = first_line(error, 120)
         else:
+            ids = [torch.tensor([[*prompt, *response]], device=model.device) for prompt, response in rows]
+            cut = [slice(-len(response) - 1, -1) for _, response in rows]
+            judge.begin(rows, lambda: {"logits": [forward(one)[0, own] for one, own in zip(ids, cut, strict=True)]})
             batch = batch_of(rows).with_columns({PIXELS: cells})
-            if judge.proves(PICTURED, lambda: (rows, list(score(batch)))):
-                right = judge.proves(f"{PICTURED}, sampled", lambda: _made(rows, sample(requests)))
+            if judge.proves(PICTURED, lambda: score(batch)):
+                drawn = lambda: forced(rows, lambda each: sample(requests, each))  # noqa: E731
+                right = judge.proves(f"{PICTURED}, sampled", drawn)
                 if right:
                     return True, judge.found
     log.warning("%s reads text alone, its pictures are not computed rightly here: %s", name, judge.found)
@@ -289,7 +353,6 @@ class Asked:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = list(requests)
         self.questions: list[Request] = []
-        self._answers: dict[int, Sample] = {}
 
     def size(self, cache: Any) -> int:
         """Most rows at a time; takes those who begin."""
@@ -306,13 +369,6 @@ class Asked:
 
     def finish(self, place: int, answer: Sample | Exception) -> None:
         """As `Wave.finish`."""
-        assert isinstance(answer, Sample)
-        self._answers[place] = answer
-
-    @property
-    def answers(self) -> list[Sample]:
-        """The samples in the order of the requests."""
-        return [self._answers[place] for place in range(len(self.questions))]
 
 
 # --- what it is tried on ------------------------------------------------------------------------
@@ -327,7 +383,7 @@ def _rows(model: Any) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     plain = [one for one in torch.randperm(min(size, 4096), generator=generator).tolist() if one not in special]
     draw = iter(plain * (64 // max(len(plain), 1) + 1))
-    longest = getattr(config, "max_position_embeddings", None) or 64
+    longest = min(getattr(config, "max_position_embeddings", None) or 64, rope_limit(model) or 64)
     lengths = [(max(min(prompt, longest - response), 1), response) for prompt, response in _LENGTHS]
     prompts = {length: tuple(next(draw) for _ in range(length)) for length, _ in lengths}
     return [(prompts[prompt], tuple(next(draw) for _ in range(response))) for prompt, response in lengths]
@@ -340,10 +396,28 @@ def _requests(rows: Sequence[Row]) -> list[Request]:
     ]
 
 
-def _made(rows: Sequence[Row], samples: Sequence[Sample]) -> tuple[list[Row], list[Tensor]]:
-    """The prompts with what was sampled, and its log-probs."""
-    made = [(prompt, one.ids) for (prompt, _), one in zip(rows, samples, strict=True)]
-    return made, [torch.tensor(one.log_probs) for one in samples]
+class _Forced(Rows):
+    """Rows that decode given tokens, and keep the logits of which each would have been drawn."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__(frozenset(), None)
+        self._responses = [response for _, response in rows]
+        self.logits: list[list[Tensor]] = [[] for _ in rows]
+
+    def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, log_probs = super()._drawn(logits, uniforms)
+        for seat in self.alive:
+            kept = self.logits[self.places[seat]]
+            tokens[seat] = self._responses[self.places[seat]][len(kept)]
+            kept.append(logits[seat])
+        return tokens, log_probs
+
+
+def forced(rows: Sequence[Row], decode: Callable[[Rows], object]) -> dict[str, list[Tensor]]:
+    """`logits` [T, V] of each row's response, as `decode(rows)` comes to them."""
+    each = _Forced(rows)
+    decode(each)
+    return {"logits": [torch.stack(one) for one in each.logits]}
 
 
 def batch_of(rows: Sequence[Row]) -> DataProto:
@@ -358,25 +432,32 @@ def batch_of(rows: Sequence[Row]) -> DataProto:
 
 @contextmanager
 def narrowed(model: Any) -> Iterator[None]:
-    """Context manager: sliding windows of the model are `WINDOW` tokens wide inside, where they were wider."""
-    owners = {
-        id(one): one for part in model.modules() for one in (part, getattr(part, "config", None)) if one is not None
-    }
-    owners |= {id(text): text for text in [model.config.get_text_config()]}
+    """Context manager: lengths by which a model changes its numbers (`_LENGTHS_OF`) are `WINDOW` tokens inside, where they were
+    more."""
+    owners: list[dict[str, Any]] = [
+        vars(one) for part in model.modules() for one in (part, getattr(part, "config", None)) if one is not None
+    ]
+    owners.append(vars(model.config.get_text_config()))
+    ropes = [one["rope_parameters"] for one in owners if isinstance(one.get("rope_parameters"), dict)]
+    if rope_limit(model) is None:  # else no row goes beyond them, and all frequencies would be others
+        owners += [each for rope in ropes for each in (rope, *rope.values()) if isinstance(each, dict)]
     before = [
-        (one, name, value)
-        for one in owners.values()
-        for name, value in vars(one).items()
-        if name in _WINDOWS and isinstance(value, int) and value > WINDOW
+        (one, name, one[name])
+        for one in {id(one): one for one in owners}.values()
+        for name in _LENGTHS_OF
+        if isinstance(one.get(name), int) and one[name] > WINDOW
     ]
     try:
         for one, name, _ in before:
-            setattr(one, name, WINDOW)
+            one[name] = WINDOW
         yield
     finally:
         for one, name, value in before:
-            setattr(one, name, value)
+            one[name] = value
 
 
-_WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Attributes of configurations and layers that say how many tokens a layer sees."""
+_LENGTHS_OF = (
+    *("sliding_window", "attention_chunk_size", "attention_window_size", "floor_scale", "log_scaling_n_floor"),
+    "original_max_position_embeddings",
+)
+"""Attributes of configurations and layers: how many tokens a layer sees, and from which position on it scales its queries."""

@@ -153,17 +153,17 @@ def places(mask: Tensor) -> Tensor:
 
 
 class Spread:
-    """Puts a value at each of the N places of a mask [b, T]: [b, T] float32, 0 elsewhere; `which` [N] of several values."""
+    """Puts a value [...] at each of the N places of a mask [b, T]: [b, T, ...] float32, 0 elsewhere; `which` [N] of several values."""
 
     def __init__(self, mask: Tensor, device: Any, which: Tensor | None = None) -> None:
         self._shape, self._places = mask.shape, sent(places(mask), device)
         self._which = None if which is None else sent(which, device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """[N], or as many as `which` says, → [b, T]."""
+        """[N, …], or as many as `which` says, → [b, T, …]."""
         values = values.float() if self._which is None else values.float()[self._which]
-        empty = torch.zeros(self._shape.numel(), dtype=torch.float32, device=values.device)
-        return empty.index_copy(0, self._places, values).view(self._shape)
+        empty = torch.zeros((self._shape.numel(), *values.shape[1:]), dtype=torch.float32, device=values.device)
+        return empty.index_copy(0, self._places, values).view(*self._shape, *values.shape[1:])
 
 
 class Tree:
