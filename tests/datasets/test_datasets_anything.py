@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,62 @@ def test_columns_are_named_and_the_others_stay() -> None:
         wb.rows(records, prompt="q", answer="b")
     with pytest.raises(DataError, match="has a system message; found 'x'; leave system= out"):
         wb.rows([{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}], system="z")
+
+
+def line_of(error: Exception) -> str:
+    """The call that an error proposes."""
+    return re.search(r"wb\.rows\(.*?\)(?=$|;|, )", str(error))[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("records", "arguments", "prompt", "truth"),
+    [
+        ([{"text": "2+2?", "data_source": "a name that is longer than the text", "truth": "4"}], {}, "2+2?", "4"),
+        ([{"text": "2+2?", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 0}}], {}, "2+2?", "4"),
+        ([{"text": "2+2?", "uid": "a", "level": 1, "answer": 4}], {}, "2+2?", 4),
+        ([{"raw_prompt": "2+2?", "responses": "4", "answer": 4}], {}, "2+2?", 4),
+        ([{"prompt": "2+2?", "uid": "a", "reward": 4}], {"answer": "reward", "system": "Be brief."}, "2+2?", 4),
+        ([{"prompt": "old", "prompts": "2+2?", "answer": 4}], {"prompt": "prompts"}, "2+2?", 4),
+        ([{"prompt": "2+2?", "prompts": "new", "answer": 4}], {}, "2+2?", 4),
+        ([{"q": "2+2?", "a": "4"}], {"prompt": "question"}, "2+2?", "4"),
+        ([{"q": "2+2?", "a": "4"}], {"prompt": "q", "answer": "truth", "raw": True}, "2+2?", "4"),
+        ([{"prompt": "2+2?", "answer": 4, "video": "a.mp4"}], {}, "2+2?", 4),
+        ([{"number": 4, "said": [{"role": "user", "content": "2+2?"}]}], {}, "2+2?", 4),
+    ],
+)
+def test_the_line_that_an_error_proposes_reads_the_rows(
+    records: list[dict[str, Any]], arguments: dict[str, Any], prompt: str, truth: Any, tmp_path: Path
+) -> None:
+    """One refusal, then its own line typed as it stands: advice led in a circle, from one error to the next and back."""
+    frame, path = pd.DataFrame(records), tmp_path / "mine.parquet"
+    frame.to_parquet(path)
+    for x in (records, frame, str(path)):
+        with pytest.raises(DataError) as caught:
+            wb.rows(x, **arguments)
+        rows = eval(line_of(caught.value), {"wb": wb, "x": x})  # noqa: S307 - what a user would paste
+        text = rows[0]["prompt"] if arguments.get("raw") else rows[0]["prompt"][-1]["content"]
+        assert (text, rows[0]["reward_model"]["ground_truth"]) == (prompt, truth)
+
+
+def test_where_no_line_can_help_the_error_says_what_rows_need() -> None:
+    with pytest.raises(DataError, match="write each row's prompt into a column 'prompt': a text, or a list of"):
+        wb.rows([{"a": 1, "b": 2}])
+
+
+def test_a_column_that_is_named_is_read_whatever_its_name(tmp_path: Path) -> None:
+    """Rows of the user's own documents: their prompts are in `prompts`, which in a batch is a tensor."""
+    truth = {"style": "rule", "ground_truth": "18"}
+    row = {"prompts": "Janet's ducks", "data_source": "openai/gsm8k", "reward_model": truth, "extra_info": {"index": 0}}
+    pd.DataFrame([row]).to_parquet(tmp_path / "case1.parquet")
+    for arguments in ({}, {"prompt": "prompts"}, {"prompt": "prompts", "answer": "reward_model"}):
+        rows = wb.rows(tmp_path / "case1.parquet", **arguments)
+        assert rows[0]["prompt"] == [{"role": "user", "content": "Janet's ducks"}]
+        assert rows[0]["reward_model"] == truth and "prompts" not in rows.columns
+        assert rows.batch(1).non_tensor_batch["raw_prompt"][0] == rows[0]["prompt"]
+    job = wb.compat.verl(f"data.train_files={tmp_path}/case1.parquet data.prompt_key=prompts data.train_batch_size=1")
+    _, rows, _, _ = job.open(model="data/tiny-arith", reward=lambda response_text: 1.0)
+    assert rows[0]["prompt"][0]["content"] == "Janet's ducks"
+    assert wb.rows([{"prompt": "a", "extra_info": {"x": 1}}], answer="extra_info")[0]["reward_model"]["ground_truth"]
 
 
 def test_numbers_of_a_csv_keep_their_text(tmp_path: Path) -> None:

@@ -12,21 +12,27 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.base.config import check_nesting
 from workbench.base.errors import DataError, describe, unknown
+from workbench.dataproto.columns import COLUMNS
 from workbench.datasets import pictures
 
 CHAT = "prompt"
-PROMPTS = (CHAT, "messages", "question", "problem", "query", "instruction", "input")
+PROMPTS = (CHAT, "messages", "prompts", "question", "problem", "query", "instruction", "input")
 """Columns that are read as the prompt, the likeliest first."""
 ANSWERS = (
     *("ground_truth", "answer", "final_answer", "expected_answer", "reference_answer", "completion", "solution"),
     *("target", "label"),
 )
 """Columns that are read as the ground truth where there is no `reward_model`, the likeliest first."""
+_STRUCTURED = ("reward_model", "extra_info", "data_source", "ability")
+"""Columns of verl's schema that are never proposed as prompt or truth."""
+_RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
+"""Names that a data set's columns may not have: stages or the batch write them (`prompt` becomes `raw_prompt`). A column that is
+named as prompt or answer may: its cells go elsewhere."""
 GSM8K = "openai/gsm8k"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Who may speak in a chat. Templates pass over other roles without a word."""
@@ -80,7 +86,20 @@ class Reading:
         columns = dict.fromkeys(name for row in cells for name in row if name not in self.without)
         roles = self._roles(list(columns), cells, where)
         rows = [roles.row(row, index, f"row {index}{where}") for index, row in enumerate(cells)]
+        taken = [name for name in dict.fromkeys(name for row in rows for name in row) if name in _RESERVED]
+        if taken:
+            what = f"columns{where or ' of the rows'} have names that are reserved for columns of stages and batches"
+            do = f"rename them, or leave them out: {self.line(without=self.without.union(taken))}"
+            raise DataError(what, found=", ".join(taken), do=do)
         return rows, roles.told(rows)
+
+    def line(self, **changes: Any) -> str:
+        """The call of `wb.rows` that reads so with some settings changed, as code."""
+        how = replace(self, **changes)
+        settings: dict[str, Any] = {name: getattr(how, name) for name in ("prompt", "answer", "system", "raw")}
+        settings["without"] = sorted(how.without)
+        arguments = [f"{name}={value!r}" for name, value in settings.items() if value not in (None, False, [])]
+        return f"wb.rows({', '.join([self.code, *arguments])})"
 
     def _cells(self, record: Any, place: str) -> dict[str, Any]:
         if not isinstance(record, Mapping):
@@ -96,9 +115,10 @@ class Reading:
         missing = next((name for name in (prompt, answer) if name is not None and name not in columns), None)
         if prompt is None or missing:
             raise self._unknown(missing, columns, cells, where)
-        if CHAT in columns and prompt != CHAT:
-            do = f"leave one out: wb.rows(…, without=[{CHAT!r}])"
+        if CHAT in columns and CHAT not in (prompt, answer):
+            do = f"leave one out: {self.line(without=self.without | {CHAT})}"
             raise DataError(f"row 0{where} has two prompts", found=f"columns {CHAT!r} and {prompt!r}", do=do)
+        answer = None if answer == "reward_model" else answer  # the truth is inside
         return _Roles(self, prompt, answer, (prompt, answer) == ("question", "answer") and _gsm8ks(cells, where))
 
     def _unknown(
@@ -111,16 +131,22 @@ class Reading:
         found = f"columns {', '.join(columns) or '(none)'}"
         return DataError(what, expected=expected, found=found, do=self._proposal(columns, cells))
 
-    def _proposal(self, columns: list[str], cells: Sequence[Mapping[str, Any]]) -> str | None:
-        """The line that probably names the columns: the longest texts are prompts; the truth is the last column but that."""
+    def _proposal(self, columns: list[str], cells: Sequence[Mapping[str, Any]]) -> str:
+        """A line that names the columns and reads these cells: the longest texts are prompts; the truth is the last column but that."""
         texts = {name: sum(len(row[name]) for row in cells if isinstance(row.get(name), str)) for name in columns}
-        answer = _first((self.answer, *ANSWERS), columns)
-        left = [name for name in columns if name != answer]
-        if not left:
-            return None
-        prompt = self.prompt if self.prompt in columns else max(left, key=lambda name: texts[name])
-        answer = answer or next((name for name in reversed(left) if name != prompt), None)
-        return f"name them: wb.rows({self.code}, prompt={prompt!r}" + (f", answer={answer!r})" if answer else ")")
+        likely = _first((self.answer, *ANSWERS), columns)
+        left = [name for name in columns if name != likely and name not in _STRUCTURED]
+        for prompt in sorted(left, key=lambda name: (name != self.prompt, -texts[name])):
+            others = [name for name in left if name != prompt and name not in _RESERVED]
+            answer = likely or (None if "reward_model" in columns else next(reversed(others), None))
+            taken = _RESERVED.intersection(columns).difference({prompt, answer})
+            how = replace(self, prompt=prompt, answer=answer, without=self.without | taken)
+            try:
+                how.read(cells)
+            except DataError:
+                continue
+            return f"name them: {how.line()}"
+        return f"write each row's prompt into a column {CHAT!r}: a text, or a list of {{role, content}}"
 
 
 def _first(names: Iterable[str | None], columns: Sequence[str]) -> str | None:
@@ -157,14 +183,15 @@ class _Roles:
             made, gone = to_row(kept, index=index, split="", place=place), {"question", "answer"}
             kept = {"ability": made["ability"], "reward_model": made["reward_model"], **kept}
             extra = {**made["extra_info"], **extra}
-        text = isinstance(kept[self.prompt], str)
-        given, kept = _with_pictures(kept[self.prompt], kept, place)
-        refuse_media(kept, place)
+        text = isinstance(row[self.prompt], str)
+        given, kept = _with_pictures(row[self.prompt], kept, place)
+        refuse_media(kept, place, self.how)
         said, told = self._said(given, "reward_model" in kept, f"{self.prompt} of {place}")
         _refuse_placeholders(said, {**row, **extra}, place)
-        judged = self._judged(kept, told, place)
+        judged = self._judged(kept, row, told, place)
         if not text:
             gone.add(self.prompt)
+        gone |= _RESERVED.intersection({self.prompt, self.answer or CHAT})
         made = {CHAT: given if self.how.raw else said}
         made["data_source"] = self._source(kept.pop("data_source", None), place)
         made |= {} if judged is None else {"reward_model": judged}
@@ -191,10 +218,12 @@ class _Roles:
             raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(given))
         return _after(system, said, place), told
 
-    def _judged(self, kept: dict[str, Any], told: str | None, place: str) -> dict[str, Any] | None:
+    def _judged(
+        self, kept: dict[str, Any], row: Mapping[str, Any], told: str | None, place: str
+    ) -> dict[str, Any] | None:
         """How the row is scored; None where nothing says so."""
         judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
-        truth = told if self.answer is None else kept.get(self.answer)
+        truth = told if self.answer is None else row.get(self.answer)
         if self.gsm8k or (self.answer is None and told is None):
             return judged
         truth = spoken(truth, f"completion of {place}") if self.answer == "completion" and truth is not None else truth
@@ -250,12 +279,14 @@ def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, 
     return (said, {**others, pictures.IMAGES: found}) if found else (prompt, kept)
 
 
-def refuse_media(columns: Mapping[str, Any], place: str) -> None:
-    """Raise `DataError` where a row has films, sounds or unread pictures: a column of `MEDIA` that is not empty, nor holds
-    `Picture`s."""
+def refuse_media(columns: Mapping[str, Any], place: str, how: Reading | None = None) -> None:
+    """Raise `DataError` where a row, read as `how` says, has films, sounds or unread pictures: a column of `MEDIA` that is not
+    empty, nor holds `Picture`s."""
     for name in filter(MEDIA.__contains__, columns):
         if not pictures.are(cell := columns[name]) and not _empty(plain(cell)):
-            do = f"leave these rows out; or the column, where the text stands alone: wb.rows(…, without=[{name!r}])"
+            how = how or Reading(code="…")
+            line = how.line(without=how.without | {name})
+            do = f"leave these rows out; or the column, where the text stands alone: {line}"
             raise DataError(f"column {name!r} of {place}", expected=_TEXT_ONLY, found=describe(columns[name]), do=do)
 
 

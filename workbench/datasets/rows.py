@@ -19,7 +19,6 @@ import torch
 from workbench.base.errors import DataError, describe
 from workbench.base.seeds import derive
 from workbench.base.shown import Shown
-from workbench.dataproto.columns import COLUMNS
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, Reading
@@ -71,10 +70,6 @@ class Cursor:
         return {name: value for name, value in asdict(self).items() if name != "parts" or value}
 
 
-_RESERVED = frozenset({"raw_prompt", "uid"} | {name for name, one in COLUMNS.items() if one.writer != "dataset"})
-"""Names that a data set's columns may not have: stages or the batch write them (`prompt` becomes `raw_prompt`)."""
-
-
 Drawn = tuple[int, int | str]
 """A row's number, and which draw of it this is: an epoch, or a name."""
 Fits = Callable[[list[dict[str, Any]]], None]
@@ -106,11 +101,6 @@ class Rows(Shown):
         """Which columns became prompt and truth, and in whose schema they were recognised."""
         self.max_prompt_length = max_prompt_length
         self.source = source
-        taken = [name for name in self.columns if name in _RESERVED]
-        if taken:
-            what = f"columns of {source or 'the rows'} have names that are reserved for columns of stages and batches"
-            do = f"rename them, or leave them out: wb.rows(…, without={taken})"
-            raise DataError(what, found=", ".join(taken), do=do)
 
     # --- a sequence ---------------------------------------------------------------------------
 
