@@ -23,10 +23,7 @@ NOT_OURS = {
     ("003", 24): "a part of reward.reward_manager: wb.reward_from",
 }  # fmt: skip
 """Fenced blocks that are no command of verl's, by seed and number."""
-LACKS = {
-    ("003", 12): ["--config-path=examples/sglang_multiturn/config"],
-    ("003", 18): ["data.dataset_weights"],
-}
+LACKS = {("003", 12): ["--config-path=examples/sglang_multiturn/config"]}
 """What is refused of a block; it trains without that."""
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(ground_truth in solution_str)\n"
 MAIN = "python3 -m verl.trainer.main_ppo "
@@ -73,6 +70,8 @@ def opened(text: str, at: int, folder: Path, **more: Any) -> tuple[Any, Any, Any
         "model": f"data/tiny-arith{'-tools' if tools else ''}",
         "train_files": "data/arith/train.parquet",
     }
+    if "dataset_weights" in text:
+        world["train_files"] = ["data/arith/train.parquet", "data/arith/test.parquet", "data/arith/train.parquet"]
     if "interaction" in text:
         world["train_files"] = "data/arith-interaction/train.parquet"
         more["interaction_config_path"] = "data/arith-interaction/interaction.yaml"

@@ -15,6 +15,7 @@ from workbench.cli import main
 from workbench.compat.verl_account import canonical
 from workbench.compat.verl_keys import ESTIMATORS
 from workbench.jobs.parameters import declared_parameters
+from workbench.jobs.verl_job import _planned
 from workbench.jobs.verl_plan import plan
 
 TRAIN = "data/arith/train.parquet"
@@ -149,7 +150,7 @@ def test_what_is_refused_is_not_opened_without_a_word(engine: Any) -> None:
     job = wb.compat.verl({"data.dataset_weights": [1, 2], "algorithm.adv_estimator": "gae", "critic.enable": False})
     with pytest.raises(
         SettingError,
-        match=r"2 settings .* refused:\n- data.dataset_weights=\[1, 2\]: a mixture(.|\n)*gae needs a critic",
+        match=r"2 settings .* refused:\n- data.dataset_weights=\[1, 2\]: 2 weights for 1 (.|\n)*gae needs a critic",
     ):
         job.open(engine=engine, model="x", train_files=TRAIN)
     pipe, *_ = job.open(
@@ -158,6 +159,89 @@ def test_what_is_refused_is_not_opened_without_a_word(engine: Any) -> None:
     assert "update_critic" in pipe.names
     with pytest.raises(SettingError, match="names no train_files"):
         wb.compat.verl({}).open(engine=engine, model="x")
+
+
+WEIGHTED = {
+    "data.train_files": [TRAIN, "data/arith/test.parquet", "data/arith/test.parquet"],
+    "data.dataset_weights": [0.5, 0.3, 0.2],
+    "algorithm.adv_estimator": "grpo",
+}
+
+
+def test_weights_of_the_files_are_the_mix_that_they_name(engine: Any, tmp_path: Path) -> None:
+    """40 rows a step: 20, 12 and 8, in every step."""
+    job = wb.compat.verl(WEIGHTED)
+    kinds = {row.key: (row.becomes, row.kind) for row in job.rows}
+    assert kinds["data.dataset_weights"] == ("datasets.mix(weights)", "exact") and not job.refused
+    _, rows, _, how = job.open(engine=engine, model="x", train_batch_size=40)
+    assert how["steps"] == 30 * (len(rows) // 40)
+    for step in (1, 7):
+        parts = rows.batch(40, step=step).non_tensor_batch["data_part"].tolist()
+        assert [parts.count(name) for name in ("0", "1", "2")] == [20, 12, 8]
+    job.notebook(tmp_path / "mixed.ipynb", model="data/tiny-arith-tools")
+    cells = [cell.source for cell in nbformat.read(tmp_path / "mixed.ipynb", 4).cells if cell.cell_type == "code"]
+    names: dict[str, Any] = {}
+    for source in cells[:3]:
+        exec(source, names)
+    assert names["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"data.train_files": TRAIN}, "3 weights for 1 of data.train_files: name each file"),
+        ({"data.dataset_weights": [0.5, 0.5]}, "2 weights for 3 of data.train_files"),
+        ({"data.dataset_weights": [0.5, 0.5, 0]}, "expected a list of numbers above 0"),
+        ({"data.dataset_weights": "a"}, "expected a list of numbers above 0"),
+        ({"data.train_max_samples": 10}, "leave data.train_max_samples out, or these weights"),
+    ],
+)
+def test_weights_that_name_no_mix_are_refused_before_any_file_is_read(changes: dict[str, Any], why: str) -> None:
+    (row,) = wb.compat.verl({**WEIGHTED, **changes}).refused
+    assert row.key == "data.dataset_weights" and why in row.why
+
+
+def test_weights_are_not_used_for_rows_that_are_there(engine: Any) -> None:
+    mixed = wb.datasets.mix([wb.rows(TRAIN, limit=8), wb.rows(TRAIN, limit=4)], weights=[3, 1])
+    assert wb.compat.verl(WEIGHTED).open(engine=engine, model="x", train_files=mixed, **SHORT)[1] is mixed
+
+
+SCRIPT = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "folders"),
+    [
+        (["trainer.project_name=a", "trainer.project_name=b", ""], ["runs/a", "runs/b", "runs/sweep"]),
+        (["trainer.project_name=a trainer.experiment_name=x", "trainer.project_name=a"], ["runs/x", "runs/a"]),
+        (["trainer.project_name=a"] * 3, ["runs/a-0", "runs/a-1", "runs/a-2"]),
+        (["", "trainer.experiment_name=x", ""], ["runs/sweep-0", "runs/x", "runs/sweep-2"]),
+        (["trainer.experiment_name=$NAME", "trainer.experiment_name=$NAME"], ["runs/sweep-0", "runs/sweep-1"]),
+        (["trainer.default_local_dir=out trainer.experiment_name=x", "trainer.default_local_dir=out"], ["out-0", "out-1"]),
+        ([""], ["runs/sweep"]),
+    ],
+)  # fmt: skip
+def test_every_command_of_a_script_has_a_run_folder_of_its_own(
+    settings: list[str], folders: list[str], tmp_path: Path
+) -> None:
+    """The same one each time: a job goes on where it was. Three experiments of one script all went to runs/verl."""
+    script = tmp_path / "sweep.sh"
+    script.write_text("".join(map(SCRIPT.format, settings)))
+    for number, folder in enumerate(folders):
+        job = wb.compat.verl(script, command=number if len(folders) > 1 else None)
+        for _ in range(2):
+            assert folder_of(job) == folder
+        assert folder_of(job.with_settings(run="mine")) == "mine"  # what is named by hand is so to the letter
+
+
+def folder_of(job: Any) -> str:
+    """The run folder of a command, as its notebook has it."""
+    adapted = job.adapted("data/tiny-arith", TRAIN, None, [], {})
+    return str(_planned(adapted).train["run"])
+
+
+def test_text_without_a_file_is_called_verl() -> None:
+    assert folder_of(wb.compat.verl(SCRIPT.format("trainer.total_epochs=1"))) == "runs/verl"
 
 
 def test_the_table_is_text_and_html() -> None:

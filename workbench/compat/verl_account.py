@@ -117,7 +117,7 @@ def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
         return Row(key, told, "—", "exact", f"{spelled}without effect: {reason}")
     if _is_one_of(value, entry.unless):
         return Row(key, told, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
-    if why := _cannot_be(key, name, value, entry):
+    if why := _cannot_be(key, name, value, entry) or _unweighted(name, values):
         return Row(key, told, "—", "refused", spelled + why)
     return Row(key, told, entry.place, entry.kind, spelled + entry.note)
 
@@ -129,6 +129,20 @@ def _cannot_be(key: str, name: str, value: Any, entry: Entry) -> str:
     if name in _CHOICES and value is not None and value not in list(_CHOICES[name]):
         return f"there is none of this name{_meant(str(value), _CHOICES[name])}"
     return _unread(key, value) if entry.place == "reward_from" else ""
+
+
+def _unweighted(name: str, values: Mapping[str, Any]) -> str:
+    """Why the weights of the files cannot be, where `name` is theirs; "" where they can, or the files are `Rows` or unknown."""
+    weights, files = values.get("data.dataset_weights"), values.get("data.train_files")
+    if name != "data.dataset_weights" or weights is None:
+        return ""
+    if not isinstance(weights, list) or not weights or not _numbers(*weights) or min(weights) <= 0:
+        return "expected a list of numbers above 0, one for each of data.train_files"
+    number = len(files) if isinstance(files, list) else int(bool(files))
+    if number and number != len(weights):
+        return f"{len(weights)} weights for {number} of data.train_files: name each file, in the order of its weight"
+    limited = _numbers(limit := values.get("data.train_max_samples")) and limit > 0
+    return "a mixture has no first rows: leave data.train_max_samples out, or these weights" if limited else ""
 
 
 def _meant(name: str, names: Iterable[str]) -> str:

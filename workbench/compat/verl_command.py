@@ -19,6 +19,12 @@ _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+TEXTS = ("text", "a mapping", "a list of words")
+"""Sources of commands that are no file."""
+_NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.run_name", "trainer.project_name")
+"""Settings that name a run; the first that is there counts."""
+
+
 class Command(NamedTuple):
     """What was read of one command."""
 
@@ -28,6 +34,8 @@ class Command(NamedTuple):
     """What is no setting → why: words, deleted keys, configuration files that are not there."""
     source: str
     """The file, or the kind of text."""
+    suffix: str = ""
+    """`-0`, `-1`, …: the command's number, where another one of the text names its run alike, or neither has a name."""
 
 
 def read_command(source: Any, *, command: int | None = None) -> Command:
@@ -47,7 +55,10 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
         return Command(_resolved(_of_yaml(path)), {}, name)
     found = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
     if found:
-        return _of_words(_chosen(found, command, name), path.parent if path else Path(), name)
+        chosen = _chosen(found, command, name)
+        alike = [_named(words) for words in found].count(_named(chosen)) > 1
+        read = _of_words(chosen, path.parent if path else Path(), name)
+        return read._replace(suffix=f"-{command}" if alike else "")
     block, left = _block(text)
     if not block:
         what = f"no verl command in {name}"
@@ -61,6 +72,12 @@ def _chosen(found: list[list[str]], command: int | None, name: str) -> list[str]
     if not 0 <= (command or 0) < len(found):
         raise SettingError("command", expected=f"0 to {len(found) - 1}", found=command)
     return found[command or 0]
+
+
+def _named(words: Sequence[str]) -> str | None:
+    """The value that names a command's run."""
+    settings = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    return next((settings[name] for name in _NAMES if settings.get(name)), None)
 
 
 def _text_of(path: Path) -> str:

@@ -242,7 +242,7 @@ data.apply_chat_template_kwargs | exact | engines.local(template_switches) | fur
 data.prompt_key | exact | wb.rows(prompt) | the column of the prompts
 data.reward_fn_key | refused unless data_source | — | rename the column to data_source
 data.{train_max_samples,val_max_samples} | near unless null -1 | wb.rows(limit) | the first rows, where verl draws them
-data.dataset_weights | refused | — | a mixture: open(train_files=wb.datasets.mix([rows, …], weights=[…]))
+data.dataset_weights | exact | datasets.mix(weights) | each batch has rows of each of train_files by its weight
 data.{custom_cls.path,datagen.path,sampler.class_path} | refused unless null | wb.rows(records) | make rows of them, in their order, and pass open(train_files=rows)
 data.{custom_cls.name,datagen.name,sampler.class_name} | refused unless null | wb.rows(records) | see the path beside it
 data.{image_key,video_key,audio_key,mm_processor_kwargs*} | refused unless null images videos audios {} | wb.rows | pictures are in the column images: rename it; the processor has its own settings
@@ -288,7 +288,7 @@ trainer.max_critic_ckpt_to_keep | hardware | train(keep_checkpoints) | as the ac
 trainer.rollout_data_dir | hardware | train(trace_freq) | whole steps, in the run folder
 trainer.validation_data_dir | hardware | train(keep_val) | in the run folder
 trainer.default_local_dir | hardware | train(run) | the run folder
-trainer.project_name | hardware | train(project) | the project of the trackers
+trainer.project_name | hardware | train(project) | the project of the trackers; the run folder's name, without the next two
 trainer.experiment_name | hardware | train(run) | the run folder's name, without default_local_dir
 trainer.run_name | alias | trainer.experiment_name
 trainer.logger | hardware | train(trackers) | beside the run folder's own files; without those that are not installed

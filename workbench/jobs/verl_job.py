@@ -11,10 +11,11 @@ from typing import Any
 from workbench import agents, engines, recipes
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_account import Row, account, canonical, has_turns
-from workbench.compat.verl_command import Command, read_command
+from workbench.compat.verl_command import TEXTS, Command, read_command
 from workbench.compat.verl_keys import DEFAULTS, entries, find, keys, known
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets.door import rows as rows_of
+from workbench.datasets.mixing import mix
 from workbench.datasets.rows import Rows
 from workbench.jobs.verl_plan import Call, Plan, needs_steps, plan
 from workbench.stages.pipeline import Pipeline
@@ -45,6 +46,8 @@ class VerlJob:
     source: str
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]
+    suffix: str = ""
+    """Of the run folder: keeps it apart from that of the script's other commands."""
 
     @property
     def refused(self) -> tuple[Row, ...]:
@@ -87,7 +90,8 @@ class VerlJob:
             before = canonical(self.settings).get(_BATCH, DEFAULTS[_BATCH])
             given.pop(spelled.get(_MINI, _MINI), None)
             found[_MINI] = max(1, round(min(mini, before) * batch / before))
-        return _job(Command({**given, **found}, dict(self.left_out), self.source))
+        suffix = "" if _SHORT["run"] in found else self.suffix
+        return _job(Command({**given, **found}, dict(self.left_out), self.source, suffix))
 
     def _key(self, name: str) -> str:
         if "." in name:
@@ -132,7 +136,8 @@ class VerlJob:
 
         Args:
             model: instead of the command's; a critic of another model is then a copy of it.
-            train_files, val_files: files, or `Rows`. Without `val_files` another `train_files` has no held-out rows.
+            train_files, val_files: files, or `Rows`, which are as they are, whatever weights the command gives its files.
+                Without `val_files` another `train_files` has no held-out rows.
             engine: an engine that is open; its own settings count.
             reward: instead of the command's: anything that a recipe takes.
             without: refused settings, by key, that are left out.
@@ -148,7 +153,11 @@ class VerlJob:
         made = _planned(job, policy=engine is None)
         policy = engine if engine is not None else _open_engine(made)
         rows = _open_rows(
-            train_files if isinstance(train_files, Rows) else made.train_files, made, policy, made.rows.get("limit")
+            train_files if isinstance(train_files, Rows) else made.train_files,
+            made,
+            policy,
+            made.rows.get("limit"),
+            made.weights,
         )
         held = val_files if isinstance(val_files, Rows) else made.eval_files
         eval_rows = _open_rows(held, made, policy, made.eval_limit) if held else None
@@ -167,7 +176,7 @@ class VerlJob:
                 raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
         left = {key: value for key, value in self.left_out.items() if key not in without}
         kept = {key: value for key, value in self.settings.items() if key not in without}
-        job = _job(Command(kept, left, self.source)).with_settings(**given)
+        job = _job(Command(kept, left, self.source, self.suffix)).with_settings(**given)
         lines = [f"\n- {row.key}={row.value}: {row.why}" for row in job.refused if row.key not in without]
         if lines:
             do = "\nchange these, or leave them out by name: open(without=[…])"
@@ -217,7 +226,7 @@ def verl(source: Any, *, command: int | None = None) -> VerlJob:
 
 def _job(command: Command) -> VerlJob:
     rows = (_of_parser(row, command.settings) for row in account(command))
-    return VerlJob(command.settings, command.source, tuple(rows), command.left_out)
+    return VerlJob(command.settings, command.source, tuple(rows), command.left_out, command.suffix)
 
 
 def _of_parser(row: Row, settings: Mapping[str, Any]) -> Row:
@@ -238,7 +247,7 @@ def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
     values = canonical(job.settings)
     if what := needs_steps(values, policy=policy):
         raise SettingError(what, expected="the number of steps", found="epochs", do="give it: steps=…")
-    return plan(values)
+    return plan(values, "verl" if job.source in TEXTS else Path(job.source).stem, job.suffix)
 
 
 # --- opening --------------------------------------------------------------------------------------
@@ -248,11 +257,14 @@ def _open_engine(made: Plan) -> Any:
     return engines.local(made.model, template_switches=made.switches or None, **made.engine)
 
 
-def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None) -> Rows:
-    """Rows as they are, or of files."""
+def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None, weights: Sequence[float] | None = None) -> Rows:
+    """Rows as they are, or of files; with `weights` a mixture of the files."""
     if isinstance(source, Rows):
         return source
-    found = rows_of(source, **{**made.rows, "limit": limit})
+    if weights is None:
+        found = rows_of(source, **{**made.rows, "limit": limit})
+    else:
+        found = mix([rows_of(file, **made.rows) for file in source], weights=weights)
     return found.fitting(policy.tokenizer, overlong=made.overlong) if made.overlong == "drop" else found
 
 

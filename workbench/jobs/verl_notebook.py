@@ -13,6 +13,7 @@ from nbformat import v4
 from workbench import recipes
 from workbench.base.files import write_text
 from workbench.compat.verl_account import Row
+from workbench.compat.verl_command import TEXTS
 from workbench.jobs.verl_plan import Call, Plan
 
 _HELP = {
@@ -47,7 +48,7 @@ class _Name(str):
 def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Path:
     """Write the notebook of a plan to `path`, and return that; `near` is where it is not verl to the letter."""
     values, name = _parameters(made), Path(path).name
-    origin = "a verl command" if source in ("text", "a mapping", "a list of words") else Path(source).name
+    origin = "a verl command" if source in TEXTS else Path(source).name
     lines = [
         f"- `{row.key}{f'={row.value}' if row.value else ''}`: {row.why}{' (left out)' * (row.kind == 'refused')}"
         for row in near
@@ -126,11 +127,15 @@ def _data(made: Plan) -> str:
     held = {name: one for name, one in rows.items() if name != "limit"} | (
         {"limit": made.eval_limit} if made.eval_limit else {}
     )
+    read = _call("rows", "wb.rows", ["train_file"], rows)
+    if made.weights is not None:
+        parts = _call("", "wb.rows", ["file"], rows)
+        read = _call("rows", "wb.datasets.mix", [f"[{parts} for file in train_file]"], {"weights": made.weights})
     fit = '.fitting(policy.tokenizer, overlong="drop")' if made.overlong == "drop" else ""
     return "\n".join(
         [
             _call("policy", "wb.engines.local", ["model"], engine),
-            _call("rows", "wb.rows", ["train_file"], rows) + fit,
+            read + fit,
             _call("eval_rows", "wb.rows", ["eval_file"], held) + f"{fit} if eval_file else None",
             "rows.report(policy.tokenizer)",
         ]
@@ -199,10 +204,11 @@ def _training(made: Plan, values: Mapping[str, Any]) -> str:
 
 
 def _call(name: str, function: str, args: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """`name = function(args, settings)`, on one line where it fits."""
+    """`name = function(args, settings)`, on one line where it fits; without a name the call alone."""
     given = [*args, *(f"{key}={_text(value)}" for key, value in settings.items())]
-    line = f"{name} = {function}({', '.join(given)})"
-    return line if len(line) <= 100 else "\n".join([f"{name} = {function}(", *(f"    {one}," for one in given), ")"])
+    function = f"{name} = {function}" if name else function
+    line = f"{function}({', '.join(given)})"
+    return line if len(line) <= 100 else "\n".join([f"{function}(", *(f"    {one}," for one in given), ")"])
 
 
 def _text(value: Any) -> str:

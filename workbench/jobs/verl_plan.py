@@ -44,6 +44,8 @@ class Plan:
 
     model: str
     train_files: list[str]
+    weights: list[float] | None
+    """Of the training files, for a mixture of them; None: their rows one after the other."""
     eval_files: list[str]
     recipe: str
     engine: dict[str, Any]
@@ -73,14 +75,18 @@ class Plan:
     epochs: int
 
 
-def plan(values: Mapping[str, Any]) -> Plan:
-    """The plan of settings under verl's own names of now (`canonical`); what they leave out is verl's default."""
+def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Plan:
+    """The plan of settings under verl's own names of now (`canonical`); what they leave out is verl's default.
+
+    `name` is the run's where the settings have none; `suffix` keeps it apart from another command's of the same name.
+    """
     read = _Read(values)
     steps = read("trainer.total_training_steps")
     reward = reward_block(values)
     return Plan(
         model=_path(read(f"{_MODEL}.path") or ""),
         train_files=_paths(read("data.train_files")),
+        weights=read("data.dataset_weights"),
         eval_files=_paths(read("data.val_files")),
         recipe=_recipe(read),
         engine=_engine(read),
@@ -104,7 +110,7 @@ def plan(values: Mapping[str, Any]) -> Plan:
         },
         reward=reward,
         agent=_agent(read),
-        train={**_train(read), **({"steps": steps} if steps is not None else {})},
+        train={**_train(read), "run": _run(read, name) + suffix, **({"steps": steps} if steps is not None else {})},
         epochs=int(read("trainer.total_epochs")),
     )
 
@@ -418,12 +424,15 @@ def _train(read: _Read) -> dict[str, Any]:
     }  # fmt: skip
     found = {name: one for name, one in found.items() if one is not None}
     resume = "never" if read("trainer.resume_mode") == "disable" else "auto"
-    return {"batch_size": read("data.train_batch_size"), "run": _run(read), "resume": resume, **found}
+    return {"batch_size": read("data.train_batch_size"), "resume": resume, **found}
 
 
-def _run(read: _Read) -> str:
-    folder, name = read("trainer.default_local_dir"), read("trainer.experiment_name")
-    return _path(folder) if folder else f"runs/{name or 'verl'}"
+def _run(read: _Read, name: str) -> str:
+    """The run folder: the command's own, else by the experiment, the project, or `name`."""
+    keys = ("default_local_dir", "experiment_name", "project_name")
+    folder, *names = (str(read(f"trainer.{key}") or "").rstrip("/") for key in keys)
+    known = [text for text in names if text and "$" not in text]  # a variable that the command does not set
+    return _path(folder) if folder and "$" not in folder else f"runs/{next(iter(known), name)}"
 
 
 def _there(tracker: Any) -> bool:
