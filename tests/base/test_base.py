@@ -127,6 +127,20 @@ def test_seeds_differ_where_their_parts_do(a: list[object], b: list[object]) -> 
     assert 0 <= derive(*a) < 2**63
 
 
+def test_a_waiting_call_in_the_loop_itself_says_what_to_do() -> None:
+    """An async tool that calls a door that waits: in the loop's own thread that would never end. Its advice works."""
+
+    async def double(number: int) -> int:
+        return 2 * number
+
+    async def tool(*, threaded: bool) -> int:
+        return await asyncio.to_thread(runtime.run, double(3)) if threaded else runtime.run(double(3))
+
+    with pytest.raises(RuntimeError, match=r"call it in a thread: await asyncio\.to_thread\(…\)"):
+        runtime.run(tool(threaded=False))
+    assert runtime.run(tool(threaded=True)) == 6
+
+
 def test_background_runs_beside_a_running_loop() -> None:
     async def double(x: int) -> int:
         await asyncio.sleep(0)

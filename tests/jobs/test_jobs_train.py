@@ -72,6 +72,20 @@ def test_everything_is_in_the_folder(tiny: str, tmp_path: Path) -> None:
         run.checkpoint(1)
 
 
+def test_the_blocking_door_names_the_other_one_where_a_loop_runs(tiny: str, tmp_path: Path) -> None:
+    """A notebook's cell is such a place: it said "asyncio.run() cannot be called from a running event loop"."""
+    pipe, rows, _ = make(tiny)
+    how: dict[str, Any] = {"steps": 1, "batch_size": 4, "run": tmp_path / "r", "display": None}
+
+    async def cell() -> Any:
+        with pytest.raises(SettingError, match=r"expected a script .* notebook; run = await wb\.train\(…\)"):
+            wb.train_blocking(pipe, rows, **how)
+        assert not (tmp_path / "r").exists()
+        return await wb.train(pipe, rows, **how)
+
+    assert asyncio.run(cell()).summary["steps"] == 1
+
+
 def test_a_checkpoint_is_a_plain_model(tiny: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from workbench.base import teams
-from workbench.base.errors import Interrupted
+from workbench.base.errors import Interrupted, message
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -56,7 +56,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """
     if threading.current_thread().name == "workbench-loop":
         work.close()
-        raise RuntimeError("runtime.run was called on the background loop itself; await the coroutine instead")
+        what, found = (
+            "a call that waits for the event loop of the bench",
+            "that loop's own thread: an async tool, reward or loop",
+        )
+        raise RuntimeError(message(what, found=found, do="call it in a thread: await asyncio.to_thread(…)"))
     with teams.waiting():
         future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())
         try:

@@ -246,8 +246,21 @@ async def _trained(
 
 
 def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
-    """Train to the end, for scripts without an event loop: takes the arguments of `train`, returns the finished `Run`."""
-    return asyncio.run(train(pipeline, rows, **settings))
+    """Train to the end, for scripts without an event loop: takes the arguments of `train`, returns the finished `Run`.
+
+    Raises `SettingError` where an event loop runs, as in a notebook: there `await train(…)` trains.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(train(pipeline, rows, **settings))
+    what, found = (
+        "train_blocking waits for a training in the thread of an event loop",
+        "a loop that runs, as in a notebook",
+    )
+    raise SettingError(
+        what, expected="a script without one", found=found, do="run = await wb.train(…), with the same arguments"
+    )
 
 
 def _draw(path: Path) -> None:

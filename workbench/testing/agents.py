@@ -24,6 +24,7 @@ from workbench.agents.interactions import Reply, interacting
 from workbench.agents.parsers import REASONING, calls_of
 from workbench.agents.protocol import FunctionCall, ToolCall, Turn
 from workbench.agents.tools.schema import tool_schema
+from workbench.base import runtime
 from workbench.base.errors import WorkbenchError
 from workbench.testing.borders import TEXTS, VALUES
 
@@ -199,7 +200,7 @@ class ToolContract:
             await tools.close()
             return found
 
-        records = asyncio.run(ask())
+        records = runtime.run(ask())
         assert tools.errors == [], f"the tool is released without errors; found {tools.errors}"
         for record in records:
             kept = json.loads(json.dumps(Turn("assistant", "", 0, -1, calls=(record,)).to_dict(), allow_nan=False))
@@ -271,7 +272,7 @@ class ToolContract:
             await asyncio.gather(*calls)
             await asyncio.gather(tools.close(), tools.close())
 
-        asyncio.run(ask())
+        runtime.run(ask())
         assert len(made) == len(left) == 1, f"created and released once; found {made}, {left}"
 
     def test_release_may_be_called_twice(self) -> None:
@@ -283,7 +284,7 @@ class ToolContract:
             for name in (made, made, "never made"):
                 await tool.release(name)
 
-        asyncio.run(ask())
+        runtime.run(ask())
 
 
 class InteractionContract:
@@ -323,7 +324,7 @@ class InteractionContract:
 
     def test_it_answers(self) -> None:
         """A conversation gets a reply: whether to stop, a text, a finite score or none."""
-        reply = asyncio.run(self.talked(self.make_interaction(), self.said()))
+        reply = runtime.run(self.talked(self.make_interaction(), self.said()))
         assert isinstance(reply, Reply), f"it answers; found {reply}"
 
     @pytest.mark.parametrize("what", ["messages", "kwargs"])
@@ -341,7 +342,7 @@ class InteractionContract:
             *found, last = await asyncio.gather(*hostile, beside)
             return alone, found, last
 
-        alone, found, last = asyncio.run(talk())
+        alone, found, last = runtime.run(talk())
         assert alone == last, "the same conversation beside hostile ones has the same reply"
         assert all(isinstance(one, Reply | WorkbenchError) for one in found), "a reply or a refusal for each"
 
@@ -354,4 +355,4 @@ class InteractionContract:
             for name in (made, made, "never began"):
                 await user.finalize_interaction(name)
 
-        asyncio.run(talk())
+        runtime.run(talk())
