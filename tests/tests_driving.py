@@ -9,17 +9,18 @@ from tests_lab import contents, run_cell, save, shot, until
 
 
 def step_and_back(lab: str, page: Any, name: str) -> None:
-    """101: each face shows what its own cell did; a later cell moved the last one's stepper on, which a press says; then
-    the buttons go back a phase and on again, and show their line of code; a phase that is pressed is shown, and ↶ goes back."""
+    """101: each face shows what its own cell did, and the last one follows a later cell; the buttons of an earlier one draw it
+    anew and move nothing; those of the last go back a phase and on again, and show their line of code; a phase that is pressed is
+    shown, and ↶ goes back."""
     faces = page.locator(".wb")
     assert "▶ reward" in faces.first.inner_text() and "● update_actor" not in faces.first.inner_text()
     face = faces.last
     face.scroll_into_view_if_needed()
-    assert "▶ update_actor" in face.inner_text()
-    back = face.get_by_role("button", name="back", exact=True)
-    back.click()
-    until(page, lambda: "elsewhere by now" in face.inner_text() and "● update_actor" in face.inner_text())
-    back.click()
+    until(page, lambda: "● update_actor" in face.inner_text())
+    old = faces.first
+    old.get_by_role("button", name="next", exact=True).click()
+    until(page, lambda: "elsewhere by now" in old.inner_text() and "● update_actor" in old.inner_text())
+    face.get_by_role("button", name="back", exact=True).click()
     until(page, lambda: ".back()" in face.inner_text() and "▶" in face.inner_text())
     shot(page, "driven_back")
     face.get_by_role("button", name="next").click()

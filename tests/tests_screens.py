@@ -33,7 +33,7 @@ class Screen:
         sent: list[dict[str, Any]] = []
         self.widget.send = sent.append
         self.widget._on_message(None, message, None)
-        return sent[0]
+        return sent[-1]
 
     @property
     def state(self) -> dict[str, Any]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nbformat import v4
 from tests_driving import DRIVEN, restart
 from tests_lab import (
+    DONE,
     ROOT,
     contents,
     needs_chromium,
@@ -21,6 +26,7 @@ from tests_lab import (
     until,
     with_parameters,
 )
+from tests_patience import patience
 
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
 
@@ -178,3 +184,67 @@ def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -
     shown = [output for output in cell["outputs"] if "data" in output]
     assert shown and all("text/html" in output["data"] for output in shown)
     assert "step" in "".join("".join(output["data"]["text/html"]) for output in shown)
+
+
+WORDS = """() => {
+  window.words = [];
+  new MutationObserver(() => document.querySelectorAll(".wb-note, .wb-problem").forEach((node) => {
+    if (node.textContent && !window.words.includes(node.textContent)) window.words.push(node.textContent);
+  })).observe(document.body, { subtree: true, childList: true, characterData: true });
+}"""
+VIEWS = (
+    """import json, os, time
+from pathlib import Path
+os.chdir(Path.cwd().parent)
+import workbench as wb
+engine = wb.engines.local("data/tiny-arith", lr=2e-4)
+rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+pipe = wb.recipes.grpo(engine, group_size=2, kl_coef=0.001, max_tokens=16)
+s = wb.Stepper(pipe, rows.batch(2)).run(until="old_log_prob")
+s""",
+    "s.run(until='advantage')\nwb.views.samples(s, rows=4)",
+    "wb.views.tokens(s, 0, 'entropy')",
+    "time.sleep(SECONDS)",
+    "t = s.fork().back(to='reward').run(until='advantage')\nwb.views.tokens(s, 1, 'advantage', against=t)",
+    "s.compare(t)",
+    """run = Path("waits_SECONDS")
+run.mkdir()
+(run / "settings.json").write_text('{"train": {"steps": 3}}')
+(run / "metrics.jsonl").write_text("".join(json.dumps({"training/global_step": n, "critic/score/mean": n / 4}) + "\\n" for n in (1, 2, 3)))
+wb.load_run(run).curves()""",
+    "time.sleep(SECONDS);",
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "burning"), [pytest.param(7, 0, id="short"), pytest.param(40, 2, id="busy", marks=pytest.mark.long)]
+)
+def test_every_view_is_live_when_the_kernel_is_idle_and_none_says_that_it_is_gone(
+    lab: str, seconds: int, burning: int
+) -> None:
+    cells = [v4.new_code_cell(source.replace("SECONDS", str(seconds))) for source in VIEWS]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    name = f"waits_{seconds}.ipynb"
+    put(lab, name, v4.new_notebook(cells=cells, metadata=kernel))
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(burning)]
+    try:
+        with page_running_all(lab, name) as page:
+            page.evaluate(WORDS)
+            under = page.locator(".wb-under")
+            until(page, lambda: under.count() > 1 and page.locator(".wb-note", has_text="waiting").count() > 1)
+            page.locator(".wb-note", has_text="waiting").first.scroll_into_view_if_needed()
+            shot(page, f"waits_{seconds}_during")
+            page.wait_for_function(DONE)
+            idle = time.monotonic()
+            until(page, lambda: page.locator(".wb").count() == 5 and not under.count())
+            assert time.monotonic() - idle < patience(5)
+            until(page, lambda: "▶ update_actor" in page.locator(".wb").first.inner_text())  # a later cell moved it
+            words = page.evaluate("window.words")
+            assert set(words) == {"waiting for the kernel: a cell is running, and this view loads when it ends"}
+            assert not any(one.is_visible() for one in page.locator(".wb-note").all())
+            page.locator(".wb").first.scroll_into_view_if_needed()
+            shot(page, f"waits_{seconds}_after")
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()

@@ -244,6 +244,63 @@ def test_buttons_do_what_their_line_says(tiny: str) -> None:
     assert s.position == 1 and "elsewhere" in stale["note"] and stale["stands"] == 1
 
 
+def test_a_press_that_is_sent_five_times_steps_once(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2))
+    face = StepperFace(s)
+    press = {"kind": "next", "stands": 0, "asked": "page 1"}
+    running, stepped = heard(face, press)
+    assert running == {"kind": "running", "text": "rollout", "asked": "page 1"}
+    assert stepped["kind"] == "face" and stepped["stands"] == s.position == 1
+    assert [heard(face, press) for _ in range(3)] == [[], [], []], "from the same queue: the answer is on its way"
+    monkeypatch.setattr(layer.time, "monotonic", lambda: stepped["at"] + 5)
+    assert heard(face, press) == [stepped], "the answer was lost: it comes again"
+    # back at the place where the press was made: the id decides, not the place
+    assert heard(face, {"kind": "back", "stands": 1, "asked": "page 2"})[0]["stands"] == s.position == 0
+    monkeypatch.setattr(layer.time, "monotonic", lambda: stepped["at"] + 50)
+    assert heard(face, press) == [stepped] and s.position == 0
+    assert [one["kind"] for one in heard(face, {**press, "asked": "page 3"})] == ["running", "face"] and s.position == 1
+
+
+def test_a_copy_that_comes_while_the_first_is_at_work_hears_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SamplesTable(wb.views.samples(judged(4)))
+    question, copies, answers = {"kind": "pin", "asked": "page 1"}, [], []
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        answers.append(asked)
+        copies.append(table.reply(question))  # as on a kernel's other thread
+        return {"kind": "pinned", "text": "pinned, 1"}
+
+    monkeypatch.setattr(table, "answer", answer)
+    assert heard(table, question)[0]["text"] == "pinned, 1"
+    assert len(answers) == 1 and [one["kind"] for one in copies] == ["running"]
+    for number in range(3 * layer.KEPT):
+        table.reply({"kind": "pin", "asked": f"other {number}"})
+    assert len(table._replies) == layer.KEPT, "old replies are let go"
+
+
+def test_the_last_view_of_a_stepper_follows_what_a_cell_does(
+    tiny: str, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    monkeypatch.setattr(layer, "get_ipython", lambda: shell)
+    monkeypatch.setattr(layer, "_alive", layer.deque())
+    engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2))
+    s._ipython_display_()
+    s.next()
+    s._ipython_display_()
+    wb.views.samples(judged(4))._ipython_display_()
+    shell.user_ns["s"] = s
+    assert shell.run_cell("_ = s.next()").success
+    first, last = [one.face["stands"] for one in layer._alive if isinstance(one, StepperFace)]
+    assert (first, last) == (0, 2), "what its own cell did; where the stepper stands"
+
+
 def test_an_interrupt_is_said_and_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     table = SamplesTable(wb.views.samples(judged(4)))
     said: list[dict[str, Any]] = []
@@ -255,7 +312,8 @@ def test_an_interrupt_is_said_and_let_through(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(table, "answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         table._on_message(table, {"kind": "rows", "asked": 5}, [])
-    assert said == [{"kind": "error", "text": "interrupted", "asked": 5}]
+    assert [(one["kind"], one["text"], one["asked"]) for one in said] == [("error", "interrupted", 5)]
+    assert table.reply({"kind": "rows", "asked": 5})["text"] == "interrupted", "no copy is told that it still runs"
 
 
 def test_only_so_many_are_alive(shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

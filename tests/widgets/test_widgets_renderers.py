@@ -137,7 +137,9 @@ OTHER = '<div class="other"><div class="workbench-static">of another cell</div><
 
 
 def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool = False) -> None:
-    """Draw a widget at its place in a page; `mute`: no kernel answers. `window.restart()` is what a front end does after a restart."""
+    """Draw a widget at its place in a page; `mute`: no kernel answers, until `window.mute` is false. `window.restart()` is what a
+    front end does after a restart, `window.dead` makes sending fail, as it does where a kernel was killed; `window.sent` has what
+    was sent, `window.words` every text of a wait or a problem."""
     page.goto("about:blank")
     if not getattr(page, "_answers", False):
         page._answers = {}
@@ -157,12 +159,17 @@ def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool 
           const model = {
             get: (name) => own[name], set: (name, value) => { own[name] = value; }, save_changes: () => {},
             on: (name, listener) => { (on[name] = on[name] || []).push(listener); }, off: () => {},
-            send: async (message) => {
-              if (mute) return;
-              const said = await window.reply(message);
-              on["msg:custom"].forEach((listener) => listener({ ...said, asked: message.asked }));
+            send: (message) => {
+              if (window.dead) throw new Error("Cannot send");
+              window.sent.push(message);
+              if (!window.mute) window.reply(message).then((said) => window.heard({ ...said, asked: message.asked }));
             },
           };
+          Object.assign(window, { mute, dead: false, sent: [], words: [] });
+          window.heard = (said) => on["msg:custom"].forEach((listener) => listener(said));
+          new MutationObserver(() => document.querySelectorAll(".wb-note, .wb-problem").forEach((node) => {
+            if (node.textContent && !window.words.includes(node.textContent)) window.words.push(node.textContent);
+          })).observe(document.body, { subtree: true, childList: true, characterData: true });
           document.body.innerHTML = html;
           document.head.append(Object.assign(document.createElement("style"), { textContent: css }));
           window.restart = () => on.comm_live_update.forEach((listener) => listener());
@@ -247,6 +254,86 @@ def test_after_a_restart_every_widget_says_so_and_its_static_form_is_there_again
             note = page.locator("#widget > .wb-note")
             assert note.is_visible() and note.inner_text() == "the kernel was restarted: run this cell again", name
             assert all(node.is_disabled() for node in page.locator("#widget button").all()), name
+
+
+def false_words(words: list[str]) -> list[str]:
+    return [text for text in words if "gone" in text or "again" in text]
+
+
+@in_chromium
+def test_a_view_asks_again_until_it_is_answered_and_calls_a_wait_a_wait(widgets: dict[str, Layer]) -> None:
+    with watched_page() as (page, _, _):
+        page.clock.install()
+        for name in ("samples", "tokens", "curves"):
+            placed(page, widgets[name], "JupyterLab", PICTURE if name == "curves" else STATIC, mute=True)
+            page.clock.run_for(20 * 60_000)  # a cell of twenty minutes
+            assert seen(page) == (True, False), name
+            sent = page.evaluate("window.sent")
+            assert 20 < len(sent) < 60 and len({one["asked"] for one in sent}) == 1, "one question, in copies"
+            page.evaluate("window.mute = false")
+            page.clock.run_for(60_000)
+            page.wait_for_function("!document.querySelector('.wb-under')")
+            assert seen(page) == (False, True), name
+            words = page.evaluate("window.words")
+            assert words == ["waiting for the kernel: a cell is running, and this view loads when it ends"], name
+            copies = len(page.evaluate("window.sent"))
+            page.clock.run_for(600_000)
+            assert len(page.evaluate("window.sent")) <= copies + 1, "nothing is asked again that has its answer"
+
+
+@in_chromium
+def test_a_stepper_says_what_it_runs_and_for_how_long(widgets: dict[str, Layer]) -> None:
+    with watched_page() as (page, _, _):
+        page.clock.install()
+        placed(page, widgets["stepper"], "JupyterLab", mute=True)
+        page.clock.run_for(100)
+        page.get_by_role("button", name="next", exact=True).click()
+        problem = page.locator(".wb-problem")
+        page.clock.run_for(5000)
+        assert problem.inner_text() == "waiting for the kernel: a cell is running"
+        asked = page.evaluate("window.sent[0].asked")
+        page.evaluate("asked => window.heard({ kind: 'running', text: 'rollout', asked })", asked)
+        page.clock.run_for(34_000)
+        assert problem.inner_text() == "running rollout: 34 s" and seen(page) == (False, True)
+        face = {**widgets["stepper"].face, "kind": "face", "note": "", "asked": asked}
+        page.evaluate("face => window.heard(face)", face)
+        assert problem.inner_text() == "" and page.get_by_role("button", name="next", exact=True).is_enabled()
+        page.evaluate("face => window.heard({ ...face, note: 'late' })", face)
+        assert problem.inner_text() == "", "a second answer to one question is dropped"
+        assert false_words(page.evaluate("window.words")) == []
+
+
+@in_chromium
+def test_an_answer_that_is_late_is_not_shown_in_place_of_a_newer_one(widgets: dict[str, Layer]) -> None:
+    with watched_page() as (page, _, _):
+        placed(page, widgets["samples"], "JupyterLab")
+        rows = page.locator(".wb-scroll tbody tr")
+        rows.nth(1).wait_for()
+        page.evaluate("window.mute = true")
+        rows.nth(0).click()
+        rows.nth(1).click()
+        first, second = [one for one in page.evaluate("window.sent") if one["kind"] == "pick"]
+        for question in (second, first):
+            reply = widgets["samples"].reply(question)
+            page.evaluate("said => window.heard(said)", {**reply, "asked": question["asked"]})
+        assert page.locator(".wb-detail button").first.inner_text() == f"row {second['row']}"
+
+
+@in_chromium
+def test_a_kernel_that_was_killed_or_never_there_is_said(widgets: dict[str, Layer]) -> None:
+    with watched_page() as (page, _, _):
+        page.clock.install()
+        placed(page, widgets["samples"], "JupyterLab", mute=True)
+        page.clock.run_for(8000)
+        page.evaluate("window.dead = true")
+        page.clock.run_for(8000)
+        note = page.locator("#widget > .wb-note")
+        assert note.inner_text() == "the kernel was restarted: run this cell again" and seen(page) == (True, False)
+        placed(page, widgets["tokens"], "JupyterLab", mute=True)
+        page.evaluate("document.getElementById('widget').classList.add('jupyter-widgets-disconnected')")
+        page.clock.run_for(3000)
+        assert note.inner_text() == "no kernel is connected: run this cell again to make this view live"
+        assert seen(page) == (True, False)
 
 
 @in_chromium

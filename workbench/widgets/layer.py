@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import numpy as np
 import traitlets
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from workbench.base.errors import EngineError, first_line
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 MOST = 24
 """Widgets that are alive at once: each keeps its object in memory, for example a stepper with its snapshots."""
+KEPT = 32
+"""Replies that a widget keeps for questions that come again."""
 _alive: deque[Layer] = deque()
 
 
@@ -57,6 +60,8 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     display({**static, "text/plain": repr(thing)}, raw=True)
     if not os.environ.get("WORKBENCH_JOB"):
         layer = widget()
+        if (shell := get_ipython()) is not None:
+            shell.events.register("post_run_cell", _follow)
         _alive.append(layer)
         if len(_alive) > MOST:
             _alive.popleft().close()  # its static form is shown again
@@ -67,6 +72,13 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
         # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
         shown = {**bundle, "text/html": "", "text/plain": ""}
         display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
+
+
+def _follow(_: Any) -> None:
+    """After each cell: the last view of an object that it has moved is drawn anew; earlier ones show what their own cell did."""
+    for face in {id(face._stepped): face for face in _alive if isinstance(face, Face)}.values():
+        if face.face["stands"] != face._stands():
+            face.face = face._face()
 
 
 class Layer(anywidget.AnyWidget):
@@ -88,24 +100,47 @@ class Layer(anywidget.AnyWidget):
         super().__init_subclass__(**options)
 
     def __init__(self, **traits: Any) -> None:
+        self._replies: dict[str, dict[str, Any]] = {}
         super().__init__(**traits)
         self.on_msg(self._on_message)
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
+        key = repr(content.get("asked"))
+        if time.monotonic() - self._replies.get(key, {}).get("at", -math.inf) < 1:
+            return  # copies that waited in one queue behind a cell: the reply has just gone out
         try:
-            reply = self.reply(content)
-        except KeyboardInterrupt:  # answered, so that the page does not wait, and raised again
-            self.send({"kind": "error", "text": "interrupted", "asked": content.get("asked")})
-            raise
-        self.send(reply)
+            self.reply(content)
+        finally:  # also where it was interrupted, so that the page does not wait
+            self.send(self._replies[key])
 
     def reply(self, content: Any) -> dict[str, Any]:
-        """What goes back to the page for a message from its script: the answer, or what went wrong."""
+        """What goes back to the page for a message from its script: the answer, or what went wrong.
+
+        A page that waits sends its question again under the same id (`asked`). It is acted on once: a copy gets the reply that
+        is kept or, while another thread is still at work on the first, word that it runs.
+        """
+        asked = content.get("asked")
+        key = repr(asked)
+        running = {"kind": "running", "text": self.work(content), "asked": asked}
+        # one step: a front end may bring copies on two threads (kernel subshells)
+        if asked is not None and (known := self._replies.setdefault(key, running)) is not running:
+            return known
+        if len(self._replies) > KEPT:
+            self._replies.pop(next(iter(self._replies)))
+        if running["text"]:
+            self.send(running)
+        reply = {"kind": "error", "text": "interrupted"}
         try:
             reply = self.answer(dict(content))
         except Exception as error:  # noqa: BLE001 - shown in the widget
             reply = {"kind": "error", "text": first_line(error, 400)}
-        return {**reply, "asked": content.get("asked")}
+        finally:
+            self._replies[key] = {**reply, "asked": asked, "at": time.monotonic()}
+        return self._replies[key]
+
+    def work(self, asked: dict[str, Any]) -> str:
+        """What a question makes the kernel do, in words, where that may take long; "" for one that only looks."""
+        return ""
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
@@ -386,6 +421,11 @@ class Face(Layer):
         if asked["kind"] != "look" and asked.get("stands") != self._stands():
             return self._face(note=f"the {self.noun} is elsewhere by now")
         return self._face(self._move(asked))
+
+    def work(self, asked: dict[str, Any]) -> str:
+        """What next and run are about to run: the first phase of it."""
+        moves = asked.get("kind") in ("next", "run") and asked.get("stands") == self._stands()
+        return str(getattr(self._stepped, self.ahead) or "") if moves else ""
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
         said = {"kind": "face", "html": self._html(), "code": code, "note": note}

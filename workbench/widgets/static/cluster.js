@@ -4,7 +4,7 @@ function render({ model, el }) {
   const light = make("span", { class: "wb-count" });
   const body = make("div", { class: "wb-shown" });
   el.append(make("div", { class: "wb" }, make("div", { class: "wb-bar" }, light, note), body));
-  const talk = talker(model, () => {}, below);
+  const talk = talker(model, null, below);
   let shown = "";
 
   function draw() {

@@ -18,28 +18,47 @@ function fromViews(node, html) {
   node.innerHTML = html;
 }
 
-// Messages to the kernel, each answered once. An answer that takes long (a cell is running) is waited for, and that is said. Where the
-// kernel was restarted none will come: the connection ends, that is said, and the static form is the one that is left.
-function talker(model, waitingFor, below) {
+// Questions to the kernel, each answered once. While one waits it is sent again, the rarer the longer it waits: a question or an answer
+// that is lost on the way costs seconds. All copies have one id, and the kernel acts on an id once. The wait ends with the kernel alone:
+// its connection ends (restarted), nothing can be sent any more (killed), or there is none (a saved notebook).
+function talker(model, problem, below) {
   const restarted = "the kernel was restarted: run this cell again";
-  const late = [[2, "waiting for the kernel: is a cell running?"],
-    [30, "no answer for half a minute: a cell is running, or the kernel is gone (then run this cell again)"]];
-  let number = 0;
-  let lost = false;
-  const say = (text) => { if (!below.say(text)) waitingFor(text); };
-  const settled = (found) => found.timers.forEach(clearTimeout);
-  model.on("comm_live_update", () => {
-    lost = true;
-    below.lost(restarted);
-    waiting.forEach((found) => { settled(found); found.fail(restarted); });
-    waiting.clear();
-  });
+  const page = Math.random().toString(36).slice(2);
   const waiting = new Map();
+  let number = 0, lost = "", clock = 0;
+  function say(text) {
+    if (lost || below.say(text, true) || !problem) return;
+    problem.textContent = text;
+    problem.classList.toggle("wb-wait", Boolean(text));
+  }
+  function lose(text) {
+    lost = text;
+    below.lost(text);
+    waiting.forEach((found) => found.fail(text));
+    waiting.clear();
+  }
+  function send(found) {
+    found.sent = Date.now();
+    try { model.send(found.question); } catch (_) { lose(restarted); }
+  }
+  function tick() {
+    if (waiting.size && below.unconnected()) lose("no kernel is connected: run this cell again to make this view live");
+    for (const found of waiting.values()) {
+      const now = Date.now(), waits = now - found.since;
+      if (!model.waits && now - found.sent >= Math.min(Math.max(4000, waits / 10), 60000)) send(found);
+      if (found.work) say(`running ${found.work}: ${Math.round(waits / 1000)} s`);
+      else if (waits >= 2000) say(model.waits || (below.under() ? "waiting for the kernel: a cell is running, and this view loads when it ends" : "waiting for the kernel: a cell is running"));
+    }
+    if (!waiting.size) clock = clearInterval(clock);
+  }
   const listen = (message) => {
     const found = waiting.get(message.asked);
     if (!found) return;
+    if (message.kind === "running") {
+      if (!found.work) Object.assign(found, { work: message.text, since: Date.now() });
+      return;
+    }
     waiting.delete(message.asked);
-    settled(found);
     say("");
     if (message.kind === "error") {
       below.say(message.text);
@@ -49,16 +68,17 @@ function talker(model, waitingFor, below) {
       found.done(message);
     }
   };
+  model.on("comm_live_update", () => lose(restarted));
   model.on("msg:custom", listen);
   return {
     ask: (question) => new Promise((done, fail) => {
-      if (lost) { fail(restarted); return; }
-      const asked = ++number;
-      const timers = late.map(([seconds, text]) => setTimeout(() => say(text), 1000 * seconds));
-      waiting.set(asked, { done, fail, timers });
-      model.send({ ...question, asked });
+      if (lost) { fail(lost); return; }
+      const asked = `${page} ${++number}`, found = { done, fail, since: Date.now(), question: { ...question, asked } };
+      waiting.set(asked, found);
+      send(found);
+      clock = clock || setInterval(tick, 1000);
     }),
-    end: () => model.off("msg:custom", listen),
+    end: () => { clearInterval(clock); model.off("msg:custom", listen); },
   };
 }
 
@@ -115,10 +135,13 @@ function overStatic(el, form = ".workbench-static") {
       if (hidden) hidden.style.display = "none";
     },
     restore,
+    under: () => el.classList.contains("wb-under"),
+    unconnected: () => el.closest(".jupyter-widgets-disconnected"),  // how ipywidgets marks a view whose model has no kernel
     // a word beside the static form; false where this one is seen, and has a place for it
-    say: (text) => {
+    say: (text, wait = false) => {
       if (!el.classList.contains("wb-under")) return false;
-      note.textContent = text;
+      if (note.textContent !== text) note.textContent = text;
+      note.classList.toggle("wb-wait", wait);
       return true;
     },
     lost: (text) => {
@@ -126,6 +149,7 @@ function overStatic(el, form = ".workbench-static") {
       restore();
       el.classList.add("wb-under");
       note.textContent = text;
+      note.classList.remove("wb-wait");
       el.querySelectorAll("button, input, select, textarea").forEach((node) => { node.disabled = true; });
     },
   };

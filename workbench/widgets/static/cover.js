@@ -7,7 +7,7 @@ function render({ model, el }) {
     below.lost(text);
     [...box.children].forEach((part) => { if (!part.contains(el)) part.style.display = "none"; });
   };
-  const talk = talker(model, () => {}, { ...below, lost });
+  const talk = talker(model, null, { ...below, lost });
   const again = () => below.hide();
   model.on("change:renewed", again);  // where a page made it anew it is seen
   requestAnimationFrame(below.hide);

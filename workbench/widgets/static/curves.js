@@ -198,7 +198,7 @@ function plotted(plot, all, look, on) {
 function render({ model, el }) {
   const below = overStatic(el, model.get("alone") === true ? ":not(*)" : ".workbench-static, img");
   const problem = make("span", { class: "wb-problem", role: "alert" });
-  const talk = talker(model, (text) => { problem.textContent = text; }, below);
+  const talk = talker(model, problem, below);
   const readout = make("div", { class: "wb-readout", role: "status" });
   const bar = make("div", { class: "wb-bar" });
   const grid = make("div", { class: "wb-plots" });

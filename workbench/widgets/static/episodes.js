@@ -1,7 +1,7 @@
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; }, below);
+  const talk = talker(model, problem, below);
   const code = make("code", { class: "wb-code" });
   const body = make("div");
   const press = (label, title, question) => make("button", { title, onclick: () => ask(question()) }, label);
@@ -39,9 +39,11 @@ function render({ model, el }) {
     back.disabled = face.turns.length === 0;
     say.disabled = false;
   }
-  // what stood here when the cell ended: the episode may have moved on since, and a button says so
-  drawn(face);
+  // as a stepper's
+  const redraw = () => drawn(model.get("face"));
+  model.on("change:face", redraw);
+  redraw();
   requestAnimationFrame(below.hide);
-  return () => { talk.end(); below.restore(); };
+  return () => { model.off("change:face", redraw); talk.end(); below.restore(); };
 }
 export default { render };

@@ -3,7 +3,7 @@ const COUNT = 50;
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; }, below);
+  const talk = talker(model, problem, below);
   const known = model.get("known");
   const query = { ...model.get("query") };
   let columns = [];  // of the page
@@ -172,6 +172,7 @@ function render({ model, el }) {
     mark();
     try {
       const card = await talk.ask({ kind: "pick", row, tab, rendered: model.get("rendered") });
+      if (row !== model.get("picked")) return;
       const body = make("div");
       fromViews(body, card.html);
       detail.replaceChildren(...actions(row, card, body), body);

@@ -1,7 +1,7 @@
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; }, below);
+  const talk = talker(model, problem, below);
   const names = model.get("names");
   const code = make("code", { class: "wb-code" });
   const row = make("div", { class: "wb-chips", role: "group", ariaLabel: "phases" });
@@ -50,9 +50,11 @@ function render({ model, el }) {
     if (pressed === face.shown) row.querySelector("[aria-pressed=true]")?.focus();
     pressed = null;
   }
-  // what stood here when the cell ended: the stepper may have moved on since, and a button says so
-  drawn(model.get("face"));
+  // what stood here when the cell ended; where this is the stepper's last view, a later cell that moves the stepper draws it anew
+  const redraw = () => drawn(model.get("face"));
+  model.on("change:face", redraw);
+  redraw();
   requestAnimationFrame(below.hide);
-  return () => { talk.end(); below.restore(); };
+  return () => { model.off("change:face", redraw); talk.end(); below.restore(); };
 }
 export default { render };

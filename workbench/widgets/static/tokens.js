@@ -1,7 +1,7 @@
 function render({ model, el }) {
   const below = overStatic(el);
   const problem = make("span", { class: "wb-problem" });
-  const talk = talker(model, (text) => { problem.textContent = text; }, below);
+  const talk = talker(model, problem, below);
   const labels = model.get("labels");
   const choose = make("select", { ariaLabel: "colour by", onchange: recolour }, model.get("quantities").map((name) => make("option", { value: name }, name)));
   choose.value = model.get("colour");
@@ -40,8 +40,10 @@ function render({ model, el }) {
   }
   async function recolour() {
     if (!rows.length) return;  // they are on their way, and come with the colour that is chosen then
+    const colour = choose.value;
     try {
-      const found = await talk.ask({ kind: "colours", colour: choose.value });
+      const found = await talk.ask({ kind: "colours", colour });
+      if (colour !== choose.value) return;
       problem.textContent = "";
       what.textContent = found.what;
       low.textContent = said(found.low);
@@ -50,7 +52,7 @@ function render({ model, el }) {
       boxes.forEach((box, number) => [...box.children].slice(1).forEach((span, place) => {
         span.style.background = found.colours[number][place] || "";
       }));
-      model.set("colour", choose.value);
+      model.set("colour", colour);
       model.save_changes();
     } catch (text) { problem.textContent = text; }
   }

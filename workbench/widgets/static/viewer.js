@@ -13,6 +13,7 @@ function modelOf(place) {
     return answer.json();
   }
   return {
+    waits: "waiting for workbench view",  // each request has an answer or fails: none is sent again
     emit,
     get: (name) => state[name],
     set: (name, value) => { state[name] = value; changed.add(name); emit(`change:${name}`); },
