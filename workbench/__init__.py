@@ -6,7 +6,16 @@ go back, change one thing, run on, compare; then train with the same stages.
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import cast
+
+if (
+    Path(__file__).with_name("repl").is_dir()
+):  # two distributions have written into this folder, the other one is not ours
+    raise ImportError(
+        "the folder of the package workbench has files of another product, which the package index calls `workbench`; expected "
+        "those of `rl-workbench` alone; pip uninstall -y workbench rl-workbench, then pip install rl-workbench"
+    )
 
 from workbench import agents, compat, datasets, engines, functional, recipes, rewards, sandbox, stages, views
 from workbench.agents import BaseInteraction

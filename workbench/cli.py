@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from workbench.base.distribution import version
 from workbench.base.errors import SettingError, WorkbenchError
 
 
@@ -47,7 +48,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="workbench", description="A Jupyter-first bench for RL post-training.")
-    parser.add_argument("--version", action="version", version=sys.modules["workbench"].__version__)
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(required=True, metavar="command")
     train = commands.add_parser("train", help="run a notebook as a job")
     train.add_argument("notebook", nargs="?", help="may be left out with --resume: the run knows its notebook")

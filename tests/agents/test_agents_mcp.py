@@ -150,7 +150,7 @@ def test_servers_that_cannot_be_used_say_why(stand_in: type[StandInClient], tmp_
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(SettingError, match=r'pip install "mcp>=2"'):
+    with pytest.raises(SettingError, match=r"pip install 'rl-workbench\[mcp\]'"):
         mcp_tools({"x": {"command": "here"}})
     with pytest.raises(SettingError, match="timeout"):
         MCPServer("x", {"command": "y"}, timeout=0)

@@ -51,7 +51,7 @@ def test_ray_is_imported_when_a_cluster_is_asked_for_and_not_before() -> None:
 
 def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineError, match=r"Ray is not installed; pip install 'ray>=2.60"):
+    with pytest.raises(EngineError, match=r"Ray is not installed; pip install 'rl-workbench\[cluster\]'"):
         connecting.require_ray()
 
 

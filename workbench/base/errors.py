@@ -20,6 +20,7 @@ The tree (each error is also the builtin exception in brackets, and can be pickl
     ├── RunError (RuntimeError)            a run folder
     │   └── CheckpointError                incomplete, corrupt or of another format
     ├── ForeignError (RuntimeError)        the user's or a library's code raised; says where
+    ├── PackageMissing (ImportError)       an optional package is not installed
     └── Interrupted (RuntimeError)         the work was asked to stop
 """
 
@@ -123,6 +124,10 @@ class CheckpointError(RunError):
 
 class ForeignError(WorkbenchError, RuntimeError):
     """The user's or a library's code raised an exception, which is the `__cause__` of this one."""
+
+
+class PackageMissing(WorkbenchError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
 
 
 class Interrupted(WorkbenchError, RuntimeError):

@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from workbench.base.config import require
+from workbench.base.distribution import optional
 from workbench.base.errors import ForeignError
 
 T = TypeVar("T")
@@ -69,7 +70,8 @@ class Client:
         return await self._until_read("GET", url, None, timeout, lambda reply: reply)
 
     async def _until_read(self, method: str, url: str, body: Any, timeout: float, read: Callable[[Any], T]) -> T:
-        import httpx
+        with optional("judges", "engines, judges and sandboxes over HTTP"):
+            import httpx
 
         end = time.monotonic() + self.deadline
         cause: Exception = TimeoutError("the deadline passed before the first try")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.base.distribution import install
 from workbench.base.errors import EngineError, SettingError, first_line, message
 from workbench.cluster import discovery
 from workbench.cluster.environment import Environment
@@ -44,7 +45,7 @@ class Link:
 def require_ray() -> None:
     """Raise `EngineError` where Ray is not installed, or was initialised in this process by other code."""
     if importlib.util.find_spec("ray") is None:
-        raise EngineError("Ray is not installed", do="pip install 'ray>=2.60,<2.61', or use wb.engines.local(…)")
+        raise EngineError("Ray is not installed", do=f"{install('cluster')}, or use wb.engines.local(…)")
     import ray
 
     if ray.is_initialized():
@@ -229,7 +230,7 @@ def _require_dashboard() -> None:
                if name not in sys.modules and importlib.util.find_spec(name) is None]  # fmt: skip
     if lacking:
         expected, found = "the packages of Ray's dashboard", f"no {', '.join(lacking)}"
-        do = "pip install 'ray[default]>=2.60,<2.61', or leave dashboard=True out: cluster.status() shows the same"
+        do = "pip install 'ray[default]', or leave dashboard=True out: cluster.status() shows the same"
         raise SettingError("dashboard=True", expected=expected, found=found, do=do)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from workbench.base.distribution import optional
 from workbench.base.errors import BatchError, SettingError, UnionConflict, describe, message
 from workbench.base.shown import Shown
 from workbench.dataproto import io
@@ -308,7 +309,8 @@ class DataProto(Value, Shown):
 
     def to_tensordict(self) -> Any:
         """The batch as a TensorDict: tensors, objects as `NonTensorStack`, `meta_info` as `NonTensorData`."""
-        from tensordict import NonTensorData, NonTensorStack, TensorDict
+        with optional("verl", "to_tensordict"):
+            from tensordict import NonTensorData, NonTensorStack, TensorDict
 
         taken = [name for name in self._meta if name in self]
         if taken:
@@ -323,7 +325,8 @@ class DataProto(Value, Shown):
     @classmethod
     def from_tensordict(cls, data: Any) -> Self:
         """A batch from what `to_tensordict` returns. Raises `BatchError` for nested entries."""
-        from tensordict import NonTensorData, NonTensorStack
+        with optional("verl", "from_tensordict"):
+            from tensordict import NonTensorData, NonTensorStack
 
         tensors: dict[str, Any] = {}
         objects: dict[str, Any] = {}

@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from workbench.base.child import Child, importing
+from workbench.base.distribution import version
 from workbench.base.errors import SettingError, WorkbenchError, first_line, unknown
 from workbench.base.files import write_text
 from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean, version_of
@@ -132,8 +133,8 @@ def doctor(
         found.append(one)
         if say is not None:
             say(line_of(one))
-    about = {"workbench": version_of("workbench") or "checkout", "python": platform.python_version()}
-    about |= {name: version for name in ("torch", "transformers", "vllm", "ray") if (version := version_of(name))}
+    about = {"workbench": version(), "python": platform.python_version()}
+    about |= {name: number for name in ("torch", "transformers", "vllm", "ray") if (number := version_of(name))}
     about |= {"platform": clean(platform.platform()), "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     return Diagnosis(tuple(found), about)
 

@@ -17,15 +17,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from nbclient.exceptions import CellExecutionError, DeadKernelError
-from nbclient.util import run_sync
-from papermill.clientwrap import PapermillNotebookClient
-from papermill.engines import NotebookExecutionManager
-from papermill.iorw import LocalHandler, papermill_io
-
 from workbench.base import runtime
+from workbench.base.distribution import optional
 from workbench.base.files import write_text
+
+with optional("jobs", "running a notebook as a job"):
+    import nbformat
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
+    from nbclient.util import run_sync
+    from papermill.clientwrap import PapermillNotebookClient
+    from papermill.engines import NotebookExecutionManager
+    from papermill.iorw import LocalHandler, papermill_io
 
 SAVE_EVERY = 3.0
 """Seconds between saves of a notebook that has changed."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from workbench.base import memory
+from workbench.base.distribution import DISTRIBUTION, install, version
 from workbench.base.errors import EngineError, SandboxError
 from workbench.base.memory import gib
 from workbench.base.secret import HIDDEN, SECRET
@@ -35,23 +36,36 @@ OK, SKIPPED, WARNING, WRONG = "ok", "skipped", "warning", "wrong"
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
 """Packages without which nothing works. Without any other something is missing, which `LOST` says."""
 LOST = {
-    "ray": "wb.cluster",
-    "papermill": "workbench train",
-    "nbclient": "workbench train",
-    "jupyterlab": "JupyterLab",
-    "ipykernel": "notebooks",
-    "ipywidgets": "widgets",
-    "anywidget": "widgets",
+    "pandas": "tables, recorded runs",
+    "pyarrow": "parquet files, recorded runs",
     "matplotlib": "figures",
-    "pyarrow": "parquet files",
-    "pandas": "tables",
-    "tensorboard": "TensorBoard events",
-    "httpx": "engines, judges and sandboxes over HTTP",
+    "fsspec": "runs at an address",
     "cloudpickle": "reward functions of a notebook in processes of their own",
+    "anywidget": "live views in a notebook",
+    "ipywidgets": "live views in a notebook",
+    "traitlets": "live views in a notebook",
+    "papermill": "workbench train, sweep",
+    "nbclient": "workbench train, sweep",
+    "nbformat": "workbench train, sweep, report",
+    "nbconvert": "workbench report",
+    "bleach": "workbench report",
+    "ipykernel": "workbench train, sweep, report",
+    "jupyterlab": "make lab",
+    "ray": "wb.cluster",
     "psutil": "wb.cluster",
+    "pydantic": "judges",
+    "httpx": "engines, judges and sandboxes over HTTP",
+    "tensorboard": "TensorBoard events",
+    "prometheus-client": "the health page in Prometheus' format",
+    "markdown-it-py": "Markdown and formulas in transcripts",
+    "latex2mathml": "formulas in transcripts",
+    "pygments": "coloured code in transcripts",
     "math-verify": "the scorer math_verify",
+    "tensordict": "to_tensordict, from_tensordict",
+    "peft": "LoRA",
+    "mcp": "tools of MCP servers",
 }
-"""What does not work without a package."""
+"""What does not work without a package; everything else does."""
 LEAST_HOST, LEAST_SHM, LEAST_DISK = 4 << 30, 2 << 30, 20 << 30
 """Bytes below which host memory, /dev/shm and a disk get a warning."""
 SLOW_DISK, SLOW_SYNC = 50 << 20, 0.05
@@ -81,19 +95,24 @@ def packages() -> Finding:
             lacking.append(one.name)
         elif not one.specifier.contains(there, prereleases=True):
             others.append(f"{one.name} {there} (tested: {one.specifier})")
-    found = [f"workbench {version_of('workbench') or 'from a checkout'}, torch {torch.__version__}"]
+    found = [f"workbench {version()}, torch {torch.__version__}"]
     found += [f"not the tested version: {', '.join(others)}"] if others else []
     found += [f"not installed: {', '.join(lacking)}"] if lacking else []
+    if absent := [name for name in LOST if name not in lacking and version_of(name) is None]:
+        found.append(f"optional and not installed: {', '.join(absent)} (for {_lost(absent)}; {install('all')})")
     if fatal := [name for name in lacking if name in NEEDED]:
         return Finding(WRONG, "; ".join(found), f"pip install {' '.join(fatal)}: nothing works without")
     if lacking:
-        lost = dict.fromkeys(LOST[name] for name in lacking if name in LOST)
-        return Finding(WARNING, "; ".join(found), f"does not work without: {', '.join(lost) or 'see pyproject.toml'}")
+        return Finding(WARNING, "; ".join(found), f"does not work without: {_lost(lacking)}")
     if others:
         return Finding(
             WARNING, "; ".join(found), "the checks below say whether they work; else install the tested ones"
         )
     return Finding(OK, "; ".join(found))
+
+
+def _lost(names: list[str]) -> str:
+    return ", ".join(dict.fromkeys(LOST[name] for name in names))
 
 
 def required() -> list[Requirement]:
@@ -102,7 +121,7 @@ def required() -> list[Requirement]:
     if project.is_file():
         listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
-        listed = [one for one in metadata.requires("workbench") or () if "extra ==" not in one]
+        listed = [one for one in metadata.requires(DISTRIBUTION) or () if "extra ==" not in one]
     return [Requirement(one) for one in listed]
 
 

@@ -7,15 +7,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from nbformat import v4
-
+from workbench.base.distribution import optional
 from workbench.base.errors import RunError
 from workbench.base.files import write_text
 from workbench.replay.remote import is_address
 from workbench.replay.run import Run, load_run
 from workbench.views.curves import panel, png
 from workbench.views.document import Fold, Image, Part, block, html, pairs
+
+with optional("jobs", "a report"):
+    import bleach
+    import nbformat
+    from bleach.css_sanitizer import CSSSanitizer
+    from nbconvert.exporters import HTMLExporter
+    from nbformat import v4
+    from traitlets.config import Config
 
 STATIC = ("text/html", "image/png", "image/jpeg", "text/markdown", "text/plain")
 """The forms of an output that a report can show, the best first: no widget, which needs a kernel or a CDN."""
@@ -85,9 +91,6 @@ ATTRIBUTES = "style title class colspan rowspan open alt max value width height"
 
 def clean(text: str) -> str:
     """Sanitise HTML: scripts, event handlers, addresses of images and unknown tags are removed, the tags' text stays."""
-    import bleach
-    from bleach.css_sanitizer import CSSSanitizer
-
     css, protocols = CSSSanitizer(allowed_css_properties=STYLES.split()), {"data", "http", "https", "mailto"}
     return bleach.clean(text, set(TAGS.split()), _kept, protocols, strip=True, css_sanitizer=css)
 
@@ -101,9 +104,6 @@ def _kept(tag: str, name: str, value: str) -> bool:
 
 
 def _html(notebook: Any, title: str) -> str:
-    from nbconvert.exporters import HTMLExporter
-    from traitlets.config import Config
-
     config = Config()
     # set on the base class: on HTMLExporter the option is accepted and does nothing
     config.NbConvertBase.display_data_priority = list(STATIC)

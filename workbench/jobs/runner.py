@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.base.distribution import optional
 from workbench.base.errors import RunError, SettingError
 from workbench.base.files import crc32_of
 from workbench.jobs.health import check_port
@@ -95,7 +96,8 @@ def kernel_of(source: Path, kernel: str | None) -> tuple[str, str]:
 
     Raises `SettingError` where this machine has no such kernel.
     """
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+    with optional("jobs", "running a notebook as a job"):
+        from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     manager = KernelSpecManager()
     name = kernel or read_notebook(source).get("metadata", {}).get("kernelspec", {}).get("name") or "python3"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from workbench.base.distribution import install
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.dataproto.core import DataProto
@@ -138,7 +139,7 @@ def vllm_engine() -> Finding:
     """Start vLLM in its own interpreter, push weights, compare its log-probs with the learner's; on a GPU sleep and wake."""
     python, gpu = interpreter(VllmSettings()), torch.cuda.is_available()
     if not importable(python):
-        do = "pip install 'workbench[vllm]', or WORKBENCH_VLLM_PYTHON=… for one beside; the local engine needs none"
+        do = f"{install('vllm')}, or WORKBENCH_VLLM_PYTHON=… for one beside; the local engine needs none"
         return Finding(SKIPPED, "vLLM is not installed", do)
     began = time.perf_counter()
     learner = opened(lr=1e-2)  # a step so large that old weights would be seen

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import nbformat
-from nbformat import v4
-
 from workbench import recipes
+from workbench.base.distribution import optional
 from workbench.base.files import write_text
 from workbench.compat.verl_account import Row
 from workbench.compat.verl_command import TEXTS
 from workbench.jobs.verl_plan import Call, Plan
+
+with optional("jobs", "writing a notebook"):
+    import nbformat
+    from nbformat import v4
 
 _HELP = {
     "model": "policy to start from: a Hugging Face folder or name, or a checkpoint",

@@ -24,16 +24,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from workbench.base import runtime
 from workbench.base.config import Settings, require
+from workbench.base.distribution import optional
 from workbench.base.errors import RewardError, SettingError, WorkbenchError, describe, first_line
 from workbench.engines.protocol import ChatModel, Classifier, Completion
 from workbench.rewards.base import BaseReward
 from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score, Status, failed, no_answer
 from workbench.rewards.truths import no_truth
+
+with optional("judges", "a judge"):
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_OUTPUT = 100_000
 """Characters at the end of a judge's output that are parsed."""

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from workbench.base import runtime
 from workbench.base.config import require
+from workbench.base.distribution import optional
 from workbench.base.errors import RewardError
 from workbench.base.shown import Shown, plain
 from workbench.datasets.preferences import Samples
@@ -20,6 +19,9 @@ from workbench.rewards.judge_reports import JudgeReport, judge_report, read
 from workbench.rewards.judge_stats import Estimate
 from workbench.rewards.judge_verdicts import Item, items_of
 from workbench.rewards.score import Score
+
+with optional("judges", "a search for principles"):
+    from pydantic import Field
 
 if TYPE_CHECKING:
     import pandas as pd

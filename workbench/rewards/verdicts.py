@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from workbench.base.config import require
+from workbench.base.distribution import optional
 from workbench.base.errors import DataError, RewardError, SettingError, first_line, unknown
 from workbench.datasets.preferences import Sample, Samples, finite
 from workbench.datasets.rows import Rows
@@ -32,6 +31,9 @@ from workbench.rewards.judge import (
     scale_of,
 )
 from workbench.rewards.score import Score, Status, no_answer
+
+with optional("judges", "a judge"):
+    from pydantic import BaseModel, ConfigDict, Field
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 REASONING = ("think", "reason", "reasoning", "analysis")

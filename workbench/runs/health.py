@@ -17,6 +17,7 @@ import torch
 
 from workbench.base.activity import HERE, Queue
 from workbench.base.cards import card_of
+from workbench.base.distribution import optional
 from workbench.base.errors import RunError, first_line
 from workbench.base.files import unsealed
 from workbench.base.runtime import Control
@@ -284,7 +285,8 @@ STATES = ("starting", "running", "stalled", "paused", "stopping", "done", "faile
 
 def exposition(look: Health) -> bytes:
     """A `Health` in Prometheus' text format, by a registry of its own: nothing of this process's default one is in it."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    with optional("trackers", "the health page in Prometheus' format"):
+        from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(look))

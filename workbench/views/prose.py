@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from html import unescape
 from typing import TYPE_CHECKING, Any
 
+from workbench.base.distribution import optional
 from workbench.base.errors import first_line
 from workbench.base.shown import TEXT_LIMIT
 from workbench.views import document as doc
@@ -77,8 +78,9 @@ class _Page:
 
     def parts(self) -> doc.Part:
         """The whole text."""
-        from markdown_it import MarkdownIt
-        from markdown_it.tree import SyntaxTreeNode
+        with optional("prose", "text with Markdown and formulas"):
+            from markdown_it import MarkdownIt
+            from markdown_it.tree import SyntaxTreeNode
 
         parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 20}).enable(["table", "strikethrough"])
         return [self._block(node) for node in SyntaxTreeNode(parser.parse(self._text)).children]

@@ -1,4 +1,4 @@
-"""Tools of MCP servers, through the `mcp` package (2.x; optional: `pip install "mcp>=2"`)."""
+"""Tools of MCP servers, through the `mcp` package (2.x; optional: the extra `mcp`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from workbench.agents.protocol import ToolResponse
 from workbench.agents.tools.base import BaseTool, Executed, answered, refused
 from workbench.base import runtime
 from workbench.base.config import require
+from workbench.base.distribution import install
 from workbench.base.errors import SettingError, describe, first_line, unknown
 
 START_SECONDS = 30.0
@@ -205,7 +206,7 @@ def _offered(server: MCPServer) -> list[dict[str, Any]]:
     try:
         return runtime.run(server.tools())
     except (OSError, TimeoutError, ImportError) as cause:
-        do = 'pip install "mcp>=2"' if isinstance(cause, ImportError) else None
+        do = install("mcp") if isinstance(cause, ImportError) else None
         raise SettingError(f"no tools from MCP server {server.name!r}", found=first_line(cause), do=do) from cause
 
 

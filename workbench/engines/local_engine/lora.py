@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from workbench.base.distribution import install
 from workbench.base.errors import EngineError, boundary
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,7 +36,7 @@ def add(model: Any, config: Mapping[str, Any]) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as cause:
-        raise EngineError("LoRA needs peft", do="pip install peft") from cause
+        raise EngineError("LoRA needs peft", do=install("peft")) from cause
     known = {key: config[key] for key in ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")}
     with torch.random.fork_rng(devices=[]), boundary("adding LoRA adapters", EngineError):
         torch.manual_seed(0)  # A is random: the same for the same model, whatever was sampled before

@@ -22,6 +22,7 @@ import torch
 
 from workbench.base.activity import recorded
 from workbench.base.config import Settings, require
+from workbench.base.distribution import install
 from workbench.base.errors import EngineError, SettingError, boundary
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
@@ -126,7 +127,7 @@ class Served(Closing):
         python, s = interpreter(self._settings), self._settings
         if python == sys.executable and not importable(python):
             expected = f"vLLM beside workbench, or in {PYTHON_VARIABLE} the path of a Python that has it"
-            raise EngineError("vLLM is not installed", expected=expected, do="pip install 'workbench[vllm]'")
+            raise EngineError("vLLM is not installed", expected=expected, do=install("vllm"))
         first = {"arguments": {**arguments_of(self._folder, s), **self._arguments}, "on_cpu": on_cpu_of(s)}
         env = {**os.environ, **environment_of(self._folder, s)}
         link = Link(python, env, first, stall_seconds=s.stall_seconds)

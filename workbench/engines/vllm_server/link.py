@@ -18,6 +18,7 @@ from typing import Any
 
 from workbench.base import runtime
 from workbench.base.child import Child, Questions
+from workbench.base.distribution import install
 from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.engines.vllm_server import process
 
@@ -160,7 +161,7 @@ class Link:
     def _why_it_failed(self, heard: Mapping[str, Any]) -> EngineError:
         found = heard["error"]
         if heard["kind"] in ("ImportError", "ModuleNotFoundError") and "vllm" in found:
-            return EngineError("vLLM is not installed", found=found, do="pip install 'workbench[vllm]'")
+            return EngineError("vLLM is not installed", found=found, do=install("vllm"))
         what = "vLLM failed" if self.ready.done() else "vLLM did not start"
         if _REFERS.search(found):  # the engine's process gives the cause in the log only
             found = cause_in(self._child.tail(_LOG_BYTES)) or found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from workbench.base.distribution import require_package
 from workbench.rewards.base import row_view
 from workbench.rewards.reward import Reward
 from workbench.rewards.runner import START_SECONDS
@@ -19,9 +20,10 @@ def math_verify(*, strict: bool = False, timeout: float = 5.0, workers: int = 2,
     """A reward that is 1 where the answer is equivalent to the ground truth: `\\frac14` is `0.25`, `1,000` is `1000`.
 
     `strict` reads only a `\\boxed{…}`. A response that takes more than `timeout` seconds of processor time (a tower of powers) is
-    *timeout* with 0, a row whose ground truth cannot be read as mathematics *not_applicable*. Needs the package math-verify,
-    which is installed with workbench.
+    *timeout* with 0, a row whose ground truth cannot be read as mathematics *not_applicable*. Raises
+    `PackageMissing` without the package math-verify (extra `math`).
     """
+    require_package("math_verify", "math", "the scorer math_verify")
     function = limited(timeout, strict)
 
     def check(rows: Iterable[Mapping[str, Any]]) -> str:
