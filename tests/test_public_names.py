@@ -20,7 +20,7 @@ AGENTS = {
 }  # fmt: skip
 TRAIN = [
     "pipeline", "rows", "steps", "epochs", "run", "batch_size", "seed", "ahead", "max_lag", "stale", "eval_rows", "test_freq", "val_samples", "save_freq",
-    "trace_freq", "keep_traces", "keep_checkpoints", "keep_updates", "keep_val", "max_recoveries", "max_rollout_kl", "break_if", "resume", "allow_changes", "trackers", "project", "experiment", "display", "observers",
+    "trace_freq", "keep_traces", "keep_checkpoints", "keep_updates", "keep_val", "max_recoveries", "max_rollout_kl", "break_if", "save_best", "stop_when", "patience", "min_delta", "resume", "allow_changes", "trackers", "project", "experiment", "display", "observers",
     "health",
 ]  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import workbench as wb
-from workbench.runs.loop import run_step_unless
+from workbench.runs.loop import run_step
 from workbench.steps.execute import Ahead
 
 
@@ -30,7 +30,8 @@ def block(
     prompts = functools.partial(rows.batch, batch_size, seed=0)
     source = Ahead(pipe, lambda step: prompts(step=step), last=last) if ahead else None
     for step in range(first, last + 1):
-        trace, _ = run_step_unless(pipe, prompts(step=step), None, source)
+        batch = prompts(step=step)
+        trace = run_step(pipe, batch if source is None else source.take(batch))
         at.append(time.perf_counter())
         overlapped.append(trace.metrics.get("timing_s/overlapped", 0.0))
     return [b - a for a, b in pairwise(at)], overlapped[1:]

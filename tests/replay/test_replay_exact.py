@@ -219,3 +219,140 @@ def test_updates_keep_their_bound(tiny: str, tmp_path: Path) -> None:
     assert len(sizes) == 3
     updates.prune(folder / "updates", 0, sizes[0] + 100)
     assert updates.steps(folder / "updates") == [3]
+
+
+# --- runs that begin on weights that no file has -----------------------------------------------------
+
+
+def small(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows]:
+    engine = wb.engines.local(tiny, lr=1e-3, device="cpu", **settings)
+    return engine, wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
+
+
+def moved_by_a_stepper(tiny: str) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    engine, rows = small(tiny)
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, kl_coef=0.01)
+    wb.Stepper(pipe, rows.batch(2)).run()
+    return pipe, rows
+
+
+def moved_before_its_recipe(tiny: str) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    pipe, rows = moved_by_a_stepper(tiny)
+    return wb.recipes.grpo(pipe.learners()["actor"], group_size=2, max_tokens=4, kl_coef=0.01), rows
+
+
+def moved_adapters(tiny: str) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    engine, rows = small(tiny, lora_rank=2)
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, kl_coef=0.01)
+    wb.Stepper(pipe, rows.batch(2)).run()
+    return pipe, rows
+
+
+def moved_controller_alone(tiny: str) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    pipe = pipeline(tiny)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=12)
+    wb.Stepper(pipe, rows.batch(2)).run(until="advantage")
+    return pipe, rows
+
+
+def critic_of_a_moved_policy(tiny: str) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    pipe, rows = moved_by_a_stepper(tiny)
+    fresh, _ = small(tiny)
+    critic = pipe.learners()["actor"].critic()
+    return wb.recipes.ppo(fresh, critic=critic, group_size=2, max_tokens=4, kl_coef=0.01), rows
+
+
+def weights_of_another_folder(tiny: str, tmp_path: Path) -> tuple[wb.Pipeline, wb.datasets.Rows]:
+    """Version 0 and no optimizer step, and yet not what the engine's path has."""
+    pipe, rows = moved_by_a_stepper(tiny)
+    pipe.learners()["actor"].save(tmp_path / "other")
+    other, fresh = wb.engines.local(tmp_path / "other", lr=1e-3, device="cpu"), small(tiny)[0]
+    other.save_state(tmp_path / "state")
+    fresh.load_state(tmp_path / "other", tmp_path / "state")
+    assert (fresh.version, fresh.as_loaded(), other.as_loaded()) == (0, False, True)
+    return wb.recipes.grpo(fresh, group_size=2, max_tokens=4, kl_coef=0.0), rows
+
+
+@pytest.mark.parametrize(
+    ("make", "begun"),
+    [
+        (moved_by_a_stepper, ["actor"]),
+        (moved_before_its_recipe, ["frozen_0", "actor"]),
+        (moved_adapters, ["actor"]),
+        (moved_controller_alone, []),
+        (critic_of_a_moved_policy, ["critic"]),
+        (weights_of_another_folder, ["actor"]),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_every_step_of_a_run_on_weights_that_no_file_has_opens_again(
+    tiny: str, tmp_path: Path, make: Any, begun: list[str]
+) -> None:
+    pipe, rows = make(tiny, tmp_path) if make is weights_of_another_folder else make(tiny)
+    plan = {"steps": 3, "batch_size": 2, "trackers": (), "trace_freq": 1, "keep_traces": 9}
+    run = wb.train_blocking(pipe, rows, run=tmp_path / "r", save_freq=1, **plan)
+    assert sorted(run.settings["began"]["in_memory"]) == sorted(begun)
+    assert run.checkpoints == ([0] if begun else []) + [2, 3], "the newest two, and what nothing else has"
+    assert run.restorable_steps == "0–3" if begun else run.restorable_steps.startswith("0")
+    notes = [one for one in run.notes if "no file has" in one]
+    assert len(notes) == bool(begun) and all("checkpoint 0, about" in one for one in notes)
+    for step in (1, 2, 3) if begun else (1, 3):
+        recorded = run.path / "traces" / f"step_{step:06d}"
+        recorded = recorded.rename(tmp_path / f"trace {step}") if begun else recorded
+        again = run.stepper(step).run()  # a reference that no file had, too, is there without the trace
+        assert wb.diverge(again.trace, wb.Trace.load(recorded)).identical, (step, again.notes)
+
+
+def test_such_a_run_is_resumed_in_another_process_bit_for_bit(tiny: str, tmp_path: Path) -> None:
+    pipe, rows = moved_by_a_stepper(tiny)
+    plan: dict[str, Any] = {"batch_size": 2, "trackers": (), "eval_rows": rows[:2], "resume": "auto", "steps": 3}
+    whole = wb.train_blocking(pipe, rows, run=tmp_path / "whole", **plan)
+
+    class Ends:
+        def on_start(self, start: int, steps: int) -> None: ...
+
+        def on_step(self, report: Any) -> None:
+            raise RuntimeError("killed")
+
+        def on_end(self, error: BaseException | None) -> None: ...
+
+    pipe, rows = moved_by_a_stepper(tiny)
+    with pytest.raises(RuntimeError, match="killed"):
+        wb.train_blocking(pipe, rows, run=tmp_path / "r", observers=[Ends()], **plan)
+    shutil.rmtree(tmp_path / "r/checkpoints/step_000001")  # as if it had been killed before it could keep the step
+    engine, rows = small(tiny)
+    fresh = wb.recipes.grpo(engine, group_size=2, max_tokens=4, kl_coef=0.01)
+    resumed = wb.train_blocking(fresh, rows, run=tmp_path / "r", **plan)
+    assert any("resumed after step 0" in one for one in resumed.notes) and resumed.checkpoints == [0, 3]
+    timed = lambda row: {key: one for key, one in row.items() if not key.startswith(("timing", "perf", "memory"))}  # noqa: E731
+    assert list(map(timed, resumed.rows)) == list(map(timed, whole.rows)), "and the validation before is there once"
+    other, rows = moved_before_its_recipe(tiny)  # another reference than the run's
+    with pytest.raises(RunError, match="ref_log_prob.model: [0-9]+ → weights that no file had"):
+        wb.train_blocking(other, rows, run=tmp_path / "r", **{**plan, "steps": 4})
+
+
+def test_what_if_and_going_back_leave_weights_that_a_file_has(tiny: str, tmp_path: Path) -> None:
+    engine, rows = small(tiny)
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, kl_coef=0.0)
+    s = wb.Stepper(pipe, rows.batch(2)).run(until="advantage")
+    s.what_if(clip_ratio_high=0.4, updates=1)
+    s.run().back(to="update_actor")
+    assert engine.as_loaded()
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=2, run=tmp_path / "r", trackers=())
+    assert run.checkpoints == [1] and run.notes == ()
+    assert wb.diverge(run.stepper(1).run().trace, run.traces[1]).identical
+
+
+def test_an_engine_opened_from_a_run_keeps_the_very_checkpoint(tiny: str, tmp_path: Path) -> None:
+    """The run's newest checkpoint is another one later; the second run must not begin with that when it is opened again."""
+    engine, rows = small(tiny)
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=4, kl_coef=0.0)
+    plan: dict[str, Any] = {"batch_size": 2, "trackers": (), "resume": "auto"}
+    wb.train_blocking(pipe, rows, steps=1, run=tmp_path / "first", **plan)
+    second = wb.engines.local(tmp_path / "first", lr=1e-3, device="cpu")
+    run = wb.train_blocking(
+        wb.recipes.grpo(second, group_size=2, max_tokens=4, kl_coef=0.0), rows, steps=1, run=tmp_path / "r", **plan
+    )
+    wb.train_blocking(pipe, rows, steps=2, run=tmp_path / "first", **plan)
+    assert run.checkpoints == [1]
+    assert wb.diverge(run.stepper(1).run().trace, run.traces[1]).identical

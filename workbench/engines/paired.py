@@ -24,7 +24,7 @@ from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, 
 from workbench.engines.weights import BUCKET_BYTES, UNVERIFIED, Push, WeightSync, prove, sync_of
 
 _PASSED_ON = (
-    can.Bounded, can.Differentiable, can.Estimates, can.Learner, can.Located, can.Templated, can.Tunable,
+    can.Bounded, can.Differentiable, can.Estimates, can.FromFiles, can.Learner, can.Located, can.Templated, can.Tunable,
     can.WeightSource, can.WholeDistributions,
 )  # fmt: skip
 """Protocols of learners: a pair takes what it does not do itself from its learner, where that has the whole protocol."""

@@ -385,6 +385,15 @@ class Estimates(Protocol):
 
 
 @runtime_checkable
+class FromFiles(Protocol):
+    """Protocol of learners and frozen models that know whether a file has their weights (local, FSDP)."""
+
+    def as_loaded(self) -> bool:
+        """Whether opening the path again gives this very state: nothing was learned, loaded or restored since that the
+        files at the path do not have, and nobody has written to them."""
+
+
+@runtime_checkable
 class Adjustable(Protocol):
     """Protocol of models whose settings of memory and time can be tried while they are open (local, FSDP, their references)."""
 

@@ -22,9 +22,10 @@ from workbench.base.runtime import Control, on_signals
 from workbench.datasets import Rows
 from workbench.jobs.health import HealthPage, health_page
 from workbench.replay.run import Run
+from workbench.runs.conditions import Condition, Goal, check_condition, named
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
 from workbench.runs.health import Watcher
-from workbench.runs.loop import Condition, Ending, Observer, Session, write_summary
+from workbench.runs.loop import Ending, Observer, Session, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
 from workbench.runs.settings import Plan, resolved, with_history
@@ -124,6 +125,10 @@ def train(
     max_recoveries: int = 3,
     max_rollout_kl: float | None = 0.2,
     break_if: Condition | None = None,
+    save_best: str | None = None,
+    stop_when: str | None = None,
+    patience: int = 3,
+    min_delta: float = 0.0,
     resume: str | None = None,
     allow_changes: Sequence[str] = (),
     trackers: Sequence[str] | None = None,
@@ -135,26 +140,24 @@ def train(
 ) -> Training:
     """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
 
-    In a notebook: `await train(…)`, with buttons unless `display` is None. In a script: `train_blocking(…)`.
-
     Args:
         rows, run: the training prompts; the run folder (None: the job's for its first training, else one in `runs` by the time).
         steps, epochs, batch_size: how many training steps, or instead how many passes over the rows; prompts per step.
-        ahead, max_lag, stale: with `ahead=1` a step's responses are sampled during the update before (`steps.execute`); with
-            `max_lag=k` without end, each learnt from when at most k policy versions old (`runs.streaming`).
+        ahead, max_lag, stale: sample during the update before (`steps.execute`); without end, at most k versions old (`runs.streaming`).
         eval_rows, test_freq, val_samples: validate on these rows every so many steps, and before the first, so many samples each.
         save_freq, trace_freq: save a checkpoint, record a trace, every so many steps; 0, as for `test_freq`: after the last.
         keep_updates, keep_val: MiB of recorded update inputs, for any step's weights (`run.stepper`); validations kept in `val/`.
-        max_recoveries: how often a step is done again, exactly, whose workers died, were stopped or hang: see `runs.recovery`.
+        max_recoveries: how often a step is done again, exactly, whose workers are gone; health: port of a health page (`jobs.health`).
         max_rollout_kl, break_if: stop where the sampler is so many nats a token off the learner (None: never); or where this function
-            of a step's metrics is true, before its update: `.stopped` of the run is a Stepper there, a job raises `RunStopped`.
+            of all that a step records is true, before its update: `.stopped` of the run is a Stepper there, a job raises `RunStopped`.
+        save_best: keep the checkpoint with the best of a validation metric, `run.checkpoint("best")`: `"val/reward"`, `"min val/nll"`.
+        stop_when, patience, min_delta: end the run after so many validations without such a metric better by more than `min_delta`.
         resume: `"auto"` goes on exactly from the newest good checkpoint; other settings are refused that `allow_changes` does not
             name (`["engines.actor.lr"]`). `"never"` refuses a folder with a run. None: "auto" in a job without `resume`, else "never".
         trackers, project, experiment: `console`, `tensorboard` (None: where installed), `wandb`, `mlflow`; the names there.
-        health: the port of 127.0.0.1 of a health page and metrics for Prometheus (True: 9464, 0: any); see `jobs.health`.
 
-    Returns an awaitable whose result is the `Run`. An interrupt (or SIGTERM, SIGHUP) lets a short step end, leaves a checkpoint of
-    the last whole one, and raises `CancelledError`. A stage that raises leaves a checkpoint, too, and its batch in `failed/`.
+    Returns an awaitable of the `Run` (a script calls `train_blocking`). An interrupt (SIGTERM, SIGHUP too) or an error leaves a
+    checkpoint of the last whole step.
 
     Example:
         >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP
@@ -218,10 +221,12 @@ async def _trained(
     trackers = default_trackers() if trackers is None else trackers
     plan = Plan(steps=_steps(steps, epochs, rows, planned["batch_size"]), **planned)
     _check_arguments(plan, resume, display, trackers)
+    _check_conditions(plan, eval_rows, break_if)
     path = Path(run) if run is not None else _folder()
     check_place(path)
     found = preflight(pipeline, rows, eval_rows, plan, path)
     tracking = {"trackers": list(trackers), "project": project, "experiment": experiment}
+    tracking |= {} if break_if is None else {"break_if": named(break_if)}
     settings = resolved(pipeline, rows, plan, eval_rows, tracking, found.prompts)
     if os.environ.get("WORKBENCH_CHECK"):
         check_resumable(path, settings, resume, allow_changes)
@@ -286,7 +291,7 @@ def _steps(steps: int | None, epochs: float | None, rows: Rows, batch_size: int)
 
 def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> Run:
     if ending.stopped is not None and os.environ.get("WORKBENCH_JOB"):
-        why = f"{limit.why(ending.stopped.trace.metrics)}; " if hasattr(limit, "why") else ""
+        why = f"{limit.why(ending.metrics)}; " if hasattr(limit, "why") else ""
         what = f"break_if was met at step {ending.stopped.trace.step}; the run stopped before its update"
         raise RunStopped(what, do=f"{why}the step's trace and a checkpoint of step {ending.step} are in {path}")
     return Run(path, stopped=ending.stopped, notes=notes, trust=True)  # whoever trained it named its code
@@ -305,8 +310,22 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
     return Run(path, notes=(*start.notes, note))
 
 
+def _check_conditions(plan: Plan, eval_rows: Rows | None, break_if: Condition | None) -> None:
+    check_condition(break_if, validates=eval_rows is not None)
+    for setting in ("save_best", "stop_when"):
+        if (text := getattr(plan, setting)) is not None:
+            Goal.of(text, setting)
+            do = "hold some out: rows, held_out = rows.split(64); train(…, eval_rows=held_out)"
+            require(eval_rows is not None, f"{setting}={text!r}", expected="eval_rows", found=None, do=do)
+    often = plan.stop_when is None or plan.test_freq >= 1
+    require(often, "stop_when", expected="validations between steps", found="test_freq=0", do="set test_freq=10, say")
+    least = plan.min_delta
+    require(isinstance(least, int | float) and least >= 0, "argument min_delta", expected="a number ≥ 0", found=least)
+
+
 def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
-    least = {"steps": 1, "batch_size": 1, "val_samples": 1, "keep_checkpoints": 2, "keep_traces": 1, "keep_val": 1}
+    ones = ("steps", "batch_size", "val_samples", "keep_traces", "keep_val", "patience")
+    least = {"keep_checkpoints": 2} | dict.fromkeys(ones, 1)
     least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates", "max_recoveries"), 0)
     for name, lowest in least.items():
         found = getattr(plan, name)

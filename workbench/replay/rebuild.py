@@ -32,6 +32,7 @@ from workbench.dataproto import DataProto
 from workbench.dataproto.same import same, unchanged
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.local_engine.engine import LocalEngine, local
+from workbench.engines.local_engine.loading import folder_of
 from workbench.engines.local_engine.reward_model import reward_model
 from workbench.engines.paired import Paired, paired
 from workbench.engines.protocol import Sampler
@@ -374,15 +375,23 @@ class LateFrozen:
         return repr(self._made) if self._made is not None else f"LateFrozen({self._record['path']!r}, not opened)"
 
 
-def frozen_of(settings: Mapping[str, Any], trust: Trust) -> Callable[[Mapping[str, Any]], LateFrozen]:
-    """Make the `open_frozen` of `rebuilt`: it returns a `LateFrozen`, whose files must match the crc32 in the settings."""
+def frozen_of(settings: Mapping[str, Any], run: Path, trust: Trust) -> Callable[[Mapping[str, Any]], LateFrozen]:
+    """Make the `open_frozen` of `rebuilt`: it returns a `LateFrozen`, whose files must match the crc32 in the settings, or
+    are in the run's checkpoint of step 0."""
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
-    return lambda record: LateFrozen({"files_crc32": known.get(str(record["path"])), **record}, trust)
+
+    def open_frozen(record: Mapping[str, Any]) -> LateFrozen:
+        if "kept" not in record:
+            return LateFrozen({"files_crc32": known.get(str(record["path"])), **record}, trust)
+        place = step_folder(run / "checkpoints", 0) / record["kept"]
+        return LateFrozen({**{key: one for key, one in record.items() if key != "kept"}, "path": str(place)}, trust)
+
+    return open_frozen
 
 
 def wrong_files(record: Mapping[str, Any]) -> str | None:
     """What is wrong with the model folder of a recorded engine, as text; None where its files match their crc32, if any."""
-    path = Path(str(record["path"]))
+    path = folder_of(str(record["path"]))
     if not path.is_dir():
         return f"no folder at {path}"
     if record.get("files_crc32") not in (None, files_crc32(path)):
@@ -402,10 +411,9 @@ def standing_after(folder: Path, step: int, given: bool = False) -> Pipeline:
     settings = read_settings(folder)
     trust = trust_of(folder, settings, given)
     base, engines = _nearest(folder, settings, step, trust)
-    pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, trust), trust)
-    if base:
-        pipeline.load_state(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
-    for number in range(base + 1, step + 1):
+    pipeline = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, folder, trust), trust)
+    pipeline.load_state(_controllers_at(folder, settings, base))
+    for number in range((base or 0) + 1, step + 1):
         update = updates.read(folder / "updates", number)
         apply(pipeline, update)
         pipeline.load_state(update.controllers)
@@ -419,19 +427,26 @@ def _twin(folder: Path, step: int, standing: Pipeline, given: bool) -> Pipeline:
     _, engines = _nearest(folder, settings, step, trust)
     for role, learner in standing.learners().items():
         engines[role].restore(learner.snapshot())
-    twin = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, trust), trust)
+    twin = rebuilt(settings.get("pipeline", []), engines, frozen_of(settings, folder, trust), trust)
     twin.load_state(standing.state())
     return twin
 
 
-def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust) -> tuple[int, dict[str, Any]]:
-    """The newest step at or before `step` whose engines can be opened and from which all updates are recorded, and those
-    engines by role; 0 is the model that the run began with."""
+def _controllers_at(folder: Path, settings: Mapping[str, Any], base: int | None) -> dict[str, dict[str, float]]:
+    """The controllers' states in a checkpoint, or (None) as the run began; runs before 0.16.0 began with them as made."""
+    if base is None:
+        return dict(settings.get("began", {}).get("controllers", {}))
+    return dict(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
+
+
+def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust) -> tuple[int | None, dict[str, Any]]:
+    """The newest step at or before `step` with a checkpoint that can be opened and from which all updates are recorded, and
+    the engines by role; None is the model that the run began with."""
     recorded, why = updates.steps(folder / "updates"), []
     before = [one for one in checkpoint.steps(folder / "checkpoints") if one <= step]
-    for base in (*reversed(before), 0):
-        lacking = [number for number in range(base + 1, step + 1) if number not in recorded]
-        place = f"checkpoint {base}" if base else "the model that the run began with"
+    for base in (*reversed(before), None):
+        lacking = [number for number in range((base or 0) + 1, step + 1) if number not in recorded]
+        place = "the model that the run began with" if base is None else f"checkpoint {base}"
         if lacking:
             why.append(f"from {place}: the update of step {lacking[0]} is not recorded any more")
             continue
@@ -448,19 +463,26 @@ def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust)
 def restorable_steps(folder: Path) -> str:
     """The steps whose weights can be restored, as text such as `0, 3–6`. Model folders are only checked to exist."""
     settings = read_settings(folder)
-    began_in_memory = any(settings.get("began", {}).get("versions", {}).values())
-    there = all(Path(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
-    found = {*checkpoint.steps(folder / "checkpoints"), *([0] if there and not began_in_memory else [])}
+    there = all(folder_of(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
+    found = {*checkpoint.steps(folder / "checkpoints"), *([0] if there and not _in_memory(settings) else [])}
     for step in updates.steps(folder / "updates"):
         if step - 1 in found:
             found.add(step)
     return updates.ranges(sorted(found))
 
 
-def _opened(folder: Path, settings: Mapping[str, Any], base: int, trust: Trust) -> dict[str, Any]:
-    """Role → engine, from the checkpoint of step `base`, or for 0 from the model that the run began with."""
+def _in_memory(settings: Mapping[str, Any]) -> bool:
+    """Whether a run began with weights that no file but its checkpoint of step 0 has."""
+    began = settings.get("began", {})
+    return any(began.get("versions", {}).values()) or not settings["engines"].keys().isdisjoint(
+        began.get("in_memory", ())
+    )
+
+
+def _opened(folder: Path, settings: Mapping[str, Any], base: int | None, trust: Trust) -> dict[str, Any]:
+    """Role → engine, from the checkpoint of step `base`, or for None from the model that the run began with."""
     records = settings["engines"]
-    if base:
+    if base is not None:
         place = step_folder(folder / "checkpoints", base)
         checkpoint.verify(place)
         _check_models({role: one for role, one in records.items() if one.get("lora_rank")})  # the base of its adapters
@@ -468,8 +490,8 @@ def _opened(folder: Path, settings: Mapping[str, Any], base: int, trust: Trust) 
         for role, engine in engines.items():
             engine.load_state(place / role, place / f"{role}_state")
         return engines
-    if any(settings["began"]["versions"].values()):
-        raise RunError("the run began with weights that were trained before in memory and saved nowhere")
+    if _in_memory(settings):
+        raise RunError("the run began with weights in memory, and no checkpoint of step 0 has them")
     _check_models(records)
     return {role: learner_of(role, Path(record["path"]), record, trust) for role, record in records.items()}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.base import formats
+from workbench.base.config import require
 from workbench.base.errors import RunError, first_line
 from workbench.base.files import has_checksum
 from workbench.base.shown import Shown, shows
@@ -23,6 +24,7 @@ from workbench.replay.evidence import AUDITED, TRACES, gathered
 from workbench.replay.remote import Remote, is_address, runs_at
 from workbench.replay.stepping import Replayed, controllers, stepper_at
 from workbench.runs import checkpoint
+from workbench.runs.conditions import BEST, best_step
 from workbench.runs.folder import (
     STEP,
     held,
@@ -166,12 +168,19 @@ class Run(Shown):
         """The steps that have a checkpoint, ascending."""
         return checkpoint.steps(self.path / "checkpoints")
 
-    def checkpoint(self, step: int | None = None) -> Path:
-        """The folder of a checkpoint (the newest by default), verified; `engines.local` opens it.
+    def checkpoint(self, step: int | str | None = None) -> Path:
+        """The folder of a checkpoint (the newest by default, `"best"` that of `train(save_best=…)`), verified; `engines.local`
+        opens it.
 
         Raises `RunError` where there is none, `CheckpointError` where it is damaged: no other one is taken instead.
         """
-        return checkpoint.verified(self.path, step)
+        return checkpoint.verified(self.path, self._step_of(step))
+
+    def _step_of(self, step: int | str | None) -> int | None:
+        if not isinstance(step, str):
+            return step
+        require(step == BEST, "checkpoint of a run", expected=f"a step, or {BEST!r}", found=step)
+        return best_step(self.path)
 
     @property
     def symptoms(self) -> Symptoms:
@@ -368,12 +377,12 @@ class RemoteRun(Run):
             self._remote.fetch(f"val/{there[wanted].name}")
         return super().val(step)
 
-    def checkpoint(self, step: int | None = None) -> Path:
+    def checkpoint(self, step: int | str | None = None) -> Path:
         """The folder of a checkpoint's copy (the newest by default), verified."""
-        wanted = max(self.checkpoints, default=None) if step is None else step
+        wanted = max(self.checkpoints, default=None) if step is None else self._step_of(step)
         if wanted is not None:
             self._remote.fetch(f"checkpoints/{step_folder(Path(), wanted).name}")
-        return super().checkpoint(step)
+        return super().checkpoint(wanted)
 
     def audit(self, step: int | None = None) -> Audit:
         """Recompute what a recorded step holds, as for another run, whose traces and updates are copied first."""
@@ -399,9 +408,9 @@ class RemoteRun(Run):
         return super().counterfactual(step, **options)
 
     def _weights(self, step: int) -> None:
-        """Copy what gives the weights after a step: the newest checkpoint up to it, and all updates."""
-        before = [f"checkpoints/{step_folder(Path(), one).name}" for one in self.checkpoints if one <= step][-1:]
-        self._remote.fetch("updates", *before)
+        """Copy what gives the weights after a step: the newest checkpoint up to it and that of step 0, and all updates."""
+        before = [f"checkpoints/{step_folder(Path(), one).name}" for one in self.checkpoints if one <= step]
+        self._remote.fetch("updates", *before[-1:], *(name for name in before if name.endswith("_000000")))
 
 
 class RemoteTraces(Traces):

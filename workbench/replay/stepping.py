@@ -305,7 +305,7 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
     word = trust_of(folder, settings, trust)
-    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings, word), word)
+    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings, folder, word), word)
     pipeline = _with_records(pipeline, trace, records, nowhere)
     trace = trace or Trace(start_of(folder, step))
     stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(given), late=weights)
@@ -387,7 +387,7 @@ def controllers(folder: Path, step: int) -> tuple[State | None, State | None]:
 
 def _controllers_after(folder: Path, step: int) -> State | None:
     if step == 0:
-        return {}  # as they are made
+        return dict(read_settings(folder).get("began", {}).get("controllers", {}))
     update, saved = (step_folder(folder / part, step) for part in ("updates", "checkpoints"))
     if (update / "update.json").is_file():
         return dict(updates.read_record(update)["controllers"])

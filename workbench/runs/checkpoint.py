@@ -20,7 +20,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,18 @@ log = logging.getLogger("workbench")
 
 PENDING = "pending"
 """Folder of rows that wait, where they are sampled one step ahead or in a stream."""
+Fill = Callable[[Path], None]
 _STAGING = ".staging-"
 _sound: dict[Path, dict[str, tuple[int, ...]]] = {}
 """Checkpoint folders whose content this process has checked → their files' `_stamps` then."""
 
 
-def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dict[str, Any], *, keep: int = 2) -> Path:
+def write(
+    checkpoints: Path, step: int, fill: Fill, state: dict[str, Any], *, keep: int = 2, spared: Sequence[int | None] = ()
+) -> Path:
     """Write one checkpoint: `fill` puts the weights into the staging folder, `state` becomes state.json.
 
-    All but the newest `keep` (≥ 2) good checkpoints are deleted. Raises `CheckpointError` where it exists already or
+    All but the newest `keep` (≥ 2) good checkpoints are deleted, beside those of the steps in `spared`. Raises `CheckpointError` where it exists already or
     could not be written (a full disk, say); earlier checkpoints are untouched then.
     """
     require(keep >= 2, "number of checkpoints to keep", expected="≥ 2", found=keep)
@@ -67,7 +70,7 @@ def write(checkpoints: Path, step: int, fill: Callable[[Path], None], state: dic
         shutil.rmtree(staging, ignore_errors=True)
         raise error from cause
     _sound[target.absolute()] = _stamps(target)
-    prune(checkpoints, keep)
+    prune(checkpoints, keep, spared)
     return target
 
 
@@ -221,13 +224,15 @@ def _damage(checkpoint: Path) -> CheckpointError | None:
     return None
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Delete the checkpoints that are older than the newest `keep` good ones.
+def prune(checkpoints: Path, keep: int, spared: Sequence[int | None] = ()) -> None:
+    """Delete the checkpoints that are older than the newest `keep` good ones, but for those of the steps in `spared`.
 
-    Damaged ones do not count, and are kept while they are newer than those.
+    Damaged and spared ones do not count, and damaged ones are kept while they are newer than those.
     """
     good = 0
-    for path in reversed(step_folders(checkpoints).values()):
+    for step, path in reversed(step_folders(checkpoints).items()):
+        if step in spared:
+            continue
         known = path.absolute()
         if good == keep:
             discard(path)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,14 +26,15 @@ from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.runs import checkpoint, updates
 from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, push_metrics, timing_metrics
+from workbench.runs.conditions import Condition, Goal, Guard
 from workbench.runs.evaluate import validated
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json, written
 from workbench.runs.generations import keep as keep_samples
 from workbench.runs.kept_traces import Kept, keep, prune
 from workbench.runs.preflight import Preflight
 from workbench.runs.recovery import Recovery
-from workbench.runs.resume import Start
-from workbench.runs.settings import Plan
+from workbench.runs.resume import Start, restore_rows
+from workbench.runs.settings import Plan, in_memory
 from workbench.runs.streaming import Stream
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples
@@ -51,27 +52,6 @@ def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
     """Run one training step: every stage once, in order. An exception of a stage has the trace so far as `.trace`."""
     *_, trace = phases(pipeline, batch)
     return trace
-
-
-def run_step_unless(
-    pipeline: Pipeline, batch: DataProto, met: Condition | None, ahead: Ahead | Stream | None = None
-) -> tuple[Trace, Stepper | None]:
-    """Run one training step; return its trace and None, or where its metrics meet `met` a stepper that is back before the
-    first update."""
-    sampled = Trace(batch) if ahead is None else ahead.take(batch)
-    if met is None:
-        return run_step(pipeline, sampled), None
-    stepper = Stepper(pipeline, sampled.start).from_trace(sampled)
-    try:
-        trace = stepper.run().trace
-    except Exception as error:
-        error.trace = stepper.trace  # type: ignore[attr-defined]
-        raise
-    try:
-        stops = bool(met(trace.metrics))
-    except KeyError:  # a metric that the step has not measured yet
-        stops = False
-    return trace, stepper.back(to=next(stage.name for stage in pipeline if stage.updates)) if stops else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +85,10 @@ class Ending:
     """The last step whose update is in the weights."""
     stopped: Stepper | None = None
     """A stepper before the update of the step that met `break_if`."""
-
-
-Condition = Callable[[Mapping[str, float]], bool]
-"""From a step's metrics: whether the loop stops before its update."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of that step, as they would have been recorded."""
+    why: str = ""
+    """Why it ended early of itself, for lack of progress."""
 
 
 # --- one call of `train` --------------------------------------------------------------------------
@@ -131,7 +111,7 @@ class Session:
         draw: Callable[[Path], None],
     ) -> None:
         self._folder, self._plan, self._start, self._settings = folder, plan, start, settings
-        self._pipeline, self._rows, self._eval_rows = pipeline, data.rows, data.eval_rows
+        self._pipeline, self._rows, self._eval_rows, self._data = pipeline, data.rows, data.eval_rows, data
         self._control, self._display, self._draw = control, display, draw
         self._began = time.perf_counter()
         past = read_metrics(folder.metrics)
@@ -164,6 +144,11 @@ class Session:
         self._recovery = Recovery(folder, pipeline, start.step - 1, plan.max_recoveries, ahead=self._ahead is not None)
         self._measures: dict[str, Any] = {}
         """The metrics of the step that was done last."""
+        self._past = past
+        self._begun: list[str] = settings["began"].get("in_memory", [])
+        """What the run began with that no file but its checkpoint of step 0 has."""
+        goals = {"save_best": plan.save_best, "stop_when": plan.stop_when}
+        self._goals = {name: Goal.of(text, name) for name, text in goals.items() if text is not None}
 
     async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
         """Restore the random generators, run the training loop, and write the summary, which says why a run ended early.
@@ -195,13 +180,16 @@ class Session:
         try:
             for observer in observers:
                 await control.carry(observer.on_start, start, plan.steps)
+            guard = None if break_if is None else Guard(break_if, self._past, validates=self._eval_rows is not None)
             for step in range(start, plan.steps + 1):
+                if why := self._no_progress():
+                    return Ending(step - 1, why=why)
                 if not await control.gate():
                     return Ending(step - 1)
                 batch = self._batch(step)
-                done = await control.carry(self._done_step, batch, break_if)
-                if isinstance(done, Stepper):
-                    return Ending(step - 1, done)
+                done = await control.carry(self._done_step, batch, guard)
+                if isinstance(done, Ending):
+                    return done
                 for observer in observers:
                     await control.carry(observer.on_step, done)
                 self._refuse_other_policy(done)
@@ -213,21 +201,37 @@ class Session:
             for observer in observers:
                 observer.on_end(error)
 
-    def _done_step(self, batch: DataProto, break_if: Condition | None) -> StepReport | Stepper:
-        """Do one step and measure it, again where workers were lost; a stepper where `break_if` stopped it."""
+    def _done_step(self, batch: DataProto, guard: Guard | None) -> StepReport | Ending:
+        """Do one step and measure it, again where workers were lost; the loop's ending where `break_if` stopped it."""
         step, epoch = batch.meta_info["step"], batch.meta_info["epoch"]
 
-        def once() -> StepReport | Stepper:
-            trace, stopped = run_step_unless(self._pipeline, batch, break_if, self._ahead)
-            if stopped is not None:
-                return stopped
-            if self._ahead is not None:
+        def once() -> tuple[StepReport, Stepper | None]:
+            sampled = Trace(batch) if self._ahead is None else self._ahead.take(batch)
+            stepper = None if guard is None else Stepper(self._pipeline, sampled.start).from_trace(sampled)
+            trace = run_step(self._pipeline, sampled) if stepper is None else _run(stepper)
+            if self._ahead is not None and guard is None:
                 self._ahead.learnt(step)
             report = StepReport(step=step, epoch=epoch, metrics=trace.metrics, trace=trace)
             self._measures = self._measured(report)
-            return report
+            return report, stepper
 
-        return self._recovery.attempt(step, once, self._bring_back)
+        report, stepper = self._recovery.attempt(step, once, self._bring_back)
+        self._measures |= self._rows.learn(step, [_scored(report.trace), report.trace.batch])
+        if guard is None or stepper is None:
+            return report
+        stops = True
+        try:
+            stops = guard(self._measures)
+        finally:  # an error in the condition, too, leaves the state after the step before
+            if stops:
+                update = next(stage.name for stage in self._pipeline if stage.updates)
+                self._recovery.attempt(step, lambda: stepper.back(to=update), self._bring_back)
+                restore_rows(self._folder, self._pipeline, self._rows, step - 1, self._settings)
+        if stops:
+            return Ending(step - 1, stepper, self._measures)
+        if self._ahead is not None:
+            self._ahead.learnt(step)
+        return report
 
     def _refuse_other_policy(self, report: StepReport) -> None:
         """Raise `EngineError` where rows that say they are of the present weights were sampled by other ones."""
@@ -257,8 +261,9 @@ class Session:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about recoveries, and about what only shows the run and has failed."""
-        return (*self._recovery.notes, *self._left_out.values())
+        """Sentences about what was kept at the beginning, about recoveries, and about what only shows the run and has failed."""
+        begun = (self._data.begun,) if self._begun and self._start.step == 1 else ()
+        return (*begun, *self._recovery.notes, *self._left_out.values())
 
     def _showing(self, name: str, show: Callable[..., object], *args: Any) -> None:
         """Call what only shows the run. One that fails is reported once and left out from then on: it ends no run."""
@@ -273,11 +278,33 @@ class Session:
     # --- the loop's observer --------------------------------------------------------------------
 
     def on_start(self, start: int, steps: int) -> None:
-        """Validate the untrained policy, if step 1 is next and there are held-out rows."""
+        """Before step 1: keep weights that no file has, and validate the untrained policy, if there are held-out rows."""
         self._state = self._present_state(start - 1)
-        if start == 1 and (rows := self._eval_rows) is not None:
+        if start > 1:
+            return
+        if self._begun:
+            self._save()
+            append_line(self._data.begun)
+        if (rows := self._eval_rows) is not None and not any(row[STEP] == 0 for row in self._past):
             held_out = self._recovery.attempt(0, lambda: self._validated(rows), self._bring_back)
             self._write(0, {STEP: 0, "training/epoch": 0, **held_out})
+            if self._best() == 0:
+                self._save()
+
+    def _best(self) -> int | None:
+        """The step with the best validation so far, where `save_best` asks for it."""
+        return self._goals["save_best"].progress(self._past)[0] if "save_best" in self._goals else None
+
+    def _no_progress(self) -> str:
+        """Why the run ends for lack of progress (`stop_when`), else ''."""
+        if "stop_when" not in self._goals:
+            return ""
+        goal, plan = self._goals["stop_when"], self._plan
+        best, value, since = goal.progress(self._past, plan.min_delta)
+        if since < plan.patience:
+            return ""
+        way = "below" if goal.lower else "above"
+        return f"{since} validations without {goal.metric} {way} {value:.4g}, that of step {best}: stopped"
 
     def on_step(self, report: StepReport) -> None:
         """Write the metrics of a step, then its recorded update, trace and checkpoint where they are due.
@@ -285,8 +312,7 @@ class Session:
         A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
         """
         step, plan = report.step, self._plan
-        learned = self._rows.learn(step, [_scored(report.trace), report.trace.batch])
-        metrics = {**self._measures, **learned}
+        metrics = self._measures
         self._write(step, metrics)
         self._rows.record()
         begun = [one.name for one in self._watch.look(strict(metrics))]
@@ -301,7 +327,7 @@ class Session:
             log.warning("step %d: %s; its trace is kept", step, ", ".join(begun))
         if due or begun:
             self._save_trace(due, begun)
-        if plan.due(plan.save_freq, step):
+        if plan.due(plan.save_freq, step) or self._best() == step:
             self._recovery.attempt(step, self._save, self._bring_back)
 
     def on_end(self, error: BaseException | None) -> None:
@@ -325,12 +351,16 @@ class Session:
 
     def _validated(self, eval_rows: Rows) -> dict[str, float]:
         metrics, self._samples = validated(self._pipeline, eval_rows, self._plan.seed, self._plan.val_samples)
+        for goal in self._goals.values():
+            goal.check(metrics)
         return metrics
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
         """Write a row to the run folder, the trackers, the log and the display; after it the samples of a validation."""
         if lost := self._folder.append_metrics(metrics):
             log.warning("step %d: %s is NaN or infinite, written as null", step, ", ".join(lost))
+        if any(goal.metric in metrics for goal in self._goals.values()) or not step:
+            self._past.append(strict(metrics))
         for name, tracker in self._trackers.items():
             self._showing(name, tracker.log, metrics, step)
         if self._samples:
@@ -388,8 +418,15 @@ class Session:
             for role, learner in learners.items():
                 learner.save(staging / role)
                 learner.save_state(staging / f"{role}_state")
+            for name in self._begun if not step else ():
+                if name not in learners:
+                    in_memory(self._pipeline)[name].save(staging / name)
 
-        checkpoint.write(self._folder.checkpoints, step, fill, self._state, keep=self._plan.keep_checkpoints)
+        kept: dict[str, Any] = {
+            "keep": self._plan.keep_checkpoints,
+            "spared": (self._best(), 0 if self._begun else None),
+        }
+        checkpoint.write(self._folder.checkpoints, step, fill, self._state, **kept)
         return step
 
     # --- ends -----------------------------------------------------------------------------------
@@ -400,7 +437,7 @@ class Session:
         stopped = None
         if ending.stopped is not None:
             trace, step = ending.stopped.trace, ending.step + 1
-            stopped = f"break_if at step {step}" + (f": {why(trace.metrics)}" if why is not None else "")
+            stopped = f"break_if at step {step}" + (f": {why(ending.metrics)}" if why is not None else "")
             target = step_folder(self._folder.traces, step)
             if not target.exists():
                 around = {"before": self._state["controllers"], "after": self._pipeline.state()}
@@ -408,8 +445,8 @@ class Session:
             self._end_draw(ending.step)
             self._save()
         elif ending.step < self._plan.steps:
-            stopped = f"{'interrupted' if self._control.interrupted else 'stopped by hand'} after step {ending.step}"
-            stopped += self._keep()
+            how = ending.why or ("interrupted" if self._control.interrupted else "stopped by hand")
+            stopped = f"{how} after step {ending.step}{self._keep()}"
         return self._closed(stopped)
 
     def _broke(self, error: BaseException) -> str:
@@ -467,6 +504,15 @@ class Session:
         return stopped or "done"
 
 
+def _run(stepper: Stepper) -> Trace:
+    """Run a stepper to its end. An exception of a stage has the trace so far as `.trace`."""
+    try:
+        return stepper.run().trace
+    except Exception as error:
+        error.trace = stepper.trace  # type: ignore[attr-defined]
+        raise
+
+
 def _scored(trace: Trace) -> DataProto:
     """A step's batch as its reward left it, before rows were dropped; of a step without a reward its last one."""
     return trace["reward"].batch if "reward" in trace.names else trace.batch
@@ -487,8 +533,10 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None) -> No
         found[f"reward_{when}"] = row["val/reward"]
         found[f"interval_{when}"] = [row["val/reward_low"], row["val/reward_high"]]
         found[f"greedy_{when}"] = row["val/greedy"]
-    found["settings_hash"] = read_settings(path).get("settings_hash")
+    found["settings_hash"] = (settings := read_settings(path)).get("settings_hash")
     found["checkpoints"] = checkpoint.steps(path / "checkpoints")
+    if best := settings["train"].get("save_best"):
+        found["best"], found["best_value"], _ = Goal.of(best, "save_best").progress(rows)
     places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "val", "curves.png", "notebook.ipynb")
     found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
     write_json(path / "summary.json", found)

@@ -33,7 +33,7 @@ from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
 from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
-from workbench.runs.settings import Plan
+from workbench.runs.settings import Plan, in_memory
 from workbench.runs.streaming import streamed
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.targets import Given
@@ -56,6 +56,8 @@ class Preflight(Shown):
     findings: tuple[tuple[str, str], ...] = field(default=())
     prompts: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Lengths that settings.json keeps: see `Prompts.found`."""
+    begun: str = ""
+    """That the run begins with weights that no file has, and what it takes to keep them; "" where files have them."""
 
     def __repr__(self) -> str:
         width = max(len(what) for what, _ in self.findings)
@@ -99,7 +101,7 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
         ("disk", _disk(pipeline, plan, path, tokens)),
         *[one for one in judged if one[0] in _LAST],
     ]
-    return Preflight(rows, eval_rows, tuple(findings), prompts.found)
+    return Preflight(rows, eval_rows, tuple(findings), prompts.found, _begun(pipeline))
 
 
 def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
@@ -311,18 +313,31 @@ def _is_checked(learner: Any) -> bool:
 
 def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
     """Disk space needed for the kept checkpoints, one that is being written, and the recorded updates."""
-    learners = [one for one in pipeline.learners().values() if isinstance(one, Estimates)]
-    weights = sum(estimated("the size of a checkpoint", one.checkpoint_bytes, 0) for one in learners)
+    weights = _checkpoint_bytes(pipeline)
     between = plan.save_freq or plan.steps
     updates = min(plan.keep_updates << 20, tokens * plan.batch_size * PER_TOKEN * between * plan.keep_checkpoints)
     saved = 1 if not plan.save_freq else min(plan.keep_checkpoints + 1, plan.steps // plan.save_freq + 1)
+    begun = _begun(pipeline)
+    saved += bool(begun) + 2 * (plan.save_best is not None)
     need = weights * saved + updates
     free = shutil.disk_usage(next(one for one in (path, *path.absolute().parents) if one.exists())).free
     if weights * saved > free:
         expected = f"about {gib(weights * saved)} ({saved} × {gib(weights)})"
         what, do = "has no room for the checkpoints", "free some, choose another run folder, or keep fewer checkpoints"
         raise RunError(f"the disk of {path} {what}", expected=expected, found=f"{gib(free)} free", do=do)
-    return f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
+    found = f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
+    return "; ".join(filter(None, (found, begun)))
+
+
+def _checkpoint_bytes(pipeline: Pipeline) -> int:
+    learners = [one for one in pipeline.learners().values() if isinstance(one, Estimates)]
+    return sum(estimated("the size of a checkpoint", one.checkpoint_bytes, 0) for one in learners)
+
+
+def _begun(pipeline: Pipeline) -> str:
+    names, size = ", ".join(in_memory(pipeline)), gib(_checkpoint_bytes(pipeline))
+    kept = f"kept as checkpoint 0, about {size}, so that every step can be opened again"
+    return f"the run begins with weights that no file has ({names}): {kept}" if names else ""
 
 
 def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, Any]) -> str:

@@ -19,13 +19,13 @@ from workbench.engines.protocol import Bounded, switches_of
 from workbench.engines.settings import FsdpSettings
 from workbench.runs import checkpoint
 from workbench.runs.folder import STEP, RunFolder, read_json, read_metrics, read_settings, step_folders
-from workbench.runs.settings import first_seen
+from workbench.runs.settings import first_seen, in_memory
 from workbench.runs.updates import ranges
 from workbench.stages.pipeline import Pipeline
 
 log = logging.getLogger("workbench")
 
-_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl trackers project experiment"
+_WHEN = "steps test_freq save_freq trace_freq keep_traces keep_checkpoints keep_updates keep_val max_recoveries max_rollout_kl break_if save_best stop_when patience min_delta trackers project experiment"
 ALLOW_CHANGES = (*(f"train.{name}" for name in _WHEN.split()), "eval_rows.source")
 """Settings that a resumed run may always change: no step's numbers depend on them."""
 _COMPARED = ("stages", "sources", "engines", "data_hash", "eval_rows", "train")
@@ -90,7 +90,7 @@ def begin(
     """
     old, changes, said = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
-        _restore_rows(folder, pipeline, rows, 0, settings, fresh=True)
+        restore_rows(folder, pipeline, rows, 0, settings, fresh=True)
         return Start(1, notes=tuple(filter(None, (folder.lock.note,))))
     found = checkpoint.latest(folder.checkpoints, clean=True)
     if found.path is None and not found.refused and (why := _had_checkpoint(folder.path, old)):
@@ -100,10 +100,12 @@ def begin(
         what = f"no checkpoint of {folder.path} can be used, and starting over would lose the run"
         do = "move the folder checkpoints/ away to start over, or choose another run folder"
         raise CheckpointError(what, found="; ".join(found.notes), do=do)
-    _refuse_moved_weights(folder, pipeline, old, allow_changes, over=found.path is None)
+    if _has_begun(old, allow_changes):
+        _refuse_other_weights(folder.path, pipeline, old or {}, settings, over=found.path is None)
     notes = tuple(note for note in (folder.lock.note, *said, *found.notes) if note)
-    learned = _restore_rows(folder, pipeline, rows, found.step, settings)
+    learned = restore_rows(folder, pipeline, rows, found.step, settings)
     if found.path is None:
+        pipeline.load_state((old or {}).get("began", {}).get("controllers", {}))
         return Start(1, None, (*notes, *_superseded(folder, -1, learned)), changes, old)
     state = _restore(found.path, pipeline, rows, settings, allow_changes)
     if found.step >= settings["train"]["steps"]:
@@ -138,7 +140,7 @@ def _superseded(folder: RunFolder, after: int, learned: Sequence[Path]) -> list[
     return [f"moved to superseded: {what}" for what in folder.supersede(after, dict.fromkeys(learned, LEARNED_AT))]
 
 
-def _restore_rows(
+def restore_rows(
     folder: RunFolder, pipeline: Pipeline, rows: Rows, step: int, settings: Mapping[str, Any], *, fresh: bool = False
 ) -> list[Path]:
     """Let rows that learn from the run be as after this step; returns their files, which a `fresh` run has not."""
@@ -224,7 +226,8 @@ def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
         for name, one in old.items()
         if isinstance(one, Mapping) and isinstance(new.get(name), Mapping)
     }
-    return {name: one for name, one in _DEFAULTS.items() if name in new} | dict(old) | nested
+    since = {**_DEFAULTS, "files_crc32": new.get("files_crc32")}  # of models by hub names there was none before
+    return {name: one for name, one in since.items() if name in new} | dict(old) | nested
 
 
 def _restore(
@@ -303,19 +306,44 @@ def _among(name: str, allowed: Sequence[str]) -> bool:
 # --- weights that have moved on -------------------------------------------------------------------
 
 
-def _refuse_moved_weights(
-    folder: RunFolder, pipeline: Pipeline, old: Mapping[str, Any] | None, allow_changes: Sequence[str], *, over: bool
+def _has_begun(old: Mapping[str, Any] | None, allow_changes: Sequence[str]) -> bool:
+    return "began" in (old or {}) and not _among("began", allow_changes)
+
+
+def _refuse_other_weights(
+    path: Path, pipeline: Pipeline, old: Mapping[str, Any], settings: Mapping[str, Any], *, over: bool
 ) -> None:
-    """Refuses a pipeline whose weights were updated since the run began: its reference would be another one, and where the
-    run starts over (`over`) all of it. That happens when a cell is interrupted and run again on the engine in memory."""
-    if old is None or "began" not in old or _among("began", allow_changes):
-        return
-    then, seen = old["began"]["versions"], first_seen(pipeline)
-    wrong = differences(then, seen["versions"])
-    if over:
-        moved = [role for role, learner in pipeline.learners().items() if learner.state_id != seen["states"][role]]
-        wrong += [f"{role}: updated since" for role in moved]
+    """Refuses a pipeline whose frozen reference is not the run's, and where the run starts over (`over`) weights that it did not
+    begin with. That happens when a cell is interrupted and run again on the engine in memory."""
+    began = old["began"]
+    in_files = not (any(began["versions"].values()) or began.get("in_memory"))
+    wrong = _other_references(old, settings)
+    if over or wrong or _KEPT in _frozen(old).values() or "in_memory" not in began:
+        wrong += differences(began["versions"], first_seen(pipeline))
+    wrong += [f"{name}: updated since" for name in in_memory(pipeline)] if over and in_files else []
     if wrong:
-        what = f"run {folder.path} began with weights of another version than this pipeline was built on"
-        do = "load the model again, build the pipeline on it, and resume with that"
-        raise RunError(what, found="; ".join(wrong), do=do)
+        what = f"run {path} began with weights of another version than this pipeline was built on"
+        again = f"build the pipeline on the weights that the run began with, wb.load_run({str(path)!r}).engine(0)"
+        again = "choose another run folder: nothing has those weights any more" if over else again
+        do = "load the model again, build the pipeline on it, and resume with that" if in_files else again
+        raise RunError(what, found="; ".join(dict.fromkeys(wrong)), do=do)
+
+
+def _other_references(old: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    was, now = _frozen(old), _frozen(settings)
+    both = [name for name in was if name in now and was[name] is not None]
+    return differences({name: was[name] for name in both}, {name: now[name] for name in both})
+
+
+_KEPT = "weights that no file had"
+
+
+def _frozen(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The frozen models of a recorded pipeline, by stage and argument: the checksum of their files, where that is known."""
+    every = (
+        (f"{one['name']}.{key}", value)
+        for one in settings.get("pipeline", [])
+        for key, value in one["arguments"].items()
+    )
+    models = {name: value["frozen"] for name, value in every if isinstance(value, dict) and "frozen" in value}
+    return {name: _KEPT if "kept" in one else one.get("files_crc32") for name, one in models.items()}

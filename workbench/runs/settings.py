@@ -26,8 +26,8 @@ from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
 from workbench.base.secret import without_secrets
 from workbench.datasets import Rows
-from workbench.engines.local_engine.loading import model_files
-from workbench.engines.protocol import Described, SamplingSettings
+from workbench.engines.local_engine.loading import folder_of, model_files
+from workbench.engines.protocol import Described, FromFiles, Learner, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
 from workbench.stages.correction import CorrectionSettings
@@ -39,8 +39,9 @@ from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 
 OURS = "workbench."
+_FROZEN = "frozen_"
 _VERSIONS = ("torch", "transformers", "numpy", "tokenizers", "safetensors")
-_first_seen: WeakKeyDictionary[Pipeline, dict[str, Any]] = WeakKeyDictionary()
+_first_seen: WeakKeyDictionary[Pipeline, dict[str, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,20 @@ class Plan:
     """Times that work is done again whose workers were lost."""
     max_rollout_kl: float | None = 0.2
     """Nats per token; where a sampler with the learner's version is further off, the run stops."""
+    save_best: str | None = None
+    """The validation metric whose best checkpoint is kept."""
+    stop_when: str | None = None
+    """The validation metric that has to improve."""
+    patience: int = 3
+    """Validations without that after which the run ends."""
+    min_delta: float = 0.0
+    """An improvement is larger."""
 
     def record(self) -> dict[str, Any]:
-        """The schedule as plain values; of a stream's settings only where there is one."""
-        return {name: one for name, one in vars(self).items() if self.max_lag or name not in ("max_lag", "stale")}
+        """The schedule as plain values; the settings of a stream, and of validation metrics, only where they have an effect."""
+        without = dict.fromkeys(("max_lag", "stale"), not self.max_lag) | {"save_best": self.save_best is None}
+        without |= dict.fromkeys(("stop_when", "patience", "min_delta"), self.stop_when is None)
+        return {name: one for name, one in vars(self).items() if not without.get(name)}
 
     def due(self, every: int, step: int) -> str:
         """Why an action due every `every` steps (0: never) and after the last one is due at `step`, in words; else ''."""
@@ -103,7 +114,11 @@ def resolved(
         "train": {**plan.record(), **tracking},
         "pipeline": _with_files(written_down(pipeline), engines),
         "settings_hash": settings_hash(stages),
-        "began": {"versions": first_seen(pipeline)["versions"]},
+        "began": {
+            "versions": first_seen(pipeline),
+            "controllers": pipeline.state(),
+            "in_memory": [*in_memory(pipeline)],
+        },
         "data_hash": rows.data_hash,
         "data": rows.source,
         "prompts": dict(prompts),
@@ -146,8 +161,7 @@ def described_engines(pipeline: Pipeline) -> dict[str, Any]:
     found = {}
     for role, learner in pipeline.learners().items():
         record = dict(learner.describe()) if isinstance(learner, Described) else {}
-        path = Path(str(record.get("path", "")))
-        if record.get("path") and path.is_dir():
+        if record.get("path") and (path := folder_of(record["path"])).is_dir():
             record["files_crc32"] = files_crc32(path)
         found[role] = record
     return found
@@ -167,21 +181,29 @@ def _with_files(records: list[dict[str, Any]], engines: Mapping[str, Any]) -> li
     for record in records:
         for value in record["arguments"].values():
             frozen = value.get("frozen") if isinstance(value, dict) else None
-            if frozen is not None and Path(str(frozen.get("path", ""))).is_dir():
+            if frozen is not None and "kept" not in frozen and (place := folder_of(frozen.get("path", ""))).is_dir():
                 path = frozen["path"]
-                frozen["files_crc32"] = known[path] if path in known else files_crc32(Path(str(path)))
+                frozen["files_crc32"] = known[path] if path in known else files_crc32(place)
     return records
 
 
-def first_seen(pipeline: Pipeline) -> dict[str, Any]:
-    """The learners' versions and `state_id`s, by role, when this process first used the pipeline in a run.
+def first_seen(pipeline: Pipeline) -> dict[str, int]:
+    """The learners' versions, by role, when this process first used the pipeline in a run.
 
     The pipeline's frozen reference was made from these weights or earlier ones, never from later ones.
     """
-    learners = pipeline.learners().items()
-    versions = {role: learner.version for role, learner in learners}
-    states = {role: learner.state_id for role, learner in learners}
-    return _first_seen.setdefault(pipeline, {"versions": versions, "states": states})
+    versions = {role: learner.version for role, learner in pipeline.learners().items()}
+    return _first_seen.setdefault(pipeline, versions)
+
+
+def in_memory(pipeline: Pipeline) -> dict[str, Any]:
+    """The models of a pipeline whose weights no file has, by the names under which a checkpoint of step 0 keeps them:
+    learners by role, and frozen ones such as a reference that was made of a policy in training."""
+    arguments = [one for stage in pipeline for one in getattr(stage, "made_with", {}).values()]
+    frozen = {id(one): one for one in arguments if isinstance(one, FromFiles) and not isinstance(one, Learner)}
+    named = {f"{_FROZEN}{number}": one for number, one in enumerate(frozen.values())} | pipeline.learners()
+    in_files = {name: one.as_loaded() if isinstance(one, FromFiles) else not one.version for name, one in named.items()}
+    return {name: one for name, one in named.items() if not in_files[name]}
 
 
 # --- the pipeline -------------------------------------------------------------------------------
@@ -223,7 +245,7 @@ MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
 
 def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Describe a pipeline as one plain record per stage: class, arguments, columns read and written, role it updates."""
-    roles = {id(learner): role for role, learner in pipeline.learners().items()}
+    roles = {id(one): name for name, one in (in_memory(pipeline) | pipeline.learners()).items()}
     records = []
     for stage in pipeline:
         made: Mapping[str, Any] = getattr(stage, "made_with", {})
@@ -267,7 +289,7 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, roles) for item in value]
     if id(value) in roles:
-        return {"engine": roles[id(value)]}
+        return _model(value, roles[id(value)])
     if type(value) in MADE_AGAIN:
         word, arguments = MADE_AGAIN[type(value)]
         given = {key: _plain(one, roles) for key, one in arguments(value).items()}
@@ -275,6 +297,13 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"mapping": {key: _plain(one, roles) for key, one in value.items()}}
     return _reward(value) if isinstance(value, BaseReward) else _named(value)
+
+
+def _model(value: Any, name: str) -> dict[str, Any]:
+    """A record of a learner by its role, or of a frozen model that a checkpoint of step 0 keeps under a name."""
+    if not name.startswith(_FROZEN):
+        return {"engine": name}
+    return {"frozen": {key: one for key, one in value.describe().items() if key != "as_loaded"} | {"kept": name}}
 
 
 def _named(value: Any) -> dict[str, Any]:

@@ -263,7 +263,9 @@ class Stream:
             taken = self._taken[1] if self._taken[0] == after + 1 else []
             failed = {group.place: group.tries for group, _ in self._failed}
             again = self._again | failed | {place: one.tries for place, one in self._under_way.items()}
-            return Waiting(self._next, again, [*self._finished.values(), *taken])
+            late = {place: one.tries for place, one in self._finished.items() if one.born > after}  # of weights undone
+            kept = [one for one in self._finished.values() if one.place not in late]
+            return Waiting(self._next, again | late, [*kept, *taken])
 
     def close(self, after: int = 0, patience: float | None = None) -> str:
         """End drawing; what was under way stays noted for `pending`. May be called twice."""

@@ -27,7 +27,7 @@ from workbench.engines.fsdp_engine.meshes import ranks_of, sizes_of
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import FrozenModel, ModelEngine
 from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
-from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve
+from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve, stamps
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids, check_routed
 from workbench.engines.local_engine.states import read_record
@@ -72,7 +72,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         tokenizer = load_tokenizer(path, shape, settings)
         super().__init__(shape, tokenizer, settings, path=shown or path, head=head, **switches)
         self._settings: FsdpSettings = settings
-        self._source, self._files = path, _stamps(path)
+        self._source, self._files = path, stamps(path)
         self._group = group
         self._start: ShardedSnapshot | None = None
         self._scratch = scratch
@@ -279,10 +279,10 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def _as_loaded(self) -> bool:
         """Whether the weights can be loaded again from where they came from; adapters alone are less to write than that to read."""
-        return self._untouched() and not self._adapted and self._files == _stamps(self._source)
+        return self._untouched() and not self._adapted and self._files == stamps(self._source)
 
     def _check(self, snapshot: ShardedSnapshot) -> None:
-        if not snapshot.folder and self._files != _stamps(self._source):
+        if not snapshot.folder and self._files != stamps(self._source):
             what = f"the weights of a snapshot are in {self._source}, which was written to since"
             raise EngineError(what, do="write models to folders of their own, and open a new engine")
 
@@ -393,6 +393,10 @@ class FsdpEngine(ModelEngine, Rewinding):
     def _untouched(self) -> bool:
         return self.version == 0 and not self._taught
 
+    def as_loaded(self) -> bool:
+        """Whether opening the path again gives this very state."""
+        return self._untouched() and self._start is None and self._files == stamps(self._source)
+
     def _copy(self, settings: FsdpSettings | None = None, head: bool = False) -> FsdpEngine:
         """Another engine on the same ranks with these weights; a snapshot keeps them, should new ranks be needed."""
         kept = None if self._untouched() else self.snapshot()
@@ -466,12 +470,6 @@ class FsdpEngine(ModelEngine, Rewinding):
         return "ranks have ended" if self.lost else f"{self._group.size} ranks"
 
 
-def _stamps(folder: str) -> list[tuple[int, int]]:
-    """Size and time of change of a model's files, as far as this machine sees them."""
-    files = [one.stat() for one in sorted(Path(folder).glob("*.safetensors"))]
-    return [(one.st_size, one.st_mtime_ns) for one in files]
-
-
 class _Save(NamedTuple):
     """A save in the background: to which folder, by which of its ranks' workers, and when it is overdue."""
 
@@ -533,10 +531,10 @@ def fsdp(
     another order (more micro-batches than ranks) they agree to 1e-6 of the largest: see docs/determinism.md.
     """
     chosen = FsdpSettings.from_parameters(settings)
-    folder = str(resolve(path))
+    folder = shown = str(resolve(path))
     if Path(folder).exists():
         folder = str(Path(folder).absolute())  # a worker may have another working directory
     size = ranks_of(chosen.mesh, ranks) or 2
     group = on or local_group(size, device=chosen.device, threads=threads, wait=chosen.group_deadline)
     place = str(scratch) if scratch is not None else None
-    return FsdpEngine(folder, group, chosen, shown=str(path), scratch=place, **(template_switches or {}))
+    return FsdpEngine(folder, group, chosen, shown=shown, scratch=place, **(template_switches or {}))

@@ -51,7 +51,7 @@ class ModelEngine:
     """`compute_log_probs`; with `base=True` the LoRA adapters are switched off."""
     _write: Callable[..., None]
     """Writes a model folder (`save`)."""
-    _untouched: Callable[[], bool]
+    as_loaded: Callable[[], bool]
     """Whether the weights are those of the path, as far as is known."""
     _copy: Callable[[], Any]
     """Another engine with the present weights."""
@@ -119,7 +119,7 @@ class ModelEngine:
         """Return a frozen model that only scores: a copy of the weights, or with LoRA the base model without a copy."""
         if self._adapted:
             return FrozenModel(self, as_loaded=True, base=True)
-        return FrozenModel(self._copy(), as_loaded=self._untouched())
+        return FrozenModel(self._copy(), as_loaded=self.as_loaded())
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -163,13 +163,16 @@ class FrozenModel:
     """A frozen reference model that only scores log-probs: a copy of an engine's weights, or its LoRA base."""
 
     def __init__(self, engine: ModelEngine, *, as_loaded: bool = False, base: bool = False) -> None:
-        self._engine = engine
-        self._as_loaded = as_loaded
-        self._base = base
+        self._engine, self.save = engine, engine.save
+        self._as_loaded, self._base = as_loaded, base
 
     def describe(self) -> dict[str, Any]:
         """Path and settings by name, and as `as_loaded` whether the weights are still those of the path."""
         return {**self._engine.describe(), **({"lora_rank": 0} if self._base else {}), "as_loaded": self._as_loaded}
+
+    def as_loaded(self) -> bool:
+        """Whether the files at the path have the weights; others are written by `save` as a Hugging Face folder."""
+        return self._as_loaded
 
     @property
     def packed(self) -> bool:
@@ -479,11 +482,8 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         self._ready().check(tensors)
         loading.load_into(self._model, self._head, Path(model_path), self._settings)
         self._ready().load(tensors, record["steps"])
-        self._last = self._since = None
+        self._last = self._since = self._source = None
         self.version, self.state_id = int(record["version"]), new_id()
-
-    def _untouched(self) -> bool:
-        return self.version == 0 and not self._steps
 
     def _copy(self) -> LocalEngine:
         model = loading.duplicate(self._model).requires_grad_(False)
@@ -498,6 +498,7 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
             model.workbench_routing = None
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
         made = LocalEngine(model, self.tokenizer, settings, **told)
+        made._stamps, made._source = self._stamps, self._source if self._untouched() else None
         made._files = self._files
         return made
 
@@ -591,10 +592,10 @@ def local(
     if threads is not None:
         torch.set_num_threads(threads)
     folder = loading.resolve(path)
-    model = loading.load_model(folder, chosen, named=str(path))
+    model = loading.load_model(folder, chosen, named=str(folder))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
-    engine = LocalEngine(model, tokenizer, chosen, path=str(path), **(template_switches or {}))
-    engine._files = Files.of_model(folder)
+    engine = LocalEngine(model, tokenizer, chosen, path=str(folder), **(template_switches or {}))
+    engine._files, engine._source, engine._stamps = Files.of_model(folder), str(folder), loading.stamps(folder)
     if chosen.self_check:
         engine.selfcheck = engine.examine()
     model.workbench_paths = engine.selfcheck.paths

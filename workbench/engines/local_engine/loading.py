@@ -46,6 +46,16 @@ def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
     return str(path)
 
 
+def folder_of(path: str | Path) -> Path:
+    """The folder that a model's files are in: the path, or of a hub name the one in the local cache, as far as it is there."""
+    if path and not Path(path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(str(path), "config.json") if is_hub_name(str(path)) else None
+        return Path(cached).parent if isinstance(cached, str) else Path(path)
+    return Path(path)
+
+
 ROLES = ("actor", "reward_model")
 """Folders of a checkpoint that hold the model that was trained."""
 HUB_SECONDS = 5.0
@@ -400,6 +410,12 @@ def model_files(folder: Path) -> list[Path]:
     """The weight, config and tokenizer files of a model folder, by name."""
     named = (path for path in sorted(folder.iterdir()) if path.suffix in MODEL_FILES and path.name != MANIFEST)
     return [path for path in named if path.is_file()]
+
+
+def stamps(folder: str | Path) -> list[tuple[int, int]]:
+    """Size and time of change of a model folder's weight files, as far as this machine sees them."""
+    files = [one.stat() for one in sorted(Path(folder).glob("*.safetensors"))]
+    return [(one.st_size, one.st_mtime_ns) for one in files]
 
 
 def seal_model(folder: Path) -> None:

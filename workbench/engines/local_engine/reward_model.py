@@ -17,7 +17,7 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import scoring, tree
 from workbench.engines.local_engine.classifier import LocalClassifier, open_classifier
 from workbench.engines.local_engine.engine import LocalEngine
-from workbench.engines.local_engine.loading import resolve
+from workbench.engines.local_engine.loading import resolve, stamps
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck
 from workbench.engines.local_engine.snapshots import Files
 from workbench.engines.protocol import Request, Sample
@@ -154,8 +154,9 @@ def reward_model(path: str | Path, *, threads: int | None = None, **settings: An
         torch.set_num_threads(threads)
     trust = chosen.trust_remote_code
     model, tokenizer = open_classifier(path, device=chosen.device, trust_remote_code=trust, begin=True)
-    engine = LocalRewardModel(model, tokenizer, chosen, path=str(path))
-    engine._files = Files.of_model(resolve(path))
+    folder = resolve(path)
+    engine = LocalRewardModel(model, tokenizer, chosen, path=str(folder))
+    engine._files, engine._source, engine._stamps = Files.of_model(folder), str(folder), stamps(folder)
     if chosen.self_check:
         engine.prove()
     return engine

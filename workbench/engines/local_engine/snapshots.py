@@ -10,7 +10,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from workbench.base.errors import EngineError, boundary
+from workbench.engines.local_engine.loading import folder_of, stamps
 from workbench.engines.protocol import SnapshotCost
 from workbench.engines.rewinding import Rewinding
 from workbench.engines.tensor_files import DTYPES, write_to
@@ -55,13 +56,7 @@ class Files:
     @classmethod
     def of_model(cls, path: str | Path) -> Files:
         """The files of a model by folder or hub name; none where it has no safetensors files on this machine."""
-        folder = Path(path)
-        if not folder.is_dir():
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(str(path), "config.json")
-            folder = Path(cached).parent if isinstance(cached, str) else folder
-        return cls([file.open("rb", buffering=0) for file in sorted(folder.glob("*.safetensors"))])
+        return cls([file.open("rb", buffering=0) for file in sorted(folder_of(path).glob("*.safetensors"))])
 
     @classmethod
     def written(cls, tensors: Mapping[str, torch.Tensor], folder: str | Path | None) -> Files:
@@ -155,8 +150,10 @@ class Part(Mapping[str, torch.Tensor]):
 class LocalSnapshot:
     """A local engine's state that is held; made by `LocalEngine.snapshot`. `snapshot["weights"]` are tensors by name."""
 
-    def __init__(self, held: Mapping[str, Held], *, version: int, state_id: str, steps: int) -> None:
-        self.version, self.state_id, self.steps = version, state_id, steps
+    def __init__(
+        self, held: Mapping[str, Held], *, version: int, state_id: str, steps: int, source: str | None = None
+    ) -> None:
+        self.version, self.state_id, self.steps, self.source = version, state_id, steps, source
         self.held = dict(held)
         """`weights/<name>` and `optimizer/<parameter>|<kind>` → a tensor in memory, or one that a file has."""
 
@@ -248,20 +245,32 @@ class Holding(Rewinding):
     _ready: Callable[[], Any]
     _weights: Callable[[], dict[str, torch.Tensor]]
     _moments: Callable[[], dict[str, torch.Tensor]]
-    _untouched: Callable[[], bool]
+    path: str
 
     _files = Files(())
     """The files that the weights were loaded from."""
+    _source: str | None = None
+    """The folder whose files the weights were loaded from; None where they were loaded or copied from elsewhere since."""
+    _stamps: Sequence[tuple[int, int]] = ()
+    """Of those files then."""
 
     @property
     def _steps(self) -> int:
         return int(self._optimizer.steps) if self._optimizer is not None else 0
+
+    def _untouched(self) -> bool:
+        return self.version == 0 and not self._steps
+
+    def as_loaded(self) -> bool:
+        """Whether opening the path again gives this very state."""
+        return self._untouched() and self._source == self.path and stamps(self.path) == self._stamps
 
     def _hold(self, kind: str, folder: str | Path | None) -> LocalSnapshot:
         """What the model's files or the last kept snapshot have is not copied, the rest as `kind` says (`memory`)."""
         last = getattr(self._latest, "held", {})
         disk = kind == "disk" or (kind == "replay" and folder is not None)
         named: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
+        named["source"] = self._source
         return LocalSnapshot(hold(self._state(), last, self._files, folder, disk), **named)
 
     def _check(self, snapshot: LocalSnapshot) -> None:
@@ -271,6 +280,7 @@ class Holding(Rewinding):
     def _return_to(self, snapshot: LocalSnapshot) -> None:
         """One tensor at a time is read of a file."""
         mine = self._weights()
+        self._source = snapshot.source
         self._optimizer = None  # its moments go before those of the snapshot come
         for name, tensor in snapshot.part("weights").items():
             mine[name].copy_(tensor)

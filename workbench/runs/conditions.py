@@ -1,0 +1,162 @@
+"""A user's conditions on a training: `break_if`, the best checkpoint, and when to stop for lack of progress.
+
+A condition sees all that is recorded for a step. What cannot be evaluated is never taken for "go on": a name that no step has
+had by the second time it is looked up, an exception, and an answer that is neither true nor false end the run, by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.base.config import require
+from workbench.base.errors import Interrupted, RunError, SettingError, describe, first_line, nearest, unknown
+from workbench.runs.folder import STEP, read_metrics, read_settings
+
+Condition = Callable[[Mapping[str, float]], bool]
+"""From a step's metrics, those of held-out rows included where it validated: whether the loop stops before its update."""
+BEST = "best"
+"""Name of the checkpoint of `save_best`, in place of a step."""
+_HELD_OUT = "val"
+"""Begins the name of a metric of a validation."""
+
+
+class Metrics(dict[str, float]):
+    """A step's metrics as a condition gets them; `missing` are the names that it looked up and that are not there."""
+
+    def __init__(self, metrics: Mapping[str, float]) -> None:
+        super().__init__(metrics)
+        self.missing: set[str] = set()
+
+    def __missing__(self, name: str) -> float:
+        self.missing.add(name)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.missing |= {str(name)} - self.keys()
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a metric, or `default`."""
+        self.missing |= {name} - self.keys()
+        return super().get(name, default)
+
+
+def check_condition(condition: Any, *, validates: bool) -> None:
+    """Raise `SettingError` for a `break_if` that can be known to fail: no function of one argument, or one that names a metric
+    of a validation where there is none (not `validates`)."""
+    if condition is None:
+        return
+    what, expected = f"break_if {named(condition)}", "a function of a step's metrics that returns true or false"
+    require(callable(condition), what, expected=expected, found=condition)
+    awaited = any(map(inspect.iscoroutinefunction, (condition, getattr(condition, "__call__", None))))  # noqa: B004
+    require(not awaited, what, expected=expected, found="a coroutine function")
+    constants = getattr(getattr(condition, "__code__", None), "co_consts", ())
+    held_out = [one for one in constants if isinstance(one, str) and one.startswith((f"{_HELD_OUT}/", f"{_HELD_OUT}-"))]
+    if held_out and not validates:
+        do = "give train eval_rows=…, and test_freq=… for how often they are scored"
+        raise SettingError(what, expected="metrics of the run", found=f"{held_out[0]!r}, without eval_rows", do=do)
+    try:
+        inspect.signature(condition).bind({})
+    except TypeError as cause:
+        raise SettingError(what, expected=expected, found=first_line(cause)) from cause
+    except ValueError:  # a builtin without a signature: it is tried
+        return
+
+
+def named(condition: Any) -> str:
+    """A condition's name for errors and records."""
+    return str(getattr(condition, "__qualname__", None) or describe(condition, 60))
+
+
+class Guard:
+    """Evaluates `break_if`, and refuses names that are never there; `past` are the rows of the run's steps so far."""
+
+    def __init__(self, condition: Condition, past: Iterable[Mapping[str, Any]], *, validates: bool) -> None:
+        self._condition, self._validates = condition, validates
+        self._known = {name for row in past for name in row}
+        self._waiting: set[str] = set()
+        """Names that were looked up and that no step has had."""
+
+    def __call__(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the condition is met; one that needs a metric which this step alone lacks is not.
+
+        Raises `SettingError` where it cannot be evaluated.
+        """
+        self._known |= metrics.keys()
+        seen, what = Metrics(metrics), f"break_if {named(self._condition)}"
+        stops, cause = False, None
+        try:
+            answer: Any = self._condition(seen)
+            wrong = describe(answer) if answer is None or isinstance(answer, str) or inspect.isawaitable(answer) else ""
+            stops = bool(answer)
+        except Interrupted:
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's function; raised below, by its name
+            absent = isinstance(error, KeyError) and error.args and error.args[0] in seen.missing
+            wrong, cause = "" if absent else first_line(error), error
+        if wrong:
+            do = "let it return a comparison of metrics; resume='auto' goes on with another one"
+            raise SettingError(what, expected="true or false", found=wrong, do=do) from cause
+        self._refuse_names(seen.missing, what)
+        return stops
+
+    def _refuse_names(self, missing: set[str], what: str) -> None:
+        """Raise `SettingError` for a name that was looked up before, too, and that no step has had."""
+        late = self._validates and not any(name.startswith(_HELD_OUT) for name in self._known)
+        never = {name for name in missing - self._known if not (late and name.startswith(_HELD_OUT))}
+        for name in sorted(never & self._waiting):
+            close = nearest(name, self._known)
+            do = f"did you mean {close!r}?" if close else f"take one of {', '.join(sorted(self._known))}"
+            found = f"{name!r}, which no step has had"
+            raise SettingError(f"a metric of {what}", expected="one that is recorded", found=found, do=do)
+        self._waiting |= never
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A metric of the validations, and which way is better."""
+
+    metric: str
+    lower: bool
+
+    @classmethod
+    def of(cls, text: Any, setting: str) -> Goal:
+        """From `"val/reward"`, or with a direction `"max val/reward"`, `"min val/nll"`; without one a loss is better lower."""
+        words = text.split() if isinstance(text, str) else []
+        name = words[-1] if words else ""
+        held_out = name.startswith((f"{_HELD_OUT}/", f"{_HELD_OUT}-")) and words[:-1] in ([], ["min"], ["max"])
+        expected = "a metric of validations, such as 'val/reward' or 'min val/nll'"
+        require(held_out, f"argument {setting}", expected=expected, found=text)
+        return cls(name, words[0] == "min" if words[1:] else name.endswith(("loss", "nll")))
+
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """Raise `SettingError` where a validation's metrics lack the goal's."""
+        if self.metric not in metrics:
+            raise SettingError(unknown("metric of a validation", self.metric, metrics))
+
+    def progress(self, rows: Iterable[Mapping[str, Any]], least: float = 0.0) -> tuple[int | None, float, int]:
+        """The step with the best value, that value, and how many validations have passed since: one is better that improves by
+        more than `least`. None and NaN without a number."""
+        best, value, since = None, math.nan, 0
+        for row in rows:
+            if self.metric not in row:
+                continue
+            since, now = since + 1, row[self.metric]
+            if now is not None and (best is None or (value - now if self.lower else now - value) > least):
+                best, value, since = int(row[STEP]), float(now), 0
+        return best, value, since
+
+
+def best_step(run: Path) -> int:
+    """The step of a run's best checkpoint by its metrics so far. Raises `RunError` for a run without `save_best`, or validation."""
+    goal = read_settings(run)["train"].get("save_best")
+    best = Goal.of(goal, "save_best").progress(read_metrics(run / "metrics.jsonl"))[0] if goal else None
+    if best is None:
+        do = None if goal else "keep one in a new run: train(…, save_best='val/reward', eval_rows=held_out)"
+        raise RunError(f"no best checkpoint in {run}", found=f"save_best={goal!r}, and no validation yet", do=do)
+    return best
