@@ -136,8 +136,8 @@ BOX = '<div class="widget-box"><div id="widget"></div><div class="wb">step 3/9</
 OTHER = '<div class="other"><div class="workbench-static">of another cell</div></div>'
 
 
-def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool = False) -> None:
-    """Draw a widget at its place in a page; `mute`: no kernel answers, until `window.mute` is false. `window.restart()` is what a
+def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool = False, early: bool = False) -> None:
+    """Draw a widget at its place in a page, `early`: before it stands there; `mute`: no kernel answers, until `window.mute` is false. `window.restart()` is what a
     front end does after a restart, `window.dead` makes sending fail, as it does where a kernel was killed; `window.sent` has what
     was sent, `window.words` every text of a wait or a problem."""
     page.goto("about:blank")
@@ -154,7 +154,7 @@ def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool 
         "W", BOX if isinstance(widget, Cover) else '<div id="widget"></div>'
     )
     page.evaluate(
-        """async ([code, css, state, html, mute]) => {
+        """async ([code, css, state, html, mute, early]) => {
           const own = JSON.parse(state), on = {};
           const model = {
             get: (name) => own[name], set: (name, value) => { own[name] = value; }, save_changes: () => {},
@@ -174,9 +174,13 @@ def placed(page: Any, widget: Layer, place: str, form: str = STATIC, mute: bool 
           document.head.append(Object.assign(document.createElement("style"), { textContent: css }));
           window.restart = () => on.comm_live_update.forEach((listener) => listener());
           const url = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
-          window.end = (await import(url)).default.render({ model, el: document.getElementById("widget") });
+          const el = document.getElementById("widget"), place = el.parentElement, next = el.nextSibling;
+          if (early) el.remove();
+          window.end = (await import(url)).default.render({ model, el });
+          if (early) await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+          if (early) place.insertBefore(el, next);
         }""",
-        [widget._esm, widget._css, json.dumps(state), html, mute],
+        [widget._esm, widget._css, json.dumps(state), html, mute, early],
     )
 
 
@@ -254,6 +258,19 @@ def test_after_a_restart_every_widget_says_so_and_its_static_form_is_there_again
             note = page.locator("#widget > .wb-note")
             assert note.is_visible() and note.inner_text() == "the kernel was restarted: run this cell again", name
             assert all(node.is_disabled() for node in page.locator("#widget button").all()), name
+
+
+@in_chromium
+def test_a_view_that_is_drawn_before_it_stands_in_the_page_is_live(widgets: dict[str, Layer]) -> None:
+    with watched_page() as (page, _, _):
+        for name, widget in widgets.items():
+            if name != "training cell":  # its box is in the page
+                placed(page, widget, "JupyterLab", PICTURE if name == "curves" else STATIC, early=True)
+                page.wait_for_function(
+                    "document.querySelector('#widget > .wb') && !document.querySelector('.wb-under')"
+                )
+                page.locator(".workbench-static").nth(1).wait_for(state="hidden")
+                assert seen(page) == (False, True), name
 
 
 def false_words(words: list[str]) -> list[str]:

@@ -123,17 +123,20 @@ function overStatic(el, form = ".workbench-static") {
     return null;
   }
   function restore() {
+    gone = true;
     if (hidden) hidden.style.display = "";
     hidden = null;
   }
+  function hide() {
+    if (gone) return;
+    el.classList.remove("wb-under");
+    note.textContent = "";
+    if (!el.isConnected) { setTimeout(hide, 100); return; }  // a front end may draw a view before it stands in the page
+    if (!hidden || !hidden.isConnected) hidden = before();
+    if (hidden) hidden.style.display = "none";
+  }
   return {
-    hide: () => {
-      if (gone) return;
-      el.classList.remove("wb-under");
-      note.textContent = "";
-      if (!hidden || !hidden.isConnected) hidden = before();
-      if (hidden) hidden.style.display = "none";
-    },
+    hide,
     restore,
     under: () => el.classList.contains("wb-under"),
     unconnected: () => el.closest(".jupyter-widgets-disconnected"),  // how ipywidgets marks a view whose model has no kernel
@@ -145,7 +148,6 @@ function overStatic(el, form = ".workbench-static") {
       return true;
     },
     lost: (text) => {
-      gone = true;
       restore();
       el.classList.add("wb-under");
       note.textContent = text;

@@ -18,9 +18,10 @@ function parts(colour) {
   return colour.startsWith("#") ? [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)) : found.slice(0, 3);
 }
 
-// The page's own colours, read when something is drawn: a theme may change. On a dark page lines are paler.
+// The page's own colours, read when something is drawn: a theme may change. On a dark page lines are paler. A front end may draw a
+// view before it stands in the page, where it has no colour yet.
 function inks(el) {
-  const [red, green, blue] = parts(getComputedStyle(el).color);
+  const [red, green, blue] = parts(getComputedStyle(el.isConnected ? el : document.body).color);
   const dark = red + green + blue > 384;
   const mix = (colour) => parts(colour).map((part) => Math.round(dark ? part + (255 - part) * 0.35 : part));
   return {
