@@ -105,7 +105,7 @@ class Layer(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
-        key = repr(content.get("asked"))
+        key = repr(content)
         if time.monotonic() - self._replies.get(key, {}).get("at", -math.inf) < 1:
             return  # copies that waited in one queue behind a cell: the reply has just gone out
         try:
@@ -116,11 +116,11 @@ class Layer(anywidget.AnyWidget):
     def reply(self, content: Any) -> dict[str, Any]:
         """What goes back to the page for a message from its script: the answer, or what went wrong.
 
-        A page that waits sends its question again under the same id (`asked`). It is acted on once: a copy gets the reply that
-        is kept or, while another thread is still at work on the first, word that it runs.
+        A page that waits sends its question again under the same id (`asked`), word for word. It is acted on once: a copy
+        gets the reply that is kept or, while another thread is still at work on the first, word that it runs.
         """
         asked = content.get("asked")
-        key = repr(asked)
+        key = repr(content)
         running = {"kind": "running", "text": self.work(content), "asked": asked}
         # one step: a front end may bring copies on two threads (kernel subshells)
         if asked is not None and (known := self._replies.setdefault(key, running)) is not running:
