@@ -132,7 +132,7 @@ def test_rows_up_to_and_beyond_every_length_are_the_models_own(folder: Path, eng
 
 def test_the_table_is_of_today(name: str, engine: Any) -> None:
     check = engine.examine(every=True)
-    assert all(one < 1e-5 or one > 1e-2 for one in check.found.values() if isinstance(one, float)), "none is in doubt"
+    assert all(one < 1e-5 or one > 1e-4 for one in check.found.values() if isinstance(one, float)), "none is in doubt"
     assert line(name, check) in TABLE.read_text(encoding="utf-8").splitlines(), f"write it again: python {__file__}"
 
 
@@ -169,9 +169,9 @@ A new engine compares each way of computing with the model's own forward, withou
 (`engines/local_engine/selfcheck.py`). It uses the fastest that is right. This is what it finds on small random models
 (`tests/tests_architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is the
 largest over the vocabulary at the tokens that are given, as a share of the spread of log-probs: below 1e-5 where it says
-*right*, above 1e-2 where it says *wrong*; *no* is a way that the model cannot go. Scoring and learning go over rows that are padded, or packed so that a common prompt is computed once;
-sampling goes with prompts shared in attention (`lean`: without the modules of a Llama-shaped model), with the model's own cache,
-or over the whole row for each token.
+*right*, above 1e-4 where it says *wrong*; *no* is a way that the model cannot go. Scoring and learning go over
+rows that are padded, or packed so that a common prompt is computed once; sampling goes with prompts shared in
+attention (`lean`: without the modules of a Llama-shaped model), with the model's own cache, or over the whole row for each token.
 
 | | class | uses | {" | ".join(WAYS)} |
 |---|---|---|{"---|" * len(WAYS)}

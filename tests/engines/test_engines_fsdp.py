@@ -131,15 +131,15 @@ def test_ranks_check_what_they_open_and_score_as_the_local_engine(name: str, two
     assert difference(*gradients) < 1e-5
 
 
-def test_ranks_that_compute_in_half_precision_are_checked_in_float32_too(one: Group, tmp_path: Path) -> None:
-    """bfloat16 rounds by more than what an interleaved rotary is off."""
-    folder = make("ernie4_5", tmp_path / "model")
+@pytest.mark.parametrize("name", ["llama", "llama4", "falcon_h1"])
+def test_ranks_that_compute_in_half_precision_are_checked_in_float32_too(name: str, one: Group, tmp_path: Path) -> None:
+    """bfloat16 rounds by about as much as packing is wrong in the last two."""
+    folder = make(name, tmp_path / "model")
     engine = fsdp(folder, on=one, device="cpu", dtype="bfloat16")
-    assert engine.selfcheck.paths.pack and engine.selfcheck.difference < 1e-5
-    here, rows = local(folder, device="cpu", dtype="bfloat16"), batch_of([((9, 8, 7), (5, 6)), ((4,), (5, 7, 3))])
-    there = engine.compute_log_probs(rows)["log_probs"]
-    assert 1e-4 < float((there - local(folder, device="cpu").compute_log_probs(rows)["log_probs"]).abs().max()) < 0.2
-    assert float((there - here.compute_log_probs(rows)["log_probs"]).abs().max()) < 0.2
+    assert engine.selfcheck.paths.pack == (name == "llama") and engine.selfcheck.difference < 1e-5
+    rows = batch_of([((9, 8, 7), (5, 6)), ((4,), (5, 7, 3))])
+    found, exact = (each.compute_log_probs(rows)["log_probs"] for each in (engine, local(folder, device="cpu")))
+    assert 1e-4 < float((found - exact).abs().max()) < 0.3, "it computes in half precision"
 
 
 @pytest.mark.parametrize("where", ["one", "two"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests_architectures import ARCHITECTURES, make
 from torch import distributed
 
 import workbench as wb
@@ -52,6 +53,19 @@ def test_micro_batches_have_the_tokens_of_the_rows() -> None:
     assert Shape.of(1000, 300) == Shape(3, 300, True)
     assert Shape.of(1000, 300, 600) == Shape(2, 300, False)
     assert Shape.of(100, 300) == Shape(1, 300, True)
+
+
+@pytest.mark.slow
+def test_layers_that_need_others_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n's last layers take keys of earlier ones: three or four of six are no model."""
+    _, shape = ARCHITECTURES["gemma3n"]
+    deep = {"num_hidden_layers": 6, "intermediate_size": [48] * 6, "activation_sparsity_pattern": [0.5] + [0.0] * 5}
+    deep |= {"num_kv_shared_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    monkeypatch.setitem(ARCHITECTURES, "deep", ("Gemma3nTextConfig", {**shape, **deep}))
+    engine = wb.engines.local(make("deep", tmp_path / "deep"), device="cpu")
+    weights = sum(one.nbytes for one in engine._model.parameters())
+    found = sharded(tmp_path / "deep", FsdpSettings(), 1, Shape(1, 8), gpu=False)
+    assert found.weights >= weights == found.gradients and found.optimizer >= 2 * weights
 
 
 @pytest.mark.slow
