@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests_lint import lint
-from tests_patience import LONG
+from tests_patience import LONG, within
 
 from workbench import DataProto
 from workbench.base.errors import BatchError, EngineError, SettingError
@@ -388,6 +389,58 @@ def test_a_busy_machine_gets_as_long_as_it_is_given(monkeypatch: pytest.MonkeyPa
     asked.clear()
     with pytest.raises(EngineError, match=r"did not start in 0 s.*start_seconds="):
         connecting._begin(Environment(), [], 0.0)
+
+
+DIES = """#!/bin/sh
+for word in "$@"; do case "$word" in --log_dir=*) logs="${word#*=}";; esac; done
+echo "[2026-11-27 22:00:00,000 C 7 7] node_manager.cc:1: Timed out waiting for file agent_port" >> "$logs/raylet.out"
+echo "a stack" >> "$logs/raylet.out"
+exit 1
+"""
+
+
+def test_a_process_of_rays_that_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A raylet that ends by its own check: it is seen, its last line of weight is shown, and Ray is started once more."""
+    from ray._private import services
+
+    logs = tmp_path / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    program = tmp_path / "raylet"
+    program.write_text(DIES)
+    program.chmod(0o700)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def no_node(*given: Any) -> str:
+        raise RuntimeError("not yet")
+
+    def init(what: str, environment: Environment, notes: list[str], **options: Any) -> Any:
+        started.append(subprocess.Popen([str(program), f"--log_dir={logs}"]))
+        try:
+            return services.get_node("address", "id")
+        except ProcessLookupError as error:
+            raise EngineError(f"{what} failed", found=str(error)) from None
+
+    notes: list[str] = []
+    monkeypatch.setattr(services, "get_node", no_node)
+    monkeypatch.setattr(connecting, "_init", init)
+    why = r"raylet \(pid \d+\) ended: "
+    with pytest.raises(EngineError, match=rf"ended, twice; expected processes that stay; found {why}") as caught:
+        connecting._begin(Environment(), notes, 3600.0)
+    assert "start_seconds" not in str(caught.value) and len(started) == 2
+    assert len(notes) == 1 and re.match(rf"{why}.*; Ray was started once more", notes[0])
+    for one in started:
+        one.wait()
+
+    watch = discovery.Watch()
+    (logs / "raylet.out").unlink()
+    program.write_text(DIES.replace("exit 1", "while :; do sleep 1; done"))
+    child = subprocess.Popen([str(program), f"--log_dir={logs}"])
+    try:
+        assert within(lambda: (logs / "raylet.out").is_file()) and watch.look() == ""
+    finally:
+        child.kill()
+    child.wait()  # reaped: there is no such process any more
+    assert "Timed out waiting for file agent_port" in watch.look() and str(child.pid) in watch.ended
 
 
 # --- timelines, tables, logs, records ---------------------------------------------------------------

@@ -81,8 +81,32 @@ def start(
 
 
 def _begin(environment: Environment, notes: list[str], seconds: float, **options: Any) -> Any:
+    """A cluster that is begun once more where one of Ray's own processes ended while it came up, which it does on a busy machine."""
+    again = False
+    while True:
+        watch = discovery.Watch()
+        try:
+            return _begun(environment, notes, seconds, watch, **options)
+        except EngineError as error:
+            discovery.end(discovery.half_started(), 0.0)
+            if watch.ended and not again:
+                again = True
+                notes.append(f"{watch.ended}; Ray was started once more")
+            elif watch.ended:
+                what, expected = "Ray did not start: a process of its own ended, twice", "processes that stay"
+                do = "end what keeps this machine busy, then call wb.cluster(…) again; or train without Ray: wb.engines.local(…)"
+                raise EngineError(what, expected=expected, found=watch.ended, do=do) from None
+            elif "timed out during startup" in str(error):
+                do = "end what keeps this machine busy, or give it longer: wb.cluster(…, start_seconds=600)"
+                raise EngineError(f"Ray did not start in {seconds:g} s", found=first_line(error, 300), do=do) from None
+            else:
+                raise
+
+
+def _begun(environment: Environment, notes: list[str], seconds: float, watch: discovery.Watch, **options: Any) -> Any:
     """A cluster that listens where this machine alone reaches it, as Ray's do by themselves on macOS and Windows; on Linux there
-    is no setting. Nor is there one for the half minute that Ray gives its own node: we ask for that node as long as `seconds`."""
+    is no setting. Nor is there one for the half minute that Ray gives its own node: we ask for that node as long as `seconds`,
+    and while Ray's processes live."""
     from ray._private import ray_constants, services
 
     asked: Any = services.get_node
@@ -93,6 +117,8 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
             try:
                 return asked(*given)
             except RuntimeError:
+                if ended := watch.look():
+                    raise ProcessLookupError(ended) from None  # Ray asks again after a RuntimeError
                 if time.monotonic() > until:
                     raise
             time.sleep(0.1)
@@ -103,12 +129,6 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
     services.get_node = get_node
     try:
         return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
-    except EngineError as error:
-        discovery.end(discovery.half_started(), 0.0)
-        if "timed out during startup" in str(error):
-            do = "end what keeps this machine busy, or give it longer: wb.cluster(…, start_seconds=600)"
-            raise EngineError(f"Ray did not start in {seconds:g} s", found=first_line(error, 300), do=do) from None
-        raise
     finally:
         services.get_node = asked
         ray_constants.ENABLE_RAY_CLUSTER = kept

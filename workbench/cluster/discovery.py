@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -49,6 +50,49 @@ def of_session(session: str) -> list[Process]:
     import psutil
 
     return _with_descendants(psutil.process_iter(), "ray", session)
+
+
+class Watch:
+    """Ray's own processes that this process starts from now on, and whether one of them has ended."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self.ended = ""
+        """The first that was seen to have ended, with its last line of weight in its log; "" while all live."""
+        self._before = {child.pid for child in psutil.Process().children()}
+        self._names: dict[int, str] = {}
+        self._logs = Path()
+
+    def look(self) -> str:
+        """Look at them now; returns `ended`."""
+        import psutil
+
+        alive = set()
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if child.pid in self._before or child.name() not in ("raylet", "gcs_server"):
+                    continue
+                self._names[child.pid] = child.name()
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    alive.add(child.pid)
+                if folder := re.search(r"=([^= ]*/session_[^/ ]+)", " ".join(child.cmdline())):
+                    self._logs = Path(folder[1], "logs")
+        gone = next((pid for pid in self._names if pid not in alive), None)
+        if gone is not None:
+            name = self._names[gone]
+            self.ended = f"{name} (pid {gone}) ended: {_last_line(self._logs, name)}"
+        return self.ended
+
+
+def _last_line(logs: Path, name: str) -> str:
+    """The last line of weight (E, C or F) in a Ray process's log, else its last line."""
+    lines: list[str] = []
+    for path in sorted(logs.glob(f"{name}*")):
+        with suppress(OSError):
+            lines += filter(None, map(str.strip, path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    grave = [line for line in lines if re.search(r" [ECF] \d+ \d+\]", line)]
+    return (grave or lines or ["it wrote nothing"])[-1][:300]
 
 
 def half_started() -> list[Process]:
