@@ -24,10 +24,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
+    "{% if tools %}<|im_start|>system\ntools: {% for tool in tools %}{{ tool['function']['name'] }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
+"""A line of the tools' names stands before all else: their schemas would be longer than everything a tiny model ever read."""
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:

@@ -20,19 +20,11 @@ import torch
 from arith_world import Problem, careless, make_problem
 from make_arith import problems
 from make_arith_tools import CALCULATOR, CHECKER, demonstration
-from make_model import START, STOP, fit
+from make_model import START, STOP, TEMPLATE, fit
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).parent
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\ntools: {% for tool in tools %}{{ tool['function']['name'] }}"
-    "{% if not loop.last %}, {% endif %}{% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{% endif %}"
-)
-"""tiny-arith's, with a line of the tools' names before all else: their schemas would be longer than everything it ever read."""
 WORDS = (
     "<tool_call>",
     "</tool_call>",

@@ -28,12 +28,16 @@ QWEN = """{%- if tools %}{{- '<|im_start|>system\\n' }}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """Qwen2.5's, its long texts shortened."""
 
-LLAMA = """{{- '<|begin_of_text|>' }}{% for message in messages %}{% set role = 'ipython' if message.role == 'tool' else message.role %}
+LLAMA = """{{- '<|begin_of_text|>' }}
+{%- if tools %}{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{{ tools | map(attribute='function') | map(attribute='name') | join(', ') }}{{ '<|eot_id|>' }}{% endif %}
+{%- for message in messages %}{% set role = 'ipython' if message.role == 'tool' else message.role %}
 {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + (message['content'] | trim) + '<|eot_id|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 """Llama 3's: contents are trimmed, nothing stands between the end of a turn and the next header."""
 
-NO_SYSTEM = """{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+NO_SYSTEM = """{% if tools %}{{- '<start_of_turn>user\\n' }}{{ tools | map(attribute='function') | map(attribute='name') | join(', ') }}
+{{- '<end_of_turn>\\n' }}{% endif %}
+{%- for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
 {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 """Gemma's."""

@@ -50,7 +50,7 @@ def test_a_call_is_run_and_the_model_reads_the_answer(made: dict[str, Any]) -> N
     text = tokenizer.decode(found.prompt_ids + found.response_ids)
     asked = 'so <call>{"name": "add", "arguments": {"numbers": [2, 3]}}</call>'
     assert text == (
-        "<|im_start|>user\nwhat is 2+3?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\ntools: add<|im_end|>\n<|im_start|>user\nwhat is 2+3?<|im_end|>\n<|im_start|>assistant\n"
         f"{asked}<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\nit is 5<|im_end|>"
     )
     own = [one for one, mask in zip(found.response_ids, found.response_mask, strict=True) if mask]

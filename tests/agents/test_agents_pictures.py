@@ -40,6 +40,8 @@ class Camera(BaseTool):
 class Always:
     """Every turn is a call, whatever it says."""
 
+    call_form = "call"
+
     def extract_tool_calls(self, text: str, tools: Any) -> tuple[str, list[FunctionCall]]:
         return text, [FunctionCall("camera", "{}")]
 
@@ -52,7 +54,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 def agent(*images: Any, calls: int = 2, **more: Any) -> ToolAgent:
     given = {"max_tool_calls": calls, "max_tokens_per_turn": 5, "max_assistant_turns": calls + 1, **more}
-    return ToolAgent([Camera(*images)], parser=Always(), **given)
+    return ToolAgent([Camera(*images)], parser=Always(), tools_in="system", **given)  # their templates show no tools
 
 
 def texts(*words: str, seed: int = 3) -> DataProto:

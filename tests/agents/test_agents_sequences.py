@@ -28,7 +28,7 @@ from workbench.engines import SamplingSettings
 from workbench.stages import EpisodeRollout, Reward
 
 TINY = "data/tiny-arith"
-STRIPPING = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+STRIPPING = """{% if tools %}{{ '<|im_start|>system\\ntools: ' + tools[0].function.name + '<|im_end|>\\n' }}{% endif %}{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}{% set text = m.content %}
 {%- if m.role == 'assistant' and loop.index0 < ns.last %}{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}
 {{- '<|im_start|>' + m.role + '\\n' + text + '<|im_end|>\\n' }}{% endfor %}
@@ -121,7 +121,7 @@ def test_a_full_context_is_summed_up_and_the_next_sequence_goes_on_from_the_summ
         "5\n\nSum up.<|im_end|>\n<|im_start|>assistant\n" + says[1] + made.eos_token
     )
     chat = [{"role": "user", "content": "2 and 3?\n\nWhat has been done so far: the sum is 5"}]
-    assert found[1].prompt_ids == TurnTokens(made).prompt(chat)
+    assert found[1].prompt_ids == TurnTokens(made, tools=[Adder().get_openai_tool_schema()]).prompt(chat)
     assert sum(found[0].response_mask) == sum(len(made(one)["input_ids"]) + 1 for one in says[:2])
     assert [len(one.turns[0].calls) for one in found] == [1, 1, 0] and found[2].turns[0].text == "6"
     assert [one.finish_reason for one in found] == ["stop"] * 3
@@ -198,7 +198,7 @@ def test_a_sub_agents_sequences_come_first_and_its_answer_is_read() -> None:
     assert theirs.extra["sub_agent"] == {"name": "helper", "turn": 1, "number": 0} and "sub_agent" not in mine.extra
     assert [turn.text for turn in mine.turns[1:]] == ["it is 5", "done"]
     assert read(made, theirs.prompt_ids).startswith(
-        "<|im_start|>system\nYou add.<|im_end|>\n<|im_start|>user\nadd 2 and 3"
+        "<|im_start|>system\ntools: add<|im_end|>\n<|im_start|>system\nYou add.<|im_end|>\n<|im_start|>user\nadd 2 and 3"
     )
     assert [turn.role for turn in theirs.turns] == ["assistant", "tool", "assistant"]
     assert len({request.seed for request in script.requests}) == 4

@@ -15,6 +15,7 @@ from tests_patience import examples
 
 from workbench.agents import TurnTokens
 from workbench.agents.formats import parser_of
+from workbench.agents.parsers import tool_parser, tools_text
 from workbench.base.errors import SettingError
 from workbench.datasets.rendering import render
 from workbench.engines.local_engine.loading import auto_tokenizer
@@ -32,6 +33,8 @@ ROLES = {
     "command_r_plus": ("user",),
 }
 """Family → the roles whose turns its template can append."""
+UNTOLD = ("deepseek_v3", "llama3", "llama3_1")
+"""Families whose templates, as they are kept here, write no tools."""
 REFUSED = [
     ("gemma3", "tool", "alternate"),
     ("command_r_plus", "tool", "alternate"),
@@ -80,7 +83,7 @@ def test_a_role_that_a_template_cannot_append_is_refused(name: str, role: str, w
 @pytest.mark.parametrize(("name", "role"), [(name, role) for name, roles in ROLES.items() for role in roles])
 def test_an_episode_keeps_what_the_model_wrote_and_is_the_templates_text(name: str, role: str) -> None:
     tokenizer = tokenizer_of(name)
-    tools = TOOLS if role == "tool" else []
+    tools = TOOLS if role == "tool" and name not in UNTOLD else []
     tokens = TurnTokens(tokenizer, tools=tools, roles=(role,))
 
     @given(words, st.lists(st.tuples(words, words), min_size=1, max_size=3))
@@ -103,6 +106,17 @@ def test_an_episode_keeps_what_the_model_wrote_and_is_the_templates_text(name: s
             assert squeezed(tokenizer.decode(ids), tokenizer) == squeezed(whole, tokenizer)
 
     kept()
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_tools_that_a_template_leaves_out_are_told_in_the_system_message(name: str) -> None:
+    with pytest.raises(SettingError, match="does not tell the model of the tools add; .*tools_in='system'"):
+        TurnTokens(tokenizer_of(name), tools=TOOLS, roles=("user",))
+    text = tools_text("system", TOOLS, tool_parser("hermes"))
+    tokens = TurnTokens(
+        tokenizer_of(name), tools=TOOLS, tools_in="system", parser=tool_parser("hermes"), roles=("user",)
+    )
+    assert text in tokenizer_of(name).decode(tokens.prompt([{"role": "user", "content": "2 and 3?"}]))
 
 
 GAPS = {

@@ -287,7 +287,7 @@ def test_a_rollout_of_terminal_tasks_is_scored_and_leaves_nothing(
     tool = Terminal(sandbox, timeout=patience(10.0))
 
     def write(context: str) -> str:
-        if "tool" in context:
+        if "<|im_start|>tool" in context:
             return "Done."
         return run("awk '{s += $1} END {print s}' numbers.txt > answer.txt; sed -i 's/+ d/- d/' *.py")
 

@@ -51,6 +51,7 @@ class ToolArgsParser(NamedJson):
     """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
 
     OPEN, CLOSE = re.compile(r"<tool>\s*(?P<name>[\w.-]{1,64})\s*</tool>\s*<args>"), re.compile("</args>")
+    call_form = "<tool>NAME</tool><args>ARGUMENTS</args>"
 
 
 @register_parser("kimi", "kimi_k2")
@@ -84,6 +85,7 @@ class DeepSeekParser(NamedJson):
         r"|(?P<name_31>[^<\n]{1,64})<｜tool▁sep｜>(?=\s*\{))"
     )
     CLOSE = re.compile(r"(?:```\s*)?<｜tool▁call▁end｜>")
+    call_form = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>"
     SECTION = re.compile(r"<｜tool▁calls▁end｜>")
 
 
@@ -132,6 +134,7 @@ class MistralParser(NamedJson):
         r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]{1,64})\s*(?:\[CALL_ID\](?P<id>[\w-]{1,64})\s*)?\[ARGS\]|(?=[\[{]))"
     )
     CLOSE, KINDS = re.compile("</s>"), (dict, list)
+    call_form = '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]'
 
     def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
         return super()._calls(opened, written) if opened["name"] else calls_in_json(written, many=True)
@@ -146,6 +149,7 @@ class LlamaParser(NamedJson):
 
     OPEN = re.compile(r"<\|python_tag\|>\s*(?=\{)|<function=(?P<name>[\w.-]{1,64})>")
     CLOSE = re.compile(r"</function>|<\|eom_id\|>")
+    call_form = '{"name": "NAME", "parameters": ARGUMENTS}'
     _ALONE = re.compile(r'(?:\A|(?<=\})\s*;)\s*(?=\{\s*"(?:name|type)"\s*:)')
     _END = re.compile(r"\s*(?:<\|e(?:om|ot)_id\|>\s*)?(?:;|\Z)")
 

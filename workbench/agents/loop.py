@@ -17,7 +17,7 @@ from workbench.agents.protocol import AgentLoopOutput
 from workbench.base.config import Remembering
 from workbench.base.errors import SettingError, describe, unknown
 from workbench.base.shown import Shown
-from workbench.datasets.rendering import encode, render
+from workbench.datasets.rendering import check_tools, encode, render
 from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switches_of
 
 _ASKED, _SAID = {"role": "user", "content": "question"}, "\u2e22answer\u2e23"
@@ -157,7 +157,10 @@ class AgentLoopBase(Remembering, Shown):
         switches = {**switches_of(self.episode.sampler), **({"tools": list(tools)} if tools else {})}
         chat = [dict(one) for one in messages]
         if not remove_system_prompt:
-            return list(encode(self.tokenizer, chat, **switches))
+            ids = list(encode(self.tokenizer, chat, **switches))
+            if tools:
+                check_tools(self.tokenizer, tools, chat, self.tokenizer.decode(ids), switches)
+            return ids
         said = {"role": "assistant", "content": _SAID}
         (text,) = render(self.tokenizer, [[_ASKED, said, *chat]], add_generation_prompt=True, **switches)
         after = text.rpartition(_SAID)[2]

@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Any, cast
 
 from workbench.agents.protocol import FunctionCall, ToolParser
+from workbench.base.config import require
 from workbench.base.errors import SettingError, describe, unknown
 
 MAX_CALLS = 64
@@ -279,6 +280,7 @@ class HermesParser(TaggedJson):
     """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: the format of Hermes, Qwen 2.5 and Qwen 3."""
 
     OPEN, CLOSE = re.compile("<tool_call>"), re.compile("</tool_call>")
+    call_form = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call>'
 
 
 @register_parser("react")
@@ -440,6 +442,30 @@ def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
         f"You can use these tools:\n{listed}\n\nWrite:\nThought: what to do next\nAction: one of {names}\n"
         "Action Input: the arguments as a JSON object\n\nThen an Observation is given to you. "
         "When you know the answer, write it without an Action.\n\n"
+    )
+
+
+def tools_text(place: str, tools: Sequence[Mapping[str, Any]], parser: object) -> str:
+    """The text by which a system message tells a model of tools and of the form of a call (`place` is `system`); else "".
+
+    The parser's attribute `call_form` is a call with NAME and ARGUMENTS in their places. Raises `SettingError` for a parser without
+    one, and for another place than `template` or `system`.
+    """
+    require(place in ("template", "system"), "tools_in", expected="template or system", found=place)
+    if place == "template" or not (tools or isinstance(parser, ReActParser)):
+        return ""
+    form = getattr(parser, "call_form", "")
+    if not form:
+        known = ", ".join(name for name, kind in _PARSERS.items() if getattr(kind, "call_form", ""))
+        what, expected = (
+            f"tools_in='system' with {type(parser).__name__}",
+            "a parser that has call_form, a call as it reads it",
+        )
+        raise SettingError(what, expected=expected, found="none", do=f"parser= one of {known}, or format='react'")
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call these functions:\n{listed}\n\nTo call one, write exactly this, with the function's name in place of NAME and "
+        f"a JSON object of its arguments in place of ARGUMENTS:\n{form}\nIts result is then given to you."
     )
 
 

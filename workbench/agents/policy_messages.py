@@ -20,7 +20,8 @@ from workbench.engines.protocol import Sample, Sampler, switches_of
 class PolicyTokens:
     """How a sampler's messages become token ids, and its answers messages: one for all episodes of an endpoint."""
 
-    def __init__(self, sampler: Sampler, parser: ToolParser | str | None) -> None:
+    def __init__(self, sampler: Sampler, parser: ToolParser | str | None, tools_in: str = "template") -> None:
+        self._tools_in = tools_in
         self.sampler = sampler
         self.tokenizer = sampler.tokenizer
         self._parser = checked_parser(parser, format="function_calling", tools=True)
@@ -29,13 +30,18 @@ class PolicyTokens:
     def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnTokens, frozenset[str]]:
         """(what tokenizes with these tools, the roles whose messages the template can append to a conversation).
 
-        Raises `SettingError` where there are tools, and no parser is known for the template.
+        Raises `SettingError` where there are tools, and no parser is known for the template, and `Refusal` where that tells the
+        model of none.
         """
         if tools and self._parser is None:
             self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
         key = json.dumps(tools, sort_keys=True)
         if key not in self._made:
-            switches = {"tools": tools, **switches_of(self.sampler)}
+            switches = {"tools": tools, "tools_in": self._tools_in, "parser": self._parser, **switches_of(self.sampler)}
+            try:
+                TurnTokens(self.tokenizer, **switches)
+            except SettingError as error:
+                raise Refusal(400, str(error), None, "tools") from error
             roles = [role for role in ("user", "tool") if self._appends(role, switches)]
             self._made[key] = TurnTokens(self.tokenizer, roles=roles, **switches), frozenset(roles)
         return self._made[key]

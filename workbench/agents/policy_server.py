@@ -220,12 +220,14 @@ def _ended(node: Node) -> str:
 class Endpoint:
     """The address of a policy; each episode has a session there, with a key of its own. Made by `endpoint`."""
 
-    def __init__(self, sampler: Sampler, parser: ToolParser | str | None, model: str) -> None:
+    def __init__(
+        self, sampler: Sampler, parser: ToolParser | str | None, model: str, tools_in: str = "template"
+    ) -> None:
         self.address = ""
         """`127.0.0.1:port`."""
         self.model = model
         """The name that `/v1/models` tells; a request may give any other."""
-        self._policy = PolicyTokens(sampler, parser)
+        self._policy = PolicyTokens(sampler, parser, tools_in)
         self._sessions: dict[str, PolicySession] = {}
 
     @property
@@ -300,7 +302,12 @@ class Endpoint:
 
 @contextmanager
 def endpoint(
-    engine: Sampler, *, parser: ToolParser | str | None = None, model: str = "policy", port: int = 0
+    engine: Sampler,
+    *,
+    parser: ToolParser | str | None = None,
+    model: str = "policy",
+    port: int = 0,
+    tools_in: str = "template",
 ) -> Iterator[Endpoint]:
     """Context manager: an OpenAI-compatible address of the policy on this machine, which records what it samples.
 
@@ -315,9 +322,10 @@ def endpoint(
     A stream is sent when the answer is whole: the sampler gives it at once. Log-probs are of the sampled tokens alone. A call
     cannot be forced (`tool_choice` is `auto` or `none`). `recipes.grpo(engine, reward, agent=Harness(…))` plays whole
     batches so. `parser` finds the calls in the model's text (None: by the chat template); `model` is the name in
-    `/v1/models`. Who can reach the server: see `base.loopback.serving`.
+    `/v1/models`. A client's `tools` are told by the chat template, which must show them, or with `tools_in="system"` in the
+    system message (see `ToolAgent`). Who can reach the server: see `base.loopback.serving`.
     """
-    made = Endpoint(engine, parser, model)
+    made = Endpoint(engine, parser, model, tools_in)
     with serving(made.answer, name="workbench-policy", port=port, refusal=refused, connections=WORKING) as address:
         made.address = address
         yield made

@@ -9,11 +9,11 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from workbench.agents.parsers import opens_reasoning, without_tags
+from workbench.agents.parsers import opens_reasoning, tools_text, without_tags
 from workbench.agents.protocol import Seen
 from workbench.base.errors import DataError, SettingError
 from workbench.datasets.pictures import Picture, as_parts, is_parts
-from workbench.datasets.rendering import encode, encode_pictures, render
+from workbench.datasets.rendering import check_tools, encode, encode_pictures, render
 
 Message = Mapping[str, Any]
 
@@ -42,12 +42,15 @@ class TurnTokens:
 
     Args:
         tokenizer: with or without a chat template.
-        tools: tool schemas that the template shows.
+        tools: tool schemas that the model is told of.
+        tools_in: where: in the `template`'s way, or in the `system` message (`parsers.tools_text`).
+        parser: reads the calls, whose form the system message tells.
         roles: roles of later turns (`tool`, `user`), for which the template is checked now.
         processor: what encodes messages with pictures (`processor_of`); None: there are none.
         switches: further arguments of the template (`enable_thinking=False`).
 
-    Raises `SettingError`, naming the template, where no delta can be formed for one of `roles`.
+    Raises `SettingError`, naming the template, where it leaves a tool out of a prompt, and where no delta can be formed for one of
+    `roles`.
     """
 
     def __init__(
@@ -55,18 +58,23 @@ class TurnTokens:
         tokenizer: Any,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        tools_in: str = "template",
+        parser: object = None,
         roles: Sequence[str] = (),
         processor: Any = None,
         **switches: Any,
     ) -> None:
         self._tokenizer = tokenizer
         self._processor = processor
-        self._switches = {**switches, **({"tools": list(tools)} if tools else {})}
+        self._tools, self._tools_text = list(tools), tools_text(tools_in, tools, parser)
+        self._switches = {**switches, **({"tools": self._tools} if tools and not self._tools_text else {})}
         self._plain = not getattr(tokenizer, "chat_template", None)
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._closing: dict[str, str] = {}
         self._wants_ids = self._wants_call = False
+        self._seen: set[str] = set()
+        self._require_told("")
         for role in roles:
             self._check(role)
 
@@ -83,14 +91,32 @@ class TurnTokens:
         if key not in self._prompts:
             if len(self._prompts) >= _KEPT:
                 self._prompts.clear()
-            self._prompts[key] = tuple(encode(self._tokenizer, [dict(one) for one in messages], **self._switches))
+            self._prompts[key] = tuple(encode(self._tokenizer, self._chat(messages), **self._switches))
         return self._prompts[key]
+
+    def _chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """A chat as the template gets it: where it is the place for the tools, with them at the beginning of its system message."""
+        chat = [dict(message) for message in messages]
+        system = chat[0]["role"] if chat and chat[0]["role"] in ("system", "developer") else ""
+        self._require_told(system)
+        if not self._tools_text:
+            return chat
+        if not system:
+            return [{"role": "system", "content": self._tools_text}, *chat]
+        return [{**chat[0], "content": f"{self._tools_text}\n\n{chat[0]['content']}"}, *chat[1:]]
+
+    def _require_told(self, system: str) -> None:
+        """Refuse a template that writes not all tools; `system`: the role of a first message that templates may put in their place."""
+        if not self._tools or system in self._seen:
+            return
+        self._seen.add(system)
+        chat = [*([{"role": system, "content": "rules"}] if system else []), _ASKED]
+        text = self._tools_text if self._plain else self._render(self._chat(chat), generation=True)
+        check_tools(self._tokenizer, self._tools, chat, text, self._switches)
 
     def pictured_prompt(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[tuple[int, ...], Seen]:
         """(token ids of a chat whose parts `{"type": "image"}` stand for `pictures`, what the model reads of these)."""
-        ids, pixels = encode_pictures(
-            self._processor, list(map(dict, messages)), pictures, "a prompt", **self._switches
-        )
+        ids, pixels = encode_pictures(self._processor, self._chat(messages), pictures, "a prompt", **self._switches)
         return tuple(ids), Seen(-1, len(pictures), pixels)
 
     def pictured_delta(

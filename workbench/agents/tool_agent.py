@@ -123,6 +123,7 @@ class ToolAgent(AgentLoopBase):
         max_tool_response_length: limit of a tool's text, in characters.
         tool_response_truncate_side: the side that is cut off (see `calls.truncate`).
         tool_role: role of tool answers, for templates that have no `tool`.
+        tools_in: `template` shows the tools; or, where it shows none, the `system` message, with the parser's `call_form`.
         history: `append`: what was sampled stays in the context, whatever the template would make of it. `template`: a new
             sequence begins wherever the template, given the conversation so far, writes something else than what the model
             read and wrote (it strips earlier reasoning, say): its prompt is the template's text. The model's turns are put
@@ -135,7 +136,7 @@ class ToolAgent(AgentLoopBase):
         name: the agent's name, for rows (`agent_name`) and errors.
 
     Raises `SettingError` at construction for settings, tools, a parser or users that cannot work, and in `prepare` for a
-    chat template with which turns cannot be appended.
+    chat template that does not tell the model of the tools, or with which turns cannot be appended.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class ToolAgent(AgentLoopBase):
         max_tool_response_length: int = 256,
         tool_response_truncate_side: str = "middle",
         tool_role: str | None = None,
+        tools_in: str = "template",
         history: str = "append",
         compact_at: int | None = None,
         compact_prompt: str = COMPACT_PROMPT,
@@ -162,8 +164,7 @@ class ToolAgent(AgentLoopBase):
     ) -> None:
         require(format in ("function_calling", "react"), "format", expected="function_calling or react", found=format)
         listed = checked_tools(tools)
-        self.name = name
-        self.format = format
+        self.name, self.format, self.tools_in = name, format, tools_in
         self.max_assistant_turns, self.max_user_turns = max_assistant_turns, max_user_turns
         self.max_parallel_calls, self.max_tool_calls = max_parallel_calls, max_tool_calls
         self.max_tokens_per_turn = max_tokens_per_turn
@@ -194,9 +195,8 @@ class ToolAgent(AgentLoopBase):
         found = {**super().describe(), **own, **self._history.settings}
         if self.sub_agents:
             found["sub_agents"] = {name: one.describe() for name, one in self.sub_agents.items()}
-        if self.max_tool_calls is None:  # runs of before there was this limit go on
-            del found["max_tool_calls"]
-        return found
+        usual = {"max_tool_calls": None, "tools_in": "template"}  # runs of before there were these go on
+        return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
 
     def __repr__(self) -> str:
         parts = [f"{self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'}"]
@@ -229,8 +229,8 @@ class ToolAgent(AgentLoopBase):
         if offered not in self._tokens:
             roles = [*([self.tool_role] if offered else []), *(["user"] if self._interactions else [])]
             shown = self._box.schemas if self.format == "function_calling" else []
-            given = {"processor": processor_of(sampler), **switches_of(sampler)}
-            self._tokens[offered] = TurnTokens(sampler.tokenizer, tools=shown, roles=roles, **given)
+            given = {"tools": shown, "tools_in": self.tools_in, "parser": self._parser, **switches_of(sampler)}
+            self._tokens[offered] = TurnTokens(sampler.tokenizer, roles=roles, processor=processor_of(sampler), **given)
 
     @property
     def tokens(self) -> TurnTokens:

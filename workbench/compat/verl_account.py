@@ -141,8 +141,9 @@ def _unweighted(name: str, values: Mapping[str, Any]) -> str:
     number = len(files) if isinstance(files, list) else int(bool(files))
     if number and number != len(weights):
         return f"{len(weights)} weights for {number} of data.train_files: name each file, in the order of its weight"
-    limited = _numbers(limit := values.get("data.train_max_samples")) and limit > 0
-    return "a mixture has no first rows: leave data.train_max_samples out, or these weights" if limited else ""
+    if isinstance(limit := values.get("data.train_max_samples"), int) and limit > 0:
+        return "a mixture has no first rows: leave data.train_max_samples out, or these weights"
+    return ""
 
 
 def _meant(name: str, names: Iterable[str]) -> str:

@@ -56,9 +56,7 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     found = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
     if found:
         chosen = _chosen(found, command, name)
-        alike = [_named(words) for words in found].count(_named(chosen)) > 1
-        read = _of_words(chosen, path.parent if path else Path(), name)
-        return read._replace(suffix=f"-{command}" if alike else "")
+        return _of_words(chosen, path.parent if path else Path(), name)._replace(suffix=_suffix(found, chosen, command))
     block, left = _block(text)
     if not block:
         what = f"no verl command in {name}"
@@ -72,6 +70,11 @@ def _chosen(found: list[list[str]], command: int | None, name: str) -> list[str]
     if not 0 <= (command or 0) < len(found):
         raise SettingError("command", expected=f"0 to {len(found) - 1}", found=command)
     return found[command or 0]
+
+
+def _suffix(several: Sequence[Sequence[str]], chosen: Sequence[str], command: int | None) -> str:
+    """The chosen command's number, where another of the several names its run alike; else ""."""
+    return f"-{command}" if [_named(words) for words in several].count(_named(chosen)) > 1 else ""
 
 
 def _named(words: Sequence[str]) -> str | None:

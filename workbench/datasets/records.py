@@ -7,6 +7,7 @@ prompt.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -86,12 +87,14 @@ class Reading:
         columns = dict.fromkeys(name for row in cells for name in row if name not in self.without)
         roles = self._roles(list(columns), cells, where)
         rows = [roles.row(row, index, f"row {index}{where}") for index, row in enumerate(cells)]
-        taken = [name for name in dict.fromkeys(name for row in rows for name in row) if name in _RESERVED]
-        if taken:
+        self._refuse_reserved(rows, where)
+        return rows, roles.told(rows)
+
+    def _refuse_reserved(self, rows: Sequence[Mapping[str, Any]], where: str) -> None:
+        if taken := [name for name in dict.fromkeys(name for row in rows for name in row) if name in _RESERVED]:
             what = f"columns{where or ' of the rows'} have names that are reserved for columns of stages and batches"
             do = f"rename them, or leave them out: {self.line(without=self.without.union(taken))}"
             raise DataError(what, found=", ".join(taken), do=do)
-        return rows, roles.told(rows)
 
     def line(self, **changes: Any) -> str:
         """The call of `wb.rows` that reads so with some settings changed, as code."""
@@ -141,11 +144,9 @@ class Reading:
             answer = likely or (None if "reward_model" in columns else next(reversed(others), None))
             taken = _RESERVED.intersection(columns).difference({prompt, answer})
             how = replace(self, prompt=prompt, answer=answer, without=self.without | taken)
-            try:
+            with contextlib.suppress(DataError):
                 how.read(cells)
-            except DataError:
-                continue
-            return f"name them: {how.line()}"
+                return f"name them: {how.line()}"
         return f"write each row's prompt into a column {CHAT!r}: a text, or a list of {{role, content}}"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.base.child import Child, importing
-from workbench.base.errors import DataError, boundary
+from workbench.base.errors import DataError, SettingError, boundary
 from workbench.datasets.pictures import IMAGES, OPEN, Picture, as_parts, is_parts, refuse_pictures
 from workbench.datasets.records import messages
 
@@ -122,6 +123,27 @@ def encode_all(
         ids |= zip(talks, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
     ids |= {place: tokenizer(text)["input_ids"] for place, text in plain.items()}
     return [list(ids[place]) for place in range(len(chats))]
+
+
+def check_tools(
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]],
+    chat: Sequence[Mapping[str, Any]],
+    text: str,
+    switches: Mapping[str, Any],
+) -> None:
+    """Raise `SettingError` where `text`, the prompt of a chat, does not tell of all tools: their names stand there as words, more
+    often than in the prompt without them."""
+    bare = ""
+    if getattr(tokenizer, "chat_template", None):
+        bare = render(tokenizer, [chat], add_generation_prompt=True, **{**switches, "tools": None})[0]
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    words = {name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in names}
+    if left := [name for name, word in words.items() if len(word.findall(text)) <= len(word.findall(bare))]:
+        what = f"the chat template of {tokenizer.name_or_path} does not tell the model of the tools {', '.join(left)}"
+        found = f"none of that in a prompt that begins with a {chat[0]['role']} message"
+        do = "tell them in the system message, tools_in='system'; or take another tokenizer, or a ToolAgent with format='react'"
+        raise SettingError(what, expected="their names in the prompt", found=found, do=do)
 
 
 _MOST = 18
