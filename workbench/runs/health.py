@@ -8,9 +8,10 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -107,13 +108,9 @@ class Health(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plain: dict[str, Any] = {name: value for name, value in vars(self).items()}
-        plain["ok"] = self.ok
-        plain["phases"] = [{"stage": name, "seconds": seconds} for name, seconds in self.phases]
-        plain["queues"] = {name: {key: getattr(one, key) for key in one.__slots__} for name, one in self.queues.items()}
-        plain["symptoms"] = [{"name": one.name, "found": one.found, "since": one.since} for one in self.symptoms]
-        plain["workers"] = [vars(one) for one in self.workers]
-        return plain
+        phases = [{"stage": name, "seconds": seconds} for name, seconds in self.phases]
+        symptoms = [{"name": one.name, "found": one.found, "since": one.since} for one in self.symptoms]
+        return asdict(self) | {"ok": self.ok, "phases": phases, "symptoms": symptoms}
 
 
 @dataclass
@@ -281,103 +278,71 @@ def peak(cards: Sequence[str]) -> tuple[float | None, str]:
 # --- Prometheus -----------------------------------------------------------------------------------
 
 STATES = ("starting", "running", "stalled", "paused", "stopping", "done", "failed")
+_SUFFIXES = {"gauge": ("",), "counter": ("_total",), "info": ("_info",), "summary": ("_count", "_sum")}
+"""Kind of a metric → the ends of its samples' names."""
 
 
 def exposition(look: Health) -> bytes:
-    """A `Health` in Prometheus' text format, by a registry of its own: nothing of this process's default one is in it."""
+    """A `Health` in Prometheus' text format, with nothing of this process's default registry in it."""
     with optional("trackers", "the health page in Prometheus' format"):
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import Metric, generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(look))
+    families = []
+    for name, kind, text, samples in _metrics(look):
+        families.append(Metric(f"workbench_{name}", text, kind))
+        for labels, *values in samples:
+            for suffix, value in zip(_SUFFIXES[kind], values, strict=True):
+                families[-1].add_sample(f"workbench_{name}{suffix}", labels, float(value))
+    registry: Any = SimpleNamespace(collect=lambda: families)
     return generate_latest(registry)
 
 
-_PREFIX = "workbench_"
-
-
-class _Collector:
-    """What a registry asks for its metrics."""
-
-    def __init__(self, look: Health) -> None:
-        self.look = look
-
-    def collect(self) -> Iterator[Any]:
-        look = self.look
-        yield self._info()
-        yield self._gauge(
-            "state", "1 for the state that the training is in.", {(s,): s == look.state for s in STATES}, "state"
-        )
-        for name, value, said in (
-            ("step", look.step, "The last step that is done."),
-            ("steps", look.steps, "The training's last step."),
-            ("idle_seconds", look.idle, "Seconds since a stage, a request, a reward or a step ended."),
-            ("idle_allowed_seconds", look.allowed, "Seconds without progress after which it has stalled."),
-            ("step_seconds", look.step_seconds, "Seconds of the last step."),
-            ("step_median_seconds", look.median_seconds, f"Median of the last {STEPS} steps, in seconds."),
-            ("generated_tokens_per_second", look.generated_rate, "Tokens sampled per second of the last rollout."),
-            ("trained_tokens_per_second", look.trained_rate, "Tokens per second of the last update of the actor."),
-            ("mfu_ratio", look.mfu, "Share of the peak that the last update of the actor used."),
-            ("peak_flops", look.peak, f"Operations per second of a device; {look.peak_source}."),
-            ("push_seconds", look.pushes.get("timing_s/update_weights"), "Seconds of the last push of weights."),
-            ("push_gib", look.pushes.get("perf/update_weights_gb"), "GiB of the last push of weights."),
-        ):
-            if value is not None:
-                yield self._gauge(name, said, {(): value})
-        yield self._counter("generated_tokens", "Tokens sampled by this process's samplers.", {(): look.generated})
-        yield self._counter("trained_tokens", "Tokens of prompts and responses in updates.", {(): look.trained})
-        stages = {(name,): seconds for name, seconds in look.stage_seconds.items()}
-        yield self._counter("stage_seconds", "Seconds of a stage, all steps together.", stages, "stage")
-        yield self._gauge(
-            "phase_seconds", "Seconds that a stage has run by now.", {(name,): x for name, x in look.phases}, "stage"
-        )
-        yield from self._queues()
-        versions = {(name,): float(version) for name, version in look.versions.items()}
-        yield self._gauge("policy_version", "Policy version of a learner.", versions, "role")
-        begun = {(one.name,): float(one.since) for one in look.symptoms}
-        yield self._gauge("symptom_since_step", "A symptom and the step in which it was first seen.", begun, "symptom")
-        workers = {(one.group, str(one.rank), one.doing): one.seconds or 0.0 for one in look.workers}
-        yield self._gauge("worker_seconds", "What a worker does, and for how long.", workers, "group", "rank", "doing")
-        held = {(one.group, str(one.rank)): float(one.resident) for one in look.workers if one.resident is not None}
-        yield self._gauge("worker_resident_bytes", "Memory of a worker.", held, "group", "rank")
-        row = {(name,): float(value) for name, value in look.row.items() if math.isfinite(value)}
-        yield self._gauge("metric", "The last metrics row of the run, by name.", row, "name")
-
-    def _info(self) -> Any:
-        from prometheus_client.core import InfoMetricFamily
-
-        return InfoMetricFamily(f"{_PREFIX}run", "The run.", {"run": self.look.run, "peak": self.look.peak_source})
-
-    def _gauge(self, name: str, said: str, values: Mapping[Any, float], *labels: str) -> Any:
-        from prometheus_client.core import GaugeMetricFamily
-
-        return _filled(GaugeMetricFamily(f"{_PREFIX}{name}", said, labels=labels), values)
-
-    def _counter(self, name: str, said: str, values: Mapping[Any, float], *labels: str) -> Any:
-        from prometheus_client.core import CounterMetricFamily
-
-        return _filled(CounterMetricFamily(f"{_PREFIX}{name}", said, labels=labels), values)
-
-    def _queues(self) -> Iterator[Any]:
-        from prometheus_client.core import SummaryMetricFamily
-
-        queues = self.look.queues
-        for name, said in (("waiting", "asked and not begun"), ("running", "begun and not answered")):
-            there = {(queue,): float(getattr(one, name)) for queue, one in queues.items()}
-            yield self._gauge(f"requests_{name}", f"Questions to an engine or a reward: {said}.", there, "queue")
-        over = {(queue, what): getattr(one, what) for queue, one in queues.items() for what in ("done", "failed")}
-        yield self._counter("requests", "Questions that are over.", over, "queue", "outcome")
-        for name, said, count, total in (
-            ("request_seconds", "Seconds from a question to its answer.", "done", "seconds"),
-            ("request_queue_seconds", "Seconds that an answered question waited.", "begun", "queue_seconds"),
-        ):
-            family = SummaryMetricFamily(f"{_PREFIX}{name}", said, labels=("queue",))
-            for queue, one in queues.items():
-                family.add_metric((queue,), getattr(one, count), getattr(one, total))
-            yield family
-
-
-def _filled(family: Any, values: Mapping[Any, float]) -> Any:
-    for labels, value in values.items():
-        family.add_metric(labels, float(value))
-    return family
+def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
+    """(name, kind, help, samples) of each metric; a sample is its labels and a value, of a summary the count and the sum."""
+    queues, workers = look.queues.items(), look.workers
+    yield "run", "info", "The run.", [({"run": look.run, "peak": look.peak_source}, 1)]
+    states = [({"state": state}, state == look.state) for state in STATES]
+    yield "state", "gauge", "1 for the state that the training is in.", states
+    for name, value, text in (
+        ("step", look.step, "The last step that is done."),
+        ("steps", look.steps, "The training's last step."),
+        ("idle_seconds", look.idle, "Seconds since a stage, a request, a reward or a step ended."),
+        ("idle_allowed_seconds", look.allowed, "Seconds without progress after which it has stalled."),
+        ("step_seconds", look.step_seconds, "Seconds of the last step."),
+        ("step_median_seconds", look.median_seconds, f"Median of the last {STEPS} steps, in seconds."),
+        ("generated_tokens_per_second", look.generated_rate, "Tokens sampled per second of the last rollout."),
+        ("trained_tokens_per_second", look.trained_rate, "Tokens per second of the last update of the actor."),
+        ("mfu_ratio", look.mfu, "Share of the peak that the last update of the actor used."),
+        ("peak_flops", look.peak, f"Operations per second of a device; {look.peak_source}."),
+        ("push_seconds", look.pushes.get("timing_s/update_weights"), "Seconds of the last push of weights."),
+        ("push_gib", look.pushes.get("perf/update_weights_gb"), "GiB of the last push of weights."),
+    ):
+        if value is not None:
+            yield name, "gauge", text, [({}, value)]
+    yield "generated_tokens", "counter", "Tokens sampled by this process's samplers.", [({}, look.generated)]
+    yield "trained_tokens", "counter", "Tokens of prompts and responses in updates.", [({}, look.trained)]
+    stages = [({"stage": stage}, seconds) for stage, seconds in look.stage_seconds.items()]
+    yield "stage_seconds", "counter", "Seconds of a stage, all steps together.", stages
+    phases = [({"stage": stage}, seconds) for stage, seconds in look.phases]
+    yield "phase_seconds", "gauge", "Seconds that a stage has run by now.", phases
+    for name, text in (("waiting", "asked and not begun"), ("running", "begun and not answered")):
+        counts = [({"queue": queue}, getattr(one, name)) for queue, one in queues]
+        yield f"requests_{name}", "gauge", f"Questions to an engine or a reward: {text}.", counts
+    over = [
+        ({"queue": queue, "outcome": end}, getattr(one, end)) for queue, one in queues for end in ("done", "failed")
+    ]
+    yield "requests", "counter", "Questions that are over.", over
+    answers = [({"queue": queue}, one.done, one.seconds) for queue, one in queues]
+    yield "request_seconds", "summary", "Seconds from a question to its answer.", answers
+    waits = [({"queue": queue}, one.begun, one.queue_seconds) for queue, one in queues]
+    yield "request_queue_seconds", "summary", "Seconds that an answered question waited.", waits
+    versions = [({"role": role}, version) for role, version in look.versions.items()]
+    yield "policy_version", "gauge", "Policy version of a learner.", versions
+    begun = [({"symptom": one.name}, one.since) for one in look.symptoms]
+    yield "symptom_since_step", "gauge", "A symptom and the step in which it was first seen.", begun
+    doing = [({"group": one.group, "rank": str(one.rank), "doing": one.doing}, one.seconds or 0) for one in workers]
+    yield "worker_seconds", "gauge", "What a worker does, and for how long.", doing
+    held = [({"group": one.group, "rank": str(one.rank)}, one.resident) for one in workers if one.resident is not None]
+    yield "worker_resident_bytes", "gauge", "Memory of a worker.", held
+    row = [({"name": name}, value) for name, value in look.row.items() if math.isfinite(value)]
+    yield "metric", "gauge", "The last metrics row of the run, by name.", row
