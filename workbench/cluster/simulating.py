@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 import random
 from collections import Counter, deque
@@ -121,27 +122,20 @@ class _Replica:
         self._fill()
 
     def _fill(self) -> None:
-        entered = False
         while self._waiting and self._taken < self._slots:
-            tokens, then = self._waiting.popleft()
+            enter = functools.partial(self._enter, *self._waiting.popleft())
             self._taken += 1
             self.busy.change(1)
             if self._rates.first:
-                self._clock.after(self._rates.first, functools.partial(self._late, tokens, then))
+                self._clock.after(self._rates.first, enter)
             else:
-                self._enter(tokens, then)
-                entered = True
-        if entered:
-            self._next()
-
-    def _late(self, tokens: int, then: Callable[[], None]) -> None:
-        self._enter(tokens, then)
-        self._next()
+                enter()
 
     def _enter(self, tokens: int, then: Callable[[], None]) -> None:
         self._pass()
         self._number += 1
         heapq.heappush(self._decoding, (self._tokens + tokens, self._number, then))
+        self._next()
 
     def _pass(self) -> None:
         """Let those who decode get the tokens of the time that has passed."""
@@ -205,14 +199,6 @@ class _Servers:
 
 
 @dataclass
-class _Group:
-    born: int
-    number: int
-    tokens: int = 0
-    left: int = 0
-
-
-@dataclass
 class _Model:
     """One training, simulated."""
 
@@ -232,8 +218,8 @@ class _Model:
         self.learner = _Busy(self.clock)
         self.version = self.fresh = 0
         self._number = 0
-        self._finished: list[_Group] = []
-        self._out: dict[int, int] = {}
+        self._finished: list[tuple[int, int, int]] = []  # (the version that it began with, number, tokens) of groups
+        self._out: dict[int, int] = {}  # number of a group that is not learnt from → the version that it began with
         self._step = 1
         self._training = False
 
@@ -251,35 +237,34 @@ class _Model:
         draw = random.Random((self.seed * 1_000_003 + group) * 1_000_003 + sample)
         return draw.choice(self.rates.lengths), draw.choice(self.rates.rewards)
 
-    def _sample(self, number: int, told: Callable[[int, float], None]) -> None:
-        """Sample a group's rows; `told(tokens, reward seconds)` of each that ends."""
-        rows = [self._row(number, sample) for sample in range(self.layout.group_size)]
-        asked = [(tokens, functools.partial(told, tokens, judged)) for tokens, judged in rows]
-        self.replicas[number % len(self.replicas)].ask(*asked)
+    def _score(self, groups: Sequence[int], then: Callable[[int], None]) -> None:
+        """Sample and score groups, by their numbers; `then(tokens)`."""
+        size = len(groups) * self.layout.group_size
+        early = self.layout.streaming_rewards and not self.layout.max_lag
+        sampled: list[tuple[int, float]] = []
+        scores = itertools.count(1)
+
+        def judged() -> None:
+            if next(scores) == size:
+                then(sum(tokens for tokens, _ in sampled))
+
+        def ended(*row: Any) -> None:
+            sampled.append(row)
+            if early:
+                self.judges.ask(row[1], judged)
+            elif len(sampled) == size:
+                for _, seconds in sampled:
+                    self.judges.ask(seconds, judged)
+
+        for number in groups:
+            rows = [self._row(number, sample) for sample in range(self.layout.group_size)]
+            asked = [(row[0], functools.partial(ended, *row)) for row in rows]
+            self.replicas[number % len(self.replicas)].ask(*asked)
 
     def _draw(self, then: Callable[[int], None]) -> None:
         """Sample and score a whole batch; `then(tokens)`."""
-        size = self.layout.batch_size * self.layout.group_size
-        rolled: list[tuple[int, float]] = []
-        scored = [0]
-
-        def judged() -> None:
-            scored[0] += 1
-            if scored[0] == size:
-                then(sum(tokens for tokens, _ in rolled))
-
-        def told(tokens: int, seconds: float) -> None:
-            rolled.append((tokens, seconds))
-            if self.layout.streaming_rewards:
-                self.judges.ask(seconds, judged)
-            elif len(rolled) == size:
-                for _, one in rolled:
-                    self.judges.ask(one, judged)
-
-        first = self._number
-        self._number += self.layout.batch_size
-        for number in range(first, self._number):
-            self._sample(number, told)
+        first, self._number = self._number, self._number + self.layout.batch_size
+        self._score(range(first, self._number), then)
 
     # --- in order, or one step ahead ----------------------------------------------------------
 
@@ -342,29 +327,14 @@ class _Model:
         size, lag = self.layout.batch_size, self.layout.max_lag
         room = (self.fresh + lag + 1 - self._step + 1) * size - len(self._out)
         for _ in range(min(room, self.steps * size - self._number)):
-            group = _Group(self.fresh, self._number, left=self.layout.group_size)
-            self._number += 1
-            self._out[group.number] = group.born
-            self._sample_group(group)
+            number, self._number = self._number, self._number + 1
+            self._out[number] = self.fresh
+            self._score([number], functools.partial(self._scored, self.fresh, number))
 
-    def _sample_group(self, group: _Group) -> None:
-        """Its rows are sampled; when all are, they are scored; then the group waits for its step."""
-        rolled: list[float] = []
-
-        def judged() -> None:
-            group.left -= 1
-            if not group.left:
-                self._finished.append(group)
-                self._try()
-
-        def told(tokens: int, seconds: float) -> None:
-            group.tokens += tokens
-            rolled.append(seconds)
-            if len(rolled) == self.layout.group_size:
-                for one in rolled:
-                    self.judges.ask(one, judged)
-
-        self._sample(group.number, told)
+    def _scored(self, born: int, number: int, tokens: int) -> None:
+        """A group waits for its step."""
+        self._finished.append((born, number, tokens))
+        self._try()
 
     def _try(self) -> None:
         """Let the learner take a step's groups, the oldest first, if it is free, they are there, and none that is left out would
@@ -372,29 +342,26 @@ class _Model:
         size = self.layout.batch_size
         if self._training or len(self._finished) < size or self._step > self.steps:
             return
-        self._finished.sort(key=lambda one: (one.born, one.number))
+        self._finished.sort()
         taken = self._finished[:size]
         for born in set(self._out.values()):
-            left = sum(one <= born for one in self._out.values()) - sum(one.born <= born for one in taken)
+            left = sum(one <= born for one in self._out.values()) - sum(one <= born for one, _, _ in taken)
             if left > (born + self.layout.max_lag + 1 - self._step) * size:
                 return
         self._finished = self._finished[size:]
-        self.lags.update(self.version - one.born for one in taken)
+        self.lags.update(self.version - born for born, _, _ in taken)
         self._training = True
-        for one in taken:
-            del self._out[one.number]
+        for _, number, _ in taken:
+            del self._out[number]
         step, self._step = self._step, self._step + 1
         self._fill()
-
-        def learnt() -> None:
-            self._pushed(on)
 
         def on() -> None:
             self._training = False
             self._fill()
             self._try()
 
-        self._learn(step, sum(one.tokens for one in taken), learnt)
+        self._learn(step, sum(tokens for _, _, tokens in taken), lambda: self._pushed(on))
 
 
 # --- results --------------------------------------------------------------------------------------
