@@ -86,6 +86,11 @@ class Finding:
     seconds: float = 0.0
 
 
+def judged(found: str, *flaws: tuple[bool, str, str]) -> Finding:
+    """The finding of the first of the flaws (whether it is there, its state, what to do) that is there, else `OK`."""
+    return next((Finding(state, found, do) for there, state, do in flaws if there), Finding(OK, found))
+
+
 def packages() -> Finding:
     """Installed packages against the ranges that this workbench is tested with."""
     lacking, others = [], []
@@ -100,19 +105,17 @@ def packages() -> Finding:
     found += [f"not installed: {', '.join(lacking)}"] if lacking else []
     if absent := [name for name in LOST if name not in lacking and version_of(name) is None]:
         found.append(f"optional and not installed: {', '.join(absent)} (for {_lost(absent)}; {install('all')})")
-    if fatal := [name for name in lacking if name in NEEDED]:
-        return Finding(WRONG, "; ".join(found), f"pip install {' '.join(fatal)}: nothing works without")
-    if lacking:
-        return Finding(WARNING, "; ".join(found), f"does not work without: {_lost(lacking)}")
-    if others:
-        return Finding(
-            WARNING, "; ".join(found), "the checks below say whether they work; else install the tested ones"
-        )
-    return Finding(OK, "; ".join(found))
+    fatal = [name for name in lacking if name in NEEDED]
+    return judged(
+        "; ".join(found),
+        (bool(fatal), WRONG, f"pip install {' '.join(fatal)}: nothing works without"),
+        (bool(lacking), WARNING, f"does not work without: {_lost(lacking)}"),
+        (bool(others), WARNING, "the checks below say whether they work; else install the tested ones"),
+    )
 
 
 def _lost(names: list[str]) -> str:
-    return ", ".join(dict.fromkeys(LOST[name] for name in names))
+    return ", ".join(dict.fromkeys(LOST[name] for name in names if name in LOST))
 
 
 def required() -> list[Requirement]:
@@ -189,14 +192,14 @@ def host_memory() -> Finding:
     total, free = memory.total(), min(memory.available(), memory.total())
     with suppress(OSError, ValueError):
         free = min(free, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    found = f"{gib(free)} of {gib(total)} free"
-    if free < LEAST_HOST:
-        do = f"free memory, or raise the container's limit: a 0.5B model with its optimizer needs {gib(8 << 30)}"
-        return Finding(WRONG if free < 1 << 30 else WARNING, found, do)
     cards = sum(torch.cuda.mem_get_info(one)[1] for one in range(torch.cuda.device_count()))
-    if total < cards:
-        return Finding(WARNING, found, "less than the GPUs have: offloading and snapshots of large models will not fit")
-    return Finding(OK, found)
+    do = f"free memory, or raise the container's limit: a 0.5B model with its optimizer needs {gib(8 << 30)}"
+    return judged(
+        f"{gib(free)} of {gib(total)} free",
+        (free < 1 << 30, WRONG, do),
+        (free < LEAST_HOST, WARNING, do),
+        (total < cards, WARNING, "less than the GPUs have: offloading and snapshots of large models will not fit"),
+    )
 
 
 def shared_memory() -> Finding:
@@ -205,15 +208,14 @@ def shared_memory() -> Finding:
         total, _, free = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Finding(WRONG, f"/dev/shm is not there: {error}", "mount it: NCCL, Ray and vLLM need it")
-    found = f"/dev/shm: {gib(free)} of {gib(total)} free"
-    if not os.access("/dev/shm", os.W_OK):
-        return Finding(
-            WRONG, f"{found}, and closed to this user", "as root: chmod 1777 /dev/shm, or mount it for writing"
-        )
-    if free < LEAST_SHM:
-        do = "start the container with --shm-size=16g (or --ipc=host), or remove what fills it"
-        return Finding(WRONG if free < 1 << 28 else WARNING, found, do)
-    return Finding(OK, found)
+    closed = "" if os.access("/dev/shm", os.W_OK) else ", and closed to this user"
+    do = "start the container with --shm-size=16g (or --ipc=host), or remove what fills it"
+    return judged(
+        f"/dev/shm: {gib(free)} of {gib(total)} free{closed}",
+        (bool(closed), WRONG, "as root: chmod 1777 /dev/shm, or mount it for writing"),
+        (free < 1 << 28, WRONG, do),
+        (free < LEAST_SHM, WARNING, do),
+    )
 
 
 def disk() -> Finding:
@@ -305,9 +307,8 @@ def attention() -> Finding:
     package = version_of("flash-attn")
     if not torch.cuda.is_available():
         if package is not None or util.find_spec("flash_attn"):
-            return Finding(
-                WARNING, f"flash-attn {package} is installed, but no GPU is here", "leave attn_implementation"
-            )
+            found = f"flash-attn {package} is installed, but no GPU is here"
+            return Finding(WARNING, found, "leave attn_implementation")
         return Finding(SKIPPED, "no GPU: attention is torch's own")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -327,9 +328,9 @@ def attention() -> Finding:
             gap = float((compute().float() - plain).abs().max())
         said.append(f"{name}: {gap:.1e} from plain attention")
         wrong += [name] if not gap < CLOSE else []
-    if wrong:
-        return Finding(WRONG, "; ".join(said), f"do not use {' or '.join(wrong)}: attn_implementation='eager'")
-    return Finding(OK, "; ".join(said) + ("" if package else "; flash-attn is not installed, and not needed"))
+    said += [] if package or wrong else ["flash-attn is not installed, and not needed"]
+    do = f"do not use {' or '.join(wrong)}: attn_implementation='eager'"
+    return judged("; ".join(said), (bool(wrong), WRONG, do))
 
 
 def ray() -> Finding:
@@ -343,9 +344,8 @@ def ray() -> Finding:
     except EngineError as error:
         do = "all but wb.cluster works without; a busy machine may need longer; `ray stop` ends what earlier sessions left"
         return Finding(WARNING, str(error), do)
-    return Finding(
-        OK, "; ".join([f"Ray {version_of('ray')} started and ended in {time.monotonic() - began:.0f} s", *notes])
-    )
+    started = f"Ray {version_of('ray')} started and ended in {time.monotonic() - began:.0f} s"
+    return Finding(OK, "; ".join([started, *notes]))
 
 
 def sandbox() -> Finding:

@@ -24,7 +24,7 @@ from workbench.engines.paired import check_push
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter, vllm
 from workbench.engines.weights import weights_of
 from workbench.jobs import starter
-from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding
+from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, judged
 from workbench.recipes import grpo
 from workbench.stages.rollout import columns_of
 from workbench.stages.update import PolicyLoss, Update
@@ -106,14 +106,11 @@ def numbers() -> Finding:
     gap = gap_of(engine.compute_log_probs(batch)["log_probs"], batch["old_log_probs"], batch)
     said = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
     do = "float32 is not computed as such: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
-    if not gap < EXACT:
-        return Finding(WRONG, said, do)
-    if not torch.cuda.is_available():
-        return Finding(OK, said)
+    if not gap < EXACT or not torch.cuda.is_available():
+        return judged(said, (not gap < EXACT, WRONG, do))
     here, there = updated(engine, batch), updated(opened(device="cpu"), batch)
     apart = abs(here["actor/grad_norm"] / there["actor/grad_norm"] - 1)
-    said += f"; gradient norm {apart:.0e} from the CPU's"
-    return Finding(OK, said) if apart < NEAR else Finding(WRONG, said, do)
+    return judged(f"{said}; gradient norm {apart:.0e} from the CPU's", (not apart < NEAR, WRONG, do))
 
 
 def push() -> Finding:
@@ -123,11 +120,10 @@ def push() -> Finding:
     updated(learner, batch)
     how = push_once(pair)
     gap = gap_of(sampler.compute_log_probs(batch)["log_probs"], learner.compute_log_probs(batch)["log_probs"], batch)
-    said = f"{how}, log-probs {gap:.0e} nats apart, version {sampler.version}"
-    if sampler.version != learner.version or not gap < EXACT:
-        do = "the sampler does not have the learner's weights: attach this report to an issue"
-        return Finding(WRONG, f"{said} of {learner.version}", do)
-    return Finding(OK, said)
+    wrong = sampler.version != learner.version or not gap < EXACT
+    said = f"{how}, log-probs {gap:.0e} nats apart, version {sampler.version}" + f" of {learner.version}" * wrong
+    do = "the sampler does not have the learner's weights: attach this report to an issue"
+    return judged(said, (wrong, WRONG, do))
 
 
 def push_once(pair: Any) -> str:
@@ -161,12 +157,9 @@ def vllm_engine() -> Finding:
             if freed <= 0:
                 return Finding(WARNING, "; ".join(said), "sleep frees nothing: use share_device=False, or two GPUs")
         said.append(f"log-probs {max(gaps):.0e} nats from the learner's on average")
-    if not max(gaps) < SAMPLERS:
-        do = (
-            "vLLM computes other numbers than the learner, or kept old weights: try another version, attention or dtype"
-        )
-        return Finding(WRONG, "; ".join(said), do)
-    return Finding(OK, "; ".join(said) + ("" if gpu else "; no sleep on a CPU"))
+    said += [] if gpu else ["no sleep on a CPU"]
+    do = "vLLM computes other numbers than the learner, or kept old weights: try another version, attention or dtype"
+    return judged("; ".join(said), (not max(gaps) < SAMPLERS, WRONG, do))
 
 
 def sampled_gap(pair: Any) -> float:
@@ -224,7 +217,5 @@ def shards() -> Finding:
     finally:
         there.close()
     said = f"{ranks} {where}: log-probs {gap:.0e} nats from one process, gradient norm {abs(many / one - 1):.0e}"
-    if not gap < EXACT or not abs(many / one - 1) < NEAR:
-        do = "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
-        return Finding(WRONG, said, do)
-    return Finding(OK, said)
+    do = "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
+    return judged(said, (not gap < EXACT or not abs(many / one - 1) < NEAR, WRONG, do))
