@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -58,46 +58,46 @@ class Health(Shown):
     """How a training is doing at one moment. Made by `Watcher.look`."""
 
     run: str
-    state: str
+    state: str = "starting"
     """`starting`, `running`, `stalled`, `paused`, `stopping`, `done` or `failed`."""
     why: str = ""
     """Of a stalled or failed one."""
-    step: int
+    step: int = 0
     """The last step that is done."""
-    steps: int
-    seconds: float
+    steps: int = 0
+    seconds: float = 0.0
     """Since the training began."""
-    idle: float
+    idle: float = 0.0
     """Seconds since anything ended: a stage, a request, a reward, a step."""
-    allowed: float
+    allowed: float = 0.0
     """Seconds that it may be idle."""
-    step_seconds: float | None
+    step_seconds: float | None = None
     """Of the last step."""
-    median_seconds: float | None
-    phases: Sequence[tuple[str, float]]
+    median_seconds: float | None = None
+    phases: Sequence[tuple[str, float]] = ()
     """(stage, seconds that it has run) of those that run now."""
-    stage_seconds: Mapping[str, float]
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
     """Stage → seconds of all steps together."""
-    generated: int
+    generated: int = 0
     """Tokens that were sampled since the training began, by every sampler of this process."""
-    trained: int
+    trained: int = 0
     """Tokens of prompts and responses in the updates."""
-    generated_rate: float | None
+    generated_rate: float | None = None
     """Tokens per second while the last step sampled."""
-    trained_rate: float | None
+    trained_rate: float | None = None
     """Tokens per second while the last step updated the actor."""
-    mfu: float | None
+    mfu: float | None = None
     """Share of the devices' peak that the last update used: 6 operations per parameter and token."""
-    peak: float | None
+    peak: float | None = None
     """Operations per second of one device."""
-    peak_source: str
-    queues: Mapping[str, Queue]
-    pushes: Mapping[str, float]
+    peak_source: str = "not measured yet"
+    queues: Mapping[str, Queue] = field(default_factory=dict)
+    pushes: Mapping[str, float] = field(default_factory=dict)
     """Figures of the last push of weights (`push_metrics`)."""
-    versions: Mapping[str, int]
+    versions: Mapping[str, int] = field(default_factory=dict)
     """Learner → its policy version."""
-    symptoms: Sequence[Symptom]
-    row: Mapping[str, float]
+    symptoms: Sequence[Symptom] = ()
+    row: Mapping[str, float] = field(default_factory=dict)
     """The last metrics row."""
     workers: Sequence[Doing] = ()
 
@@ -130,77 +130,79 @@ class Watcher:
     workers: Callable[[], Sequence[Doing]] = tuple
 
     def __post_init__(self) -> None:
-        self._began, self._state, self._why = time.monotonic(), "starting", ""
-        self._step = self._steps = self._read = 0
+        self._began, self._read = time.monotonic(), 0
+        self._last = Health(run=self.path.name)
+        """What changes with a step; `look` adds what changes in between."""
         self._seconds: deque[float] = deque(maxlen=STEPS)
-        self._row: dict[str, Any] = {}
-        self._stages: Counter[str] = Counter()
-        self._trained, self._rates = 0, (None, None, None)  # type: tuple[int, tuple[float | None, ...]]
-        self._before = self._tokens()
-        self._base = self._before
+        self._base = self._tokens()
         self._watch = Watch()
-        self._peak: tuple[float | None, str] = (None, "not measured yet")
         self._parameters: int | None = None
         HERE.progress()
+
+    def _set(self, **changes: Any) -> None:
+        self._last = replace(self._last, **changes)
 
     # --- the loop's observer --------------------------------------------------------------------
 
     def on_start(self, start: int, steps: int) -> None:
         """Read the rows of a resumed run; measure the device's peak."""
-        self._state, self._step, self._steps = "running", start - 1, steps
+        self._set(state="running", step=start - 1, steps=steps)
         HERE.progress()
         self._quietly(self._begin)
 
     def _begin(self) -> None:
-        rows = self._new_rows()
-        self._watch, self._row = Watch(rows, looks=1), dict(rows[-1]) if rows else {}
+        self._watch = Watch(self._new_rows(), looks=1)
         actor = self.pipeline.learners().get("actor")
-        self._peak = peak(actor.cards() if isinstance(actor, Carded) else ())
+        flops, source = peak(actor.cards() if isinstance(actor, Carded) else ())
+        self._set(peak=flops, peak_source=source)
         self._parameters = parameters(actor.path) if isinstance(actor, Located) else None
 
     def on_step(self, report: Any) -> None:
         """Keep the figures of a step's `StepReport`."""
-        self._step = report.step
+        self._set(step=report.step)
         HERE.progress()
         self._quietly(lambda: self._keep(report))
 
     def on_end(self, error: BaseException | None) -> None:
         """Keep how it ended."""
-        self._state, self._why = ("done", "") if error is None else ("failed", first_line(error))
+        self._set(state="done") if error is None else self._set(state="failed", why=first_line(error))
 
     def _quietly(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - who watches a training must not end it
-            log.warning("the health page lacks figures of step %d: %s", self._step, first_line(error))
+            log.warning("the health page lacks figures of step %d: %s", self._last.step, first_line(error))
 
     def _keep(self, report: Any) -> None:
-        metrics, batch = report.metrics, report.trace.batch
+        metrics, batch, last = report.metrics, report.trace.batch, self._last
         self._seconds.append(metrics["timing_s/step"])
+        stages = dict(last.stage_seconds)
         for name, seconds in metrics.items():
             kind, _, stage = name.partition("/")
             if kind == "timing_s" and stage not in ("step", "overlapped"):
-                self._stages[stage] += seconds
+                stages[stage] = stages.get(stage, 0.0) + seconds
         for row in self._new_rows():
-            self._row = dict(row)
             self._watch.look(row)
-        now = self._tokens()
-        sampled, self._before = now - self._before, now
+        generated = self._tokens() - self._base
+        sampled = generated - last.generated
         update = next((stage for stage in self.pipeline if stage.name == "update_actor"), None)
         passes = int(update.settings().get("ppo_epochs", 1)) if update is not None else 0
         trained = passes * int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
-        self._trained += trained
         rollout, learning = metrics.get("timing_s/rollout"), metrics.get("timing_s/update_actor")
         rate = trained / learning if learning and trained else None
-        self._rates = sampled / rollout if rollout and sampled else None, rate, self._mfu(rate)
+        self._set(
+            step_seconds=self._seconds[-1], median_seconds=median(self._seconds), stage_seconds=stages,
+            generated=generated, trained=last.trained + trained,
+            generated_rate=sampled / rollout if rollout and sampled else None, trained_rate=rate, mfu=self._mfu(rate),
+        )  # fmt: skip
 
     def _mfu(self, rate: float | None) -> float | None:
         """Of tokens per second of all ranks together."""
         actor = self.pipeline.learners().get("actor")
         record = actor.describe() if isinstance(actor, Described) else {}
-        if rate is None or self._parameters is None or self._peak[0] is None:
+        if rate is None or self._parameters is None or self._last.peak is None:
             return None
-        return 6 * self._parameters * rate / (self._peak[0] * int(record.get("ranks", 1)))
+        return 6 * self._parameters * rate / (self._last.peak * int(record.get("ranks", 1)))
 
     def _new_rows(self) -> list[dict[str, Any]]:
         """The whole lines that metrics.jsonl has got since the last call."""
@@ -211,7 +213,10 @@ class Watcher:
             file.seek(self._read)
             *lines, _ = file.read().split(b"\n")
         self._read += sum(len(line) + 1 for line in lines)
-        return [json.loads(unsealed(line.decode(), str(metrics), RunError, "")) for line in lines if line.strip()]
+        rows = [json.loads(unsealed(line.decode(), str(metrics), RunError, "")) for line in lines if line.strip()]
+        if rows:
+            self._set(row={key: value for key, value in rows[-1].items() if isinstance(value, int | float)})
+        return rows
 
     @staticmethod
     def _tokens() -> int:
@@ -221,9 +226,9 @@ class Watcher:
 
     def look(self) -> Health:
         """How it does now."""
-        usual, idle = median(self._seconds) if self._seconds else None, HERE.idle
+        last, idle = self._last, HERE.idle
+        usual, state, why = last.median_seconds, last.state, last.why
         allowed = max(self.least, self.stalled * usual) if usual is not None else max(self.least, self.first)
-        state, why = self._state, self._why
         if state == "running" and self.control.holding:
             state = "paused"
         elif state in ("starting", "running") and idle > allowed:
@@ -232,17 +237,10 @@ class Watcher:
         elif state == "running" and self.control.stopping:
             state = "stopping"
         learners = self.pipeline.learners()
-        generated, trained, mfu = self._rates
-        return Health(
-            run=self.path.name, state=state, why=why, step=self._step, steps=self._steps,
-            seconds=time.monotonic() - self._began, idle=idle, allowed=allowed,
-            step_seconds=self._seconds[-1] if self._seconds else None, median_seconds=usual,
-            phases=HERE.phases, stage_seconds=dict(self._stages),
-            generated=self._tokens() - self._base, trained=self._trained,
-            generated_rate=generated, trained_rate=trained, mfu=mfu, peak=self._peak[0], peak_source=self._peak[1],
-            queues=HERE.queues, pushes=push_metrics(learners.values()),
-            versions={role: one.version for role, one in learners.items()}, symptoms=self._watch.marks,
-            row={key: value for key, value in self._row.items() if isinstance(value, int | float)}, workers=self.workers(),
+        return replace(
+            last, state=state, why=why, seconds=time.monotonic() - self._began, idle=idle, allowed=allowed, phases=HERE.phases,
+            generated=self._tokens() - self._base, queues=HERE.queues, pushes=push_metrics(learners.values()),
+            versions={role: one.version for role, one in learners.items()}, symptoms=self._watch.marks, workers=self.workers(),
         )  # fmt: skip
 
 
