@@ -45,12 +45,8 @@ class Rates:
     """Where the figures are from, in words."""
 
     def __post_init__(self) -> None:
-        require(
-            len(self.lengths) > 0 and min(self.lengths) >= 0, "lengths", expected="some numbers ≥ 0", found=self.lengths
-        )
-        require(
-            len(self.rewards) > 0 and min(self.rewards) >= 0, "rewards", expected="some seconds ≥ 0", found=self.rewards
-        )
+        for name, values in (("lengths", self.lengths), ("rewards", self.rewards)):
+            require(len(values) > 0 and min(values) >= 0, name, expected="some numbers ≥ 0", found=values)
         for name in ("prompt", "token", "per_request", "first", "train_token", "update", "step", "push"):
             require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
 
@@ -69,7 +65,26 @@ class Rates:
 
         The fit of `token` and `per_request` needs steps of unlike lengths; where one will not do, `per_request` is 0, and `notes` say so.
         """
-        return _measured(run, known)
+        settings = run.settings
+        if settings["train"].get("ahead") or settings["train"].get("max_lag"):
+            raise RunError(
+                f"run {run.path.name} did not run in order", expected="ahead=0", do="measure such a run first"
+            )
+        rows = [row for row in run.rows if row.get("timing_s/rollout") and row.get("response_length/max")]
+        rows = rows[1:] or rows  # the first step warms up
+        count = int(settings["train"]["batch_size"]) * int(settings["stages"]["rollout"]["group_size"])
+        push = median(row.get("timing_s/update_weights") or 0.0 for row in rows) if rows else 0.0
+        points = []
+        for row in rows:
+            rounds, seconds = row["response_length/max"], max(row["timing_s/rollout"] - push, 0.0)
+            points.append((rounds, row["response_length/mean"] * count - rounds, seconds))
+        token, per_request, how = _fitted(points)
+        notes = (
+            f"measured in {run.path.name}, {len(rows)} steps: {how}",
+            "training is taken as proportional to its tokens",
+        )
+        found = {"token": token, "per_request": per_request, "push": push, "train_token": _learning(rows)}
+        return Rates(**{**_of_traces(run), **found, "notes": notes, **known})
 
     @staticmethod
     def on(
@@ -116,28 +131,6 @@ _APART = (
 """Times of a metrics row that are no stage of the learner, or another name of one."""
 
 
-def _measured(run: Any, known: Mapping[str, Any]) -> Rates:
-    """`Rates.of`."""
-    settings = run.settings
-    if settings["train"].get("ahead") or settings["train"].get("max_lag"):
-        raise RunError(f"run {run.path.name} did not run in order", expected="ahead=0", do="measure such a run first")
-    rows = [row for row in run.rows if row.get("timing_s/rollout") and row.get("response_length/max")]
-    rows = rows[1:] or rows  # the first step warms up
-    count = int(settings["train"]["batch_size"]) * int(settings["stages"]["rollout"]["group_size"])
-    push = median(row.get("timing_s/update_weights") or 0.0 for row in rows) if rows else 0.0
-    points = [
-        (row["response_length/max"], row["response_length/mean"] * count, max(row["timing_s/rollout"] - push, 0.0))
-        for row in rows
-    ]
-    token, per_request, said = _fitted([(most, every - most, seconds) for most, every, seconds in points])
-    notes = (
-        f"measured in {run.path.name}, {len(rows)} steps: {said}",
-        "training is taken as proportional to its tokens",
-    )
-    found = {"token": token, "per_request": per_request, "push": push, "train_token": _learning(rows), "notes": notes}
-    return Rates(**{**_of_traces(run), **found, **known})
-
-
 def _learning(rows: Sequence[Mapping[str, Any]]) -> float:
     """Seconds of a step's stages that are the learner's, per token: the median."""
     names = {key for row in rows for key in row if key.startswith("timing_s/")} - set(_APART)
@@ -169,8 +162,5 @@ def _fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float,
         token, per_request = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
         if token > 0 and per_request >= 0:
             return token, per_request, "the seconds of a token and of each concurrent request are fitted to all steps"
-    return (
-        ac / max(aa, 1e-12),
-        0.0,
-        "the steps are too alike to tell what a concurrent request costs: nothing is assumed",
-    )
+    how = "the steps are too alike to tell what a concurrent request costs: nothing is assumed"
+    return ac / max(aa, 1e-12), 0.0, how
