@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from workbench.base.config import require
@@ -67,21 +67,18 @@ def health_page(health: bool | int | None) -> Iterator[HealthPage | None]:
         yield None
         return
     page = HealthPage()
-    try:
-        served = serving(page.answer, name="workbench-health", port=port, guard=from_another_page)
-        address = served.__enter__()
-    except OSError as cause:
-        if cause.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        do = "another training may serve there: choose another port, or health=0 for any free one"
-        raise SettingError(f"port {port} of 127.0.0.1 for the health page", found=cause.strerror, do=do) from cause
-    try:
-        page.url = f"http://{address}"
+    with ExitStack() as stack:
+        try:
+            served = serving(page.answer, name="workbench-health", port=port, guard=from_another_page)
+            page.url = f"http://{stack.enter_context(served)}"
+        except OSError as cause:
+            if cause.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            do = "another training may serve there: choose another port, or health=0 for any free one"
+            raise SettingError(f"port {port} of 127.0.0.1 for the health page", found=cause.strerror, do=do) from cause
         append_line(f"health page: {page.url}/health, Prometheus: {page.url}/metrics")
         log.info("health page: %s/health", page.url)
         yield page
-    finally:
-        served.__exit__(None, None, None)
 
 
 class HealthPage:

@@ -50,12 +50,8 @@ def recorded() -> DataProto:
     """64 rows that the tiny model wrote on another machine, with their log-probs in float32 and advantages."""
     folder = starter.files()["data/arith-batch/trace.json"].parent
     columns: dict[str, torch.Tensor] = {}
-    for phase in (
-        "00_rollout",
-        "01_reward",
-        "02_old_log_prob",
-        "04_advantage",
-    ):  # its tensors alone: a bare machine reads no parquet
+    # its tensors alone: a bare machine reads no parquet
+    for phase in ("00_rollout", "01_reward", "02_old_log_prob", "04_advantage"):
         columns |= load_file(folder / phase / "tensors.safetensors")
     return DataProto.from_single_dict(columns)
 
