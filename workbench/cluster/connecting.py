@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.base.distribution import install
+from workbench.base.distribution import install, require_package
 from workbench.base.errors import EngineError, SettingError, first_line, message
 from workbench.cluster import discovery
 from workbench.cluster.environment import Environment
@@ -46,6 +46,7 @@ def require_ray() -> None:
     """Raise `EngineError` where Ray is not installed, or was initialised in this process by other code."""
     if importlib.util.find_spec("ray") is None:
         raise EngineError("Ray is not installed", do=f"{install('cluster')}, or use wb.engines.local(…)")
+    require_package("psutil", "cluster", "a cluster")
     import ray
 
     if ray.is_initialized():

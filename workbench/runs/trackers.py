@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.base.distribution import install
 from workbench.base.errors import SettingError, unknown
 from workbench.runs.folder import STEP
 
@@ -132,7 +133,10 @@ def check_trackers(names: Sequence[str]) -> None:
             default_trackers() if name == "tensorboard" else name in _WITHOUT_PACKAGE or importlib.util.find_spec(name)
         )
         if not there:
-            raise SettingError(f"tracker {name!r} is not installed", do=f"pip install {name}")
+            raise SettingError(
+                f"tracker {name!r} is not installed",
+                do=install("trackers") if name == "tensorboard" else f"pip install {name}",
+            )
 
 
 def shown_samples(samples: Table) -> dict[str, list[Any]]:

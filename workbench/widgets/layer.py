@@ -18,12 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anywidget
 import numpy as np
-import traitlets
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from workbench.base.distribution import optional
 from workbench.base.errors import EngineError, first_line
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
@@ -33,6 +32,10 @@ from workbench.views.samples import group_line
 from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
+
+with optional("widgets", "live views"):
+    import anywidget
+    import traitlets
 
 if TYPE_CHECKING:
     from workbench.cluster.status import Status
@@ -86,14 +89,16 @@ class Layer(anywidget.AnyWidget):
 
     _esm: Any = ""
     _css: Any = ""
+    script = library = ""
+    """Its page's part, and the library that this stands on: names of files. (Traitlets before 5.11 take no class keywords.)"""
     scripts: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
-    """Files of its page's part."""
+    """All files of its page's part."""
 
-    def __init_subclass__(cls, script: str = "", library: str = "", **options: Any) -> None:
-        if script:
-            cls.scripts = (*([f"{library}.iife.min.js"] if library else []), "common.js", f"{script}.js")
-            cls.styles = (*([f"{library}.min.css"] if library else []), "style.css")
+    def __init_subclass__(cls, **options: Any) -> None:
+        if "script" in vars(cls):
+            cls.scripts = (*([f"{cls.library}.iife.min.js"] if cls.library else []), "common.js", f"{cls.script}.js")
+            cls.styles = (*([f"{cls.library}.min.css"] if cls.library else []), "style.css")
             folder = Path(__file__).parent / "static"
             cls._esm = "".join((folder / name).read_text() for name in cls.scripts)
             cls._css = "".join((folder / name).read_text() for name in cls.styles)
@@ -147,8 +152,10 @@ class Layer(anywidget.AnyWidget):
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
 
 
-class Cover(Layer, script="cover"):
+class Cover(Layer):
     """The first part of a box of widgets: in place of the box the static form is seen when the kernel is gone."""
+
+    script = "cover"
 
     renewed = traitlets.Int().tag(sync=True)
     """Counts the times that the static form was displayed anew."""
@@ -173,11 +180,13 @@ _FIRST = (
 )  # fmt: skip
 
 
-class SamplesTable(Layer, script="samples"):
+class SamplesTable(Layer):
     """The widget of a `Samples` view: a table whose script asks for `rows` (one page), for the `code` that makes them, and for one
     row to `pick` it in full, for its `tokens`, `text` or `history`, for the `diff` to another, or to `pin` it.
 
     A question with the tab `left` is about the rows that were left out."""
+
+    script = "samples"
 
     columns: Any = traitlets.List().tag(sync=True)
     """The columns that a person has chosen; [] for the usual ones."""
@@ -353,8 +362,10 @@ def _cell(value: Any) -> Any:
 _PROMPT = 2000
 
 
-class TokenView(Layer, script="tokens"):
+class TokenView(Layer):
     """The widget of a `Tokens` view: its script asks for `tokens` (texts, all numbers) or `colours` (of one quantity)."""
+
+    script = "tokens"
 
     quantities: Any = traitlets.List().tag(sync=True)
     labels: Any = traitlets.List().tag(sync=True)
@@ -443,9 +454,11 @@ class Face(Layer):
         raise NotImplementedError(f"{type(self).__name__} has no method `_move`")
 
 
-class StepperFace(Face, script="stepping"):
+class StepperFace(Face):
     """The widget of a `Stepper`: buttons next, back, run until a phase, back to a phase; a phase that is pressed is shown, and
     the stepper stays where it stands."""
+
+    script = "stepping"
 
     names: Any = traitlets.List().tag(sync=True)
     noun = "stepper"
@@ -484,8 +497,10 @@ class StepperFace(Face, script="stepping"):
         return f"{name}.{method}({said})"
 
 
-class EpisodeFace(Face, script="episodes"):
+class EpisodeFace(Face):
     """The widget of an `EpisodeStepper`: buttons next, back, run, and say (write the next turn by hand)."""
+
+    script = "episodes"
 
     rendered = traitlets.Bool().tag(sync=True)
     noun = "episode"
@@ -535,8 +550,10 @@ CALM = 20
 """The pause is at least so many times as long as the read before it: a cluster that answers slowly is asked seldom."""
 
 
-class ClusterTable(Layer, script="cluster"):
+class ClusterTable(Layer):
     """The widget of a cluster's `Status`: a thread reads the status again every `every` seconds while a view is open."""
+
+    script = "cluster"
 
     face: Any = traitlets.Dict().tag(sync=True)
 

@@ -22,9 +22,12 @@ class Drawn(Protocol):
         """What is drawn."""
 
 
-class CurvePlots(Layer, script="curves", library="uplot/uPlot"):
+class CurvePlots(Layer):
     """The widget of a figure of curves: its script asks for all `columns`, again when `version` changes, and for the `samples`
     of a run's step."""
+
+    script = "curves"
+    library = "uplot/uPlot"
 
     version = traitlets.Int().tag(sync=True)
     """Counts the times that the curves went on."""
