@@ -129,11 +129,16 @@ NEEDS: dict[str, Callable[[Path], Any]] = {
 """Package → work that cannot be done without it."""
 
 
+ON_THE_ROAD = {"anywidget", "ipywidgets", "traitlets", "tensorboard", "httpx", "psutil"}
+"""Packages that a step would use if they were there; without any of the others it takes the very same way."""
+
+
 def turn(absent: list[str], folder: Path, results: Any) -> None:
     """In a fork: the step and what needs the absent packages; then which modules have been imported."""
     sys.meta_path[:] = [Without({MODULES.get(name, name) for name in absent})]
     seen = {}
-    for part, doing in [("step", step), *((f"needs {name}", NEEDS[name]) for name in absent if name in NEEDS)]:
+    steps = [("step", step)] if len(absent) > 1 or set(absent) & ON_THE_ROAD else []
+    for part, doing in [*steps, *((f"needs {name}", NEEDS[name]) for name in absent if name in NEEDS)]:
         try:
             doing(folder)
             seen[part] = "ok"
@@ -152,7 +157,7 @@ def main() -> None:
     assert not every & set(sys.modules), every & set(sys.modules)
     sys.meta_path[:] = finders
     fork, seen = multiprocessing.get_context("fork"), {}
-    for number, absent in enumerate([[], *([name] for name in packages), list(packages)]):
+    for number, absent in enumerate([*([name] for name in packages), list(packages)]):
         results = fork.Queue()
         process = fork.Process(target=turn, args=(absent, folder / str(number), results))
         process.start()

@@ -46,7 +46,7 @@ cluster: CallablePackage = cast(CallablePackage, sys.modules["workbench.cluster"
 """`wb.cluster(…)` is `wb.cluster.connect(…)`: a cluster that is started here, or one to attach to."""
 
 compat.verl = verl  # it opens pipelines, and `compat` stands below them
-__version__ = "0.15.0"
+__version__ = "0.16.0"
 
 __all__ = [
     "COLUMNS", "BaseInteraction", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",

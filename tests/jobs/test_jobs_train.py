@@ -530,7 +530,9 @@ def test_without_tensorboard_a_run_that_names_no_tracker_has_none(
     pipe, rows, _ = make(tiny)
     run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
     assert run.summary["steps"] == 1 and run.settings["train"]["trackers"] == []
-    with pytest.raises(SettingError, match=r"tracker 'tensorboard' is not installed; pip install 'rl-workbench\[trackers\]'"):
+    with pytest.raises(
+        SettingError, match=r"tracker 'tensorboard' is not installed; pip install 'rl-workbench\[trackers\]'"
+    ):
         wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "s", trackers=["tensorboard"])
     assert not (tmp_path / "s").exists()
 

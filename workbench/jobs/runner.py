@@ -114,9 +114,10 @@ def _execute(
     source: Path, target: Path, values: Mapping[str, Any], kernel: str, language: str, skip_look: bool
 ) -> tuple[int, str]:
     """(exit code, the error's text, empty where every cell ran)."""
-    import papermill
-    from papermill.engines import papermill_engines
-    from papermill.exceptions import PapermillExecutionError
+    with optional("jobs", "running a notebook as a job"):
+        import papermill
+        from papermill.engines import papermill_engines
+        from papermill.exceptions import PapermillExecutionError
 
     from workbench.jobs.engine import DEAD, JobStopped
     from workbench.jobs.entry import JobEngine
