@@ -310,3 +310,29 @@ class PaddedRows:
         given = {"attention_mask": self._mask, "position_ids": positions, self._name: self._cache}
         logits: Tensor = self._model(input_ids=ids, **given, use_cache=True, logits_to_keep=1).logits[:, -1]
         return logits
+
+
+class _Forced(Rows):
+    """Rows that decode given tokens, and keep the logits of which each would have been drawn."""
+
+    def __init__(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        super().__init__(frozenset(), None)
+        self._responses = [response for _, response in rows]
+        self.logits: list[list[Tensor]] = [[] for _ in rows]
+
+    def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, log_probs = super()._drawn(logits, uniforms)
+        for seat in self.alive:
+            kept = self.logits[self.places[seat]]
+            tokens[seat] = self._responses[self.places[seat]][len(kept)]
+            kept.append(logits[seat])
+        return tokens, log_probs
+
+
+def forced(
+    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], decode: Callable[[Rows], object]
+) -> dict[str, list[Tensor]]:
+    """`logits` [T, V] of the response of each row (token ids of a prompt and of its response), as `decode(rows)` comes to them."""
+    each = _Forced(rows)
+    decode(each)
+    return {"logits": [torch.stack(one) for one in each.logits]}

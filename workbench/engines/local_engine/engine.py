@@ -23,14 +23,14 @@ from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
-from workbench.engines.local_engine.decode import Rows, casts_kept, decode
+from workbench.engines.local_engine.decode import Rows, casts_kept, decode, forced
 from workbench.engines.local_engine.head import Head, head_of
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.sampling import Wave, Waves
-from workbench.engines.local_engine.selfcheck import WANT, Asked, SelfCheck, check, check_pictures, unchecked
+from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding
 from workbench.engines.local_engine.states import read_optimizer, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
@@ -520,10 +520,10 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
             found = lambda rows: scoring.outputs(self._model, None, rows, WANT, 1.0, packed, head)  # noqa: E731
             return scoring.collect(cut, found, batch, WANT)
 
-        def sample(path: str, requests: Sequence[Request], rows: Rows) -> None:
+        def sample(path: str, requests: Sequence[Request], rows: Sequence[Row]) -> dict[str, list[torch.Tensor]]:
             asked: Any = Asked(requests)
             with cache_of(self._model, path, everything) as cache:
-                decode(cache, rows, asked, 0, asked.size(cache))
+                return forced(rows, lambda each: decode(cache, each, asked, 0, asked.size(cache)))
 
         tries: dict[str, Any] = {"precisions": self._precisions(), "every": every}
         decodes = paths_of(self._model, self._settings.decode)
@@ -545,10 +545,11 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
         def score(batch: DataProto) -> dict[str, torch.Tensor]:
             return scoring.collect(self._passes(batch, False), self._outputs(WANT, 1.0, False), batch, WANT)
 
-        def sample(requests: Sequence[Request], rows: Rows) -> None:
+        def sample(requests: Sequence[Request], rows: Sequence[Row]) -> dict[str, list[torch.Tensor]]:
             asked: Any = Asked(requests)
             asked.join(len(requests))
-            decode(PicturedRows(self._model, requests), rows, asked, 0, len(requests))
+            cache = PicturedRows(self._model, requests)
+            return forced(rows, lambda each: decode(cache, each, asked, 0, len(requests)))
 
         right, found = check_pictures(self._model, processor, score, sample, self._precisions())
         self.selfcheck = replace(self.selfcheck, found={**self.selfcheck.found, **found})

@@ -23,7 +23,6 @@ from torch import Tensor
 from workbench.base.errors import EngineError, Interrupted, first_line
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.decode import Rows
 from workbench.engines.local_engine.head import OWN, Head, linear_head
 from workbench.engines.local_engine.loading import rope_limit
 from workbench.engines.local_engine.pictures import given
@@ -48,8 +47,8 @@ Row = tuple[tuple[int, ...], tuple[int, ...]]
 Score = Callable[[Head, bool, DataProto], Mapping[str, Tensor]]
 """(head, packed, batch) → `WANT`: log-probs [B, T] and logits [B, T, V]."""
 WANT = ("log_probs", "logits")
-SampleAll = Callable[[str, Sequence[Request], Rows], object]
-"""(path, requests, rows): decodes the requests in those rows."""
+SampleAll = Callable[[str, Sequence[Request], Sequence[Row]], Mapping[str, list[Tensor]]]
+"""(path, requests, rows): `logits` [T, V] of each row's response, as the path decodes it (see `decode.forced`)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def check(
     forward: Callable[[Tensor], Tensor],
     score: Score,
     *,
-    sample: SampleAll = lambda path, requests, rows: None,
+    sample: SampleAll = lambda path, requests, rows: {},
     decodes: Sequence[str] = (),
     precisions: Precisions | None = None,
     agree: Callable[[float], float] = float,
@@ -123,7 +122,7 @@ def check(
             return lambda: score(head, pack, batch)
 
         def sampled(path: str) -> Compute:
-            return lambda: forced(rows, lambda each: sample(path, requests, each))
+            return lambda: sample(path, requests, rows)
 
         heads = {"padded": linear_head(model), "padded, own head": OWN}
         few = rows[-2:]
@@ -287,7 +286,7 @@ def check_pictures(
     model: Any,
     processor: Any,
     score: Callable[[DataProto], Mapping[str, Tensor]],
-    sample: Callable[[Sequence[Request], Rows], object],
+    sample: Callable[[Sequence[Request], Sequence[Row]], Mapping[str, list[Tensor]]],
     precisions: Precisions,
 ) -> tuple[bool, dict[str, float | str]]:
     """(whether rows with pictures are scored and sampled as the model's own forward has them, what was found).
@@ -326,8 +325,7 @@ def check_pictures(
             judge.begin(rows, lambda: {"logits": [forward(one)[0, own] for one, own in zip(ids, cut, strict=True)]})
             batch = batch_of(rows).with_columns({PIXELS: cells})
             if judge.proves(PICTURED, lambda: score(batch)):
-                drawn = lambda: forced(rows, lambda each: sample(requests, each))  # noqa: E731
-                right = judge.proves(f"{PICTURED}, sampled", drawn)
+                right = judge.proves(f"{PICTURED}, sampled", lambda: sample(requests, rows))
                 if right:
                     return True, judge.found
     log.warning("%s reads text alone, its pictures are not computed rightly here: %s", name, judge.found)
@@ -394,30 +392,6 @@ def _requests(rows: Sequence[Row]) -> list[Request]:
         Request(prompt, SamplingSettings(max_tokens=len(response), ignore_eos=True), seed)
         for seed, (prompt, response) in enumerate(rows)
     ]
-
-
-class _Forced(Rows):
-    """Rows that decode given tokens, and keep the logits of which each would have been drawn."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        super().__init__(frozenset(), None)
-        self._responses = [response for _, response in rows]
-        self.logits: list[list[Tensor]] = [[] for _ in rows]
-
-    def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, log_probs = super()._drawn(logits, uniforms)
-        for seat in self.alive:
-            kept = self.logits[self.places[seat]]
-            tokens[seat] = self._responses[self.places[seat]][len(kept)]
-            kept.append(logits[seat])
-        return tokens, log_probs
-
-
-def forced(rows: Sequence[Row], decode: Callable[[Rows], object]) -> dict[str, list[Tensor]]:
-    """`logits` [T, V] of each row's response, as `decode(rows)` comes to them."""
-    each = _Forced(rows)
-    decode(each)
-    return {"logits": [torch.stack(one) for one in each.logits]}
 
 
 def batch_of(rows: Sequence[Row]) -> DataProto:
