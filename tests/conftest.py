@@ -21,6 +21,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as in whatever a shell starts in the background: no test could interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(
+    signal.SIGHUP, signal.SIG_DFL
+)  # under nohup it is ignored, and so would be by every job that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # a worker is three seconds of CPU, used or not

@@ -489,7 +489,7 @@ def test_what_has_no_form_in_json_is_named() -> None:
         ({1: "a", "1": "b"}, "two keys of a dict have the same text"),
         (int, "a value of type type has no form in JSON"),
         (iter([]), "a value of type list_iterator has no form in JSON"),
-        (loop, "recursion"),
+        (loop, "one that contains itself"),
     ):
 
         def gives(value: Any = value) -> Any:

@@ -305,6 +305,7 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
         write_summary(path, eval_rows, None)
         try:
             _draw(path)
+            write_summary(path, eval_rows, None)  # its paths have the picture, too
         except Exception as error:  # noqa: BLE001 - a picture ends nothing
             note += f"; the curves could not be drawn: {first_line(error)}"
     return Run(path, notes=(*start.notes, note))
