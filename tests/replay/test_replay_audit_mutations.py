@@ -236,7 +236,7 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
     "bypass in parts": lambda: bypassing(tokens=150),
     "episodes of ppo": lambda: ppo(episodes(wb.recipes.ppo, **PPO)),
     "episodes of reinforce++": lambda: episodes(wb.recipes.reinforce_plus_plus, gamma=0.9),
-    "episodes as trees": lambda: episodes(wb.recipes.tree_grpo, branch_turns="every", group_size=4),
+    "episodes as trees": lambda: episodes(wb.recipes.tree_grpo, branch_turns="every", group_size=6),
     "episodes of tree_rl": lambda: episodes(wb.recipes.tree_grpo, branch_turns="random", group_size=4, credit="tree_rl"),
     "turn scores": lambda: episodes(wb.recipes.grpo).insert_after("reward", TurnScores(final_weight=0.5)),
     "alone": lambda: estimated(F.rloo, singleton="verl"),
