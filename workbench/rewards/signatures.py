@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from workbench.base.config import parameters_of
 from workbench.base.errors import RewardError, describe, first_line, unknown
 from workbench.dataproto.columns import writer_of
 from workbench.rewards.files import called
@@ -249,14 +250,11 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     arguments, for a function without a readable signature, and for a name in `rename` that is no argument.
     """
     name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
-    try:
-        found = inspect.signature(function)
-    except (TypeError, ValueError, RecursionError) as cause:
-        raise RewardError(f"reward function {describe(function)} has no readable signature") from cause
-    parameters = found.parameters.values()
+    parameters = parameters_of(function, f"reward function {describe(function)}", RewardError).values()
     if unnamed := [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)]:
         what, do = f"reward function {name}: argument {unnamed[0].name!r}", "wrap it: def reward(response, …): …"
-        raise RewardError(what, expected="arguments that can be given by name", found=f"signature {found}", do=do)
+        found = f"signature {inspect.signature(function)}"
+        raise RewardError(what, expected="arguments that can be given by name", found=found, do=do)
     named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
     defaults = {one.name: None if one.default is one.empty else describe(one.default, 40) for one in named}
     kwargs = len(named) < len(parameters)
