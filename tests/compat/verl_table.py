@@ -112,6 +112,7 @@ actor/full_kl, actor/full_kl_max, actor/full_kl_{k1,k3}, influence/* | stages th
 {actor,critic}/{skipped,nonfinite} | updates left out: critic warm-up; a loss that is not finite
 timing_s/<stage>, timing_s/overlapped | seconds of a stage under its own name; of work done during the step before
 perf/max_rss_gb | the most memory that this process has had, GiB
+perf/update_weights_gb, perf/update_weights_host_gb | GiB of the last push of weights to a sampler: sent; of host memory
 val/{reward,reward_low,reward_high,greedy,unscored}, accuracy | held-out reward with its 95 % interval, greedy reward, rows not scored
 val-aux/<source>/reward/pass@<k> | unbiased pass@k
 """
