@@ -95,7 +95,7 @@ def curves(folder: Path, steps: int = 40) -> CurvePlots:
             }
             for step in range(1, steps + 1)
         ]  # fmt: skip
-        (folder / name / "settings.json").write_text(json.dumps({"train": {"steps": steps}}))
+        (folder / name / "settings.json").write_text(json.dumps({"format": 4, "train": {"steps": steps}}))
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         runs.append(wb.load_run(folder / name))
     return CurvePlots(runs[0].curves(second=runs[1]))

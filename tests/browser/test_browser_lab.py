@@ -209,7 +209,7 @@ s""",
     "s.compare(t)",
     """run = Path("waits_SECONDS")
 run.mkdir()
-(run / "settings.json").write_text('{"train": {"steps": 3}}')
+(run / "settings.json").write_text('{"format": 4, "train": {"steps": 3}}')
 (run / "metrics.jsonl").write_text("".join(json.dumps({"training/global_step": n, "critic/score/mean": n / 4}) + "\\n" for n in (1, 2, 3)))
 wb.load_run(run).curves()""",
     "time.sleep(SECONDS);",

@@ -112,7 +112,6 @@ class TestOptimizer:
         assert all(torch.equal(tensor, kept[name]) for name, tensor in two.tensors().items())
 
     def test_states_of_torchs_other_kinds_of_adamw_load_and_go_on(self) -> None:
-        """Files of 0.6.0 were written by the kind that loops over parameters."""
         theirs, _ = self.make()
         adam = torch.optim.AdamW(theirs.values(), lr=0.1, weight_decay=0.1, foreach=True)
         for number in range(3):

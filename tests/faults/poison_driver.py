@@ -198,7 +198,7 @@ def deep(depth: int) -> str:
 
 @poison
 def a_trace_nested_a_million_deep(folder: Path) -> Path:
-    (folder / "trace.json").write_text('{"format": 1, "phases": ' + deep(1_000_000) + "}")
+    (folder / "trace.json").write_text('{"format": 4, "phases": ' + deep(1_000_000) + "}")
     return folder / "trace.json"
 
 

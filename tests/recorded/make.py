@@ -1,11 +1,11 @@
-"""Make the recorded runs of workbench 0.6.0, by hand, at the repository's root:
+"""Make the recorded runs of workbench 0.12.0, by hand, at the repository's root:
 
     PYTHONPATH=.:tests:data OMP_NUM_THREADS=1 python tests/recorded/make.py [NAME …]
 
-They were made at commit 5e8b75f (0.6.0), before its modules, classes, settings, metrics and columns got other names, so
-that folders of that time can be opened for good. This script is for that commit alone, with the tests of the commit that
-brought it; later code only reads what it left. Beside the folders it writes `expected/NAME.json`: what 0.6.0 itself says
-of each, in a process of its own. Without names everything is made again, the model and the questions where they are gone.
+They were made at commit fb45cda (0.12.0), an early one that wrote file format 4, so that folders of that format can be opened
+for good. This script is for that commit alone, with the tests of the commit that brought it; later code only reads what it left.
+Beside the folders it writes `expected/NAME.json`: what 0.12.0 itself says of each, in a process of its own. Without names
+everything is made again, the model and the questions where they are gone.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def others() -> None:
     pins.add(batch, row=1, expected="unscored", note="nobody should judge this")
 
 
-# --- what 0.6.0 says of them ------------------------------------------------------------------------
+# --- what 0.12.0 says of them ------------------------------------------------------------------------
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def expected(name: str) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    assert wb.__version__ == "0.6.0" and Path(wb.__file__).is_relative_to(Path.cwd()), wb.__file__
+    assert wb.__version__ == "0.12.0" and Path(wb.__file__).is_relative_to(Path.cwd()), wb.__file__
     if sys.argv[1:2] == ["--say"]:
         name = sys.argv[2]
         (OUT / "expected").mkdir(exist_ok=True)

@@ -87,7 +87,7 @@ def test_turns_of_held_out_episodes_are_counted() -> None:
 
 def test_a_steps_row_is_of_the_batch_that_was_trained_on(tmp_path: Path) -> None:
     """PF-PPO resamples rows after the advantages: verl measures the batch as it is then, and so does the run's row."""
-    folder = Path(__file__).parents[1] / "recorded" / "0.6.0"
+    folder = Path(__file__).parents[1] / "recorded" / "0.12.0"
     engine = wb.engines.local(str(folder / "model"), device="cpu")
     reward = wb.rewards.as_reward(lambda response_text: float(len(response_text)), in_process=True)
     pipe = wb.recipes.grpo(engine, reward, group_size=4, max_tokens=16)

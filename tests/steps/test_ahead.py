@@ -370,19 +370,9 @@ def test_an_interrupt_ends_the_draw_and_the_run_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_run_from_before_there_was_such_a_setting_goes_on(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
-    from workbench.runs import checkpoint
-    from workbench.runs.folder import write_json
-
+def test_a_run_is_sampled_ahead_from_a_resume_on_where_that_is_allowed(tiny: str, tmp_path: Path) -> None:
     pipe, rows = make(tiny)
     run = train(pipe, rows, tmp_path / "r", ahead=0, steps=1)
-    document = run.settings
-    del document["train"]["ahead"]
-    write_json(run.path / "settings.json", {**document, "format": 1})
-    saved = run.checkpoint()
-    for name in ("settings.json", "manifest.json"):  # of that time: without a copy of the settings
-        (saved / name).unlink()
-    checkpoint._commit(saved, 1, None)
     assert len(train(pipe, rows, run.path, ahead=0, steps=2, resume="auto").rows) == 2
     with pytest.raises(WorkbenchError, match="train.ahead: 0 → 1"):
         train(pipe, rows, run.path, ahead=1, steps=3, resume="auto")

@@ -21,7 +21,7 @@ from workbench.widgets.plots import CurvePlots
 
 def folder(path: Path, rows: list[dict[str, Any]]) -> wb.Run:
     path.mkdir(parents=True)
-    (path / "settings.json").write_text(json.dumps({"train": {"steps": len(rows)}}))
+    (path / "settings.json").write_text(json.dumps({"format": 4, "train": {"steps": len(rows)}}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return wb.load_run(path)
 

@@ -99,7 +99,7 @@ def test_a_job_shows_static_blocks_and_a_person_the_panel(
 def test_a_run_that_goes_on_elsewhere_is_followed_to_its_end(shown: list[list[Any]], tmp_path: Path) -> None:
     run = tmp_path / "r"
     run.mkdir()
-    (run / "settings.json").write_text(json.dumps({"train": {"steps": 3}}))
+    (run / "settings.json").write_text(json.dumps({"format": 4, "train": {"steps": 3}}))
     (run / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
     lock = Lock(run / "lock.json")
 
@@ -201,7 +201,7 @@ def test_a_picture_that_fails_does_not_end_the_run(
 def test_a_runs_curves_and_figures_come_from_its_folder(tmp_path: Path) -> None:
     for name, steps in (("a $b$", 20), ("other", 12)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "settings.json").write_text(json.dumps({"train": {"steps": steps}}))
+        (tmp_path / name / "settings.json").write_text(json.dumps({"format": 4, "train": {"steps": steps}}))
         lines = [json.dumps(one) + "\n" for one in collapsing(steps)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
     run, other = wb.load_run(tmp_path / "a $b$"), wb.load_run(tmp_path / "other")

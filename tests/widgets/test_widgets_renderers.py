@@ -212,7 +212,7 @@ def test_one_of_the_two_is_seen_on_every_renderers_page() -> None:
 def widgets(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Layer]:
     batch, path = judged(), tmp_path_factory.mktemp("curves") / "run"
     path.mkdir()
-    (path / "settings.json").write_text('{"train": {"steps": 3}}')
+    (path / "settings.json").write_text('{"format": 4, "train": {"steps": 3}}')
     rows = [{"training/global_step": step, "critic/score/mean": step / 4} for step in (1, 2, 3)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figure = wb.load_run(path).curves()
