@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors.torch import save_file
 
 import workbench as wb
 from workbench.base.errors import WorkbenchError
+from workbench.base.files import record_of
 
 GOOD = Path("data/arith-batch")
 Poison = Callable[[Path], Path]
@@ -342,12 +342,12 @@ for number, record in enumerate(
 @poison
 def a_row_that_came_from_nowhere(folder: Path) -> Path:
     path = folder / "00_rollout"
-    meta = json.loads((path / "meta.json").read_text())
     batch = wb.DataProto.load(path)
-    tensors = {name: batch[name].clone() for name in meta["tensors"]}
-    tensors["source_row"][0] = -5
-    save_file(tensors, str(path / "tensors.safetensors"))
-    return path
+    rows = batch["source_row"].clone()
+    rows[0] = -5
+    batch.with_columns({"source_row": rows}).save(folder / "other")
+    shutil.rmtree(path)
+    return (folder / "other").rename(path)
 
 
 for column, value in (
@@ -410,6 +410,33 @@ def a_link_to_zeros(folder: Path) -> Path:
     return folder
 
 
+# --- checksums ------------------------------------------------------------------------------------
+
+
+def without_seals(folder: Path) -> Path:
+    """A trace whose documents end in no checksum, as after a change by hand."""
+    for path in (folder / "trace.json", *folder.glob("*/meta.json")):
+        document = json.loads(path.read_text())
+        del document["text_crc32"]
+        path.write_text(json.dumps(document))
+    return folder
+
+
+def sign(folder: Path) -> None:
+    """Write the checksums of poisoned files into their documents, as somebody does who means harm."""
+    for path in folder.glob("*/meta.json"):
+        objects = path.with_name("objects.parquet")
+        if path.is_symlink() or objects.is_symlink() or not (path.is_file() and objects.is_file()):
+            continue
+        try:
+            document = json.loads(path.read_text())
+        except (ValueError, RecursionError):  # it is what was poisoned
+            continue
+        if document["files"].get(objects.name) != (record := record_of(objects)):
+            document["files"][objects.name] = record
+            path.write_text(json.dumps(document))
+
+
 # --- looking --------------------------------------------------------------------------------------
 
 
@@ -444,9 +471,11 @@ def main(place: Path) -> None:
     look(GOOD)
     resource.setrlimit(resource.RLIMIT_AS, (resident("VmSize:") + (4 << 30),) * 2)
     found: dict[str, Any] = {}
+    good = without_seals(Path(shutil.copytree(GOOD, place / "good")))
     for name, made in POISONS.items():
-        folder = Path(shutil.copytree(GOOD, place / name))
+        folder = Path(shutil.copytree(good, place / name))
         file = made(folder)
+        sign(folder)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
         before, began = resident("VmRSS:"), time.process_time()
         signal.alarm(600)
