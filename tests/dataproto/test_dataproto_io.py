@@ -123,18 +123,6 @@ def test_a_columns_bytes_are_compared_when_they_are_read_and_no_others(tmp_path:
         DataProto.load(tmp_path / "b")["word"]
 
 
-def test_what_was_saved_without_checksums_is_read_as_it_is(tmp_path: Path) -> None:
-    batch = DataProto({"x": torch.arange(3)}, {"word": ["a", "b", "c"]})
-    meta = batch.save(tmp_path / "b") / "meta.json"
-    plain = {
-        name: one for name, one in json.loads(meta.read_text()).items() if name not in ("text_crc32", "blocks", "files")
-    }
-    meta.write_text(json.dumps(plain))
-    assert (
-        DataProto.load(tmp_path / "b")["x"].tolist() == [0, 1, 2] and DataProto.load(tmp_path / "b")["word"][2] == "c"
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.uint8, torch.float64])
 def test_every_dtype_has_its_checksums(tmp_path: Path, dtype: torch.dtype) -> None:
     batch = DataProto({"x": torch.arange(12).view(2, 3, 2).to(dtype), "none": torch.zeros(2, 0, dtype=dtype)})

@@ -43,7 +43,6 @@ def test_a_run_that_is_well_has_none_and_a_short_one_says_nothing() -> None:
     ("changed", "name", "hint"),
     [
         ({"critic/score/max": 0.0}, "reward is flat at 0", "views.samples"),
-        ({"critic/score/max": 0.0, "response_length/clip_ratio": 0.95}, "reward is flat at 0", "raise max_tokens"),
         ({"critic/score/max": 0.0, "response/cut_ratio": 0.95}, "reward is flat at 0", "raise max_tokens"),
         ({"critic/score/max": 0.0, "reward/scored_ratio": 0.1}, "reward is flat at 0", "reward function fails"),
         ({"advantage/zero_share": 0.9}, "most groups teach nothing", "recipes.dapo"),
