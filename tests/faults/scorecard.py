@@ -122,7 +122,7 @@ ROWS: dict[str, Row] = {
     ),
     "A14": Row(
         "a checkpoint of another format",
-        "older ones are read through one table, newer ones refused by their number",
+        "refused by its number, an older one as a newer one",
         "faults/test_faults_runs.py::test_A14_another_format_is_refused_by_version",
     ),
     "A15": Row(

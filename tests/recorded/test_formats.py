@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 from tests_recorded import OUT, train
 
 import workbench as wb
-from workbench.base import formats
-from workbench.base.errors import BatchError, CheckpointError, RunError, WorkbenchError
+from workbench.base.errors import BatchError, CheckpointError, DataError, RunError, WorkbenchError
+from workbench.engines.local_engine.states import read_record
 from workbench.replay.rebuild import opened
 from workbench.runs import checkpoint, updates
 from workbench.runs.folder import read_settings, step_folders, write_json
+from workbench.runs.kept_traces import read_kept
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,25 +95,45 @@ def test_a_setting_that_no_engine_has_is_refused_and_not_left_out(lora: Path) ->
         wb.load_run(lora).engine(2)
 
 
-def test_a_newer_format_is_refused(ppo: Path) -> None:
-    def newer(path: Path) -> Path:
+@pytest.mark.parametrize(
+    ("number", "found"),
+    [(3, "3"), (5, "5"), (None, "no number"), ("4", "'4'"), (True, "True"), (4.0, "4.0")],
+    ids=["older", "newer", "none", "a text", "a truth", "a float"],
+)
+def test_another_format_is_refused_with_what_to_do(
+    ppo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, number: Any, found: str
+) -> None:
+    def other(path: Path) -> Path:
         document = json.loads(path.read_text())
         document.pop("text_crc32", None)
-        path.write_text(json.dumps({**document, "format": formats.FORMAT + 1}))
+        path.write_text(json.dumps({**document, "format": number}))
         return path.parent
 
-    said = r"a format up to 4; found 5; open it with the version that wrote it"
+    refused = (
+        rf"unknown file format.* expected format 4; found {re.escape(found)}; open it with the version that wrote it"
+    )
+    checkpoint_3 = ppo / "checkpoints" / "step_000003"
+    pinned = Path(shutil.copy(OUT / "pins.jsonl", tmp_path))
+    pinned.write_text(pinned.read_text().splitlines()[0])
     cases: list[tuple[Any, Path, type[WorkbenchError]]] = [
-        (checkpoint.verify, ppo / "checkpoints" / "step_000003" / "manifest.json", CheckpointError),
-        (checkpoint.read_state, ppo / "checkpoints" / "step_000003" / "state.json", CheckpointError),
-        (lambda path: updates.read_record(path), ppo / "updates" / "step_000003" / "update.json", CheckpointError),
+        (checkpoint.verify, checkpoint_3 / "manifest.json", CheckpointError),
+        (checkpoint.read_state, checkpoint_3 / "state.json", CheckpointError),
+        (read_record, checkpoint_3 / "actor_state" / "engine.json", CheckpointError),
+        (updates.read_record, ppo / "updates" / "step_000003" / "update.json", CheckpointError),
         (wb.DataProto.load, ppo / "traces" / "step_000002" / "start" / "meta.json", BatchError),
         (wb.Trace.load, ppo / "traces" / "step_000001" / "trace.json", RunError),
+        (lambda folder: list(wb.rewards.pins(folder / pinned.name)), pinned, DataError),
         (wb.load_run, ppo / "settings.json", RunError),
     ]
     for read, path, error in cases:
-        with pytest.raises(error, match=said):
-            read(newer(path))
-    for number in (0, "2", True, None, 1.0):
-        with pytest.raises(RunError, match="a format up to"):
-            formats.older(number, "a thing", RunError)
+        with pytest.raises(error, match=refused):
+            read(other(path))
+    assert read_kept(other(ppo / "traces" / "step_000002" / "kept.json")).due == "recorded"
+    assert re.search(refused, caplog.text)
+
+
+def test_a_list_of_runs_has_a_line_for_one_of_another_format(ppo: Path) -> None:
+    settings = {**read_settings(ppo), "format": 3}
+    write_json(ppo / "settings.json", settings)
+    (state,) = wb.list_runs(ppo.parent)["state"]
+    assert "expected format 4; found 3" in state

@@ -254,7 +254,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
         (b"\xff\n", "is no pin; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "is no pin; found RecursionError"),
         (b"[1]\n", r"expected a JSON object; found \[1\]"),
-        (b'{"format": 9, "expected": 1, "response": "r"}\n', f"a format up to {FORMAT}; found 9"),
+        (b'{"format": 9, "expected": 1, "response": "r"}\n', f"expected format {FORMAT}; found 9"),
         (b'{"format": 4, "expected": 1}\n', "field 'response' of a pin; expected a str; found None"),
         (b'{"format": 4, "expected": "yes", "response": "r"}\n', "a finite number, or 'unscored'"),
         (b'{"format": 4, "expected": 1, "response": "r", "notes": "n"}\n', "did you mean 'note'"),

@@ -73,7 +73,7 @@ def flip(path: Path) -> None:
         (lambda p: (p / "notes.json").unlink(), "notes.json.*missing"),
         (lambda p: (p / "manifest.json").unlink(), "incomplete"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json cannot be read"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 9, "files": {}}'), "a format up to 4; found 9"),
+        (lambda p: (p / "manifest.json").write_text('{"format": 9, "files": {}}'), "expected format 4; found 9"),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: Any, match: str) -> None:

@@ -70,7 +70,7 @@ def sealed(text: str) -> str:
 def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = "", *, required: bool = False) -> str:
     """The text that `sealed` was given. Raises `error`, naming `place`, where it has changed since.
 
-    What older versions wrote has no checksum and is returned as it is, or refused where one is `required`.
+    A text without a checksum, which somebody changed by hand, is returned as it is, or refused where one is `required`.
     """
     body, _, end = text.rpartition(_SEAL)
     stated, found = _SEALED.fullmatch(end), zlib.crc32(body.encode(errors="surrogatepass"))
@@ -82,11 +82,6 @@ def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = ""
         do += "" if required else '; if you changed it yourself, take its last key "text_crc32" out'
         raise error(f"{place} has changed since it was written", expected=expected, found=f"crc32 {found}", do=do)
     return f"{body}}}"
-
-
-def has_checksum(path: Path) -> bool:
-    """Whether a JSON file ends in a checksum."""
-    return _SEALED.fullmatch(path.read_text(errors="replace").rpartition(_SEAL)[2]) is not None
 
 
 def record_of(path: Path) -> dict[str, int]:

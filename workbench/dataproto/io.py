@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.base import formats
 from workbench.base.errors import BatchError, describe
 from workbench.base.files import check_file, record_of, sealed
+from workbench.base.formats import FORMAT, check_format
 from workbench.dataproto import claims
 from workbench.dataproto.value import Lazy, Origin, Value, as_objects
 
@@ -142,7 +142,7 @@ def save(batch: Value, path: str | Path) -> Path:
         # safetensors refuses tensors that share storage: expanded views get their own
         save_file({name: tensor.clone() for name, tensor in tensors.items()}, str(staging / TENSORS))
         document = {
-            "format": formats.FORMAT,
+            "format": FORMAT,
             "rows": len(batch),
             "tensors": {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()},
             "objects": kinds,
@@ -237,42 +237,35 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
 
 def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Origin]]:
     """Open a saved batch: (tensors, objects, `meta_info`, origins), whose columns are `Lazy`. Raises `BatchError` where the
-    folder holds none, or one of a newer format."""
+    folder holds none, or one of another format."""
     folder = Path(path)
     if not (folder / "meta.json").is_file():
         raise BatchError(f"no saved batch at {folder}", expected="a folder with meta.json")
     meta = claims.inside(folder, "meta.json")
     with claims.reading(meta):
         document = claims.document(meta, strict=True)
-        old = formats.older(document["format"], f"batch {folder}", BatchError)
+        check_format(document.get("format"), f"batch {folder}", BatchError)
         rows, kinds = document["rows"], document["objects"]
         claimed = {name: (tuple(shape), _dtype(kind, folder)) for name, (kind, shape) in document["tensors"].items()}
-        # puts columns under their present names
-        called: Callable[[Any], Any] = partial(formats.keys, "column") if old else dict
-        claims.check_columns(called(claimed), called(kinds), rows)
-        facts, origins = dict(decode(document["meta_info"])), _origins(called(document["origins"]), old)
-        facts = formats.keys("fact", facts) if old else facts
+        claims.check_columns(claimed, kinds, rows)
+        facts = dict(decode(document["meta_info"]))
+        origins = {name: Origin(**made) for name, made in document["origins"].items()}
+        stored = _Stored(folder, document["blocks"], document["files"])
     file, other = claims.inside(folder, TENSORS), claims.inside(folder, OBJECTS)
     if claimed and file.exists():  # a missing file is an error at the first use of one of its columns
         with claims.reading(file):
             claims.check_tensors(file, claimed)
     if kinds and other.exists() and not other.is_file():
         raise BatchError(f"{other} is not a regular file")
-    stored = _Stored(folder, document.get("blocks"), document.get("files"))
     tensors = {name: partial(_Stored.tensor, stored, name) for name in claimed}
     objects = {name: partial(_Stored.objects, stored, name, kind, rows) for name, kind in kinds.items()}
     lazy = {name: Lazy(read, *claimed[name], read) for name, read in tensors.items()}
     lazy_objects = {name: Lazy(read, (rows,), None, read) for name, read in objects.items()}
-    return called(lazy), called(lazy_objects), facts, origins
+    return lazy, lazy_objects, facts, origins
 
 
 def _kept(made: Origin) -> dict[str, Any]:
     return {key: one for key, one in asdict(made).items() if key != "state_id"}
-
-
-def _origins(records: dict[str, dict[str, Any]], old: bool) -> dict[str, Origin]:
-    stage: Callable[[str], str] = partial(formats.name, "stage") if old else str
-    return {name: Origin(**{**made, "stage": stage(made["stage"])}) for name, made in records.items()}
 
 
 def _dtype(name: str, folder: Path) -> torch.dtype:
@@ -291,11 +284,11 @@ def _crc32(part: torch.Tensor) -> int:
 @dataclass
 class _Stored:
     """The files of a saved batch, whose content is compared with its checksums when it is first read: of tensors the blocks of
-    rows that are read, of the other files all. What older versions saved has none (None)."""
+    rows that are read, of the other files all."""
 
     folder: Path
-    blocks: Mapping[str, list[int]] | None = field(compare=False)
-    files: Mapping[str, Mapping[str, int]] | None = field(compare=False)
+    blocks: Mapping[str, list[int]] = field(compare=False)
+    files: Mapping[str, Mapping[str, int]] = field(compare=False)
     checked: set[tuple[str, int]] = field(default_factory=set, compare=False)
     """(column, number of a block) or (file, 0)."""
 
@@ -311,7 +304,7 @@ class _Stored:
                 claims.check_room(8 * math.prod(shape), f"column {describe(name)}")
             column = file.get_tensor(name) if stop is None else stored
             last = shape[0] if stop is None else min(stop, shape[0])
-            for number in range(start // _BLOCK, -(-last // _BLOCK)) if self.blocks is not None else ():
+            for number in range(start // _BLOCK, -(-last // _BLOCK)):
                 self._check(name, number, column)
             return column if stop is None else stored[start:stop]
 
@@ -320,7 +313,7 @@ class _Stored:
         if (name, number) in self.checked:
             return
         begin, end = number * _BLOCK, (number + 1) * _BLOCK
-        found, expected = _crc32(column[begin:end]), self.blocks[name][number]  # type: ignore[index] # asked before
+        found, expected = _crc32(column[begin:end]), self.blocks[name][number]
         if found != expected:
             what = f"{self.folder / TENSORS}: rows {begin} to {end} of column {describe(name)} have changed since they were written"
             raise BatchError(what, expected=f"crc32 {expected}", found=f"crc32 {found}", do=claims.DAMAGED)
@@ -329,7 +322,7 @@ class _Stored:
     def _file(self, name: str) -> Path:
         """The path of a file, once compared with its checksum."""
         path = claims.inside(self.folder, name)
-        if self.files is not None and (name, 0) not in self.checked:
+        if (name, 0) not in self.checked:
             check_file(path, self.files[name], str(path), BatchError, claims.DAMAGED)
             self.checked.add((name, 0))
         return path

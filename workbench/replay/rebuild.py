@@ -279,7 +279,7 @@ def _function(place: str) -> Any:
         raise _Gone(place)
     try:
         made = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):  # moved since, and not in `base.formats`
+    except (ImportError, AttributeError):  # it has moved since
         raise _Gone(place) from None
     if place_of(made) != place:  # of another module, which this one imports
         raise _Gone(place)

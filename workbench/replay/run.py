@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.base import formats
 from workbench.base.config import require
 from workbench.base.errors import RunError, first_line
-from workbench.base.files import has_checksum
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
@@ -107,16 +105,13 @@ class Run(Shown):
         self._notes = notes
         if not is_run(self.path):
             raise RunError(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path")
-        read_settings(self.path)  # one of a newer format is refused here, not in the middle of something
+        read_settings(self.path)  # one of another format is refused here, not in the middle of something
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about how the run was begun, and what its folder lacks: rows of steps that were done, checksums."""
+        """Sentences about how the run was begun, and what its folder lacks: rows of steps that were done."""
         done = max([0, *self.checkpoints, int(self.summary.get("steps") or 0)])
-        lacks = lost_rows(self.path, done)
-        if not has_checksum(self.path / "settings.json"):
-            lacks.append("written by workbench 0.10.0 or before: only its checkpoints and updates have checksums")
-        return tuple(dict.fromkeys((*self._notes, *lacks)))
+        return tuple(dict.fromkeys((*self._notes, *lost_rows(self.path, done))))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -140,7 +135,7 @@ class Run(Shown):
     def summary(self) -> Summary:
         """Rewards before and after, steps and seconds, from summary.json; empty while the run goes on."""
         path = self.path / "summary.json"
-        return Summary(formats.keys("fact", read_json(path)) if path.is_file() else {})
+        return Summary(read_json(path) if path.is_file() else {})
 
     @property
     def traces(self) -> Traces:
@@ -517,7 +512,7 @@ def _parameters(path: Path) -> dict[str, Any]:
         job = read_json(path / "job.json") if (path / "job.json").is_file() else {}
     except RunError:
         return {}
-    found = dict(job.get("all", job.get("parameters", {})))
+    found = dict(job.get("all", {}))
     kept = {name: value for name, value in found.items() if name not in ("run", "resume", "steps", "seed")}
     return {f"job.{name}" if name in (*_ALWAYS, "data") else name: value for name, value in kept.items()}
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.base.errors import DataError, boundary, describe, first_line, nearest
 from workbench.base.files import write_text
-from workbench.base.formats import FORMAT, keys, older
+from workbench.base.formats import FORMAT, check_format
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.io import decode, encode
@@ -405,9 +405,7 @@ def _refused(constant: str) -> Any:
 
 
 def _restored(place: str, document: dict[str, Any]) -> Pin:
-    if older(document.pop("format", None), f"{place}: a pin", DataError):
-        columns = document.get("columns")
-        document |= {"columns": keys("column", columns)} if isinstance(columns, dict) else {}
+    check_format(document.pop("format", None), f"{place}: a pin", DataError)
     known = [one.name for one in fields(Pin)]
     for strange in document.keys() - known:
         close = nearest(strange, known)

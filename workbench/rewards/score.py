@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from workbench.base.config import check_nesting
 from workbench.base.errors import RewardError, describe
-from workbench.base.formats import name as called
 from workbench.base.shown import Shown, encodable, plain
 from workbench.dataproto.io import register_codec
 
@@ -147,7 +146,7 @@ class Score(Shown):
         texts = {name: str(record[name]) for name in ("answer", "why", "error") if record.get(name) is not None}
         parts = {str(name): _real(value) for name, value in record["parts"].items()}
         kept = {**record, **texts, "parts": parts, "extra": dict(record["extra"]), "seconds": _real(record["seconds"])}
-        return cls(**{**kept, "status": Status(called("status", record["status"]))})
+        return cls(**{**kept, "status": Status(record["status"])})
 
     def __str__(self) -> str:
         if not self.scored:

@@ -19,7 +19,6 @@ import math
 import os
 import random
 import shutil
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.base import formats
 from workbench.base.config import require
 from workbench.base.errors import CheckpointError, RunError, first_line
 from workbench.base.files import MANIFEST, check_file, fsync, listed, record_of, unsealed, write_manifest
+from workbench.base.formats import FORMAT, check_format
 from workbench.runs.folder import PRUNED, discard, read_json, size_of, step_folder, step_folders
 
 log = logging.getLogger("workbench")
@@ -61,7 +60,7 @@ def write(
     try:
         staging.mkdir(parents=True)
         fill(staging)
-        (staging / "state.json").write_text(json.dumps({"format": formats.FORMAT, **state}, allow_nan=False, indent=1))
+        (staging / "state.json").write_text(json.dumps({"format": FORMAT, **state}, allow_nan=False, indent=1))
         _commit(staging, step, state.get("settings_hash"))
         os.rename(staging, target)
         fsync(checkpoints)
@@ -104,14 +103,8 @@ def _commit(staging: Path, step: int, settings: str | None) -> None:
         fsync(path)
         if path.is_file():
             files[str(path.relative_to(staging))] = known.get(path) or record_of(path)
-    write_manifest(staging, files, format=formats.FORMAT, step=step, settings=settings)
+    write_manifest(staging, files, format=FORMAT, step=step, settings=settings)
     fsync(staging)
-
-
-def _crc32_of_before(document: dict[str, Any]) -> int:
-    """The `crc32` in manifests of 0.10.0 and before: of their content, not of their text."""
-    content = {key: value for key, value in document.items() if key != "crc32"}
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def verify(checkpoint: Path) -> None:
@@ -136,9 +129,8 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
         number = document["format"]
     except (ValueError, KeyError, TypeError) as cause:
         raise CheckpointError(f"{what}: {MANIFEST} cannot be read", found=first_line(cause)) from cause
-    formats.older(number, what, CheckpointError)
-    if document.get("crc32") != _crc32_of_before(document):
-        unsealed(text, f"{what}: {MANIFEST}", CheckpointError, "resume from another checkpoint", required=True)
+    check_format(number, what, CheckpointError)
+    unsealed(text, f"{what}: {MANIFEST}", CheckpointError, "resume from another checkpoint", required=True)
     if step_folder(checkpoint.parent, document["step"]).name != checkpoint.name:
         raise CheckpointError(f"{what}: {MANIFEST} is of another step", found=f"step {document['step']}")
     return document
@@ -164,13 +156,9 @@ def verified(run: Path, step: int | None = None) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read a checkpoint's `state.json`, older names translated. Raises `RunError` for a damaged file or a newer format."""
+    """Read a checkpoint's `state.json`. Raises `RunError` for a damaged file, `CheckpointError` for another format."""
     state: dict[str, Any] = read_json(checkpoint / "state.json")
-    if formats.older(state.get("format", 1), f"checkpoint {checkpoint.name}", CheckpointError):
-        if "controllers" in state:
-            state["controllers"] = formats.controllers(state["controllers"])
-        if "cursor" in state:
-            state["cursor"] = formats.keys("fact", state["cursor"])
+    check_format(state.get("format"), f"checkpoint {checkpoint.name}", CheckpointError)
     return state
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from workbench.base import formats
 from workbench.base.errors import RunError, WorkbenchError, describe, first_line
 from workbench.base.files import MANIFEST, sealed, unsealed, write_text
+from workbench.base.formats import check_format
 
 STEP = "training/global_step"
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
@@ -64,18 +64,18 @@ def is_run(folder: Path) -> bool:
 
 
 def read_settings(run: Path) -> dict[str, Any]:
-    """Read a run's settings.json, older names translated. Raises `RunError` for a missing, damaged or newer file."""
+    """Read a run's settings.json. Raises `RunError` for a missing or damaged file, and for one of another format."""
     path = run / "settings.json"
     document = read_json(path, "the run's newest checkpoint has a copy: resume the run, or copy it here")
     try:
-        old = formats.older(document.get("format", 1), f"run {run}", RunError)
-        return formats.run(document) if old else dict(document)
+        check_format(document.get("format"), f"run {run}", RunError)
+        return dict(document)
     except (AttributeError, KeyError, TypeError) as cause:
         raise RunError(f"{path} is damaged", found=first_line(cause)) from cause
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics.jsonl, older metric names translated; no rows where there is no file. A last line without
+    """Read the rows of a metrics.jsonl; no rows where there is no file. A last line without
     newline (its writer was killed) is left out. Raises `RunError` for a line that is not JSON or has changed."""
     if not path.is_file():
         return []
@@ -87,7 +87,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         step = _STEP_OF.search(line)
         place = f"{path} line {number + 1}" + (f" (step {step[1]})" if step else "")
         try:
-            rows.append(formats.metrics(json.loads(unsealed(line, place, RunError, _TAKE_OUT))))
+            rows.append(json.loads(unsealed(line, place, RunError, _TAKE_OUT)))
         except json.JSONDecodeError as cause:
             raise RunError(f"{place} is not JSON", found=describe(line), do=_TAKE_OUT) from cause
     return rows

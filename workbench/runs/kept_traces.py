@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from workbench.base import formats
 from workbench.base.errors import RunError
+from workbench.base.formats import FORMAT, check_format
 from workbench.runs.folder import discard, read_json, step_folders, write_json, written
 from workbench.steps.trace import Trace
 
@@ -48,7 +48,7 @@ def keep(trace: Trace, target: Path, kept: Kept) -> Path:
 
     def fill(staging: Path) -> None:
         trace.save(staging)
-        write_json(staging / "kept.json", {"format": formats.FORMAT, **asdict(kept)})
+        write_json(staging / "kept.json", {"format": FORMAT, **asdict(kept)})
 
     return written(target, fill)
 
@@ -60,14 +60,14 @@ def read_kept(folder: Path) -> Kept:
         return Kept(due="recorded")
     try:
         found = read_json(path)
+        check_format(found.get("format"), str(path), RunError)
         known = {field.name: found[field.name] for field in fields(Kept) if field.name in found}
-        known["flagged"] = tuple(known.get("flagged", ()))
-        if formats.older(found.get("format", 1), str(path), RunError):
-            known["flagged"] = tuple(formats.names("symptom", known["flagged"]))
-            around = {name: known[name] for name in ("before", "after") if known.get(name) is not None}
-            known |= {name: formats.controllers(states) for name, states in around.items()}
-        return Kept(**known)
-    except (RunError, AttributeError, TypeError) as error:  # damaged, or newer: the trace is there all the same
+        return Kept(**known | {"flagged": tuple(known.get("flagged", ()))})
+    except (
+        RunError,
+        AttributeError,
+        TypeError,
+    ) as error:  # damaged, or of another format: the trace is there all the same
         log.warning("%s cannot be read: %s", path, error)
         return Kept(due="recorded")
 

@@ -64,8 +64,8 @@ def _last(rows: Rows, name: str) -> float | None:
 
 
 def _cut(rows: Rows) -> float:
-    """The share of responses that were cut off; 0.6.0 called it `response_length/clip_ratio`, which is a little else now."""
-    return _last(rows, "response/cut_ratio") or _last(rows, "response_length/clip_ratio") or 0.0
+    """The share of responses that were cut off."""
+    return _last(rows, "response/cut_ratio") or 0.0
 
 
 def _since(rows: Rows) -> int:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from workbench.base import formats
 from workbench.base.errors import CheckpointError
 from workbench.base.files import check_file, crc32_of, sealed
+from workbench.base.formats import FORMAT, check_format
 from workbench.dataproto import DataProto
 from workbench.runs.folder import discard, read_json, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline
@@ -57,7 +57,7 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
         trace.start.save(staging / "start")
         paths = [path for path in sorted(staging.rglob("*")) if path.is_file()]
         files = {str(path.relative_to(staging)): crc32_of(path) for path in paths}
-        record = {"format": formats.FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state()}
+        record = {"format": FORMAT, "step": step, "dtypes": kinds, "controllers": pipeline.state()}
         (staging / "update.json").write_text(sealed(json.dumps({**record, "files": files}, allow_nan=False)))
 
     return written(step_folder(folder, step), fill)
@@ -107,11 +107,9 @@ def apply(pipeline: Pipeline, update: Update, inputs: DataProto | None = None) -
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read `update.json` of a record's folder, older names of columns and stages translated."""
+    """Read `update.json` of a record's folder. Raises `CheckpointError` for another format."""
     record: dict[str, Any] = read_json(path / "update.json", "choose another step")
-    if formats.older(record["format"], f"the recorded update {path.name}", CheckpointError):
-        record["dtypes"] = formats.keys("column", record["dtypes"])
-        record["controllers"] = formats.controllers(record["controllers"])
+    check_format(record.get("format"), f"the recorded update {path.name}", CheckpointError)
     return record
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from workbench.base import formats
 from workbench.base.activity import HERE
 from workbench.base.config import source_of
 from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, describe, unknown
 from workbench.base.files import sealed
+from workbench.base.formats import FORMAT, check_format
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
 from workbench.base.secret import shown, without_secrets
@@ -157,7 +157,7 @@ class Trace(Shown):
             if phase.dropped is not None:
                 phase.dropped.save(folder / f"{name}{_DROPPED}")
                 records[-1]["dropped"] = True
-        text = json.dumps({"format": formats.FORMAT, "phases": records}, indent=1, allow_nan=True)
+        text = json.dumps({"format": FORMAT, "phases": records}, indent=1, allow_nan=True)
         (folder / "trace.json").write_text(sealed(text))
         return folder
 
@@ -170,10 +170,10 @@ class Trace(Shown):
         file = claims.inside(folder, "trace.json")
         with claims.reading(file, RunError):
             document = claims.document(file, strict=False)
-            old = formats.older(document["format"], f"trace {folder}", RunError)
+            check_format(document.get("format"), f"trace {folder}", RunError)
             if len(document["phases"]) > PHASES_LIMIT:
                 raise RunError(f"phases of trace {folder}", expected=f"≤ {PHASES_LIMIT}", found=len(document["phases"]))
-            records = [_checked(formats.phase(one) if old else one, folder) for one in document["phases"]]
+            records = [_checked(one, folder) for one in document["phases"]]
         trace = cls(DataProto.load(claims.inside(folder, "start")))
         for record in records:
             delta = DataProto.load(claims.inside(folder, record["folder"]))

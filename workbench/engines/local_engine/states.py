@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from workbench.base.errors import CheckpointError, describe
-from workbench.base.formats import FORMAT, older
+from workbench.base.formats import FORMAT, check_format
 
 RECORD, WHOLE = "engine.json", "optimizer.safetensors"
 
@@ -52,7 +52,7 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     if not (path / RECORD).is_file():
         raise CheckpointError(f"no optimizer state at {path}", expected=f"{RECORD} there", found="no such file")
     record: dict[str, Any] = json.loads((path / RECORD).read_text())
-    older(record.get("format", 1), f"the optimizer state at {path}", CheckpointError)
+    check_format(record.get("format"), f"the optimizer state at {path}", CheckpointError)
     for key in ("version", "steps"):
         if type(record.get(key)) is not int:
             what, found = f"{RECORD} of the optimizer state at {path}", describe(record.get(key))
