@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from workbench import functional as F
 from workbench.base.errors import SettingError, describe
-from workbench.compat.verl_command import Command
+from workbench.compat.verl_command import Command, parsed
 from workbench.compat.verl_keys import DEFAULTS, ESTIMATORS, GROUPED, ROOTS, Entry, find, known
 from workbench.compat.verl_reward import cannot, contradictions, read_block
 from workbench.rewards.managers import MANAGERS
@@ -90,9 +90,7 @@ def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
 def real(key: str) -> str:
     """verl's own name of now for a key, or the key."""
     entry = find(key)
-    if entry is None or entry.kind != "alias":
-        return key
-    return entry.place if find(entry.place) else f"{entry.place}.{key.rpartition('.')[2]}"
+    return entry.place if entry is not None and entry.kind == "alias" else key
 
 
 def account(command: Command) -> list[Row]:
@@ -158,16 +156,9 @@ def _holds(switch: str, values: Mapping[str, Any]) -> bool:
 
 
 def _is_one_of(value: Any, words: tuple[str, ...]) -> bool:
-    if isinstance(value, bool | None):
-        return {None: "null", True: "True", False: "False"}[value] in words
-    if isinstance(value, int | float):
-        if "+" in words and value > 0:
-            return True
-        return any(
-            word.replace(".", "", 1).replace("e-", "", 1).lstrip("-").isdigit() and float(word) == value
-            for word in words
-        )
-    return str(value) in words
+    if "+" in words and _numbers(value) and value > 0:
+        return True
+    return any(word == value and isinstance(word, bool) == isinstance(value, bool) for word in map(parsed, words))
 
 
 def _unread(key: str, value: Any) -> str:

@@ -1,6 +1,7 @@
 """verl's settings, one table: key → kind, place here, note. `docs/verl.md` is made of it, and `account` reads a command by it.
 
 A line is `key | kind | place | note | default`. A key may have `{a,b}` for several and `*` for any rest; the first line that fits counts.
+A `*` in the place is the last word of the key: `{gamma,lam}` at `ppo(*)` are `ppo(gamma)` and `ppo(lam)`.
 
 Kinds: `exact`, the same here; `near`, the same but as the note says; `hardware`, changes no number; `refused`, changes numbers
 and is not here; `alias`, another spelling of the key in its place. After `unless` stand the values with which a key says what is
@@ -10,6 +11,7 @@ so here anyway (`+`: a number above 0); after `if` the key without which it mean
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import itertools
 import re
@@ -17,11 +19,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 TABLE = """
-actor_rollout_ref.actor.optim.lr | exact | LocalSettings.lr |  | =
-actor_rollout_ref.actor.optim.betas | exact | LocalSettings.betas |  | =
-actor_rollout_ref.actor.optim.weight_decay | exact | LocalSettings.weight_decay |  | =
-actor_rollout_ref.actor.optim.clip_grad | exact | LocalSettings.grad_clip |  | =
-actor_rollout_ref.actor.grad_clip | exact | LocalSettings.grad_clip |  | =
+actor_rollout_ref.actor.optim.{lr,betas,weight_decay} | exact | LocalSettings.* |  | =
+actor_rollout_ref.actor.{optim.clip_grad,grad_clip} | exact | LocalSettings.grad_clip |  | =
 actor_rollout_ref.actor.optim.lr_scheduler_type | near unless constant | LocalSettings.schedule | by optimizer steps, where verl counts training steps
 actor_rollout_ref.actor.optim.{warmup_style,lr_decay_style,lr_scheduler_name} | alias | actor_rollout_ref.actor.optim.lr_scheduler_type
 actor_rollout_ref.actor.optim.lr_warmup_steps | near unless null -1 0 | LocalSettings.warmup_steps | by optimizer steps, where verl counts training steps; the first step has 1/n of the rate, where verl's has 0
@@ -46,30 +45,17 @@ actor_rollout_ref.actor.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu} | ha
 actor_rollout_ref.actor.ppo_mini_batch_size | exact | grpo(ppo_mini_batch_size) | prompts, as in verl | None, the whole batch, where verl has 256
 actor_rollout_ref.actor.ppo_epochs | exact | grpo(ppo_epochs) |  | =
 actor_rollout_ref.actor.shuffle | exact | Update(shuffle) |  | =
-actor_rollout_ref.actor.data_loader_seed | near | — | the order within a batch follows the run's seed
+{actor_rollout_ref.actor,critic}.data_loader_seed | near | — | the order within a batch follows the run's seed
 actor_rollout_ref.actor.clip_ratio | near unless 0.2 | PolicyLoss.clip_ratio_low | low and high, where those are not given; in verl their own 0.2 outranks it, so that it alone has no effect there
-actor_rollout_ref.actor.clip_ratio_low | exact | PolicyLoss.clip_ratio_low |  | =
-actor_rollout_ref.actor.clip_ratio_high | exact | PolicyLoss.clip_ratio_high |  | =
-actor_rollout_ref.actor.clip_ratio_c | exact | PolicyLoss.clip_ratio_c |  | =
-actor_rollout_ref.actor.tau_pos | exact | PolicyLoss.tau_pos |  | =
-actor_rollout_ref.actor.tau_neg | exact | PolicyLoss.tau_neg |  | =
-actor_rollout_ref.actor.policy_loss.tau_{pos,neg} | exact | PolicyLoss.tau | sapo's
-actor_rollout_ref.actor.entropy_coeff | exact | PolicyLoss.entropy_coeff |  | =
-actor_rollout_ref.actor.calculate_entropy | exact | — | always
-actor_rollout_ref.actor.loss_agg_mode | exact | PolicyLoss.loss_agg_mode |  | =
-actor_rollout_ref.actor.loss_scale_factor | exact | PolicyLoss.loss_scale_factor |  | =
+actor_rollout_ref.actor.{clip_ratio_low,clip_ratio_high,clip_ratio_c,tau_pos,tau_neg,entropy_coeff,loss_agg_mode,loss_scale_factor} | exact | PolicyLoss.* |  | =
+actor_rollout_ref.actor.policy_loss.tau_{pos,neg} | exact | PolicyLoss.* | sapo's
+actor_rollout_ref.{actor.calculate_entropy,rollout.calculate_log_probs} | exact | — | always
 actor_rollout_ref.actor.use_kl_loss | exact | PolicyLoss.kl_coef | on where it is not 0
 actor_rollout_ref.actor.kl_loss_coef | exact if actor_rollout_ref.actor.use_kl_loss | grpo(kl_coef) |  | =
 actor_rollout_ref.actor.kl_loss_type | exact if actor_rollout_ref.actor.use_kl_loss | PolicyLoss.kl_type |  | =
-actor_rollout_ref.actor.policy_loss.loss_mode | exact | PolicyLoss.loss_mode |  | =
-actor_rollout_ref.actor.loss_mode | alias | actor_rollout_ref.actor.policy_loss.loss_mode
-actor_rollout_ref.actor.policy_loss.clip_cov_ratio | exact | PolicyLoss.clip_cov_ratio |  | =
-actor_rollout_ref.actor.policy_loss.clip_cov_lb | exact | PolicyLoss.clip_cov_lb |  | =
-actor_rollout_ref.actor.policy_loss.clip_cov_ub | exact | PolicyLoss.clip_cov_ub |  | =
-actor_rollout_ref.actor.policy_loss.kl_cov_ratio | exact | PolicyLoss.kl_cov_ratio |  | =
-actor_rollout_ref.actor.policy_loss.ppo_kl_coef | exact | PolicyLoss.ppo_kl_coef |  | =
+actor_rollout_ref.actor.policy_loss.{loss_mode,clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef} | exact | PolicyLoss.* |  | =
+actor_rollout_ref.actor.{loss_mode,clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef} | alias | actor_rollout_ref.actor.policy_loss.*
 actor_rollout_ref.actor.policy_loss.dro_beta | exact | PolicyLoss.dro_beta |  | 0.1, where verl has none and asks for one
-actor_rollout_ref.actor.{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef} | alias | actor_rollout_ref.actor.policy_loss
 actor_rollout_ref.actor.tis_imp_ratio_cap | refused unless null -1 0 | — | write algorithm.rollout_correction.rollout_is=token, rollout_is_threshold
 actor_rollout_ref.actor.calculate_sum_pi_squared | exact | LogProb(sum_pi_squared) | where the estimator reads it | =
 actor_rollout_ref.actor.freeze_vision_tower | refused unless False | — | every weight, or LoRA's, is trained
@@ -79,11 +65,10 @@ actor_rollout_ref.actor.{,fsdp_config.}ulysses_sequence_parallel_size | hardware
 actor_rollout_ref.actor.fsdp_config.fsdp_size | hardware | FsdpSettings.mesh | the mesh's `dp`; `replicate` is ranks / dp | all ranks, as in verl
 actor_rollout_ref.actor.fsdp_config.{forward_prefetch,use_orig_params,strategy,forward_only,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size,pad_to_length,pad_to_length_bucket,wrap_policy.*} | hardware | — | how ranks share the work
 actor_rollout_ref.actor.{strategy,model_engine,use_torch_compile,entropy_checkpointing,entropy_from_logits_with_chunking,sum_pi_squared_checkpointing,use_prefix_grouper,use_fused_kernels,use_remove_padding,pad_to_length,rollout_n,entropy_from_logits_chunk_size} | hardware | — | how the work is done
-actor_rollout_ref.{actor,ref}.fsdp_config.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
-critic.{model.fsdp_config,fsdp_config,fsdp}.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
-actor_rollout_ref.actor.{fsdp_config,megatron}.seed | near | — | everything follows the run's seed
+{actor_rollout_ref.actor.fsdp_config,actor_rollout_ref.ref.fsdp_config,critic.model.fsdp_config,critic.fsdp_config,critic.fsdp}.{dtype,model_dtype,mixed_precision.*} | near | LocalSettings.dtype | weights are float32, passes bfloat16 on a GPU (`auto`): rounds otherwise
+actor_rollout_ref.actor.fsdp_config.seed | near | — | everything follows the run's seed
 actor_rollout_ref.actor.fsdp_config.full_determinism | near unless False | — | always on a CPU; on a GPU as its kernels are
-actor_rollout_ref.actor.{qat,fsdp_config.qat,megatron.qat}.enable | refused unless False | — | no quantised training
+{actor_rollout_ref.actor.qat,actor_rollout_ref.actor.fsdp_config.qat,actor_rollout_ref.actor.megatron.qat,actor_rollout_ref.ref.megatron.qat,critic.megatron.qat}.enable | refused unless False | — | no quantised training
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.mode | refused unless null disabled R3 | — | R3 alone: see actor_rollout_ref.rollout.enable_rollout_routing_replay
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{,megatron.,fsdp_config.,veomni.}router_replay.{record_file,replay_file} | refused unless null | — | no router replay from files
 actor_rollout_ref.actor.qat.* | hardware if actor_rollout_ref.actor.qat.enable | — | of quantised training
@@ -103,21 +88,19 @@ actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.meg
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.extra | refused unless null {} | — | of that engine; the model is transformers' own
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.load_checkpoint_path | refused unless null | — | open(model=…)
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.full_determinism | near | — | always on a CPU; on a GPU as its kernels are
-{actor_rollout_ref.ref,critic}.megatron.seed | near | — | everything follows the run's seed
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.seed | near | — | everything follows the run's seed
-{actor_rollout_ref.ref,critic}.megatron.qat.enable | refused unless False | — | no quantised training
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan}.seed | near | — | everything follows the run's seed
 {actor_rollout_ref.ref,critic}.megatron.qat.* | near | — | of quantised training, which is refused
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.{*parallel_size,fsdp_plan.fsdp_implementation,fsdp_plan.num_to_*} | hardware | — | how ranks share the work
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.fsdp_plan.{param_dtype,reduce_dtype,output_dtype} | near | — | rounds otherwise
 actor_rollout_ref.actor.checkpoint.{save_contents,async_save,strict,mbridge_config} | hardware | — | weights, optimizer, schedule and controllers are always saved
 {actor_rollout_ref.actor,critic}.checkpoint.* | near | train(resume) | everything is saved and loaded, or nothing
-{actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic,reward_model}.profiler.* | hardware | — | see wb.cluster
+{actor_rollout_ref.actor.profiler,actor_rollout_ref.ref.profiler,actor_rollout_ref.rollout.profiler,critic.profiler,reward_model.profiler,global_profiler,ray_kwargs,ray_init,hydra,transfer_queue}.* | hardware | — | see wb.cluster
 actor_rollout_ref.{nccl_timeout,hybrid_engine} | hardware | — | who runs where
 actor_rollout_ref.model.path | exact | engines.local(path) | open(model=…) takes another
 actor_rollout_ref.model.enable_gradient_checkpointing | hardware | LocalSettings.gradient_checkpointing | results are the same | off, where verl has it on
 actor_rollout_ref.model.use_remove_padding | hardware | LocalSettings.pack | results are the same | auto, where verl has it on
 actor_rollout_ref.model.{enable_activation_offload,use_shm,use_liger,use_fused_kernels,fused_kernel_options.*,tiled_mlp.*} | hardware | — | memory and kernels
-actor_rollout_ref.model.lora_rank | exact | LocalSettings.lora_rank |  | =
+actor_rollout_ref.model.{lora_rank,trust_remote_code} | exact | LocalSettings.* |  | =
 actor_rollout_ref.model.lora_alpha | exact if actor_rollout_ref.model.lora_rank | LocalSettings.lora_alpha |  | 32, where verl has 16
 actor_rollout_ref.model.target_modules | near if actor_rollout_ref.model.lora_rank | LocalSettings.lora_targets | names are the same; all-linear is the seven of Llama-shaped models | the attention's four, where verl has all-linear
 actor_rollout_ref.{model,actor}.lora.{rank,r} | alias | actor_rollout_ref.model.lora_rank
@@ -133,12 +116,11 @@ actor_rollout_ref.model.lora.{dropout,lora_dropout} | exact if actor_rollout_ref
 {actor_rollout_ref.model,critic.model}.lora.{freeze_vision_model,freeze_vision_projection,freeze_language_model} | refused unless null True | — | the base is frozen whole
 actor_rollout_ref.model.exclude_modules | refused unless null DONT_EXCLUDE | LocalSettings.lora_targets | name the layers that get adapters
 actor_rollout_ref.model.lora_adapter_path | refused unless null | engines.local(path) | open(model=folder of the adapter)
-actor_rollout_ref.model.trust_remote_code | exact | LocalSettings.trust_remote_code |  | =
 actor_rollout_ref.model.override_config.attn_implementation | exact | LocalSettings.attn_implementation
 actor_rollout_ref.model.override_config.{attention_dropout,embd_pdrop,resid_pdrop} | refused unless null 0 | — | change the model's config.json
 actor_rollout_ref.model.override_config.{max_position_embeddings,model_config.max_position_embeddings} | near | — | the model's own config.json says it
 {actor_rollout_ref.model,critic.model}.override_config.moe_config.freeze_moe_router | refused unless null False | — | every weight, or LoRA's, is trained
-actor_rollout_ref.model.override_config* | refused unless null {} | — | change the model's config.json
+{actor_rollout_ref.model,critic.model}.override_config* | refused unless null {} | — | change the model's config.json
 actor_rollout_ref.model.torch_dtype | near | LocalSettings.dtype | rounds otherwise
 actor_rollout_ref.model.{tokenizer_path,hf_config_path,custom_chat_template,external_lib} | refused unless null | engines.local(path) | the model's folder has tokenizer, chat template and code
 actor_rollout_ref.model.mtp.{enable,enable_train,enable_rollout} | refused unless False | — | no multi-token prediction
@@ -148,36 +130,28 @@ actor_rollout_ref.ref.{log_prob_micro_batch_size,log_prob_micro_batch_size_per_g
 actor_rollout_ref.rollout.name | hardware | engines.vllm(…) | this process samples; open(engine=…) takes wb.engines.paired, fsdp or a cluster's
 actor_rollout_ref.rollout.n | exact | grpo(group_size) |  | 8, where verl has 1
 algorithm.group_size | alias | actor_rollout_ref.rollout.n
-actor_rollout_ref.rollout.temperature | exact | SamplingSettings.temperature |  | =
-actor_rollout_ref.rollout.top_p | exact | SamplingSettings.top_p |  | =
-actor_rollout_ref.rollout.top_k | exact | SamplingSettings.top_k |  | =
-actor_rollout_ref.rollout.ignore_eos | exact | SamplingSettings.ignore_eos |  | =
+actor_rollout_ref.rollout.{temperature,top_p,top_k,ignore_eos} | exact | SamplingSettings.* |  | =
 actor_rollout_ref.rollout.response_length | exact | SamplingSettings.max_tokens |  | 128, where verl has 512
 actor_rollout_ref.rollout.prompt_length | exact | wb.rows(max_prompt_length) |  | no limit, where verl has 512
 actor_rollout_ref.rollout.do_sample | refused unless null True | SamplingSettings.temperature | verl's agent loop does not read it in training; temperature=0 is greedy
 actor_rollout_ref.rollout.seed | near | train(seed) | a row's seed is of run, step, prompt and sample
 actor_rollout_ref.rollout.{dtype,logprobs_mode} | near | — | log-probs are at the temperature, before top-p and top-k; rounds otherwise
-actor_rollout_ref.rollout.quantization* | refused unless null | — | samples with the weights that are trained
-actor_rollout_ref.rollout.qat* | refused unless null | — | samples with the weights that are trained
+actor_rollout_ref.rollout.{quantization*,qat*} | refused unless null | — | samples with the weights that are trained
 actor_rollout_ref.rollout.over_sample_rate | refused unless null 0 | — | no response is thrown away for being late
 actor_rollout_ref.rollout.tensor_model_parallel_size | hardware | VllmSettings.tensor_parallel_size |  | 1, where verl has 2
 actor_rollout_ref.rollout.{mode,gpu_memory_utilization,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size,enforce_eager,free_cache_engine,multi_stage_wake_up,layered_summon,load_format,max_num_batched_tokens,max_num_seqs,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,disable_log_stats,scheduling_policy,skip_tokenizer_init,full_determinism,limit_images,enable_sleep_mode,nnodes,n_gpus_per_node,micro_batch_size,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,checkpoint_engine.*,prometheus.*,trace.*,disaggregation.*,layer_name_map.*,moe_load_balance_metrics_interval} | hardware | — | how the sampler's server works
 actor_rollout_ref.rollout.engine_kwargs.*.{kv_cache_dtype,kv_cache_config.dtype,attention_backend} | near | — | rounds otherwise
 actor_rollout_ref.rollout.engine_kwargs.*.{quantization*,hf_overrides*,*rope_scaling*,json_model_override_args*,max_model_len,context_length,*generation_config*} | refused unless null {} | — | samples with the model that is trained; its lengths and sampling are settings of their own
 actor_rollout_ref.rollout.engine_kwargs* | near | — | the sampler's server's own; not passed on
-actor_rollout_ref.rollout.calculate_log_probs | exact | — | always
-actor_rollout_ref.rollout.skip_rollout | refused unless False | — | every step samples
+{actor_rollout_ref.rollout.skip_rollout,skip.rollout.enable} | refused unless False | — | every step samples
 actor_rollout_ref.rollout.enable_rollout_routing_replay | exact | LocalSettings.routing_replay | the policy scores and learns with the sampler's experts, as with router_replay.mode=R3 | =
 actor_rollout_ref.rollout.skip_dump_dir | hardware | — | see actor_rollout_ref.rollout.skip_rollout
 actor_rollout_ref.rollout.mtp* | refused unless null | — | no speculative decoding
 actor_rollout_ref.rollout.val_kwargs.n | exact | train(val_samples) |  | =
 actor_rollout_ref.rollout.val_kwargs.{temperature,top_p,top_k,do_sample} | near | — | held-out rows are sampled as in training (val/reward) and greedily (val/greedy)
 actor_rollout_ref.rollout.multi_turn.enable | exact | ToolAgent | with the tools and interactions that are named
-actor_rollout_ref.rollout.multi_turn.max_assistant_turns | exact if multi_turn | ToolAgent(max_assistant_turns) |  | =
-actor_rollout_ref.rollout.multi_turn.max_user_turns | exact if multi_turn | ToolAgent(max_user_turns) |  | =
+actor_rollout_ref.rollout.multi_turn.{max_assistant_turns,max_user_turns,max_parallel_calls,max_tool_response_length} | exact if multi_turn | ToolAgent(*) |  | =
 actor_rollout_ref.rollout.multi_turn.max_turns | alias | actor_rollout_ref.rollout.multi_turn.max_assistant_turns
-actor_rollout_ref.rollout.multi_turn.max_parallel_calls | exact if multi_turn | ToolAgent(max_parallel_calls) |  | =
-actor_rollout_ref.rollout.multi_turn.max_tool_response_length | exact if multi_turn | ToolAgent(max_tool_response_length) |  | =
 actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side | near unless middle if multi_turn | ToolAgent(tool_response_truncate_side) | left drops the head and right the tail, as in verl from 0.8 on; before that the other way round | =
 actor_rollout_ref.rollout.multi_turn.format | exact if multi_turn | ToolAgent(parser) | the name of a tool parser
 actor_rollout_ref.rollout.multi_turn.tool_config_path | exact if multi_turn | agents.load_tools(path) | the same file
@@ -198,8 +172,7 @@ sampling_params.timeout | alias | tool_config.timeout
 sampling_params.max_tokens | alias | data.max_response_length
 critic.enable | exact | ppo(critic) | the recipe `ppo` has one
 critic.optim.lr | exact if critic | ppo(critic_lr) |  | =
-critic.optim.weight_decay | exact if critic | critic.weight_decay
-critic.optim.betas | exact if critic | critic.betas
+critic.optim.{weight_decay,betas} | exact if critic | critic.*
 critic.{grad_clip,optim.clip_grad} | exact if critic | critic.grad_clip
 critic.optim.{lr_warmup_steps,lr_warmup_steps_ratio} | near unless null -1 0 | critic.warmup_steps | by optimizer steps, where verl counts training steps; the first step has 1/n of the rate, where verl's has 0
 critic.optim.{lr_scheduler_type,warmup_style,lr_decay_style} | refused unless null constant | — | the critic's rate is constant
@@ -207,26 +180,21 @@ critic.optim.{total_training_steps,min_lr_ratio,num_cycles} | near | — | the c
 critic.optim.{optimizer,name,optimizer_impl} | refused unless AdamW adamw torch.optim adam | — | torch's AdamW
 critic.cliprange_value | exact if critic | ValueLoss.cliprange_value |  | =
 critic.loss_agg_mode | exact if critic | ValueLoss.loss_agg_mode | as the actor's, where it is not given | token-mean in both
-critic.ppo_epochs | exact if critic | update_critic(ppo_epochs) | the actor's, where it is not given
-critic.ppo_mini_batch_size | exact if critic | update_critic(ppo_mini_batch_size) | the actor's, where it is not given
-critic.shuffle | exact if critic | update_critic(shuffle) | the actor's, where it is not given
+critic.{ppo_epochs,ppo_mini_batch_size,shuffle} | exact if critic | update_critic(*) | the actor's, where it is not given
 critic.model.path | exact if critic | engines.local(path).critic() | the policy's weights, where open(model=…) is given
 critic.model.{tokenizer_path,external_lib} | refused unless null if critic | — | the policy's tokenizer
 critic.model.lora_rank | refused unless null 0 if critic | — | the critic trains all weights, or the policy's LoRA
 critic.model.lora.rank | alias | critic.model.lora_rank
-critic.model.lora.{alpha,lora_alpha,dropout,lora_dropout,target_modules} | near | — | as the policy's LoRA
+critic.model.{lora_alpha,target_modules,lora.alpha,lora.lora_alpha,lora.dropout,lora.lora_dropout,lora.target_modules} | near | — | as the policy's LoRA
 critic.model.{exclude_modules,lora_adapter_path} | refused unless null DONT_EXCLUDE | — | as the policy's LoRA
 critic.model.mtp.* | near | — | no multi-token prediction
 critic.model.{hf_config_path,custom_chat_template} | refused unless null | — | the model's folder has them
 critic.loss_scale_factor | refused unless null | — | of seq-mean-token-sum-norm: the batch's width
-critic.model.{lora_alpha,target_modules} | near | — | as the policy's LoRA
-critic.model.override_config* | refused unless null {} | — | change the model's config.json
 critic.model.{trust_remote_code,enable_gradient_checkpointing,enable_activation_offload,use_remove_padding,use_shm,use_liger,use_fused_kernels,fused_kernel_options.*} | hardware | — | the critic's engine has the policy's settings
 critic.model.tiled_mlp.* | hardware | — | memory
 critic.{model.fsdp_config,fsdp_config,fsdp}.* | hardware | FsdpSettings.offload | how ranks share the work
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.load_weight | refused unless True | — | weights are always loaded
 critic.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,rollout_n,nccl_timeout,checkpoint.save_contents,checkpoint.async_save} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
-critic.data_loader_seed | near | — | the order within a batch follows the run's seed
 data.train_files | exact | wb.rows(path) | files of rows
 data.val_files | exact | train(eval_rows) | held-out rows
 data.train_batch_size | exact | train(batch_size) | prompts, as in verl | 16, where verl has 1024
@@ -237,8 +205,7 @@ data.seed | near | train(seed) | other draws than verl's | 0, where verl has non
 data.shuffle | near unless True | train(seed) | rows come in the seed's order, not the file's
 data.truncation | near unless error | Rows.fitting(overlong) | a longer prompt is left out, not cut
 data.filter_overlong_prompts | exact | Rows.fitting(overlong) | `overlong="drop"`
-data.apply_chat_template_kwargs.* | exact | engines.local(template_switches) | further arguments of the chat template
-data.apply_chat_template_kwargs | exact | engines.local(template_switches) | further arguments of the chat template
+data.apply_chat_template_kwargs{,.*} | exact | engines.local(template_switches) | further arguments of the chat template
 data.prompt_key | exact | wb.rows(prompt) | the column of the prompts
 data.reward_fn_key | refused unless data_source | — | rename the column to data_source
 data.{train_max_samples,val_max_samples} | near unless null -1 | wb.rows(limit) | the first rows, where verl draws them
@@ -266,18 +233,14 @@ algorithm.filter_groups.metric | near if algorithm.filter_groups.enable | — | 
 algorithm.filter_groups.max_num_gen_batches | near if algorithm.filter_groups.enable | dapo(max_num_gen_batches) | then the step goes on, where verl stops; 0, verl's no limit, is 4 | 4, where verl has 0 for "no limit"
 algorithm.filter_groups.max_inflight_gen_batches | hardware | — | one batch at a time
 algorithm.use_pf_ppo | exact | Resample | a stage behind the advantage
-algorithm.pf_ppo.reweight_method | exact if algorithm.use_pf_ppo | Resample(reweight_method) |  | =
-algorithm.pf_ppo.weight_pow | exact if algorithm.use_pf_ppo | Resample(weight_pow) |  | =
+algorithm.pf_ppo.{reweight_method,weight_pow} | exact if algorithm.use_pf_ppo | Resample(*) |  | =
 algorithm.rollout_correction.{rollout_rs_threshold_lower,rollout_token_veto_threshold} | refused unless null | — | of an older version: write rollout_rs and its threshold
-algorithm.rollout_correction.rollout_is | exact | RolloutCorrection(rollout_is) |  | =
-algorithm.rollout_correction.rollout_is_threshold | exact | RolloutCorrection(rollout_is_threshold) |  | =
-algorithm.rollout_correction.rollout_is_batch_normalize | exact | RolloutCorrection(rollout_is_batch_normalize) |  | =
+algorithm.rollout_correction.rollout_is{,_threshold,_batch_normalize} | exact | RolloutCorrection(*) |  | =
 algorithm.rollout_correction.{rollout_rs,rollout_rs_threshold,bypass_mode,loss_type} | exact | recipes.with_rollout_correction | the same names
 algorithm.{gdpo_reward_keys,gdpo_reward_weights} | exact if gdpo | Advantage(parts) | names of the reward's parts, and weights
 trainer.total_training_steps | near | train(steps) | as many as are asked for; verl ends with total_epochs before that | has to be given
 trainer.total_epochs | exact | train(steps) | epochs · rows // batch, where no steps are given
-trainer.save_freq | near unless null + | train(save_freq) | verl's -1 is never; here 0, at the end
-trainer.test_freq | near unless null + | train(test_freq) | verl's -1 is never; here 0, at the end
+trainer.{save_freq,test_freq} | near unless null + | train(*) | verl's -1 is never; here 0, at the end
 trainer.val_before_train | near unless True | — | always, where there are eval_rows; changes no training
 trainer.val_only | refused unless False | — | wb.evaluate(model, rows)
 trainer.critic_warmup | exact | ppo(critic_warmup) |  | =
@@ -298,20 +261,15 @@ trainer.v1.* | near | train(ahead) | a step ahead at most
 trainer.{fixed_eval,ref_update_freq} | refused unless null False 0 | — | the reference is frozen
 trainer.balance_batch | near | — | rows are balanced over ranks at each pass, and stay in their mini-batch
 trainer.{log_val_generations,log_generation_samples,device,nnodes,n_gpus_per_node,default_hdfs_dir,del_local_ckpt_after_load,esi_redundant_time,remove_previous_ckpt_in_save,ray_wait_register_center_timeout,use_v1,use_legacy_worker_impl,log_freq,rl_logging_board_dir,tensorboard_dir,profile_steps,controller_nsight_options.*,worker_nsight_options.*,npu_profile.*} | hardware | — | where it runs, and what is written
-reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,profiler.*} | hardware | — | where the reward model is
-reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
-reward.reward_model.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
+{reward_model,reward.reward_model}.rollout.{free_cache_engine,skip_tokenizer_init,enforce_eager,load_format,max_num_seqs,max_num_batched_tokens,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,data_parallel_size,expert_parallel_size,disable_log_stats} | hardware | — | how the reward model's server works
 {reward_model,reward.reward_model}.rollout.{dtype,max_model_len} | near | rewards.RewardModel | the reward model's own; rounds otherwise
-reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code} | hardware | — | where and how the reward model runs
-reward_model.{nccl_timeout,megatron.*} | hardware | — | where and how the reward model runs
+reward_model.{enable_resource_pool,nnodes,n_gpus_per_node,strategy,launch_reward_fn_async,use_reward_loop,use_dynamic_bsz,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,micro_batch_size_per_gpu,model.use_remove_padding,model.use_shm,model.use_fused_kernels,model.fsdp_config.*,model.trust_remote_code,nccl_timeout,megatron.*} | hardware | — | where and how the reward model runs
 {reward_model,reward.reward_model}.reward_loop_source | refused unless null register | rewards.RewardModel | pass open(reward=…)
 {reward_model,reward.reward_model}.{model.override_config*,rollout.engine_kwargs*} | refused unless null {} | rewards.RewardModel | the reward model as it is
 {reward_model,reward.reward_model}.load_weight | refused unless null True | rewards.RewardModel | weights are always loaded
 reward_model.{model.input_tokenizer,model.external_lib,max_length} | refused unless null | rewards.RewardModel | the reward model's own tokenizer and lengths
 {reward,reward_model,custom_reward_function,reward_manager,sandbox_fusion}.* | exact | reward_from | the same names
-{global_profiler,ray_kwargs,ray_init,hydra,transfer_queue}.* | hardware | — | see wb.cluster
 model_engine | hardware | — | transformers' models, in this process or by FSDP
-skip.rollout.enable | refused unless False | — | every step samples
 skip.* | hardware if skip.rollout.enable | — | of skipping
 distillation.enabled | refused unless False | — | no distillation
 distillation.* | hardware if distillation.enabled | — | of distillation
@@ -334,17 +292,8 @@ ESTIMATORS = (
     "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
 """verl's advantage estimators, all of which are here."""
-GROUPED = (
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus_baseline",
-    "gdpo",
-)
+_ALONE = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
+GROUPED = tuple(name for name in ESTIMATORS if name not in _ALONE)
 """Estimators that compare a prompt's samples."""
 ROOTS = ("reward", "reward_model", "custom_reward_function", "reward_manager", "sandbox_fusion")
 """First words of the keys that `reward_from` reads."""
@@ -371,37 +320,35 @@ def keys(pattern: str) -> list[str]:
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """The table's lines, in order."""
+    """The table's lines, in order; one for each key where the place has a `*`."""
     found = []
     for line in TABLE.strip().splitlines():
-        key, kind, place, note, default = (*(cell.strip() for cell in line.split(" |")), "", "")[:5]
+        pattern, kind, place, note, default = (*(cell.strip() for cell in line.split(" |")), "", "")[:5]
         head, _, only_if = kind.partition(" if ")
         word, _, values = head.partition(" unless ")
-        found.append(Entry(key, word, place, note, default, tuple(values.split()), only_if))
+        for key in keys(pattern) if "*" in place else [pattern]:
+            named = place.replace("*", key.rpartition(".")[2])
+            found.append(Entry(key, word, named, note, default, tuple(values.split()), only_if))
     return tuple(found)
 
 
 @functools.cache
-def _plain() -> dict[str, Entry]:
-    plain: dict[str, Entry] = {}
+def _by_key() -> dict[str, Entry]:
+    """Key or pattern → the first line that has it, in the table's order."""
+    every: dict[str, Entry] = {}
     for entry in entries():
         for key in keys(entry.key):
-            if "*" not in key:
-                plain.setdefault(key, entry)
-    return plain
+            every.setdefault(key, entry)
+    return every
 
 
-@functools.cache
-def _patterns() -> tuple[tuple[re.Pattern[str], Entry], ...]:
-    every = [(key, entry) for entry in entries() for key in keys(entry.key) if "*" in key]
-    return tuple((re.compile(re.escape(key).replace(r"\*", ".*")), entry) for key, entry in every)
-
-
+@functools.lru_cache(4096)
 def find(key: str) -> Entry | None:
-    """The line of the table for a key; None for an unknown one."""
-    return _plain().get(key) or next((entry for one, entry in _patterns() if one.fullmatch(key)), None)
+    """The line of the table for a key, by name before by pattern; None for an unknown one."""
+    fitting = (entry for one, entry in _by_key().items() if "*" in one and fnmatch.fnmatchcase(key, one))
+    return _by_key().get(key) or next(fitting, None)
 
 
 def known() -> list[str]:
     """Every key that stands in the table by name."""
-    return list(_plain())
+    return [key for key in _by_key() if "*" not in key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from workbench import recipes
 from workbench.base.errors import SettingError
 from workbench.compat.verl_account import estimator, has_critic, has_turns, longest, reward_block
-from workbench.compat.verl_keys import DEFAULTS, GROUPED, Entry, find
+from workbench.compat.verl_keys import DEFAULTS, GROUPED, find
 from workbench.engines.protocol import SamplingSettings
 from workbench.engines.settings import LocalSettings
 from workbench.runs.trackers import check_trackers
@@ -127,13 +128,9 @@ class _Read:
 
 def _at(read: _Read, holder: str) -> dict[str, Any]:
     """Settings whose place in the table is `holder.name` or `holder(name)`, by that name."""
-    found: dict[str, Any] = {}
-    for key, value in read.values.items():
-        entry: Entry | None = find(key)
-        if entry is not None and entry.place.startswith((f"{holder}.", f"{holder}(")):
-            name = entry.place[len(holder) + 1 :].rstrip(")")
-            found[key.rpartition(".")[2] if name == "tau" else name] = value
-    return found
+    place = re.compile(rf"{re.escape(holder)}[.(](\w+)\)?")
+    found = ((place.fullmatch(entry.place), value) for key, value in read.values.items() if (entry := find(key)))
+    return {match[1]: value for match, value in found if match}
 
 
 def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
