@@ -8,7 +8,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from workbench import agents, engines, recipes
+from workbench import agents, engines
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_account import Row, account, canonical, has_turns
 from workbench.compat.verl_command import TEXTS, Command, read_command
@@ -17,7 +17,7 @@ from workbench.compat.verl_reward import reward_from
 from workbench.datasets.door import rows as rows_of
 from workbench.datasets.mixing import mix
 from workbench.datasets.rows import Rows
-from workbench.jobs.verl_plan import Call, Plan, needs_steps, plan
+from workbench.jobs.verl_plan import Call, Name, Plan, needs_steps, plan, program
 from workbench.stages.pipeline import Pipeline
 from workbench.views import document as doc
 
@@ -151,7 +151,9 @@ class VerlJob:
         """
         job = self.adapted(model, train_files, val_files, without, overrides)
         made = _planned(job, policy=engine is None)
-        policy = engine if engine is not None else _open_engine(made)
+        policy = engine
+        if engine is None:
+            policy = engines.local(made.model, template_switches=made.switches or None, **made.engine)
         rows = _open_rows(
             train_files if isinstance(train_files, Rows) else made.train_files,
             made,
@@ -253,10 +255,6 @@ def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
 # --- opening --------------------------------------------------------------------------------------
 
 
-def _open_engine(made: Plan) -> Any:
-    return engines.local(made.model, template_switches=made.switches or None, **made.engine)
-
-
 def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None, weights: Sequence[float] | None = None) -> Rows:
     """Rows as they are, or of files; with `weights` a mixture of the files."""
     if isinstance(source, Rows):
@@ -271,48 +269,22 @@ def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None, weights:
 def _open_pipeline(made: Plan, policy: Any, rows: Rows, reward: Any) -> Pipeline:
     if reward is None and made.reward:
         reward = reward_from(made.reward, tokenizer=policy.tokenizer)
-    settings = {name: made_of(one) for name, one in made.settings.items()} | _open_objects(made, policy, rows)
-    pipe = recipes.by_name(made.recipe)(policy, reward, **settings)
-    changes = dict(made.changes)
-    if made.advantage is not None:
-        own = {**made.advantage.settings, **changes.pop("advantage", {})}
-        pipe = pipe.replace("old_log_prob", **changes.pop("old_log_prob")) if "old_log_prob" in changes else pipe
-        pipe = pipe.replace("advantage", made_of(made.advantage._replace(settings=own)))
-    for stage, own in changes.items():
-        pipe = pipe.replace(stage, **{name: made_of(one) for name, one in own.items()})
-    if made.correction:
-        pipe = recipes.with_rollout_correction(pipe, **made.correction)
-    return pipe if made.resample is None else pipe.insert_after("advantage", made_of(made.resample))
+    names = {"policy": policy, "reward": reward, "rows": rows}
+    for name, call in program(made, reward=reward is not None):
+        names[name] = _result(call, names)
+    return names["pipe"]
 
 
-def _open_objects(made: Plan, policy: Any, rows: Rows) -> dict[str, Any]:
-    """What the recipe gets beside its settings: rows, agent, critic, reference."""
-    found: dict[str, Any] = {"rows": rows} if made.recipe == "dapo" else {}
-    if made.agent is not None:
-        found["agent"] = made.agent if isinstance(made.agent, str) else _open_agent(made.agent)
-    if made.critic is not None:
-        own = dict(made.critic)
-        base = engines.local(own.pop("path")) if "path" in own else policy
-        found["critic"] = base.critic(**own)
-    if made.reference is not None:
-        found["reference"] = engines.local(made.reference)
-    return found
-
-
-def _open_agent(given: Mapping[str, Any]) -> agents.ToolAgent:
-    own = dict(given)
-    if "tools" in own:
-        own["tools"] = agents.load_tools(own["tools"])
-    if "interactions" in own:
-        own["interactions"] = agents.load_interactions(own["interactions"])
-    return agents.ToolAgent(**own)
-
-
-def made_of(value: Any) -> Any:
-    """What a `Call` stands for; anything else as it is. One of a function, without arguments, is the function."""
+def _result(value: Any, names: Mapping[str, Any]) -> Any:
+    """What a `Name` or a `Call` stands for; anything else as it is."""
+    if isinstance(value, Name):
+        return names[value]
     if not isinstance(value, Call):
         return value
-    thing = resolve_name(f"workbench.{value.name}")
-    if not value.args and not value.settings:
-        return thing
-    return thing(*map(made_of, value.args), **{name: made_of(one) for name, one in value.settings.items()})
+    args = [_result(one, names) for one in value.args]
+    if value.name.startswith("."):
+        function = getattr(args.pop(0), value.name[1:])
+    else:
+        function = resolve_name(f"workbench.{value.name}")
+    settings = {name: _result(one, names) for name, one in value.settings.items()}
+    return function if value.bare else function(*args, **settings)

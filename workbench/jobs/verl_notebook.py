@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from workbench.base.distribution import optional
 from workbench.base.files import write_text
 from workbench.compat.verl_account import Row
 from workbench.compat.verl_command import TEXTS
-from workbench.jobs.verl_plan import Call, Plan
+from workbench.jobs.verl_plan import Call, Name, Plan, program
 
 with optional("jobs", "writing a notebook"):
     import nbformat
@@ -43,13 +44,11 @@ _TITLES = {
 }  # fmt: skip
 
 
-class _Name(str):
-    """A parameter's name where its value would stand."""
-
-
 def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Path:
     """Write the notebook of a plan to `path`, and return that; `near` is where it is not verl to the letter."""
     values, name = _parameters(made), Path(path).name
+    statements = program(replace(made, settings=_recipe_settings(made)), reward=bool(made.reward))
+    written = [(target, _statement(f"{target} = ", call)) for target, call in statements]
     origin = "a verl command" if source in TEXTS else Path(source).name
     lines = [
         f"- `{row.key}{f'={row.value}' if row.value else ''}`: {row.why}{' (left out)' * (row.kind == 'refused')}"
@@ -67,9 +66,10 @@ def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Pat
         v4.new_code_cell("import workbench as wb"),
         v4.new_markdown_cell("## The data, checked"),
         v4.new_code_cell(_data(made)),
-        *[v4.new_code_cell(text) for text in _objects(made)],
+        *([v4.new_code_cell(_reward(made))] if made.reward else []),
+        *[v4.new_code_cell(f"{text}\n{target}") for target, text in written if target != "pipe"],
         v4.new_markdown_cell("## The algorithm\n\nA list of stages: replace one, change a setting, print it."),
-        v4.new_code_cell(_algorithm(made)),
+        v4.new_code_cell("\n".join([*(text for target, text in written if target == "pipe"), "pipe"])),
         v4.new_markdown_cell("One batch first, phase by phase; stepping up to the advantage changes no weights."),
         v4.new_code_cell('wb.Stepper(pipe, rows.batch(batch_size, seed=seed)).run(until="advantage")', metadata={"tags": ["look"]}),
         v4.new_markdown_cell("## Training"),
@@ -124,104 +124,72 @@ def _parameter_lines(values: Mapping[str, Any]) -> str:
 
 
 def _data(made: Plan) -> str:
-    engine = {**made.engine, "lr": _Name("lr"), **({"template_switches": made.switches} if made.switches else {})}
-    rows: dict[str, Any] = {**made.rows, "max_prompt_length": _Name("max_prompt_length")}
+    engine = {**made.engine, "lr": Name("lr"), **({"template_switches": made.switches} if made.switches else {})}
+    rows: dict[str, Any] = {**made.rows, "max_prompt_length": Name("max_prompt_length")}
     held = {name: one for name, one in rows.items() if name != "limit"} | (
         {"limit": made.eval_limit} if made.eval_limit else {}
     )
-    read = _call("rows", "wb.rows", ["train_file"], rows)
+    read = Call("rows", (Name("train_file"),), rows)
     if made.weights is not None:
-        parts = _call("", "wb.rows", ["file"], rows)
-        read = _call("rows", "wb.datasets.mix", [f"[{parts} for file in train_file]"], {"weights": made.weights})
+        part = Call("rows", (Name("file"),), rows)
+        read = Call("datasets.mix", (Name(f"[{_text(part)} for file in train_file]"),), {"weights": made.weights})
     fit = '.fitting(policy.tokenizer, overlong="drop")' if made.overlong == "drop" else ""
     return "\n".join(
         [
-            _call("policy", "wb.engines.local", ["model"], engine),
-            read + fit,
-            _call("eval_rows", "wb.rows", ["eval_file"], held) + f"{fit} if eval_file else None",
+            _statement("policy = ", Call("engines.local", (Name("model"),), engine)),
+            _statement("rows = ", read) + fit,
+            _statement("eval_rows = ", Call("rows", (Name("eval_file"),), held)) + f"{fit} if eval_file else None",
             "rows.report(policy.tokenizer)",
         ]
     )
 
 
-def _objects(made: Plan) -> Iterable[str]:
-    """Cells that make what the recipe gets: reward, tools and users, critic."""
-    if made.reward:
-        inner = "".join(f"    {_text(key)}: {_text(value)},\n" for key, value in made.reward.items())
-        yield f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
-    if isinstance(made.agent, dict):
-        own = dict(made.agent)
-        for name in ("tools", "interactions"):
-            if name in own:
-                own[name] = _Name(f"wb.agents.load_{name}({_text(own[name])})")
-        yield _call("agent", "wb.agents.ToolAgent", [], own) + "\nagent"
-    if made.critic is not None:
-        own = dict(made.critic)
-        base = f"wb.engines.local({_text(own.pop('path'))})" if "path" in own else "policy"
-        yield _call("critic", f"{base}.critic", [], own)
-
-
-def _algorithm(made: Plan) -> str:
-    args = ["policy", *(["reward"] if made.reward else [])]
-    lines = [_call("pipe", f"wb.recipes.{made.recipe}", args, _recipe_settings(made))]
-    changes = dict(made.changes)
-    if made.advantage is not None:
-        own = {**made.advantage.settings, **changes.pop("advantage", {})}
-        if "old_log_prob" in changes:
-            lines.append(_call("pipe", "pipe.replace", ['"old_log_prob"'], changes.pop("old_log_prob")))
-        lines.append(_call("pipe", "pipe.replace", ['"advantage"', _text(made.advantage._replace(settings=own))], {}))
-    lines += [_call("pipe", "pipe.replace", [_text(stage)], own) for stage, own in changes.items()]
-    if made.correction:
-        lines.append(_call("pipe", "wb.recipes.with_rollout_correction", ["pipe"], made.correction))
-    if made.resample is not None:
-        lines.append(f'pipe = pipe.insert_after("advantage", {_text(made.resample)})')
-    return "\n".join([*lines, "pipe"])
+def _reward(made: Plan) -> str:
+    inner = "".join(f"    {_text(key)}: {_text(value)},\n" for key, value in made.reward.items())
+    return f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
 
 
 def _recipe_settings(made: Plan) -> dict[str, Any]:
     """The recipe's settings; those that are parameters by their names."""
-    settings = {
-        **made.settings,
-        **{name: _Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")},
-    }
+    names = {name: Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
+    settings = {**made.settings, **names}
     if "sampling" in made.settings:
-        del settings["max_tokens"]
         call = made.settings["sampling"]
-        settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": _Name("max_tokens")})
-    objects = {"agent": isinstance(made.agent, dict), "critic": made.critic is not None, "rows": made.recipe == "dapo"}
-    settings |= {name: _Name(name) for name, there in objects.items() if there}
-    settings |= {"agent": made.agent} if isinstance(made.agent, str) else {}
-    return settings | ({"reference": _Name(f"wb.engines.local({_text(made.reference)})")} if made.reference else {})
+        settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": settings.pop("max_tokens")})
+    return settings
 
 
 def _training(made: Plan, values: Mapping[str, Any]) -> str:
     names = ("steps", "batch_size", "seed", "run", "resume", "eval_rows", "test_freq", "save_freq")
-    own = {
-        **{name: _Name(name) for name in names},
-        **{name: one for name, one in made.train.items() if name not in names},
+    settings = {name: Name(name) for name in names} | {
+        name: one for name, one in made.train.items() if name not in names
     }
     if "epochs" in values:
-        own["steps"] = _Name("steps or epochs * (len(rows) // batch_size)")
-    return _call("result", "await wb.train", ["pipe", "rows"], own) + "\nresult"
+        settings["steps"] = Name("steps or epochs * (len(rows) // batch_size)")
+    return _statement("result = await ", Call("train", (Name("pipe"), Name("rows")), settings)) + "\nresult"
 
 
-def _call(name: str, function: str, args: Sequence[str], settings: Mapping[str, Any]) -> str:
-    """`name = function(args, settings)`, on one line where it fits; without a name the call alone."""
-    given = [*args, *(f"{key}={_text(value)}" for key, value in settings.items())]
-    function = f"{name} = {function}" if name else function
-    line = f"{function}({', '.join(given)})"
-    return line if len(line) <= 100 else "\n".join([f"{function}(", *(f"    {one}," for one in given), ")"])
+def _statement(start: str, call: Call) -> str:
+    """The line that begins with `start` and goes on with the call, or a line for each argument where that is too long."""
+    function, given = _parts(call)
+    line = f"{start}{function}({', '.join(given)})"
+    return line if len(line) <= 100 else "\n".join([f"{start}{function}(", *(f"    {one}," for one in given), ")"])
+
+
+def _parts(call: Call) -> tuple[str, list[str]]:
+    """What is called, and its arguments, as Python writes them."""
+    args = [*map(_text, call.args)]
+    function = args.pop(0) + call.name if call.name.startswith(".") else f"wb.{call.name}"
+    return function, [*args, *(f"{key}={_text(value)}" for key, value in call.settings.items())]
 
 
 def _text(value: Any) -> str:
     """A value as Python writes it."""
-    if isinstance(value, _Name):
+    if isinstance(value, Name):
         return str(value)
     if isinstance(value, Call):
-        if not value.args and not value.settings:
-            return f"wb.{value.name}" if value.name.startswith("functional.") else f"wb.{value.name}()"
-        given = [*map(_text, value.args), *(f"{key}={_text(one)}" for key, one in value.settings.items())]
-        return f"wb.{value.name}({', '.join(given)})"
+        function, given = _parts(value)
+        return function if value.bare else f"{function}({', '.join(given)})"
     if isinstance(value, str):
         return '"' + repr(value + "'")[1:-2] + '"' if '"' not in value else repr(value)
     if isinstance(value, list | tuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +31,24 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """verl's all-linear in a Llama-shaped model."""
 
 
+class Name(str):
+    """A variable's name where its value would stand."""
+
+
 class Call(NamedTuple):
-    """An object of workbench to be made: the path of its class or function from `wb`, and its arguments."""
+    """An object of workbench to be made: the path of its class or function from `wb`, and its arguments.
+
+    A name that begins with a dot is a method of the first argument.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
     settings: Mapping[str, Any] = {}
+
+    @property
+    def bare(self) -> bool:
+        """Whether it stands for a function itself."""
+        return not self.args and not self.settings and self.name.startswith("functional.")
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,40 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Pla
         train={**_train(read), "run": _run(read, name) + suffix, **({"steps": steps} if steps is not None else {})},
         epochs=int(read("trainer.total_epochs")),
     )
+
+
+def program(made: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
+    """The statements `name = call` that make `agent`, `critic` and `pipe` of `policy`, `rows` and, where there is one, `reward`."""
+    policy, pipe = Name("policy"), Name("pipe")
+    objects: dict[str, Any] = {} if made.agent is None else {"agent": made.agent}
+    if isinstance(made.agent, dict):
+        files = [name for name in ("tools", "interactions") if name in made.agent]
+        loaded: dict[str, Any] = {name: Call(f"agents.load_{name}", (made.agent[name],)) for name in files}
+        yield "agent", Call("agents.ToolAgent", (), {**made.agent, **loaded})
+        objects["agent"] = Name("agent")
+    if made.critic is not None:
+        settings = dict(made.critic)
+        base = Call("engines.local", (settings.pop("path"),)) if "path" in settings else policy
+        yield "critic", Call(".critic", (base,), settings)
+        objects["critic"] = Name("critic")
+    if made.recipe == "dapo":
+        objects["rows"] = Name("rows")
+    if made.reference is not None:
+        objects["reference"] = Call("engines.local", (made.reference,))
+    args = (policy, Name("reward")) if reward else (policy,)
+    yield "pipe", Call(f"recipes.{made.recipe}", args, {**made.settings, **objects})
+    changes = dict(made.changes)
+    if made.advantage is not None:
+        if "old_log_prob" in changes:
+            yield "pipe", Call(".replace", (pipe, "old_log_prob"), changes.pop("old_log_prob"))
+        settings = {**made.advantage.settings, **changes.pop("advantage", {})}
+        yield "pipe", Call(".replace", (pipe, "advantage", made.advantage._replace(settings=settings)))
+    for stage, settings in changes.items():
+        yield "pipe", Call(".replace", (pipe, stage), settings)
+    if made.correction:
+        yield "pipe", Call("recipes.with_rollout_correction", (pipe,), made.correction)
+    if made.resample is not None:
+        yield "pipe", Call(".insert_after", (pipe, "advantage", made.resample))
 
 
 class _Read:
