@@ -90,15 +90,18 @@ def _text_of(path: Path) -> str:
         raise SettingError(f"{str(path)!r} cannot be read", found=first_line(cause)) from cause
 
 
-def flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings, dotted names among them, as dotted names → values; an empty mapping is a value."""
-    found: dict[str, Any] = {}
+def leaves(block: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of nested settings, dotted names among them; an empty mapping is a value."""
     for key, value in block.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = _typed(value)
-    return found
+            yield f"{prefix}{key}", value
+
+
+def flat(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings as dotted names → values, of the type that their text has."""
+    return {key: _typed(value) for key, value in leaves(block)}
 
 
 def parsed(text: str) -> Any:
@@ -312,9 +315,14 @@ def _whole(text: str, place: int) -> int:
     """The place behind a quoted text, an escaped character or an expansion that begins here; or this place."""
     if text[place] in "'\"":
         return _quoted(text, place)
-    if text[place] == "\\":
-        return place + 2
-    return _closed(text, place + 1) if text.startswith(("$(", "${"), place) else place
+    return place + 2 if text[place] == "\\" else _expansion(text, place)
+
+
+def _expansion(text: str, place: int) -> int:
+    """The place behind an expansion that begins here, or this place."""
+    if (start := _EXPANSION.match(text, place)) is None:
+        return place
+    return _closed(text, place + 1) if start[0][1] in "({" else start.end()
 
 
 def _quoted(text: str, start: int) -> int:
@@ -371,26 +379,19 @@ class _Shell:
         """A raw word: quotes taken off, expanded, and split where an unquoted variable has spaces."""
         pieces, place = [""], 0
         while place < len(raw):
-            char = raw[place]
-            if char == "'":
-                end = _quoted(raw, place)
-                pieces[-1] += raw[place + 1 : end - 1]
-            elif char == '"':
-                end = _quoted(raw, place)
+            char, end = raw[place], _whole(raw, place)
+            if char == '"':
                 pieces = self._spread(pieces, raw[place + 1 : end - 1], quoted=True)
+            elif char == "'":
+                pieces[-1] += raw[place + 1 : end - 1]
             elif char == "\\":
-                end = place + 2
                 pieces[-1] += raw[place + 1 : end]
-            elif (found := _EXPANSION.match(raw, place)) is not None:
-                end = _closed(raw, place + 1) if found[0][1] in "({" else found.end()
+            elif end > place:
                 pieces = self._spread(pieces, raw[place:end], quoted=False)
             else:
-                end = place + 1
                 pieces[-1] += char
-            place = end
-        return (
-            [piece for piece in pieces if piece] if "'" not in raw and '"' not in raw else pieces[: len(pieces)] or [""]
-        )
+            place = max(end, place + 1)
+        return pieces if "'" in raw or '"' in raw else [piece for piece in pieces if piece]
 
     def _spread(self, pieces: list[str], text: str, *, quoted: bool) -> list[str]:
         array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text)
@@ -406,8 +407,7 @@ class _Shell:
         while place < len(text):
             if text[place] == "\\" and place + 1 < len(text) and text[place + 1] in '"$\\`':
                 found, place = found + text[place + 1], place + 2
-            elif (start := _EXPANSION.match(text, place)) is not None:
-                end = _closed(text, place + 1) if start[0][1] in "({" else start.end()
+            elif (end := _expansion(text, place)) > place:
                 found, place = found + self._value(text[place:end]), end
             else:
                 found, place = found + text[place], place + 1

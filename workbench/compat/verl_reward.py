@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +15,7 @@ from workbench import rewards, sandbox
 from workbench.base.config import coerce
 from workbench.base.errors import SettingError, boundary, describe, unknown
 from workbench.base.secret import without_secrets
+from workbench.compat.verl_command import leaves
 from workbench.dataproto.core import DataProto
 from workbench.engines.http.chat import ClassifyEndpoint
 from workbench.engines.local_engine.classifier import classifier as local_classifier
@@ -124,7 +125,7 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(settings, Mapping):
         raise SettingError("reward", expected="settings in a dict", found=describe(settings))
     found: dict[str, Any] = {}
-    for path, value in _leaves(settings):
+    for path, value in leaves(settings):
         name = _now(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
         group = any(known.startswith(f"{name}.") for known in BLOCK)
         if value is None or (group and value == {}):
@@ -154,15 +155,6 @@ def _place(found: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
     for one in inside:
         place = place.setdefault(one, {})
     return place, key
-
-
-def _leaves(settings: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of all that is no dict of settings."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _now(name: str) -> str:
