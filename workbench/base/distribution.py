@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,6 +12,9 @@ from workbench.base.errors import PackageMissing
 
 DISTRIBUTION = "rl-workbench"
 """Name on the package index; `workbench` is another product there."""
+
+DEPRECATED: dict[str, tuple[str, str]] = {}
+"""Public name, or parameter as `name(parameter)` → the release that deprecated it, and what to use instead."""
 
 
 def version() -> str:
@@ -41,3 +45,9 @@ def optional(extra: str, purpose: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as cause:
         raise PackageMissing(purpose, expected=f"the package {cause.name}", do=install(extra)) from cause
+
+
+def deprecated(name: str) -> None:
+    """Warn the caller of a public function that `name`, a key of `DEPRECATED`, will go."""
+    since, instead = DEPRECATED[name]
+    warnings.warn(f"{name} is deprecated since {since}; use {instead}", FutureWarning, stacklevel=3)
