@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-if (
-    Path(__file__).with_name("repl").is_dir()
-):  # two distributions have written into this folder, the other one is not ours
+if sys.platform == "win32":
+    raise ImportError("workbench runs on Linux and macOS; found Windows; install it in WSL: wsl --install")
+# two distributions have written into this folder, the other one is not ours
+if Path(__file__).with_name("repl").is_dir():
     raise ImportError(
         "the folder of the package workbench has files of another product, which the package index calls `workbench`; expected "
         "those of `rl-workbench` alone; pip uninstall -y workbench rl-workbench, then pip install rl-workbench"

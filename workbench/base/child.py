@@ -345,6 +345,8 @@ def code_of(process: subprocess.Popen[bytes]) -> int | None:
     """Exit code of a process, like `Popen.returncode`; None while it runs. It is not reaped, so its pid is not reused."""
     if process.returncode is not None:
         return process.returncode
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll()
     try:
         found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from workbench.base.errors import WorkbenchError, first_line
 
@@ -48,6 +50,21 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def memory_file(name: str) -> Iterator[tuple[BinaryIO, str]]:
+    """Context manager: yields a file to write, which is in memory, and the path by which this user's processes read it.
+
+    The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a killed process leaves nothing behind. A
+    system without memfd (macOS) gets a temporary file, removed at the end.
+    """
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create(name), "wb", buffering=0) as memory:
+            yield memory, f"/proc/{os.getpid()}/fd/{memory.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile(prefix=name, buffering=0) as file:
+            yield cast(BinaryIO, file), file.name
 
 
 # --- checksums ----------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from workbench.base.files import memory_file
+
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -22,13 +24,10 @@ DTYPES = {
 
 @contextmanager
 def in_memory(data: torch.Tensor) -> Iterator[str]:
-    """Context manager: yields the path of a file in memory with these bytes, readable by this user's processes.
-
-    The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a killed driver leaves nothing behind.
-    """
-    with os.fdopen(os.memfd_create("workbench-weights"), "wb", buffering=0) as file:
+    """Context manager: yields the path of a file in memory with these bytes (`files.memory_file`)."""
+    with memory_file("workbench-weights") as (file, path):
         _write(file, data)
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        yield path
 
 
 def _write(file: Any, tensor: torch.Tensor) -> None:

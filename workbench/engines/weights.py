@@ -19,11 +19,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 
 from workbench.base.errors import EngineError, WorkerLost, first_line, unknown
+from workbench.base.files import memory_file
 from workbench.base.memory import resident
 from workbench.engines.local_engine.loading import check_fit, load_model
 from workbench.engines.protocol import Learner, SampleMany, WeightSource
@@ -344,7 +345,7 @@ class Buckets:
         self.way = way
         self._learner, self._sampler, self._limit = learner, sampler, limit
         self._group: tuple[Any, ...] | None = None
-        self._open: Any = None
+        self._open: tuple[BinaryIO, str] | None = None
 
     def push(self, version: int) -> Push:
         """Push all tensors, bucket by bucket."""
@@ -390,10 +391,11 @@ class Buckets:
         """A file in memory: the one before `again`, or a new one, where the sampler may still refer to the one before."""
         if self._open is None or not again:
             files.close()
-            self._open = files.enter_context(os.fdopen(os.memfd_create("workbench-weights"), "wb"))
+            self._open = files.enter_context(memory_file("workbench-weights"))
             files.callback(setattr, self, "_open", None)
-        self._open.truncate(max(nbytes, os.fstat(self._open.fileno()).st_size))
-        return f"/proc/{os.getpid()}/fd/{self._open.fileno()}"
+        file, path = self._open
+        file.truncate(max(nbytes, os.fstat(file.fileno()).st_size))
+        return path
 
     def _joined(self, takes: Mapping[str, Any]) -> None:
         """Make the group of a broadcast, again where a process was started again."""

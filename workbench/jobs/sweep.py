@@ -223,7 +223,9 @@ class _Runner:
         run = self._state.folder / name
         values = {**self._wanted[name], "run": str(run), "resume": "auto"}
         job = {"notebook": str(self._state.source), "values": values, "kernel": self._kernel, "parent": os.getpid()}
-        threads = str(max(1, int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))) // self._most))
+        # macOS does not say which cores this process may use
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = str(max(1, int(os.environ.get("OMP_NUM_THREADS") or cores) // self._most))
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         with self._log(name).open("ab") as log:
             process = subprocess.Popen(

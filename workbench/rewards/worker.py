@@ -262,7 +262,7 @@ def imported(package: str, root: str) -> None:
 
 def importable(name: str, text: str) -> None:
     """Let processes that this one starts (`multiprocessing`'s, by spawn) import the module `name`, while this one lives: from a
-    zip file in memory, on `sys.path`. Where a system has none, they cannot."""
+    zip file in memory, on `sys.path`. Where a system has none (macOS), they cannot."""
     with contextlib.suppress(AttributeError, OSError):
         place = os.memfd_create(name)  # type: ignore[attr-defined,unused-ignore]
         with zipfile.ZipFile(os.fdopen(place, "wb", closefd=False), "w") as packed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
@@ -26,6 +27,8 @@ ALIASES = {
     "timing_s/adv": "timing_s/advantage",
 }
 """Another name for a metric → its own; both are written."""
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes of a unit of `ru_maxrss`."""
 _PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
 
@@ -81,7 +84,7 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
         found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return {
         **found,
-        "perf/max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "perf/max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**30,
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds,
         "perf/throughput": total / seconds / devices,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ T = TypeVar("T")
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _DO = (
     "give python= an interpreter that lies in no home folder where it is the interpreter that fails; install bubblewrap where it "
-    "is missing; let users make namespaces (Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0); or run programs "
-    "elsewhere: sandbox.remote(url)"
+    "is missing; let users make namespaces (Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0); or "
 )
+_ELSEWHERE = "run programs elsewhere: sandbox.remote(url), or sandbox.container() with Docker"
 
 
 class _Language(NamedTuple):
@@ -95,6 +96,9 @@ class LocalSandbox(SyncDoors):
         self.output_limit = output_limit
         self.disk_limit_mb = disk_limit_mb
         self.packages = packages
+        if sys.platform != "linux":
+            what, expected = "model code cannot be run on this system", "Linux, whose namespaces isolate a program"
+            raise SandboxError(what, expected=expected, found=sys.platform, do=_ELSEWHERE)
         self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
         self.python, self.tier = "", ""
         reasons = []
@@ -108,7 +112,7 @@ class LocalSandbox(SyncDoors):
                 reasons.append(f"{self.python} in {name}: {', '.join(failures)}")
         if not allow_unsafe:
             what, expected = "model code cannot be run safely here", "a tier of isolation that passes its probe"
-            raise SandboxError(what, expected=expected, found="; ".join(reasons), do=_DO)
+            raise SandboxError(what, expected=expected, found="; ".join(reasons), do=_DO + _ELSEWHERE)
         self.tier = "unsafe"
 
     def _enter(self, world: interpreters.World) -> None:
