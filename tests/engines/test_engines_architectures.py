@@ -81,7 +81,7 @@ def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Any:
-    """The model in an engine; the last test of an architecture changes its weights."""
+    """The model in an engine, whose weights no test changes."""
     return local(folder, device="cpu", lr=1e-2)
 
 
@@ -136,7 +136,8 @@ def test_the_table_is_of_today(name: str, engine: Any) -> None:
     assert line(name, check) in TABLE.read_text(encoding="utf-8").splitlines(), f"write it again: python {__file__}"
 
 
-def test_it_learns_is_saved_and_goes_on(folder: Path, engine: Any, batch: DataProto, tmp_path: Path) -> None:
+def test_it_learns_is_saved_and_goes_on(folder: Path, batch: DataProto, tmp_path: Path) -> None:
+    engine = local(folder, device="cpu", lr=1e-2)
     counts = EngineContract.counts(batch)
     before = engine.compute_log_probs(batch)["log_probs"]
     assert engine.learn(batch, LikelihoodLoss(), counts).metrics["grad_norm"].result() > 0
