@@ -81,7 +81,7 @@ class Reading:
             expected = "a list of dicts, a DataFrame, or another table"
             raise DataError(source or "rows", expected=expected, found=describe(records))
         where = f" of {source}" if source else ""
-        cells = [self._cells(record, f"row {index}{where}") for index, record in enumerate(records)]
+        cells = [cells_of(record, f"row {index}{where}") for index, record in enumerate(records)]
         if not cells:
             return [], ""
         columns = dict.fromkeys(name for row in cells for name in row if name not in self.without)
@@ -103,12 +103,6 @@ class Reading:
         settings["without"] = sorted(how.without)
         arguments = [f"{name}={value!r}" for name, value in settings.items() if value not in (None, False, [])]
         return f"wb.rows({', '.join([self.code, *arguments])})"
-
-    def _cells(self, record: Any, place: str) -> dict[str, Any]:
-        if not isinstance(record, Mapping):
-            raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
-        cells = {str(name): plain(value, f"column {str(name)!r} of {place}") for name, value in record.items()}
-        return {name: None if absent(cell) else cell for name, cell in cells.items()}
 
     def _roles(self, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str) -> _Roles:
         prompt = self.prompt or _first(PROMPTS, columns)
@@ -348,6 +342,14 @@ def _plain(value: Any) -> Any:
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     return _plain(value.tolist()) if hasattr(value, "tolist") else value
+
+
+def cells_of(record: Any, place: str) -> dict[str, Any]:
+    """The cells of a record by their columns, as plain values; missing ones are None. Raises `DataError` for what is no record."""
+    if not isinstance(record, Mapping):
+        raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
+    cells = {str(name): plain(value, f"column {str(name)!r} of {place}") for name, value in record.items()}
+    return {name: None if absent(cell) else cell for name, cell in cells.items()}
 
 
 def absent(value: Any) -> bool:

@@ -148,13 +148,10 @@ class Code:
     def _hidden(self, whys: Iterable[str]) -> Score | None:
         """The score of a row that failed for want of a package which the sandbox hides and was not told to; None for others."""
         hides = getattr(self.sandbox, "hides", lambda words: "")
-        for package in filter(None, map(hides, whys)):
-            why = f"package {package!r} is installed here, and the sandbox's programs do not see it"
-            settings = (
-                "sandbox.local(packages=True) to show it, or packages=False: its import is then the program's fault"
-            )
-            return left_open(why, settings)
-        return None
+        package = next(filter(None, map(hides, whys)), "")
+        why = f"package {package!r} is installed here, and the sandbox's programs do not see it"
+        how = "sandbox.local(packages=True) to show it, or packages=False: its import is then the program's fault"
+        return left_open(why, how) if package else None
 
     def _score(self, program: str, outcomes: Sequence[Outcome]) -> Score:
         broken = next((one for one in outcomes if one.passed is None), None)
@@ -218,14 +215,12 @@ class Code:
             (ran,) = await self._run([self._harness({**case.given, "answered": bool(files)}, files=files)])
             found, calls = _from_harness(ran, "script"), ran.files.get("calls.json")
             if found is None or len(found) != 5 or calls is None:
-                return (
-                    [_unanswered(ran, _JUDGING)] * max(expected, 1)
-                    if files or ran.status == "SandboxError"
-                    else [_broken(ran.why)]
-                )
+                if files or ran.status == "SandboxError":
+                    return [_unanswered(ran, _JUDGING)] * max(expected, 1)
+                raise _broken(ran.why)
             asked, verdicts, more, ended, error = found
             if error or not asked:
-                _broken(error or "they call nothing of the program")
+                raise _broken(error or "they call nothing of the program")
             if not files:
                 expected = len(verdicts)
             elif not more:
@@ -260,8 +255,8 @@ class Code:
         return _outcome(result, right, "the output differs", result.stdout)
 
 
-def _broken(why: str) -> Outcome:
-    raise DataError("the row's tests fail by themselves", found=why)
+def _broken(why: str) -> DataError:
+    return DataError("the row's tests fail by themselves", found=why)
 
 
 def _written(result: Result) -> bytes | None:
@@ -340,9 +335,8 @@ def _met(result: Result, expected: Sequence[Any]) -> Outcome:
 
 def _outcome(result: Result, right: bool | None, why: str, got: Any) -> Outcome:
     seconds = result.run.seconds if result.run else 0.0
-    return Outcome(
-        passed=right, why="passed" if right else encodable(why), seconds=seconds, got=encodable(_text(got)[:_SHOWN])
-    )
+    shown = encodable(_text(got)[:_SHOWN])
+    return Outcome(passed=right, why="passed" if right else encodable(why), seconds=seconds, got=shown)
 
 
 def _unanswered(result: Result, doing: str = "") -> Outcome:

@@ -181,36 +181,23 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
         found: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
     else:
         found = records.table_records(completions)
-    return [_row(_texts(record, number), number) for number, record in enumerate(found)]
-
-
-def _texts(record: Any, number: int) -> Any:
-    """A record whose missing cells are None, whose prompt is a text or a chat of text, and whose response is a text."""
-    if not isinstance(record, Mapping):
-        return record
-    found = {
-        str(name): None if records.absent(cell := records.plain(value)) else cell for name, value in record.items()
-    }
-    asked = next((name for name in PROMPT if found.get(name) is not None), None)
-    if asked is not None:
-        chat = records.chat(found[asked], f"{asked} of completion {number}")
-        found[asked] = found[asked] if records.is_text(found[asked], chat) else chat
-    answered = next((name for name in RESPONSE if isinstance(found.get(name), str | list)), None)
-    if answered is not None:
-        found[answered] = records.spoken(found[answered], f"{answered} of completion {number}")
-    return found
+    return [_row(record, number) for number, record in enumerate(found)]
 
 
 def _row(record: Any, number: int) -> dict[str, Any]:
-    if not isinstance(record, Mapping):
-        raise DataError(f"completion {number}", expected="a dict of columns", found=type(record).__name__)
-    columns = {str(name): value for name, value in record.items()}
+    """The view of a record; its missing cells are None, its prompt a text or a chat of text, its response a text."""
+    columns = records.cells_of(record, f"completion {number}")
+    asked = next((name for name in PROMPT if columns.get(name) is not None), None)
+    if asked is not None:
+        chat = records.chat(columns[asked], f"{asked} of completion {number}")
+        columns[asked] = columns[asked] if records.is_text(columns[asked], chat) else chat
     name = next((name for name in RESPONSE if isinstance(columns.get(name), str | list)), None)
     if name is None:
         if there := next((name for name in RESPONSE if name in columns), None):
             raise DataError(f"{there} of completion {number}", expected="a text", found=describe(columns[there]))
         expected = f"a column with responses, named one of {', '.join(RESPONSE)}"
         raise DataError(f"completion {number}", expected=expected, found=f"columns {', '.join(columns)}")
+    columns[name] = records.spoken(columns[name], f"{name} of completion {number}")
     judged = columns.get("reward_model")
     if isinstance(judged, str):
         with boundary(f"reading reward_model of completion {number}", DataError):
@@ -218,7 +205,7 @@ def _row(record: Any, number: int) -> dict[str, Any]:
     if not isinstance(judged, Mapping):
         truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
         judged = {"ground_truth": truth}
-    prompt = next((columns[name] for name in PROMPT if columns.get(name) is not None), None)
+    prompt = columns[asked] if asked else None
     plain = {**columns, "reward_model": dict(judged), "raw_prompt": prompt}
     if not isinstance(prompt, list | None):
         plain |= {"raw_prompt": [{"role": "user", "content": str(prompt)}], "prompt_is_text": True}

@@ -85,10 +85,8 @@ def parse(text: str, schema: type[V], thought: str | None = None) -> V:
     default the schema's field `think`, or the one with that alias. So a reason may speak of `<think>`. A field with a default
     may be missing.
     """
-    thinks = thought or next(
-        (name for name, field in schema.model_fields.items() if "think" in (name, field.alias)), ""
-    )
-    values, rest = _thinking(text[-MAX_OUTPUT:], schema, thinks)
+    thinks = (name for name, field in schema.model_fields.items() if "think" in (name, field.alias))
+    values, rest = _thinking(text[-MAX_OUTPUT:], schema, thought or next(thinks, ""))
     found = _from_json(rest)
     for name, field in schema.model_fields.items():
         if found is None and name not in values and (field.is_required() or f"{name}>" in rest):
@@ -119,9 +117,8 @@ def _tag(text: str, name: str, schema: type[BaseModel]) -> str:
     found = {value.strip() for _, opened, value in (piece.partition(f"<{name}>") for piece in pieces) if opened}
     what = f"the tag <{name}> in the output of the judge"
     if f"<{name}>" in rest:
-        raise Unparseable(
-            what, expected="one value", found="a tag that is not closed", do="raise max_tokens of the judge"
-        )
+        do = "raise max_tokens of the judge"
+        raise Unparseable(what, expected="one value", found="a tag that is not closed", do=do)
     if len(found) != 1:
         many = f"{len(found)} different values" if found else "no such tag"
         raise Unparseable(what, expected="one value", found=many)
@@ -363,6 +360,12 @@ class Judge(BaseReward):
         prompt, response, cut = self.asking.cut(row, self.model.tokenizer)
         return self.filled(prompt=prompt, response=response, ground_truth=str(row.get("ground_truth"))), cut
 
+    def text_for_two(self, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
+        """As `text_for`, for responses to one prompt: name in the template → row."""
+        cut = {name: self.asking.cut(row, self.model.tokenizer) for name, row in rows.items()}
+        prompts, responses, cuts = zip(*cut.values(), strict=True)
+        return self.filled(prompt=prompts[0], **dict(zip(cut, responses, strict=True))), any(cuts)
+
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """One `Score` for each row, in order; the judge is asked about all rows concurrently."""
         return runtime.run_all(self._row, rows)
@@ -420,17 +423,14 @@ def scale_of(schema: type[BaseModel], scale: tuple[float, float] | None = None) 
     """
     field = schema.model_fields["score"]
     bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "le") if hasattr(rule, name)}
+    options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     low, high = bounds.get("ge"), bounds.get("le")
-    if get_origin(field.annotation) is Literal and all(
-        isinstance(one, int | float) for one in get_args(field.annotation)
-    ):
-        low, high = min(get_args(field.annotation)), max(get_args(field.annotation))
+    if options and all(isinstance(one, int | float) for one in options):
+        low, high = min(options), max(options)
     low, high = scale or (low, high)
     if low is None or high is None or low >= high:
-        what, do = (
-            f"'score' of judge schema {schema.__name__}",
-            "declare Field(ge=…, le=…), or pass scale=(0, 4) or value=…",
-        )
+        do = "declare Field(ge=…, le=…), or pass scale=(0, 4) or value=…"
+        what = f"'score' of judge schema {schema.__name__}"
         raise SettingError(what, expected="bounds ge < le", found=bounds or "none", do=do)
     return float(low), float(high)
 
@@ -494,12 +494,7 @@ class PairwiseJudge(Judge):
 
     async def compare(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Score:
         """The verdict on two rows of one prompt, in this order: the first one's share of the win (1, ½ or 0), or *infra_error*."""
-        return await self._verdict(lambda: self._texts(one, other))
-
-    def _texts(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, bool]:
-        prompt, first, cut = self.asking.cut(one, self.model.tokenizer)
-        _, second, also = self.asking.cut(other, self.model.tokenizer)
-        return self.filled(prompt=prompt, response_a=first, response_b=second), cut or also
+        return await self._verdict(lambda: self.text_for_two({"response_a": one, "response_b": other}))
 
 
 _SHARE = {"A": 1.0, "B": 0.0, "TIE": 0.5}
@@ -525,10 +520,8 @@ def _standing(mine: Sequence[_Comparison]) -> Score:
     judged = len(mine) - len(broken)
     parts = {"swap_consistency": len(valid) / judged} if judged else {}
     if not valid:
-        why = "no comparison of this row gave a verdict in both orders that agree"
-        return failed(f"{why}: {broken[0]}" if broken else why, "\n".join(extra.get("no_verdict", ()))).with_extra(
-            extra
-        )
+        why = ": ".join(["no comparison of this row gave a verdict in both orders that agree", *broken[:1]])
+        return failed(why, "\n".join(extra.get("no_verdict", ()))).with_extra(extra)
     value = (2 * sum(valid) - len(valid)) / len(valid)
     return Score(value=value, parts=parts, extra=extra, why=f"{sum(valid):g} wins in {len(valid)} comparisons")
 

@@ -99,10 +99,8 @@ class JudgeReport(Shown):
     def constant(self) -> tuple[str, dict[Hashable, float]]:
         """The constant predictor, which gives the most frequent truth each time, in words, and its credit by item."""
         if self.kind == "choices":
-            even = {n: len(one.best) / len(one.answers) for n, one in enumerate(self.items)}
-            return "the same number", {
-                n: 0.0 if self.items[n].category.lower() == "ties" else x for n, x in even.items()
-            }
+            chances = (len(one.best) / len(one.answers) * (one.category.lower() != "ties") for one in self.items)
+            return "the same number", dict(enumerate(chances))
         truths = [(one.item, self._said(one, self._truth(one.item))) for one in self.asked if one.seed == self.seeds[0]]
         ((most, _),) = Counter(truth for _, truth in truths).most_common(1)
         return f"always {most}", stats.item_means((item, float(truth == most)) for item, truth in truths)
@@ -202,9 +200,7 @@ class JudgeReport(Shown):
         asked = dict.fromkeys((one.item, one.seed) for one in self.asked)
         found["swap consistency"] = stats.share(same)
         found["right in both orders"] = stats.share((key[0], sure.get(key, 0.0)) for key in asked)
-        turned = [
-            two for two in self._both if two[0].verdict != two[1].verdict and max(len(x.verdict) for x in two) == 1
-        ]
+        turned = [(a, b) for a, b in self._both if a.verdict != b.verdict and len(a.verdict) == len(b.verdict) == 1]
         first = [(one.item, float(one.verdict == _first(self.items[one.item], one))) for one, _ in turned]
         return found | {"says the first, of inconsistent pairs": stats.share(first)}
 
@@ -263,9 +259,7 @@ class JudgeReport(Shown):
             return f"better than the constant {against}"
         if self.kind == "grades":
             middle = median(item.grade for item in self.items)
-            off = self._means(
-                lambda one: None if one.verdict is None else abs(one.verdict - self.items[one.item].grade)
-            )
+            off = self._means(lambda one: abs(one.verdict - self.items[one.item].grade), self.answered)
             if self._beats({n: abs(one.grade - middle) for n, one in enumerate(self.items)}, off).low > 0:
                 return f"nearer to the truth than the constant, not more often right {against}"
         return f"{'worse' if gap.high < 0 else 'no better'} than the constant {against}"
@@ -312,11 +306,8 @@ class JudgeReport(Shown):
         if self.kind == "choices" or not self.same_scale:
             return pd.DataFrame()
         pairs = [(self._said(one, self._truth(one.item)), self._said(one, one.verdict)) for one in self.asked]
-        known = (
-            ["A", "B", TIE]
-            if self.kind == "pairs"
-            else sorted({said for two in pairs for said in two} - {NONE}, key=int)
-        )
+        said = {one for two in pairs for one in two} - {NONE}
+        known = ["A", "B", TIE] if self.kind == "pairs" else sorted(said, key=int)
         rows = [name for name in known if any(truth == name for truth, _ in pairs)]
         columns = [name for name in (*known, NONE) if any(name in two for two in pairs)]
         counts = Counter(pairs)

@@ -111,31 +111,28 @@ def calibration(confidences: Sequence[float], right: Sequence[float], bins: int 
 
     The error is Σ n_b/N · |accuracy_b − confidence_b| (Naeini 2015, Guo 2017); NaN of no verdicts.
     """
+    stated, credit = np.asarray(confidences, float), np.asarray(right, float)
     edges = np.linspace(0.0, 1.0, bins + 1)
-    return _binned(np.asarray(confidences, float), np.asarray(right, float), edges)
+    place = np.clip(np.searchsorted(edges, stated, side="left") - 1, 0, bins - 1)
+    found, error = [], 0.0
+    for number in np.unique(place):
+        there = place == number
+        confidence, accuracy, n = float(stated[there].mean()), float(credit[there].mean()), int(there.sum())
+        found.append(Bin(float(edges[number]), float(edges[number + 1]), n, confidence, accuracy))
+        error += n / len(stated) * abs(accuracy - confidence)
+    return found, error if len(stated) else math.nan
 
 
 def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -> list[Bin]:
     """Bins by a margin ≥ 0 that is no probability, so that there is no calibration error: of about equally many verdicts, or
     one for each margin where there are few. `low` and `high` are the margins in a bin, both included."""
     size, credit = np.asarray(margins, float), np.asarray(right, float)
-    edges = (
-        there if len(there := np.unique(size)) <= bins else np.unique(np.quantile(size, np.arange(1, bins + 1) / bins))
-    )
+    edges = np.unique(size)
+    if len(edges) > bins:
+        edges = np.unique(np.quantile(size, np.arange(1, bins + 1) / bins))
     place = np.searchsorted(edges, size, side="left")
     groups = [(size[place == number], credit[place == number]) for number in np.unique(place)]
     return [Bin(float(one.min()), float(one.max()), len(one), mean(one), mean(given)) for one, given in groups]
-
-
-def _binned(given: np.ndarray, right: np.ndarray, edges: np.ndarray) -> tuple[list[Bin], float]:
-    place = np.clip(np.searchsorted(edges, given, side="left") - 1, 0, len(edges) - 2)
-    found, error = [], 0.0
-    for number in np.unique(place):
-        there = place == number
-        confidence, accuracy, n = float(given[there].mean()), float(right[there].mean()), int(there.sum())
-        found.append(Bin(float(edges[number]), float(edges[number + 1]), n, confidence, accuracy))
-        error += n / len(given) * abs(accuracy - confidence)
-    return found, error if len(given) else math.nan
 
 
 # --- RewardBench ----------------------------------------------------------------------------------

@@ -175,9 +175,8 @@ def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: boo
         both = [(0, 1), (1, 0)]
         drawn = random.Random(f"{item.id}/{item.answers}").choice(both)
         questions += [(number, order) for order in (both if orders else [drawn])]
-    scores = runtime.run_all(
-        lambda one: judge.compare(items[one[0]].rows[one[1][0]], items[one[0]].rows[one[1][1]]), questions
-    )
+    pairs = [[items[number].rows[place] for place in order] for number, order in questions]
+    scores = runtime.run_all(lambda rows: judge.compare(*rows), pairs)
     found = []
     for (number, order), score in zip(questions, scores, strict=True):
         won = {1.0: order[:1], 0.0: order[1:], 0.5: (0, 1)}.get(score.value) if score.scored else None
@@ -236,9 +235,8 @@ def _grade(score: Score, label: str) -> float:
 
 
 def _stated(score: Score) -> float:
-    found = next(
-        (value for name in ("confidence", "probability") if (value := _fields(score).get(name)) is not None), None
-    )
+    values = map(_fields(score).get, ("confidence", "probability"))
+    found = next((value for value in values if value is not None), None)
     return float(found) if isinstance(found, int | float) and 0 <= found <= 1 else math.nan
 
 

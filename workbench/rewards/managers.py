@@ -347,9 +347,8 @@ class FileManagerReward(ManagerReward):
     def _ask(self, data: Any, *, return_dict: bool) -> Any:
         (answer,) = self._pool.map([{"data": data, "return_dict": return_dict}])
         if not answer.ok:
-            raise RewardError(
-                f"reward manager {self.name} failed", found=answer.why, do=answer.traceback or "fix its file"
-            )
+            do = answer.traceback or "fix its file"
+            raise RewardError(f"reward manager {self.name} failed", found=answer.why, do=do)
         result = answer.result  # plain data: tensors have come as lists
         if isinstance(result, Mapping):
             return {**result, "reward_tensor": torch.tensor(result["reward_tensor"])}

@@ -148,7 +148,8 @@ def principles(
     if not proposed:
         found = failed[0] if failed else "empty ones"
         raise RewardError("principles proposed by the model", expected="at least one", found=found)
-    reports = [(text, n, _report(model, checking[:checks], _one(text), asking)) for text, n in merged(proposed)]
+    alone = "Judge by this principle alone:\n"
+    reports = [(text, n, _report(model, checking[:checks], alone + text, asking)) for text, n in merged(proposed)]
     ranked = sorted(reports, key=lambda one: -one[2].figures["accuracy"].value)
     candidates, left = list[Principle](), keep
     for text, count, report in ranked:
@@ -162,10 +163,6 @@ def principles(
     if len(made):
         made.together = _report(model, last[:checks], made.text, asking)
     return made
-
-
-def _one(text: str) -> str:
-    return f"Judge by this principle alone:\n{text}"
 
 
 def _with(template: str, text: str) -> str:
@@ -183,14 +180,8 @@ class _Proposer(Judge):
 
     async def propose(self, item: Item) -> Score:
         """The proposal for a pair, as the `verdict` of a `Score`."""
-
-        def written() -> tuple[str, bool]:
-            (best,) = item.best
-            prompt, better, cut = self.asking.cut(item.rows[best], self.model.tokenizer)
-            _, worse, also = self.asking.cut(item.rows[1 - best], self.model.tokenizer)
-            return self.filled(prompt=prompt, better=better, worse=worse), cut or also
-
-        return await self._verdict(written)
+        (best,) = item.best
+        return await self._verdict(lambda: self.text_for_two({"better": item.rows[best], "worse": item.rows[1 - best]}))
 
 
 def _proposed(pairs: Samples, model: ChatModel, asking: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -214,15 +205,11 @@ def merged(texts: Sequence[str]) -> list[tuple[str, int]]:
     found: list[tuple[str, frozenset[str], int]] = []
     for text in texts:
         words = frozenset(re.findall(r"\w+", text.lower()))
-        like = next((at for at, (_, other, _) in enumerate(found) if _alike(words, other)), None)
+        shares = (len(words & other) >= ALIKE * len(words | other) for _, other, _ in found)
+        like = next((at for at, alike in enumerate(shares) if alike), None)
         if like is None:
             found.append((text, words, 1))
         else:
             first, own, count = found[like]
             found[like] = first, own, count + 1
     return sorted(((text, count) for text, _, count in found), key=lambda one: -one[1])
-
-
-def _alike(one: frozenset[str], other: frozenset[str]) -> bool:
-    either = one | other
-    return len(one & other) >= ALIKE * len(either)

@@ -347,11 +347,8 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
         # ours says more under the module's own name: what it extracted, and why
         function = getattr(function, name, function.compute_score)
     if not callable(function):
-        do = (
-            'several are one: wb.rewards.Rubric({"right": f, "short": g})'
-            if isinstance(function, list | tuple)
-            else None
-        )
+        several = isinstance(function, list | tuple)
+        do = 'several are one: wb.rewards.Rubric({"right": f, "short": g})' if several else None
         raise DataError("reward", expected="a function, a file or a reward", found=describe(function), do=do)
     if getattr(function, "in_process", False) is True:
         return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})

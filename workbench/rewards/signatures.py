@@ -160,10 +160,8 @@ class Signature:
 
     def _may_be_column(self, name: str, meaning: str | None, fills: bool) -> bool:
         wanted = self.wanted(name)
-        if wanted in (
-            "queries",
-            "prompt",
-        ):  # made of the run's prompt: a data set's `query` is a question, `prompt` a chat
+        # made of the run's prompt: a data set's `query` is a question, `prompt` a chat
+        if wanted in ("queries", "prompt"):
             return False
         if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
             return meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))

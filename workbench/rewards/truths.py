@@ -44,7 +44,8 @@ def no_truth(truth: Any = None) -> Score:
     """The score of a row whose ground truth is missing, or is such that no answer can match it: not applicable."""
     if truth is None:
         return Score(status=Status.NOT_APPLICABLE, why="the row has no ground truth")
-    return Score(status=Status.NOT_APPLICABLE, why=f"no answer can match the ground truth {_said(truth)}")
+    why = f"no answer can match the ground truth {describe(truth)} ({type(truth).__name__})"
+    return Score(status=Status.NOT_APPLICABLE, why=why)
 
 
 def rule(
@@ -114,10 +115,3 @@ def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str
 def unscorable_of(scorer: Any) -> Callable[..., str] | None:
     """The attribute `unscorable` of a scorer or of the function inside a `functools.partial`; None where it has none."""
     return getattr(scorer.func if isinstance(scorer, functools.partial) else scorer, "unscorable", None)
-
-
-def _said(truth: Any) -> str:
-    try:
-        return f"{describe(truth)} ({type(truth).__name__})"
-    except Exception:  # noqa: BLE001 - an object may fail to print itself
-        return f"of type {type(truth).__name__}"

@@ -138,7 +138,8 @@ class ReasoningJudge:
         self._format = None if template else getattr(schema, "format", None)
         self.template = template or _KINDS[self.kind]
         if self._format is None:
-            fill(self.template, {**dict.fromkeys(_names(self.kind), ""), **self.texts})
+            names = ("prompt", *self._answers(("", "")), "instructions")
+            fill(self.template, {**dict.fromkeys(names, ""), **self.texts})
 
     # --- prompts ------------------------------------------------------------------------------
 
@@ -340,11 +341,6 @@ def _kind(schema: type[BaseModel], kind: str | None) -> str:
     chosen = kind or found[0]
     require(chosen in _KINDS, "kind", expected=", ".join(_KINDS), found=chosen)
     return chosen
-
-
-def _names(kind: str) -> tuple[str, ...]:
-    own = {"pointwise": ("answer", "response"), "listwise": ("answers",)}
-    return ("prompt", *own.get(kind, ("answer_a", "answer_b", "response_a", "response_b")), "instructions")
 
 
 def template_thinks(tokenizer: Any, switches: Mapping[str, Any]) -> bool:
