@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,9 +82,8 @@ class Diagnosis(doc.View):
     @property
     def title(self) -> str:
         """One line with the number of findings of each state and the seconds."""
-        counts = ", ".join(
-            f"{len(found)} {state}" for state in (WRONG, WARNING, OK, SKIPPED) if (found := self.having(state))
-        )
+        found = {state: len(self.having(state)) for state in (WRONG, WARNING, OK, SKIPPED)}
+        counts = ", ".join(f"{count} {state}" for state, count in found.items() if count)
         return f"workbench doctor: {counts} in {sum(one.seconds for one in self.findings):.0f} s"
 
     def document(self) -> doc.Part:
@@ -142,26 +141,23 @@ def doctor(
 def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
     """Findings as they come. A child has all checks, up to one that goes wrong: an error may have left its GPU unusable."""
     child: Child | None = None
-    with tempfile.TemporaryDirectory(prefix="workbench-doctor-") as folder:
-        try:
-            for name in names:
-                function, seconds = CHECKS[name]
-                if child is None:
-                    child = Child(__file__, env=importing(dict(os.environ)), folder=Path(folder))
-                began = time.monotonic()
-                try:
-                    found = _answered(child, function, seconds)
-                except OSError as error:  # the child has been closed
-                    do = HINTS.get(name, "see the kernel's log (dmesg)")
-                    found = Finding(WRONG, _ending(child, error, seconds), do)
-                do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
-                yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
-                if found.state == WRONG:
-                    child.close()
-                    child = None
-        finally:
-            if child is not None:
+    with tempfile.TemporaryDirectory(prefix="workbench-doctor-") as folder, ExitStack() as children:
+        for name in names:
+            function, seconds = CHECKS[name]
+            if child is None:
+                child = Child(__file__, env=importing(dict(os.environ)), folder=Path(folder))
+                children.callback(child.close)
+            began = time.monotonic()
+            try:
+                found = _answered(child, function, seconds)
+            except OSError as error:  # the child has been closed
+                do = HINTS.get(name, "see the kernel's log (dmesg)")
+                found = Finding(WRONG, _ending(child, error, seconds), do)
+            do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
+            yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
+            if found.state == WRONG:
                 child.close()
+                child = None
 
 
 def _answered(child: Child, function: str, seconds: float) -> Finding:

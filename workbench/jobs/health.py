@@ -41,12 +41,8 @@ def port_of(health: bool | int | None) -> int | None:
         health = int(said)
     if health is None or isinstance(health, bool):
         return PORT if health else None
-    require(
-        isinstance(health, int) and 0 <= health < 65536,
-        "argument health",
-        expected="a port, True or None",
-        found=health,
-    )
+    is_port = isinstance(health, int) and 0 <= health < 65536
+    require(is_port, "argument health", expected="a port, True or None", found=health)
     return health
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -239,17 +240,15 @@ def disk() -> Finding:
 def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
     """(bytes a second of a file of `size` bytes up to its fsync, seconds of an fsync of a small change)."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix="workbench-doctor-") as file:
-        began = time.perf_counter()
-        file.write(os.urandom(size))
-        file.flush()
-        os.fsync(file.fileno())
-        speed = size / (time.perf_counter() - began)
-        began = time.perf_counter()
-        for _ in range(5):
-            file.write(b"x")
+
+        def synced(data: bytes) -> float:
+            began = time.perf_counter()
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        return speed, (time.perf_counter() - began) / 5
+            return time.perf_counter() - began
+
+        return size / synced(os.urandom(size)), fmean(synced(b"x") for _ in range(5))
 
 
 def ports() -> Finding:

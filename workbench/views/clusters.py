@@ -228,12 +228,17 @@ def timeline(made: Timeline) -> doc.Part:
 
 
 def _lane(spans: Iterable[Span], whole: float) -> str:
-    drawn = [" "] * LANE
-    for _, began, ended in spans:
-        first = int(began / whole * LANE)
+    return "".join("█" if count else " " for count in _counts(((a, b) for _, a, b in spans), whole))
+
+
+def _counts(spans: Iterable[tuple[float, float]], whole: float) -> list[int]:
+    """How many of the (began, ended) are open at each of `LANE` moments."""
+    counts = [0] * LANE
+    for began, ended in spans:
+        first = min(int(began / whole * LANE), LANE - 1)
         for place in range(first, min(max(int(ended / whole * LANE), first + 1), LANE)):
-            drawn[place] = "█"
-    return "".join(drawn)
+            counts[place] += 1
+    return counts
 
 
 def _totals(spans: Iterable[Span]) -> str:
@@ -256,12 +261,8 @@ def _asked(made: Timeline) -> dict[str, list[Asked]]:
 
 def _levels(requests: Sequence[Asked], start: float, whole: float) -> str:
     """How many requests are open at each of `LANE` moments, as blocks of that height."""
-    found = [0] * LANE
-    for one in requests:
-        first = min(int((one.asked - start) / whole * LANE), LANE - 1)
-        for place in range(first, min(max(int(((one.ended or start) - start) / whole * LANE), first + 1), LANE)):
-            found[place] += 1
-    return "".join(_LEVELS[-(-8 * count // max(*found, 1))] for count in found)
+    counts = _counts(((one.asked - start, (one.ended or start) - start) for one in requests), whole)
+    return "".join(_LEVELS[-(-8 * count // max(*counts, 1))] for count in counts)
 
 
 def _waits(requests: Sequence[Asked]) -> str:
@@ -287,10 +288,12 @@ def _times(made: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list
         lanes[one.group, one.rank].append((name, one.began - start, one.ended - start))
     for stage, began, ended in made.stages():
         stages[stage].append((stage, began - start, ended - start))
-    whole = (
-        max([*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)], default=0.0) - start
+    ends = [*(one.ended for one in made.events), *(one.ended or 0.0 for one in made.requests)]
+    return (
+        max(max(ends, default=0.0) - start, 1e-9),
+        {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)},
+        stages,
     )
-    return max(whole, 1e-9), {f"{group} {rank}": lanes[group, rank] for group, rank in sorted(lanes)}, stages
 
 
 def timeline_figure(made: Timeline) -> Figure:
@@ -312,13 +315,10 @@ def timeline_figure(made: Timeline) -> Figure:
         _concurrency(axes, place, requests, made.start)
     if stages:
         axes.axhline(len(stages) - 0.5, color="#666666", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [label(row, 30) for row in rows], fontsize=8, parse_math=False)
-    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    _rows(axes, rows)
     axes.set_xlim(0, whole)
     more = f"; {len(lanes) - WORKERS} more workers are left out" if len(lanes) > WORKERS else ""
     axes.set_xlabel(f"seconds since the first call{more}", fontsize=8)
-    axes.set_axisbelow(True)
-    bare(axes, grid="x")
     names = methods[:METHODS]
     patches = [Patch(facecolor=colours[name]) for name in names]
     words = [label(name, 30) for name in names]
@@ -327,6 +327,14 @@ def timeline_figure(made: Timeline) -> Figure:
         words += ["requests that wait", "requests answered"]
     legend(figure, patches, words, loc="outside upper center", ncols=6, fontsize=8, frameon=False)
     return figure
+
+
+def _rows(axes: Axes, names: Sequence[str]) -> None:
+    """A row for each name, the first on top."""
+    axes.set_yticks(range(len(names)), [label(name, 30) for name in names], fontsize=8, parse_math=False)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    axes.set_axisbelow(True)
+    bare(axes, grid="x")
 
 
 def _concurrency(axes: Axes, row: int, requests: Sequence[Asked], start: float) -> None:
@@ -403,9 +411,8 @@ def _lanes(one: Simulated) -> tuple[dict[str, list[Span]], float]:
     learnt = one.spans.get("learner", [])
     whole = max(learnt[min(STEPS, len(learnt)) - 1][2] if learnt else one.whole, 1e-9)
     kept = {name: spans for name, spans in one.spans.items() if spans and _drawn(name)}
-    return {
-        name: [(what, a, min(b, whole)) for what, a, b in spans if a < whole] for name, spans in kept.items()
-    }, whole
+    lanes = {name: [(what, a, min(b, whole)) for what, a, b in spans if a < whole] for name, spans in kept.items()}
+    return lanes, whole
 
 
 def _drawn(lane: str) -> bool:
@@ -425,13 +432,9 @@ def simulation_figure(made: Simulation) -> Figure:
         for row, (name, spans) in enumerate(lanes.items()):
             key = name if name in colours else "scores" if name == "rewards" else "samples"
             _bars(axes, row, [(key, began, ended) for _, began, ended in spans], colours)
-        axes.set_yticks(range(len(lanes)), list(lanes), fontsize=8)
-        axes.set_ylim(len(lanes) - 0.5, -0.5)
-        axes.set_title(
-            label(f"{one.layout.title}: {one.seconds:.3g} s a step", 90), fontsize=9, loc="left", parse_math=False
-        )
-        axes.set_axisbelow(True)
-        bare(axes, grid="x")
+        _rows(axes, list(lanes))
+        title = label(f"{one.layout.title}: {one.seconds:.3g} s a step", 90)
+        axes.set_title(title, fontsize=9, loc="left", parse_math=False)
     charts[-1].set_xlim(0, max(whole for _, _, whole in found))
     charts[-1].set_xlabel(f"seconds; the first {STEPS} steps", fontsize=8)
     return figure
