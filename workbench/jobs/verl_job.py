@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from workbench import agents, engines
+from workbench import agents
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_account import Row, account, canonical, has_turns
 from workbench.compat.verl_command import TEXTS, Command, read_command
 from workbench.compat.verl_keys import DEFAULTS, entries, find, keys, known
 from workbench.compat.verl_reward import reward_from
-from workbench.datasets.door import rows as rows_of
-from workbench.datasets.mixing import mix
 from workbench.datasets.rows import Rows
-from workbench.jobs.verl_plan import Call, Name, Plan, needs_steps, plan, program
+from workbench.jobs.verl_plan import Call, Name, Plan, data, needs_steps, plan, program
 from workbench.stages.pipeline import Pipeline
 from workbench.views import document as doc
 
@@ -151,21 +150,19 @@ class VerlJob:
         """
         job = self.adapted(model, train_files, val_files, without, overrides)
         made = _planned(job, policy=engine is None)
-        policy = engine
-        if engine is None:
-            policy = engines.local(made.model, template_switches=made.switches or None, **made.engine)
-        rows = _open_rows(
-            train_files if isinstance(train_files, Rows) else made.train_files,
-            made,
-            policy,
-            made.rows.get("limit"),
-            made.weights,
-        )
-        held = val_files if isinstance(val_files, Rows) else made.eval_files
-        eval_rows = _open_rows(held, made, policy, made.eval_limit) if held else None
+        rows, eval_rows = (files if isinstance(files, Rows) else None for files in (train_files, val_files))
+        names: dict[str, Any] = {"policy": engine, "rows": rows, "eval_rows": eval_rows, "reward": reward}
+        parts = [Call("rows", (file,), made.rows) for file in made.train_files]
+        for name, call in data(made, made.model, made.train_files, made.eval_files, parts):
+            if names[name] is None and (name != "eval_rows" or made.eval_files):
+                names[name] = _result(call, names)
+        if reward is None and made.reward:
+            names["reward"] = reward_from(made.reward, tokenizer=names["policy"].tokenizer)
+        for name, call in program(made, reward=names["reward"] is not None):
+            names[name] = _result(call, names)
         how = dict(made.train)
-        how.setdefault("steps", made.epochs * (len(rows) // how["batch_size"]))
-        return _open_pipeline(made, policy, rows, reward), rows, eval_rows, how
+        how.setdefault("steps", made.epochs * (len(names["rows"]) // how["batch_size"]))
+        return names["pipe"], names["rows"], names["eval_rows"], how
 
     def adapted(
         self, model: Any, train_files: Any, val_files: Any, without: Sequence[str], overrides: Mapping[str, Any]
@@ -255,30 +252,13 @@ def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
 # --- opening --------------------------------------------------------------------------------------
 
 
-def _open_rows(source: Any, made: Plan, policy: Any, limit: int | None, weights: Sequence[float] | None = None) -> Rows:
-    """Rows as they are, or of files; with `weights` a mixture of the files."""
-    if isinstance(source, Rows):
-        return source
-    if weights is None:
-        found = rows_of(source, **{**made.rows, "limit": limit})
-    else:
-        found = mix([rows_of(file, **made.rows) for file in source], weights=weights)
-    return found.fitting(policy.tokenizer, overlong=made.overlong) if made.overlong == "drop" else found
-
-
-def _open_pipeline(made: Plan, policy: Any, rows: Rows, reward: Any) -> Pipeline:
-    if reward is None and made.reward:
-        reward = reward_from(made.reward, tokenizer=policy.tokenizer)
-    names = {"policy": policy, "reward": reward, "rows": rows}
-    for name, call in program(made, reward=reward is not None):
-        names[name] = _result(call, names)
-    return names["pipe"]
-
-
 def _result(value: Any, names: Mapping[str, Any]) -> Any:
-    """What a `Name` or a `Call` stands for; anything else as it is."""
+    """What a `Name` (of an attribute: `policy.tokenizer`) or a `Call` stands for, in a list, too; anything else as it is."""
     if isinstance(value, Name):
-        return names[value]
+        name, *attributes = value.split(".")
+        return functools.reduce(getattr, attributes, names[name])
+    if isinstance(value, list):
+        return [_result(one, names) for one in value]
     if not isinstance(value, Call):
         return value
     args = [_result(one, names) for one in value.args]

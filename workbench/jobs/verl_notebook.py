@@ -13,7 +13,7 @@ from workbench.base.distribution import optional
 from workbench.base.files import write_text
 from workbench.compat.verl_account import Row
 from workbench.compat.verl_command import TEXTS
-from workbench.jobs.verl_plan import Call, Name, Plan, program
+from workbench.jobs.verl_plan import Call, Name, Plan, data, program
 
 with optional("jobs", "writing a notebook"):
     import nbformat
@@ -124,24 +124,12 @@ def _parameter_lines(values: Mapping[str, Any]) -> str:
 
 
 def _data(made: Plan) -> str:
-    engine = {**made.engine, "lr": Name("lr"), **({"template_switches": made.switches} if made.switches else {})}
     rows: dict[str, Any] = {**made.rows, "max_prompt_length": Name("max_prompt_length")}
-    held = {name: one for name, one in rows.items() if name != "limit"} | (
-        {"limit": made.eval_limit} if made.eval_limit else {}
-    )
-    read = Call("rows", (Name("train_file"),), rows)
-    if made.weights is not None:
-        part = Call("rows", (Name("file"),), rows)
-        read = Call("datasets.mix", (Name(f"[{_text(part)} for file in train_file]"),), {"weights": made.weights})
-    fit = '.fitting(policy.tokenizer, overlong="drop")' if made.overlong == "drop" else ""
-    return "\n".join(
-        [
-            _statement("policy = ", Call("engines.local", (Name("model"),), engine)),
-            _statement("rows = ", read) + fit,
-            _statement("eval_rows = ", Call("rows", (Name("eval_file"),), held)) + f"{fit} if eval_file else None",
-            "rows.report(policy.tokenizer)",
-        ]
-    )
+    named = replace(made, engine={**made.engine, "lr": Name("lr")}, rows=rows)
+    parts = Name(f"[{_text(Call('rows', (Name('file'),), rows))} for file in train_file]")
+    calls = data(named, Name("model"), Name("train_file"), Name("eval_file"), parts)
+    lines = "\n".join(_statement(f"{name} = ", call) for name, call in calls)
+    return lines + " if eval_file else None\nrows.report(policy.tokenizer)"
 
 
 def _reward(made: Plan) -> str:
@@ -170,7 +158,13 @@ def _training(made: Plan, values: Mapping[str, Any]) -> str:
 
 
 def _statement(start: str, call: Call) -> str:
-    """The line that begins with `start` and goes on with the call, or a line for each argument where that is too long."""
+    """The line that begins with `start` and goes on with the call, or a line for each argument where that is too long.
+
+    A method of what a call makes stands behind that call.
+    """
+    if call.name.startswith(".") and isinstance(call.args[0], Call):
+        _, given = _parts(call._replace(name="", args=call.args[1:]))
+        return f"{_statement(start, call.args[0])}{call.name}({', '.join(given)})"
     function, given = _parts(call)
     line = f"{start}{function}({', '.join(given)})"
     return line if len(line) <= 100 else "\n".join([f"{start}{function}(", *(f"    {one}," for one in given), ")"])

@@ -128,6 +128,22 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Pla
     )
 
 
+def data(made: Plan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
+    """The statements `name = call` that make `policy`, `rows` and `eval_rows`; a mixture has `parts`, the rows of each file."""
+
+    def fitting(rows: Call) -> Call:
+        left_out = made.overlong == "drop"
+        return Call(".fitting", (rows, Name("policy.tokenizer")), {"overlong": "drop"}) if left_out else rows
+
+    switches = {"template_switches": made.switches} if made.switches else {}
+    yield "policy", Call("engines.local", (model,), {**made.engine, **switches})
+    every = Call("rows", (train_files,), made.rows)
+    yield "rows", fitting(every if made.weights is None else Call("datasets.mix", (parts,), {"weights": made.weights}))
+    held = {name: one for name, one in made.rows.items() if name != "limit"}
+    held |= {"limit": made.eval_limit} if made.eval_limit else {}
+    yield "eval_rows", fitting(Call("rows", (eval_files,), held))
+
+
 def program(made: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
     """The statements `name = call` that make `agent`, `critic` and `pipe` of `policy`, `rows` and, where there is one, `reward`."""
     policy, pipe = Name("policy"), Name("pipe")
