@@ -20,44 +20,39 @@ from workbench.dataproto.columns import writer_of
 from workbench.rewards.files import called
 from workbench.rewards.score import LARGEST, Score, Status, failed, finite
 
-ALIASES: Mapping[str, tuple[str, ...]] = {
+_VALUES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "response": (
-        *("response", "solution_str", "completion", "response_text"),
-        *("model_output", "predict_str", "llm_solution", "response_str"),
+        "the response",
+        (
+            *("response", "solution_str", "completion", "response_text"),
+            *("model_output", "predict_str", "llm_solution", "response_str"),
+        ),
     ),
-    "ground_truth": ("ground_truth", "answer", "label"),
-    "prompt": ("prompt",),
-    "prompt_text": ("prompt_text", "question"),
-    "query": ("query",),
-    "response_ids": ("response_ids",),
-    "prompt_ids": ("prompt_ids",),
-    "data_source": ("data_source",),
-    "extra_info": ("extra_info",),
-    "completion_messages": ("completion_messages",),
-    "row": ("row", "reward_input", "task_info"),
-    "sample": ("sample",),
+    "ground_truth": ("reward_model.ground_truth", ("ground_truth", "answer", "label")),
+    "prompt": ("the prompt as the data set has it, a text or a chat", ("prompt",)),
+    "prompt_text": ("the text of the prompt's last message", ("prompt_text", "question")),
+    "query": ("prompt and response as one text", ("query",)),
+    "response_ids": ("the response's token ids", ("response_ids",)),
+    "prompt_ids": ("the prompt's token ids", ("prompt_ids",)),
+    "data_source": ("data_source", ("data_source",)),
+    "extra_info": ("extra_info", ("extra_info",)),
+    "completion_messages": ("the response as a list of messages", ("completion_messages",)),
+    "row": ("the row as a dict", ("row", "reward_input", "task_info")),
+    "sample": (
+        "the row as an object: prompt, response, label, metadata, response_length, tokens, index, group_index",
+        ("sample",),
+    ),
+    "given_completion": ("the response, a text or a list of messages as the prompt is", ()),
+    "rollout_state": ("the row as a dict: prompt, completion, answer, info, task, and its columns", ()),
+    "rollout_info": ("column 'info', else extra_info", ()),
+    "rows_log": ("a function (name, one value a row): the rows' parts and extras", ()),
+    "batch_log": ("a function (name, number): a part of all rows", ()),
 }
-"""Our name for a value → the argument names that mean it. Any other argument name is a column of the batch."""
-WORDS: Mapping[str, str] = {
-    "response": "the response",
-    "ground_truth": "reward_model.ground_truth",
-    "prompt": "the prompt as the data set has it, a text or a chat",
-    "prompt_text": "the text of the prompt's last message",
-    "query": "prompt and response as one text",
-    "response_ids": "the response's token ids",
-    "prompt_ids": "the prompt's token ids",
-    "data_source": "data_source",
-    "extra_info": "extra_info",
-    "completion_messages": "the response as a list of messages",
-    "row": "the row as a dict",
-    "sample": "the row as an object: prompt, response, label, metadata, response_length, tokens, index, group_index",
-    "given_completion": "the response, a text or a list of messages as the prompt is",
-    "rollout_state": "the row as a dict: prompt, completion, answer, info, task, and its columns",
-    "rollout_info": "column 'info', else extra_info",
-    "rows_log": "a function (name, one value a row): the rows' parts and extras",
-    "batch_log": "a function (name, number): a part of all rows",
-}
+"""A value of a row → what `binding` says of an argument that gets it, and the argument names that always mean it."""
+WORDS: Mapping[str, str] = {name: words for name, (words, _) in _VALUES.items()}
 """A value of a row → what `binding` says of an argument that gets it."""
+ALIASES: Mapping[str, tuple[str, ...]] = {name: names for name, (_, names) in _VALUES.items() if names}
+"""Our name for a value → the argument names that mean it. Any other argument name is a column of the batch."""
 
 EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
 """Columns of an agent's episode that `extra_info` has too, as in verl."""
