@@ -73,7 +73,7 @@ def report(folder: Path) -> None:
 
 
 def health(folder: Path) -> None:
-    from workbench.runs.health import exposition
+    from workbench.jobs.health import exposition
 
     exposition(None)  # type: ignore[arg-type] # the package is looked for first
 

@@ -52,7 +52,7 @@ LIBRARIES = {
     "ipywidgets": ("widgets/",),
     "anywidget": ("widgets/",),
     "tensorboard": ("runs/",),
-    "prometheus_client": ("runs/health.py",),
+    "prometheus_client": ("jobs/health.py",),
     "safetensors": ("dataproto/", "engines/", "jobs/selftest.py"),
     "pandas": ("dataproto/", "datasets/", "views/", "replay/", "runs/", "rewards/", "cluster/simulating.py"),
     "pyarrow": ("dataproto/", "datasets/"),

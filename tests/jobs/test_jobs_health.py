@@ -25,9 +25,9 @@ from workbench.base.errors import SettingError
 from workbench.base.runtime import Control
 from workbench.jobs import health as page
 from workbench.jobs import runner, train
+from workbench.jobs.health import Doing, Watcher, exposition, peak
 from workbench.jobs.runner import OK, run_notebook
 from workbench.runs.folder import read_metrics
-from workbench.runs.health import Doing, Watcher, exposition, peak
 
 
 def free() -> int:

@@ -1,37 +1,442 @@
 """The health page of a training: `/health` for people, `/health.json` and its status code for machines, `/metrics` for Prometheus.
 
-At 127.0.0.1 while the training runs: from elsewhere through `ssh -L 9464:localhost:9464`. Status 200 says that it goes on, is
-paused or done; 503 that nothing has ended for five times its median step, or that it failed. `/timeline.json` has the last
-requests to its samplers and the calls of a cluster's workers, in Chrome's trace format.
+An observer of the loop keeps the figures and says whether it has stalled. The page is at 127.0.0.1 while the training runs: from
+elsewhere through `ssh -L 9464:localhost:9464`. Status 200 says that it goes on, is paused or done; 503 that nothing has ended for
+five times its median step, or that it failed. `/timeline.json` has the last requests to its samplers and the calls of a
+cluster's workers, in Chrome's trace format.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+
+from workbench.base.activity import HERE, Queue
+from workbench.base.cards import card_of
 from workbench.base.config import require
-from workbench.base.errors import SettingError, WorkbenchError, first_line
+from workbench.base.distribution import optional
+from workbench.base.errors import RunError, SettingError, WorkbenchError, first_line
+from workbench.base.files import unsealed
 from workbench.base.loopback import STILL, Asked, Text, from_another_page, serving
+from workbench.base.memory import gib
+from workbench.base.runtime import Control
 from workbench.cluster import session
 from workbench.cluster.timeline import ordered
+from workbench.engines.protocol import Described, Located
+from workbench.engines.tensor_files import parameters
+from workbench.runs.batch_metrics import push_metrics
 from workbench.runs.folder import strict
-from workbench.runs.health import Doing, Health, Watcher, exposition
+from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import append_line
-from workbench.views.document import escape, html
-from workbench.views.health import health
+from workbench.stages.pipeline import Pipeline
+from workbench.views import document as doc
 
 log = logging.getLogger("workbench")
 PORT = 9464
 """Where `health=True` serves: the port that Prometheus exporters of this kind use."""
 REFRESH = 5
 """Seconds after which a browser asks for the page again; workers of a cluster are asked no more often."""
+STALLED = 5.0
+"""A training in which nothing ends for so many times its median step has stalled."""
+LEAST = 60.0
+"""Seconds: nobody is called stalled sooner."""
+FIRST = 1800.0
+"""Seconds without progress before the first step has ended: models load, kernels compile."""
+STEPS = 50
+"""Last steps of which the median is taken."""
+_SHOWN = (
+    "critic/score/mean",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "response_length/mean",
+    "val/reward",
+)
+"""Metrics of the last row that the page has; `/metrics` has all."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What one worker of a cluster does now."""
+
+    group: str
+    rank: int
+    doing: str
+    """A method, `idle`, or `does not answer`."""
+    seconds: float | None
+    resident: int | None
+    """Bytes in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Health(doc.View):
+    """How a training is doing at one moment. Made by `Watcher.look`."""
+
+    run: str
+    state: str = "starting"
+    """`starting`, `running`, `stalled`, `paused`, `stopping`, `done` or `failed`."""
+    why: str = ""
+    """Of a stalled or failed one."""
+    step: int = 0
+    """The last step that is done."""
+    steps: int = 0
+    seconds: float = 0.0
+    """Since the training began."""
+    idle: float = 0.0
+    """Seconds since anything ended: a stage, a request, a reward, a step."""
+    allowed: float = 0.0
+    """Seconds that it may be idle."""
+    step_seconds: float | None = None
+    """Of the last step."""
+    median_seconds: float | None = None
+    phases: Sequence[tuple[str, float]] = ()
+    """(stage, seconds that it has run) of those that run now."""
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Stage → seconds of all steps together."""
+    generated: int = 0
+    """Tokens that were sampled since the training began, by every sampler of this process."""
+    trained: int = 0
+    """Tokens of prompts and responses in the updates."""
+    generated_rate: float | None = None
+    """Tokens per second while the last step sampled."""
+    trained_rate: float | None = None
+    """Tokens per second while the last step updated the actor."""
+    mfu: float | None = None
+    """Share of the devices' peak that the last update used: 6 operations per parameter and token."""
+    peak: float | None = None
+    """Operations per second of one device."""
+    peak_source: str = "not measured yet"
+    queues: Mapping[str, Queue] = field(default_factory=dict)
+    pushes: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the last push of weights (`push_metrics`)."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Learner → its policy version."""
+    symptoms: Sequence[Symptom] = ()
+    row: Mapping[str, float] = field(default_factory=dict)
+    """The last metrics row."""
+    workers: Sequence[Doing] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it works as it should; a finished one does."""
+        return self.state not in ("stalled", "failed")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        phases = [{"stage": name, "seconds": seconds} for name, seconds in self.phases]
+        symptoms = [{"name": one.name, "found": one.found, "since": one.since} for one in self.symptoms]
+        return asdict(self) | {"ok": self.ok, "phases": phases, "symptoms": symptoms}
+
+    def document(self) -> doc.Part:
+        """The state first, then what each part does, in tables."""
+        rate, per_s = self.median_seconds, " tokens a second"
+        left = f", {(self.steps - self.step) * rate:.0f} s to go" if rate is not None and self.step < self.steps else ""
+        share = self.step / self.steps if self.steps else 0.0
+        mfu = f"{self.mfu:.1%} of {self.peak:.3g} operations a second" if self.mfu is not None else "unknown"
+        facts = [
+            ("steps", f"{doc.number(rate)} s the median, {doc.number(self.step_seconds)} s the last"),
+            ("progress", f"something ended {self.idle:.1f} s ago; stalled after {self.allowed:.0f} s"),
+            (
+                "sampled",
+                f"{self.generated:,} tokens, {doc.number(self.generated_rate, ',.0f')}{per_s} in the last rollout",
+            ),
+            ("trained", f"{self.trained:,} tokens, {doc.number(self.trained_rate, ',.0f')}{per_s} in the last update"),
+            ("model FLOPs utilisation", f"{mfu} ({self.peak_source})"),
+        ]
+        if self.pushes:
+            size = gib(int(self.pushes["perf/update_weights_gb"] * 2**30))
+            facts.append(("weights to the sampler", f"{size} in {self.pushes['timing_s/update_weights']:.2f} s"))
+        facts += [("policy version", ", ".join(f"{role} {version}" for role, version in self.versions.items()))]
+        queues = [
+            [
+                name,
+                *(f"{count:,}" for count in (one.waiting, one.running, one.done, one.failed)),
+                _mean(one.queue_seconds, one.begun),
+                _mean(one.seconds, one.done),
+            ]
+            for name, one in self.queues.items()
+        ]
+        metrics = [[name, doc.number(self.row[name])] for name in _SHOWN if name in self.row]
+        return (
+            doc.line(doc.bold(f"{self.state}: {self.run}"), f", {self.seconds:.0f} s since the start"),
+            doc.line(doc.bold(self.why)) if self.why else (),
+            doc.bar(share, f"step {self.step} of {self.steps}{left}", self.ok),
+            [doc.line(doc.bold(one.name), f" since step {one.since}: {one.found}; {one.do}") for one in self.symptoms],
+            doc.pairs(facts),
+            doc.Table(["stage", "now", "seconds of all steps"], _stages(self)),
+            doc.Table(["asked", "waiting", "running", "done", "failed", "waits", "answer after"], queues),
+            doc.Table(["group", "rank", "does", "for", "memory"], _workers(self)),
+            doc.Table(["metric", "last row"], metrics),
+        )
+
+
+def _stages(look: Health) -> list[list[doc.Part]]:
+    stages = {name: 0.0 for name, _ in look.phases} | dict(look.stage_seconds)
+    whole, now = max(sum(look.stage_seconds.values()), 1e-9), dict(look.phases)
+    running = {name: doc.bold(f"{seconds:.1f} s") for name, seconds in now.items()}
+    return [[name, running.get(name, ""), doc.bar(one / whole, f"{one:.1f}")] for name, one in stages.items()]
+
+
+def _workers(look: Health) -> list[list[str]]:
+    return [
+        [one.group, str(one.rank), one.doing, f"{doc.number(one.seconds, '.0f')} s", gib(one.resident or 0)]
+        for one in look.workers
+    ]
+
+
+def _mean(total: float, count: int) -> str:
+    return f"{total / count:.2f} s" if count else "–"
+
+
+@dataclass
+class Watcher:
+    """An `Observer` of a training that says how it does, at any time and on any thread: `look()`.
+
+    It does not end the loop: what goes wrong in it is logged. `workers` gives what the workers of a cluster do.
+    """
+
+    path: Path
+    """The run folder."""
+    pipeline: Pipeline
+    control: Control
+    stalled: float = STALLED
+    least: float = LEAST
+    first: float = FIRST
+    workers: Callable[[], Sequence[Doing]] = tuple
+
+    def __post_init__(self) -> None:
+        self._began, self._read = time.monotonic(), 0
+        self._last = Health(run=self.path.name)
+        """What changes with a step; `look` adds what changes in between."""
+        self._seconds: deque[float] = deque(maxlen=STEPS)
+        self._base = self._tokens()
+        self._watch = Watch()
+        self._parameters: int | None = None
+        HERE.progress()
+
+    def _set(self, **changes: Any) -> None:
+        self._last = replace(self._last, **changes)
+
+    # --- the loop's observer --------------------------------------------------------------------
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Read the rows of a resumed run; measure the device's peak."""
+        self._set(state="running", step=start - 1, steps=steps)
+        HERE.progress()
+        self._quietly(self._begin)
+
+    def _begin(self) -> None:
+        self._watch = Watch(self._new_rows(), looks=1)
+        actor = self.pipeline.learners().get("actor")
+        flops, source = peak(actor.cards() if isinstance(actor, Carded) else ())
+        self._set(peak=flops, peak_source=source)
+        self._parameters = parameters(actor.path) if isinstance(actor, Located) else None
+
+    def on_step(self, report: Any) -> None:
+        """Keep the figures of a step's `StepReport`."""
+        self._set(step=report.step)
+        HERE.progress()
+        self._quietly(lambda: self._keep(report))
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Keep how it ended."""
+        self._set(state="done") if error is None else self._set(state="failed", why=first_line(error))
+
+    def _quietly(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - who watches a training must not end it
+            log.warning("the health page lacks figures of step %d: %s", self._last.step, first_line(error))
+
+    def _keep(self, report: Any) -> None:
+        metrics, batch, last = report.metrics, report.trace.batch, self._last
+        self._seconds.append(metrics["timing_s/step"])
+        stages = dict(last.stage_seconds)
+        for name, seconds in metrics.items():
+            kind, _, stage = name.partition("/")
+            if kind == "timing_s" and stage not in ("step", "overlapped"):
+                stages[stage] = stages.get(stage, 0.0) + seconds
+        for row in self._new_rows():
+            self._watch.look(row)
+        generated = self._tokens() - self._base
+        sampled = generated - last.generated
+        update = next((stage for stage in self.pipeline if stage.name == "update_actor"), None)
+        passes = int(update.settings().get("ppo_epochs", 1)) if update is not None else 0
+        trained = passes * int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
+        rollout, learning = metrics.get("timing_s/rollout"), metrics.get("timing_s/update_actor")
+        rate = trained / learning if learning and trained else None
+        self._set(
+            step_seconds=self._seconds[-1], median_seconds=median(self._seconds), stage_seconds=stages,
+            generated=generated, trained=last.trained + trained,
+            generated_rate=sampled / rollout if rollout and sampled else None, trained_rate=rate, mfu=self._mfu(rate),
+        )  # fmt: skip
+
+    def _mfu(self, rate: float | None) -> float | None:
+        """Of tokens per second of all ranks together."""
+        actor = self.pipeline.learners().get("actor")
+        record = actor.describe() if isinstance(actor, Described) else {}
+        if rate is None or self._parameters is None or self._last.peak is None:
+            return None
+        return 6 * self._parameters * rate / (self._last.peak * int(record.get("ranks", 1)))
+
+    def _new_rows(self) -> list[dict[str, Any]]:
+        """The whole lines that metrics.jsonl has got since the last call."""
+        metrics = self.path / "metrics.jsonl"
+        if not metrics.is_file():
+            return []
+        with metrics.open("rb") as file:
+            file.seek(self._read)
+            *lines, _ = file.read().split(b"\n")
+        self._read += sum(len(line) + 1 for line in lines)
+        rows = [json.loads(unsealed(line.decode(), str(metrics), RunError, "")) for line in lines if line.strip()]
+        if rows:
+            self._set(row={key: value for key, value in rows[-1].items() if isinstance(value, int | float)})
+        return rows
+
+    @staticmethod
+    def _tokens() -> int:
+        return sum(one.tokens for one in HERE.queues.values())
+
+    # --- looking ----------------------------------------------------------------------------
+
+    def look(self) -> Health:
+        """How it does now."""
+        last, idle = self._last, HERE.idle
+        usual, state, why = last.median_seconds, last.state, last.why
+        allowed = max(self.least, self.stalled * usual) if usual is not None else max(self.least, self.first)
+        if state == "running" and self.control.holding:
+            state = "paused"
+        elif state in ("starting", "running") and idle > allowed:
+            busy = ", ".join(f"{name} for {seconds:.0f} s" for name, seconds in HERE.phases) or "no stage runs"
+            state, why = "stalled", f"nothing has ended for {idle:.0f} s, {allowed:.0f} s are allowed: {busy}"
+        elif state == "running" and self.control.stopping:
+            state = "stopping"
+        learners = self.pipeline.learners()
+        return replace(
+            last, state=state, why=why, seconds=time.monotonic() - self._began, idle=idle, allowed=allowed, phases=HERE.phases,
+            generated=self._tokens() - self._base, queues=HERE.queues, pushes=push_metrics(learners.values()),
+            versions={role: one.version for role, one in learners.items()}, symptoms=self._watch.marks, workers=self.workers(),
+        )  # fmt: skip
+
+
+@runtime_checkable
+class Carded(Protocol):
+    """Protocol of learners that know what they compute on (local, FSDP)."""
+
+    def cards(self) -> list[str]:
+        """Name of the GPU of each of its processes; "" for a CPU."""
+
+
+def peak(cards: Sequence[str]) -> tuple[float | None, str]:
+    """(operations per second of one of a learner's `cards`, how that is known); (None, why) where it is not.
+
+    bfloat16 of a GPU, by its name. Of a CPU ("") it is measured here: the float32 matrix products of torch's present threads,
+    which takes some milliseconds.
+    """
+    if len(set(cards)) != 1:
+        said = ", ".join(sorted(one or "CPU" for one in set(cards)))
+        return None, f"ranks on different devices: {said}" if said else "the learner does not say what it computes on"
+    if device := cards[0]:
+        card = card_of(device)
+        return (card.flops, f"{card.name}'s data sheet") if card else (None, f"no figures are known of {device}")
+    size, best = 384, float("inf")
+    a = torch.ones(size, size)
+    for _ in range(5):
+        began = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best, f"measured: float32 products on the CPU, {torch.get_num_threads()} threads"
+
+
+# --- Prometheus -----------------------------------------------------------------------------------
+
+STATES = ("starting", "running", "stalled", "paused", "stopping", "done", "failed")
+_SUFFIXES = {"gauge": ("",), "counter": ("_total",), "info": ("_info",), "summary": ("_count", "_sum")}
+"""Kind of a metric → the ends of its samples' names."""
+
+
+def exposition(look: Health) -> bytes:
+    """A `Health` in Prometheus' text format, with nothing of this process's default registry in it."""
+    with optional("trackers", "the health page in Prometheus' format"):
+        from prometheus_client import Metric, generate_latest
+
+    families = []
+    for name, kind, text, samples in _metrics(look):
+        families.append(Metric(f"workbench_{name}", text, kind))
+        for labels, *values in samples:
+            for suffix, value in zip(_SUFFIXES[kind], values, strict=True):
+                families[-1].add_sample(f"workbench_{name}{suffix}", labels, float(value))
+    registry: Any = SimpleNamespace(collect=lambda: families)
+    return generate_latest(registry)
+
+
+def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
+    """(name, kind, help, samples) of each metric; a sample is its labels and a value, of a summary the count and the sum."""
+    queues, workers = look.queues.items(), look.workers
+    yield "run", "info", "The run.", [({"run": look.run, "peak": look.peak_source}, 1)]
+    states = [({"state": state}, state == look.state) for state in STATES]
+    yield "state", "gauge", "1 for the state that the training is in.", states
+    for name, value, text in (
+        ("step", look.step, "The last step that is done."),
+        ("steps", look.steps, "The training's last step."),
+        ("idle_seconds", look.idle, "Seconds since a stage, a request, a reward or a step ended."),
+        ("idle_allowed_seconds", look.allowed, "Seconds without progress after which it has stalled."),
+        ("step_seconds", look.step_seconds, "Seconds of the last step."),
+        ("step_median_seconds", look.median_seconds, f"Median of the last {STEPS} steps, in seconds."),
+        ("generated_tokens_per_second", look.generated_rate, "Tokens sampled per second of the last rollout."),
+        ("trained_tokens_per_second", look.trained_rate, "Tokens per second of the last update of the actor."),
+        ("mfu_ratio", look.mfu, "Share of the peak that the last update of the actor used."),
+        ("peak_flops", look.peak, f"Operations per second of a device; {look.peak_source}."),
+        ("push_seconds", look.pushes.get("timing_s/update_weights"), "Seconds of the last push of weights."),
+        ("push_gib", look.pushes.get("perf/update_weights_gb"), "GiB of the last push of weights."),
+    ):
+        if value is not None:
+            yield name, "gauge", text, [({}, value)]
+    yield "generated_tokens", "counter", "Tokens sampled by this process's samplers.", [({}, look.generated)]
+    yield "trained_tokens", "counter", "Tokens of prompts and responses in updates.", [({}, look.trained)]
+    stages = [({"stage": stage}, seconds) for stage, seconds in look.stage_seconds.items()]
+    yield "stage_seconds", "counter", "Seconds of a stage, all steps together.", stages
+    phases = [({"stage": stage}, seconds) for stage, seconds in look.phases]
+    yield "phase_seconds", "gauge", "Seconds that a stage has run by now.", phases
+    for name, text in (("waiting", "asked and not begun"), ("running", "begun and not answered")):
+        counts = [({"queue": queue}, getattr(one, name)) for queue, one in queues]
+        yield f"requests_{name}", "gauge", f"Questions to an engine or a reward: {text}.", counts
+    over = [
+        ({"queue": queue, "outcome": end}, getattr(one, end)) for queue, one in queues for end in ("done", "failed")
+    ]
+    yield "requests", "counter", "Questions that are over.", over
+    answers = [({"queue": queue}, one.done, one.seconds) for queue, one in queues]
+    yield "request_seconds", "summary", "Seconds from a question to its answer.", answers
+    waits = [({"queue": queue}, one.begun, one.queue_seconds) for queue, one in queues]
+    yield "request_queue_seconds", "summary", "Seconds that an answered question waited.", waits
+    versions = [({"role": role}, version) for role, version in look.versions.items()]
+    yield "policy_version", "gauge", "Policy version of a learner.", versions
+    begun = [({"symptom": one.name}, one.since) for one in look.symptoms]
+    yield "symptom_since_step", "gauge", "A symptom and the step in which it was first seen.", begun
+    doing = [({"group": one.group, "rank": str(one.rank), "doing": one.doing}, one.seconds or 0) for one in workers]
+    yield "worker_seconds", "gauge", "What a worker does, and for how long.", doing
+    held = [({"group": one.group, "rank": str(one.rank)}, one.resident) for one in workers if one.resident is not None]
+    yield "worker_resident_bytes", "gauge", "Memory of a worker.", held
+    row = [({"name": name}, value) for name, value in look.row.items() if math.isfinite(value)]
+    yield "metric", "gauge", "The last metrics row of the run, by name.", row
+
+
+# --- the page -------------------------------------------------------------------------------------
 
 
 def port_of(health: bool | int | None) -> int | None:
@@ -132,8 +537,8 @@ def _page(look: Health) -> Text:
     """The page of a moment: no script, no address but its own, which the browser asks for again by itself."""
     head = f'<meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH}"><meta name="viewport" content="width=device-width">'
     style = "body{font-family:system-ui,sans-serif;margin:1.5em auto;max-width:70em;padding:0 1em}table{margin:.8em 0}td,th{overflow-wrap:break-word}"
-    title = escape(f"{look.state}: {look.run}, step {look.step} of {look.steps}")
+    title = doc.escape(f"{look.state}: {look.run}, step {look.step} of {look.steps}")
     head += f"<title>{title}</title><style>:root{{color-scheme:light dark}}{style}</style>"
     links = '<p><small><a href="/health.json">health.json</a> · <a href="/metrics">metrics</a> · <a href="/timeline.json">timeline.json</a></small></p>'
-    body = f'<!doctype html><html lang="en"><head>{head}</head><body>{html(health(look))}{links}</body></html>'
+    body = f'<!doctype html><html lang="en"><head>{head}</head><body>{look.html()}{links}</body></html>'
     return Text(body, "text/html; charset=utf-8", STILL)

@@ -20,11 +20,10 @@ from workbench.base.errors import DataError, RunError, SettingError, describe, f
 from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control, on_signals
 from workbench.datasets import Rows
-from workbench.jobs.health import HealthPage, health_page
+from workbench.jobs.health import HealthPage, Watcher, health_page
 from workbench.replay.run import Run
 from workbench.runs.conditions import Condition, Goal, check_condition, named
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
-from workbench.runs.health import Watcher
 from workbench.runs.loop import Ending, Observer, Session, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable

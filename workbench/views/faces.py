@@ -34,7 +34,6 @@ _DOCUMENTS = {
     "workbench.rewards.rubric:Rubric": "rewards:rubric",
     "workbench.rewards.score:Score": "rewards:score",
     "workbench.runs.evaluate:Evaluation": "samples:evaluation",
-    "workbench.runs.health:Health": "health:health",
     "workbench.runs.preflight:Preflight": "traces:preflight",
     "workbench.runs.symptoms:Symptoms": "traces:symptoms",
     "workbench.stages.pipeline:Pipeline": "traces:pipeline",
