@@ -17,6 +17,7 @@ import fsspec
 
 from workbench.base.errors import RunError, first_line
 from workbench.base.secret import shown
+from workbench.runs.folder import held, step_folder
 
 FRESH = 2.0
 """Seconds for which a run's own small files count as present; `LISTED` for which the list of its files does."""
@@ -58,14 +59,40 @@ def _copies() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="workbench-runs-")
 
 
-class Remote:
+class Files:
+    """A run's folder on this machine, where every file is there already; `Remote` is one at an address."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.address = str(folder)
+        """Where the folder is, as shown to people."""
+        self.local = Path(folder)
+        """Where its files are read."""
+
+    def look(self) -> None:
+        """Bring the folder's own JSON files here, as they are at this moment."""
+
+    def index(self) -> None:
+        """Bring here what says which steps, checkpoints and validations there are."""
+
+    def fetch(self, *names: str) -> None:
+        """Bring whole folders, or files, of these names here; without a name all."""
+
+    def fetch_steps(self, part: str, *steps: int) -> None:
+        """Bring the folders of these steps in `traces` or `checkpoints` here."""
+
+    def locked(self) -> bool:
+        """Whether a process writes the run."""
+        return held(self.local / "lock.json")
+
+
+class Remote(Files):
     """A folder at an address, and its copy: what was fetched of it, at `local`."""
 
     def __init__(self, address: str) -> None:
-        self.address = shown(address)
         self._system, self._root = opened(address)
         name = PurePosixPath(unquote(self._root)).name or "run"
-        self.local = Path(tempfile.mkdtemp(dir=_copies().name)) / name
+        super().__init__(Path(tempfile.mkdtemp(dir=_copies().name)) / name)
+        self.address = shown(address)
         self.local.mkdir()
         self._looked = self._listed = -1e9
         self.names: list[str] = []
@@ -105,14 +132,24 @@ class Remote:
                 self._get(name)
         self._listed = time.monotonic()
 
-    def fetch(self, *folders: str) -> None:
-        """Copy whole folders, or files, that are not here yet."""
+    def fetch(self, *names: str) -> None:
+        """Copy whole folders, or files, that are not here yet; without a name all."""
         self.index()
         for name in self.names:
-            if any(name == one or name.startswith(f"{one}/") for one in folders):
+            if not names or any(name == one or name.startswith(f"{one}/") for one in names):
                 here = self.local / name
                 if not here.exists() or not here.stat().st_size:
                     self._get(name)
+
+    def fetch_steps(self, part: str, *steps: int) -> None:
+        """Copy the folders of these steps in `traces` or `checkpoints`."""
+        if steps:
+            self.fetch(*(f"{part}/{step_folder(Path(), step).name}" for step in steps))
+
+    def locked(self) -> bool:
+        """Whether the run has a lock file: that a process holds it cannot be seen from here."""
+        self.look()
+        return (self.local / "lock.json").is_file()
 
     def _name(self, path: str) -> str:
         """A file's path in the folder."""

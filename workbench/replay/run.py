@@ -19,13 +19,12 @@ from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import Diagnosis, diagnosed
 from workbench.replay.evidence import AUDITED, TRACES, gathered
-from workbench.replay.remote import Remote, is_address, runs_at
+from workbench.replay.remote import Files, Remote, is_address, runs_at
 from workbench.replay.stepping import Replayed, controllers, stepper_at
 from workbench.runs import checkpoint
 from workbench.runs.conditions import BEST, best_step
 from workbench.runs.folder import (
     STEP,
-    held,
     is_run,
     read_json,
     read_metrics,
@@ -45,10 +44,14 @@ if TYPE_CHECKING:
 
 
 class Traces(Shown, Mapping[int, Trace]):
-    """Step → recorded trace, opened on access; displayed as a table with each step's main metrics."""
+    """Step → recorded trace, opened on access; displayed as a table with each step's main metrics.
 
-    def __init__(self, folder: Path) -> None:
+    `files` are those of the run; of one at an address a trace is copied when it is opened.
+    """
+
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
         self._folder = folder
+        self._files = files or Files(folder.parent)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -65,6 +68,7 @@ class Traces(Shown, Mapping[int, Trace]):
         return {step: kept for step, (path, kept) in found.items() if path.is_dir()}
 
     def _there(self) -> dict[int, Path]:
+        self._files.index()
         return {step: path for step, path in step_folders(self._folder).items() if (path / "trace.json").is_file()}
 
     def _path(self, step: int) -> Path:
@@ -78,7 +82,10 @@ class Traces(Shown, Mapping[int, Trace]):
         return path
 
     def __getitem__(self, step: int) -> Trace:
-        return Trace.load(self._path(step))
+        self._files.index()
+        path = self._path(step)
+        self._files.fetch(f"traces/{path.name}")
+        return Trace.load(path)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._there())
@@ -88,7 +95,13 @@ class Traces(Shown, Mapping[int, Trace]):
 
 
 class Run(Shown):
-    """A run folder: metrics, curves, traces, checkpoints, settings, summary. Each access reads the disk again."""
+    """A run folder: metrics, curves, traces, checkpoints, settings, summary. Each access reads the disk again.
+
+    One at an address (`s3://…`, `https://…`) is read from a copy that has only what was read, and is never written. A step's
+    trace, a validation's samples and a checkpoint are copied when they are opened; the copy is deleted at the end of this process.
+    A stepper `at` a phase has no weights unless `run.fetch()` copied all. Raises `RunError` where the address cannot be read,
+    with the package that fsspec lacks for it.
+    """
 
     def __init__(
         self,
@@ -98,14 +111,31 @@ class Run(Shown):
         notes: tuple[str, ...] = (),
         trust: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self._files = Remote(str(path)) if is_address(path) else Files(path)
         self.trust = trust
         """Whether code that the folder brings or names may run here."""
         self.stopped = stopped
         self._notes = notes
         if not is_run(self.path):
-            raise RunError(f"no run at {str(path)!r}", expected="a folder with settings.json", do="check the path")
+            do = "check the address" if is_address(path) else "check the path"
+            raise RunError(f"no run at {self.address!r}", expected="a folder with settings.json", do=do)
         read_settings(self.path)  # one of another format is refused here, not in the middle of something
+
+    @property
+    def path(self) -> Path:
+        """The run's folder; of a run at an address the copy, whose small files are those of this moment."""
+        self._files.look()
+        return self._files.local
+
+    @property
+    def address(self) -> str:
+        """Where the run is: its folder, or its address."""
+        return self._files.address
+
+    def fetch(self) -> Path:
+        """Copy the whole run if it is at an address; returns its folder on this machine."""
+        self._files.fetch()
+        return self._files.local
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -140,7 +170,7 @@ class Run(Shown):
     @property
     def traces(self) -> Traces:
         """The run's recorded traces by step."""
-        return Traces(self.path / "traces")
+        return Traces(self.path / "traces", self._files)
 
     def val(self, step: int | None = None) -> DataProto:
         """The held-out samples of a validation (the newest by default) as a batch: `views.samples(run.val(20))`.
@@ -148,6 +178,7 @@ class Run(Shown):
         Sampled responses come first, then greedy ones (column `greedy`); `rewards.evaluate_file` scores the file again.
         Raises `RunError` where that validation's samples are not on disk, naming those that are.
         """
+        self._files.index()
         there = step_files(self.path / "val")
         wanted = max(there, default=None) if step is None else step
         if wanted is None or wanted not in there:
@@ -156,11 +187,13 @@ class Run(Shown):
             raise RunError(
                 f"{what} in {self.path}", expected=f"one of the steps {list(there)}" if there else None, do=do
             )
+        self._files.fetch(f"val/{there[wanted].name}")
         return read_dump(there[wanted])
 
     @property
     def checkpoints(self) -> list[int]:
         """The steps that have a checkpoint, ascending."""
+        self._files.index()
         return checkpoint.steps(self.path / "checkpoints")
 
     def checkpoint(self, step: int | str | None = None) -> Path:
@@ -169,13 +202,11 @@ class Run(Shown):
 
         Raises `RunError` where there is none, `CheckpointError` where it is damaged: no other one is taken instead.
         """
-        return checkpoint.verified(self.path, self._step_of(step))
-
-    def _step_of(self, step: int | str | None) -> int | None:
-        if not isinstance(step, str):
-            return step
-        require(step == BEST, "checkpoint of a run", expected=f"a step, or {BEST!r}", found=step)
-        return best_step(self.path)
+        if isinstance(step, str):
+            require(step == BEST, "checkpoint of a run", expected=f"a step, or {BEST!r}", found=step)
+            step = best_step(self.path)
+        self._files.fetch_steps("checkpoints", *(self.checkpoints[-1:] if step is None else [step]))
+        return checkpoint.verified(self.path, step)
 
     @property
     def symptoms(self) -> Symptoms:
@@ -206,6 +237,7 @@ class Run(Shown):
     @property
     def restorable_steps(self) -> str:
         """Steps whose exact weights can be restored, from checkpoints and recorded updates, such as `0, 3–6`."""
+        self._files.index()
         return rebuild.restorable_steps(self.path)
 
     def audit(self, step: int | None = None) -> Audit:
@@ -215,6 +247,8 @@ class Run(Shown):
         files have changed since, too, whose tokenizer is read. No model is opened.
         Raises `RunError` where the step's trace is not on disk.
         """
+        self._files.fetch("updates")
+        self._files.fetch_steps("traces", *(self.traces if step is None else [step]))
         actor = (self.settings.get("engines") or {}).get("actor")
         found = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
         there = bool(actor and actor.get("path") and Path(actor["path"]).is_dir())
@@ -237,11 +271,21 @@ class Run(Shown):
         `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) are used instead of the
         run's, with their present weights. Raises `RunError` where the step cannot be restored, naming those that can.
         """
+        self._files.fetch_steps("traces", step)
+        if at is None:
+            self._fetch_weights(step - 1)
         return stepper_at(self.path, step, at, engines or {}, self.trust)
 
     def engine(self, step: int, role: str = "actor") -> Any:
         """A new engine with exactly the weights and optimizer after a step (0: before training)."""
+        self._fetch_weights(step)
         return rebuild.standing_after(self.path, step, self.trust).learners()[role]
+
+    def _fetch_weights(self, step: int) -> None:
+        """Bring here what gives the weights after a step: the newest checkpoint up to it and that of step 0, and all updates."""
+        before = [one for one in self.checkpoints if one <= step]
+        self._files.fetch("updates")
+        self._files.fetch_steps("checkpoints", *before[-1:], *[0] * (0 in before))
 
     def counterfactual(
         self, step: int, *, uids: Sequence[str] = (), rows: Sequence[int] = (), until: int | None = None
@@ -251,14 +295,16 @@ class Run(Shown):
         `until` is the last update to repeat (the last recorded one by default). Later updates use the recorded tokens and
         advantages. Raises `RunError` where no such row is in the batch, or nothing would be left.
         """
-        return rebuild.counterfactual(self.path, step, self.trust, uids=uids, rows=rows, until=until)
+        return rebuild.counterfactual(self.fetch(), step, self.trust, uids=uids, rows=rows, until=until)
 
     # --- while it goes on -----------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (see its summary), or `died` (no process writes it, and it has no summary)."""
-        if held(self.path / "lock.json"):
+        """`running`, `finished`, `stopped` (see its summary), or `died` (no process writes it, and it has no summary).
+
+        Of a run at an address a lock file means `running`: whether a process holds it cannot be seen from here."""
+        if self._files.locked():
             return "running"
         if not (summary := self.summary):
             return "died"
@@ -302,129 +348,6 @@ class Run(Shown):
         return str(shows(self, "tensorboard"))
 
 
-class RemoteRun(Run):
-    """A run at an address (`s3://…`, `https://…`): read like another, from a copy that has only what was read. Never written.
-
-    A step's trace, a validation's samples and a checkpoint are copied when they are opened; the copy is deleted at the end
-    of this process. A stepper `at` a phase has no weights unless `run.fetch()` copied all. Raises `RunError` where the
-    address cannot be read, with the package that fsspec lacks for it.
-    """
-
-    def __init__(self, address: str, trust: bool = False) -> None:
-        self._remote = Remote(address)
-        super().__init__(self._remote.local, trust=trust)
-
-    @property
-    def address(self) -> str:
-        """Where the run is."""
-        return self._remote.address
-
-    @property
-    def path(self) -> Path:
-        """The copy, whose small files are those of this moment."""
-        self._remote.look()
-        return self._remote.local
-
-    @path.setter
-    def path(self, _: Path) -> None:
-        self._remote.look()
-        if not is_run(self._remote.local):
-            raise RunError(
-                f"no run at {self.address!r}", expected="a folder with settings.json", do="check the address"
-            )
-
-    def fetch(self) -> Path:
-        """Copy the whole run, and return the copy's folder."""
-        self._remote.index()
-        self._remote.fetch(*{name.partition("/")[0] for name in self._remote.names})
-        return self._remote.local
-
-    @property
-    def traces(self) -> Traces:
-        """The run's recorded traces by step; each is copied when it is opened."""
-        return RemoteTraces(self._remote)
-
-    @property
-    def checkpoints(self) -> list[int]:
-        """The steps that have a checkpoint, ascending."""
-        self._remote.index()
-        return super().checkpoints
-
-    @property
-    def restorable_steps(self) -> str:
-        """Steps whose exact weights can be restored; their checkpoints are copied only when they are opened."""
-        self._remote.index()
-        return super().restorable_steps
-
-    @property
-    def state(self) -> str:
-        """As of another run, but whether a process holds a lock cannot be seen from here: `running` where its file is there."""
-        if (self.path / "lock.json").is_file():
-            return "running"
-        return super().state
-
-    def val(self, step: int | None = None) -> DataProto:
-        """The held-out samples of a validation (the newest by default) as a batch."""
-        self._remote.index()
-        there = step_files(self.path / "val")
-        wanted = max(there, default=None) if step is None else step
-        if wanted in there:
-            self._remote.fetch(f"val/{there[wanted].name}")
-        return super().val(step)
-
-    def checkpoint(self, step: int | str | None = None) -> Path:
-        """The folder of a checkpoint's copy (the newest by default), verified."""
-        wanted = max(self.checkpoints, default=None) if step is None else self._step_of(step)
-        if wanted is not None:
-            self._remote.fetch(f"checkpoints/{step_folder(Path(), wanted).name}")
-        return super().checkpoint(wanted)
-
-    def audit(self, step: int | None = None) -> Audit:
-        """Recompute what a recorded step holds, as for another run, whose traces and updates are copied first."""
-        steps = list(self.traces) if step is None else [step]
-        self._remote.fetch("updates", *(f"traces/{step_folder(Path(), one).name}" for one in steps))
-        return super().audit(step)
-
-    def stepper(self, step: int, at: str | None = None, engines: Mapping[str, Any] | None = None) -> Replayed:
-        """A Stepper on a recorded step, as of another run: without `at`, the weights up to it are copied first."""
-        self._remote.fetch(f"traces/{step_folder(Path(), step).name}")
-        if at is None:
-            self._weights(step - 1)
-        return super().stepper(step, at, engines)
-
-    def engine(self, step: int, role: str = "actor") -> Any:
-        """A new engine with exactly the weights and optimizer after a step, which are copied first."""
-        self._weights(step)
-        return super().engine(step, role)
-
-    def counterfactual(self, step: int, **options: Any) -> rebuild.Counterfactual:
-        """Repeat the recorded updates without some rows, as for another run, all of which is copied first."""
-        self.fetch()
-        return super().counterfactual(step, **options)
-
-    def _weights(self, step: int) -> None:
-        """Copy what gives the weights after a step: the newest checkpoint up to it and that of step 0, and all updates."""
-        before = [f"checkpoints/{step_folder(Path(), one).name}" for one in self.checkpoints if one <= step]
-        self._remote.fetch("updates", *before[-1:], *(name for name in before if name.endswith("_000000")))
-
-
-class RemoteTraces(Traces):
-    """Traces whose folders are copied when they are opened."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-        super().__init__(remote.local / "traces")
-
-    def _there(self) -> dict[int, Path]:
-        self._remote.index()
-        return super()._there()
-
-    def __getitem__(self, step: int) -> Trace:
-        self._remote.index()
-        self._remote.fetch(f"traces/{self._path(step).name}")
-        return super().__getitem__(step)
-
-
 class Summary(Shown, dict[str, Any]):
     """summary.json as a dict, displayed as a table."""
 
@@ -455,7 +378,7 @@ def load_run(path: str | Path, *, trust: bool = False) -> Run:
     What the folder says is data: without `trust`, code that it brings or names (Python files of a model, a reward file in it)
     does not run, and nothing is sent to addresses of its settings. What would is said where a step needs it, with its hash.
     """
-    return RemoteRun(str(path), trust) if is_address(path) else Run(path, trust=trust)
+    return Run(path, trust=trust)
 
 
 _ALWAYS = ("state", "steps", "reward before", "reward after", "training reward", "seconds", "changed")

@@ -436,7 +436,7 @@ def run(made: Run) -> doc.Part:
     """The view of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the recorded steps."""
     rows = made.rows
     step = rows[-1][STEP] if rows else 0
-    title = f"Run {getattr(made, 'address', made.path)}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
+    title = f"Run {made.address}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
     steps = doc.Fold("recorded steps", lambda: traces(made.traces)) if len(made.traces) else ()
     rewards = [row[_REWARD] for row in rows if row.get(_REWARD) is not None]
     kept = ", ".join(f"{step} ({why})" for step, why in made.traces.reasons().items())
