@@ -275,7 +275,7 @@ def test_a_line_that_is_still_being_written_is_left_out_and_named(tmp_path: Path
         (b'{"input": "\xff"}\n', "1.jsonl:2 is not JSON; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "1.jsonl:2 is not JSON; found RecursionError"),
         (b"9" * 10_000 + b"\n", "1.jsonl:2 is not JSON"),
-        (b"[1, 2]\n", r"1.jsonl:2; expected a record with named values \(a dict\)"),
+        (b"[1, 2]\n", r"1.jsonl:2; expected .*\(a dict\)"),
         (b'{"input": "a", "score": 1, "step": 1}\n', "1.jsonl:2; expected a response: text in output; found None"),
         (
             b'{"input": "a", "output": 3, "score": 1, "step": 1}\n',
