@@ -8,7 +8,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from workbench.datasets.records import truth_of
+from workbench.functional import masked_mean
 from workbench.replay.audit import Audit
+from workbench.rewards.score import Score
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import WINDOW, Rows, Symptom
 
@@ -93,38 +95,34 @@ def gathered(rows: Rows, batches: Mapping[int, Any], **found: Any) -> Evidence:
     return Evidence(training, [row for row in rows if row.get("val/reward") is not None], samples, **found)
 
 
-def _samples(step: int, batch: Any) -> list[Row]:
-    def column(name: str, otherwise: Any = None) -> list[Any]:
-        values = batch[name] if name in batch else [otherwise] * len(batch)
-        return list(values.tolist() if hasattr(values, "tolist") else values)
+_READ = ("uid", "response_text", "score", "scored", "reward", "reward_model", "extra_info", "raw_prompt")
+"""The columns of a batch that a `Row` is made of, besides its tokens' advantages."""
 
+
+def _samples(step: int, batch: Any) -> list[Row]:
+    nothing, found = [None] * len(batch), []
+    columns = [batch[name].tolist() if name in batch else nothing for name in _READ]
     lengths, advantages = _of_tokens(batch)
-    uids, texts, scores = column("uid", ""), column("response_text", ""), column("score")
-    found = []
-    for row, (scored, reward, judged, extra, chat) in enumerate(
-        zip(*(column(name) for name in ("scored", "reward", "reward_model", "extra_info", "raw_prompt")), strict=True)
-    ):
+    for row, (uid, text, score, scored, reward, judged, extra, chat) in enumerate(zip(*columns, strict=True)):
         truth = truth_of({"reward_model": judged, "extra_info": extra if isinstance(extra, Mapping) else None})
-        status, why = getattr(scores[row], "status", ""), getattr(scores[row], "why", "")
         value = None if scored is False or reward is None else float(reward)
+        status, why = (score.status.value, score.why) if isinstance(score, Score) else ("", "")
+        numbers = lengths[row], advantages[row]
         found.append(
-            Row(
-                step, f"{step} {uids[row]}", _said(chat), str(texts[row]), truth, value, lengths[row], advantages[row],
-                str(getattr(status, "value", status)), str(why or ""),
-            )
-        )  # fmt: skip
+            Row(step, f"{step} {uid}", _said(chat), str(text or ""), truth, value, *numbers, status, why or "")
+        )
     return found
 
 
 def _of_tokens(batch: Any) -> tuple[list[int], list[float | None]]:
     """Each row's length in tokens, and the mean of its advantages."""
-    if "response_mask" not in batch:
-        return [0] * len(batch), [None] * len(batch)
-    mask = batch["response_mask"]
-    if "advantages" not in batch:
-        return mask.sum(-1).tolist(), [None] * len(batch)
-    own = batch["advantages"].float().masked_fill(mask == 0, 0.0)  # padding may be NaN
-    return mask.sum(-1).tolist(), (own.sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
+    lengths: list[int] = [0] * len(batch)
+    means: list[float | None] = [None] * len(batch)
+    if "response_mask" in batch:
+        lengths = batch["response_mask"].sum(-1).tolist()
+        if "advantages" in batch:
+            means = masked_mean(batch["advantages"].float(), batch["response_mask"], -1).tolist()
+    return lengths, means
 
 
 def _said(chat: Any) -> str:

@@ -19,6 +19,7 @@ from workbench.base.shown import Shown, shows
 from workbench.dataproto.columns import COLUMNS, nearest_column, writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.same import How, same, unchanged
+from workbench.functional import masked_mean
 from workbench.steps import differences
 from workbench.steps.differences import Compared, Divergence, Pair, opened, stored_as
 from workbench.steps.trace import COMPUTED_BY, Phase, Trace, completed
@@ -168,13 +169,8 @@ def _per_row(a: DataProto, b: DataProto, name: str) -> tuple[torch.Tensor, torch
 
 
 def _means(batch: DataProto, name: str) -> torch.Tensor:
-    values = batch[name]
-    if values.dim() == 1:
-        return values.double()
-    mask = batch["response_mask"]
-    blocks = zip(values.split(differences.block(values)), mask.split(differences.block(values)), strict=True)
-    sums = [x.masked_fill(m == 0, 0).sum(-1, dtype=torch.float64) / m.sum(-1).clamp(min=1) for x, m in blocks]
-    return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64)
+    values = batch[name].double()
+    return values if values.dim() == 1 else masked_mean(values, batch["response_mask"], -1)
 
 
 # --- the first difference -----------------------------------------------------------------------

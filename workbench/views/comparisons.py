@@ -295,7 +295,9 @@ def what_if(made: WhatIf) -> doc.Part:
     """The view of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ most."""
     said, page = list[list[doc.Part]](), list[list[doc.Part]]()
     sums = made.difference.sum(-1).tolist()
-    means = _advantages(made.batch) if "advantages" in made.batch else None
+    means = None
+    if "advantages" in made.batch:
+        means = F.masked_mean(made.batch["advantages"], made.batch["response_mask"], -1).tolist()
     shown = made.rows()
     most = max((abs(sums[row]) for row in shown), default=0.0)
     largest = max((abs(means[row]) for row in shown), default=0.0) if means is not None else 0.0
@@ -314,14 +316,6 @@ def what_if(made: WhatIf) -> doc.Part:
         doc.line(doc.bold("rows that part most")),
         movers,
     )
-
-
-def _advantages(batch: DataProto) -> list[float]:
-    """Each row's mean advantage over its response tokens."""
-    mask = batch["response_mask"]
-    own = batch["advantages"].masked_fill(mask == 0, 0)
-    found: list[float] = (own.sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
-    return found
 
 
 def _both(made: WhatIf) -> list[list[str]]:
@@ -365,9 +359,8 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
     import pandas as pd
 
     mask = batch["response_mask"]
-    lengths = mask.sum(-1)
     groups, _ = pd.factorize(np.array(batch["uid"], dtype=object))
-    columns: dict[str, Any] = {"group": groups, "reward": batch["reward"].tolist(), "tokens": lengths.tolist()}
+    columns: dict[str, Any] = {"group": groups, "reward": batch["reward"].tolist(), "tokens": mask.sum(-1).tolist()}
     for name in names or ESTIMATORS:
         if name not in ESTIMATORS:
             raise PipelineError(unknown("known advantage estimator", name, ESTIMATORS))
@@ -379,8 +372,7 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
         if missing or (name == "maxrl" and names is None and bool((batch["reward"] < 0).any())):
             continue
         kept = batch.without(*(column for column in stage.writes if column in batch))
-        advantages = stage(kept).batch["advantages"]
-        columns[name] = ((advantages * mask).sum(-1) / lengths.clamp(min=1)).tolist()
+        columns[name] = F.masked_mean(stage(kept).batch["advantages"], mask, -1).tolist()
     return pd.DataFrame(columns)
 
 

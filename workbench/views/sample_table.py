@@ -13,6 +13,7 @@ from workbench.base.errors import message
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.sessions import POLICY, SESSION, episodes
+from workbench.functional import masked_mean
 from workbench.stages.stage import LEFT_OUT
 from workbench.views.rewards import question
 
@@ -107,8 +108,7 @@ def _of_tokens(batch: DataProto) -> dict[str, Any]:
     mask = batch.batch.passing("response_mask")
     tokens = mask.sum(-1)
     if "advantages" in batch:
-        own = batch.batch.passing("advantages").float().masked_fill(mask == 0, 0.0)  # padding may be NaN
-        found["advantage"] = (own.sum(-1) / tokens.clamp(min=1)).double().numpy()
+        found["advantage"] = masked_mean(batch.batch.passing("advantages").float(), mask, -1).double().numpy()
     if "sampler_logprob_diff" in batch:
         found["sampler_logprob_diff"] = batch.batch.passing("sampler_logprob_diff").numpy()
     return {**found, "tokens": tokens.numpy()}
