@@ -30,6 +30,7 @@ WORDS = {
 }
 EXACT = {"actor/lr", "critic/lr"}
 """Settings, not measurements: they are drawn without a running mean."""
+HELD_OUT = "val/reward"
 GREY = "#666666"
 MARK = "#a3341f"
 _DASHES = ("-", (0, (1, 1.2)), (0, (4, 1.5)))
@@ -82,15 +83,14 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
 
 def _curves(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look) -> Plotted:
     """Draw those metrics of a plot that any run has, and scale it; whole steps where phases cannot be stacked."""
-    names = ["timing_s/step" if name == PHASES else name for name in wanted]
-    drawn = [name for name in names if any(len(run.points(name)[0]) for run in runs)]
+    drawn = [name for name in lines_of(wanted, runs) if name != HELD_OUT or name in wanted]
     key: dict[str, Any] = {}
     for name, dashes in zip(drawn, cycle(_DASHES), strict=False):
         there = [run for run in runs if len(run.points(name)[0])]
         lines = [_curve(axes, run, name, dashes, look, faint=len(runs) <= 4) for run in there]
         key[WORDS.get(name, name)] = lines[0]
     if "critic/score/mean" in wanted:
-        dots = [_held_out(axes, run, look) for run in runs if len(run.points("val/reward")[0])]
+        dots = [_held_out(axes, run, look) for run in runs if len(run.points(HELD_OUT)[0])]
         key |= {"held out, 95 %": dots[0]} if dots else {}
     if len(runs) == len(drawn) == 1:
         return Plotted(key | _banded(axes, runs[0], drawn[0]), float(lines[0].get_ydata()[-1]))
@@ -233,11 +233,17 @@ def bare(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
 
 
 def recorded(runs: Sequence[Series], wanted: Sequence[str]) -> bool:
-    """Whether a plot of these metrics would show anything: whether any of the runs has a number for it."""
-    more = {"critic/score/mean": "val/reward", PHASES: "timing_s/step"}
-    asked = [*wanted, *(more[name] for name in wanted if name in more)]
-    alone = len(runs) == 1 and PHASES in wanted and bool(runs[0].phases())
-    return alone or any(len(run.points(key)[0]) for run in runs for key in asked)
+    """Whether a plot of these metrics would show anything."""
+    return bool(lines_of(wanted, runs))
+
+
+def lines_of(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
+    """The metrics of a plot that any run has a number for: of a single run each phase by name, of several the whole step;
+    beside the batch's rewards the held-out ones."""
+    phases = [f"timing_s/{phase}" for phase in runs[0].phases()] if len(runs) == 1 else []
+    names = [one for name in wanted for one in (phases or ["timing_s/step"] if name == PHASES else [name])]
+    names += [HELD_OUT] if "critic/score/mean" in wanted and HELD_OUT not in names else []
+    return [name for name in names if any(len(run.points(name)[0]) for run in runs)]
 
 
 def _free_corner(axes: Axes, below: bool) -> Any:

@@ -10,11 +10,9 @@ import numpy as np
 
 from workbench.base.errors import RunError
 from workbench.runs.symptoms import Symptom
-from workbench.views.curve_axes import EXACT, PHASES, WORDS, Array, Series, colour, label, memory, recorded
+from workbench.views.curve_axes import EXACT, HELD_OUT, WORDS, Array, Series, colour, label, lines_of, memory, recorded
 from workbench.views.curves import PANEL, asked, series
 from workbench.views.samples import Samples, samples
-
-HELD_OUT = "val/reward"
 
 
 class Recorded(Protocol):
@@ -73,7 +71,7 @@ class Plots:
 
 def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[dict[str, Any]]:
     """The lines of one plot; a single run's several metrics differ by colour, several runs' by dashes."""
-    there, lines = _metrics(wanted, runs), []
+    there, lines = lines_of(wanted, runs), []
     for place, name in enumerate(there):
         dots = name == HELD_OUT and len(there) > 1
         words = "held out" if dots else WORDS.get(name, name.removeprefix("timing_s/"))
@@ -88,14 +86,6 @@ def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[
                 "values": _column(run, name, steps),
             })  # fmt: skip
     return lines
-
-
-def _metrics(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
-    """The metrics of a plot that any run has: phases by name for a single run, held-out rewards beside the batch's."""
-    phases = [f"timing_s/{phase}" for phase in runs[0].phases()] if len(runs) == 1 else ["timing_s/step"]
-    names = [one for name in wanted for one in (phases if name == PHASES else [name])]
-    names += [HELD_OUT] if "critic/score/mean" in wanted else []
-    return [name for name in names if any(len(run.points(name)[0]) for run in runs)]
 
 
 def _column(run: Series, name: str, steps: Array) -> list[float | None]:
