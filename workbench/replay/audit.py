@@ -156,18 +156,16 @@ class _Findings:
                 told = (row, token, mine, theirs, claim.formula, len(places))
                 self.disagreements.append(Disagreement(self.step, stage, claim.name, *told))
             elif claim.partial:  # a name of which only this is said is told why
-                why = next((why for begin, why in UNREAD.items() if claim.name.startswith(begin)), None)
-                self.left |= {claim.name: why} if why else {}
+                self.left |= {claim.name: why} if (why := _unread(claim.name)) else {}
             else:
                 self.agreed[0 if is_column else 1].add(claim.name)
         return spoken
 
     def result(self) -> Audit:
         """The report of the step."""
-        wrong = {one.name for one in self.disagreements}
-        columns, metrics = (frozenset(names - wrong) for names in self.agreed)
-        left = {name: why for name, why in self.left.items() if name not in columns | metrics}
-        return Audit((self.step,), columns, metrics, tuple(self.disagreements), left, frozenset(self.unaudited))
+        columns, metrics = map(frozenset, self.agreed)
+        found = tuple(self.disagreements)
+        return _together([Audit((self.step,), columns, metrics, found, self.left, frozenset(self.unaudited))])
 
     def _made(self, stage: str, claims: Iterable[Claim | Left]) -> Claims:
         """The claims; formulas that a record does not fit are a disagreement, too."""
@@ -181,11 +179,15 @@ class _Findings:
         """Sort names that no claim spoke of: by `UNREAD`, or unaudited."""
         for name in names:
             if name not in spoken:
-                why = next((why for begin, why in UNREAD.items() if name.startswith(begin)), None)
-                if why is None:
-                    self.unaudited.add(name)
-                else:
+                if why := _unread(name):
                     self.left.setdefault(name, why)
+                else:
+                    self.unaudited.add(name)
+
+
+def _unread(metric: str) -> str | None:
+    """Why a metric that no formula claims is not recomputed; None where that is not known."""
+    return next((why for begin, why in UNREAD.items() if metric.startswith(begin)), None)
 
 
 def _differing(recorded: Any, claim: Claim) -> Iterator[tuple[int | None, int | None, Any, Any]]:
@@ -415,10 +417,9 @@ def _together(audits: Sequence[Audit]) -> Audit:
     """The audits of several steps as one: a column or metric agrees where it does so in every step that has it."""
     disagreements = tuple(one for audit in audits for one in audit.disagreements)
     wrong = {one.name for one in disagreements}
-    columns, metrics, unaudited = (
-        frozenset(name for audit in audits for name in getattr(audit, kind))
-        for kind in ("columns", "metrics", "unaudited")
-    )
+    columns = frozenset[str]().union(*(audit.columns for audit in audits)) - wrong
+    metrics = frozenset[str]().union(*(audit.metrics for audit in audits)) - wrong
+    unaudited = frozenset[str]().union(*(audit.unaudited for audit in audits))
     left = {name: why for audit in audits for name, why in audit.left.items() if name not in columns | metrics}
     steps = tuple(step for audit in audits for step in audit.steps)
-    return Audit(steps, columns - wrong, metrics - wrong, disagreements, left, unaudited)
+    return Audit(steps, columns, metrics, disagreements, left, unaudited)

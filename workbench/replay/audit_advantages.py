@@ -129,54 +129,56 @@ Estimate = tuple[Ragged, Ragged, Any, float]
 
 
 def _grouped(v: View, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], one: Any) -> list[float]:
-    """A number per row: `one(scores, lengths)` of each group's counted rows; a row alone gets 0, or its score ("verl")."""
+    """A number per row: `one(v, scores, lengths)` of each group's counted rows; a row alone gets 0, or its score ("verl")."""
     values = [0.0] * len(mask)
     for rows in groups_of(v.after["uid"]).values():
         inside = [row for row in rows if counted[row]]
         of = [scores[row] for row in inside]
-        found = one(of, [sum(mask[row]) for row in inside]) if len(of) > 1 else of
+        found = one(v, of, [sum(mask[row]) for row in inside]) if len(of) > 1 else of
         for row, value in zip(inside, found, strict=True):
             values[row] = value if len(of) > 1 or v.setting("singleton") == "verl" else 0.0
     return values
 
 
-def _grpo(v: View) -> Any:
-    eps, normed = v.setting("eps", 1e-6), v.setting("norm_by_std", True)
-    return lambda s, _: [(x - mean(s)) / (stdev(s) + eps if normed else 1) for x in s]
+def _grpo(v: View, s: list[float], _: Any) -> list[float]:
+    return [(x - mean(s)) / _deviation(v, s) for x in s]
 
 
-def _passk(v: View) -> Any:
-    def one(s: list[float], _: Any) -> list[float]:
-        first, second = sorted(s)[-1], sorted(s)[-2]
-        below = stdev(s) + v.setting("eps", 1e-6) if v.setting("norm_by_std", True) else 1.0
-        return [(first - second) / below if x == first else 0.0 for x in s]
-
-    return one
+def _deviation(v: View, s: list[float]) -> float:
+    return stdev(s) + v.setting("eps", 1e-6) if v.setting("norm_by_std", True) else 1.0
 
 
-def _rloo(v: View) -> Any:
-    return lambda s, _: [x - (math.fsum(s) - x) / (len(s) - 1) for x in s]
+def _passk(v: View, s: list[float], _: Any) -> list[float]:
+    first, second = sorted(s)[-1], sorted(s)[-2]
+    return [(first - second) / _deviation(v, s) if x == first else 0.0 for x in s]
 
 
-def _opo(v: View) -> Any:
-    def one(s: list[float], lengths: list[int]) -> list[float]:
-        weights = lengths if any(lengths) else [1] * len(s)
-        return [x - math.fsum(w * y for w, y in zip(weights, s, strict=True)) / sum(weights) for x in s]
-
-    return one
+def _rloo(v: View, s: list[float], _: Any) -> list[float]:
+    return [x - (math.fsum(s) - x) / (len(s) - 1) for x in s]
 
 
-def _maxrl(v: View) -> Any:
-    return lambda s, _: [(x - mean(s)) / (mean(s) if mean(s) > 0 else 1) for x in s]
+def _opo(v: View, s: list[float], lengths: list[int]) -> list[float]:
+    weights = lengths if any(lengths) else [1] * len(s)
+    return [x - math.fsum(w * y for w, y in zip(weights, s, strict=True)) / sum(weights) for x in s]
 
 
-def _rowwise(make: Callable[[View], Any], *, whiten: bool = False, alpha: bool = False) -> Callable[..., Estimate]:
+def _maxrl(v: View, s: list[float], _: Any) -> list[float]:
+    return [(x - mean(s)) / (mean(s) if mean(s) > 0 else 1) for x in s]
+
+
+def _centred(v: View, s: list[float], _: Any) -> list[float]:
+    return [x - mean(s) for x in s]
+
+
+def _rowwise(
+    one: Callable[[View, Any, Any], list[float]], *, whiten: bool = False, alpha: bool = False
+) -> Callable[..., Estimate]:
     """An estimator that gives each row one number on all its tokens."""
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         scores = row_sums(v.after, "token_level_rewards")
         factor = _alpha(v, scores, scored) if alpha else 1.0
-        values = [factor * x for x in _grouped(v, mask, scores, scored, make(v))]
+        values = [factor * x for x in _grouped(v, mask, scores, scored, one)]
         noise = _rounding(v, scores, rewards, values, scored)
         ragged = [[value] * sum(own) for value, own in zip(values, mask, strict=True)]
         return _white(ragged, scored, max(noise)) if whiten else (ragged, ragged, noise, EXACT)
@@ -205,14 +207,14 @@ def _rounding(
     return noise
 
 
-def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0, returns: Ragged | None = None) -> Estimate:
+def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0) -> Estimate:
     """Whitened over own tokens of scored rows, (x − mean) / √(variance + 1e-8); other rows 0. Fewer than two: as they are."""
     inside = [x for row, ok in zip(ragged, scored, strict=True) for x in row if ok]
     middle, var = (mean(inside), variance(inside)) if len(inside) > 1 else (0.0, 1 - 1e-8)
     made = [[(x - middle) / math.sqrt(var + 1e-8) * ok for x in row] for row, ok in zip(ragged, scored, strict=True)]
     top = max(map(abs, inside), default=0.0) + noise
     more = top / math.sqrt(var + 1e-8) * (1 + top / math.sqrt(var + 1e-8))
-    return made, made if returns is None else returns, more, FLOAT32
+    return made, made, more, FLOAT32
 
 
 def _to_go(rewards: Ragged, gamma: float, scored: Sequence[bool]) -> Ragged:
@@ -276,7 +278,7 @@ def _gdpo(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -
     for part, weight in zip(parts, v.setting("weights") or [1.0] * len(parts), strict=True):
         column = v.after[f"reward/{part}"]
         there = [ok and math.isfinite(x) for ok, x in zip(scored, column, strict=True)]
-        found = _grouped(v, mask, column, there, _grpo(v))
+        found = _grouped(v, mask, column, there, _grpo)
         totals = [total + weight * x for total, x in zip(totals, found, strict=True)]
     return _white([[x] * sum(own) for x, own in zip(totals, mask, strict=True)], scored)
 
@@ -343,8 +345,8 @@ ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], E
     "rloo": _rowwise(_rloo),
     "opo": _rowwise(_opo),
     "maxrl": _rowwise(_maxrl),
-    "gpg": _rowwise(lambda v: lambda s, _: [x - mean(s) for x in s], alpha=True),
-    "reinforce_plus_plus_baseline": _rowwise(lambda v: lambda s, _: [x - mean(s) for x in s], whiten=True),
+    "gpg": _rowwise(_centred, alpha=True),
+    "reinforce_plus_plus_baseline": _rowwise(_centred, whiten=True),
     "reinforce_plus_plus": _plus_plus,
     "remax": _remax,
     "gae": _gae,
