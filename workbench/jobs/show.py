@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workbench.base.errors import RunError, SettingError
+from workbench.base.errors import SettingError
 from workbench.compat.dumps import read_dump
 from workbench.replay.remote import is_address
-from workbench.replay.run import Run, load_run
+from workbench.replay.run import load_run
 from workbench.runs.folder import is_run
 from workbench.views.samples import samples
 from workbench.views.tokens import tokens
@@ -41,7 +41,7 @@ def shown(
         run = load_run(source)
         if step is None and row is None:
             return "\n\n".join(str(one) for one in (run, run.traces, run.symptoms) if one)
-        found = _trace(run, step)
+        found = run.traces[max(run.traces, default=0) if step is None else step]
     try:
         if row is None:
             return str(samples(found, rows, order, search=search))
@@ -49,16 +49,3 @@ def shown(
     except (ValueError, IndexError) as error:
         raise SettingError(str(error)) from error
     return "\n\n".join(parts)
-
-
-def _trace(run: Run, step: int | None) -> Any:
-    recorded = sorted(run.traces)
-    wanted = recorded[-1] if step is None and recorded else step
-    if wanted not in recorded:
-        known = f"one of {', '.join(map(str, recorded))}" if recorded else "a run with recorded steps (trace_freq)"
-        raise RunError(
-            f"no trace of step {step} in {run.path}",
-            expected=known,
-            do="trace_freq=1, keep_traces=… of train keep more",
-        )
-    return run.traces[wanted]

@@ -76,7 +76,7 @@ class Traces(Shown, Mapping[int, Trace]):
         path = step_folder(self._folder, step if whole else 0)
         if not (path / "trace.json").is_file():
             known = list(self._there())
-            expected = f"one of the steps {known}"
+            expected = f"one of the steps {known}" if known else "a run with recorded steps (trace_freq)"
             do = "trace_freq=1, keep_traces=… of train keep more; run.stepper(step) does a step again without a trace"
             raise RunError(f"no trace of step {step!r}", expected=expected, do=do)
         return path
