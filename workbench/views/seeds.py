@@ -96,12 +96,12 @@ class Seeds(doc.View):
     def document(self) -> doc.Part:
         """The view's content: the table, what it says, and in HTML the figure."""
         base, rows = next(iter(self.curves)), list[list[doc.Part]]()
-        for name in self.curves:
-            pair = self.difference(name, base) if name != base else None
-            said = f"{pair.mean:+.4g}" if pair else "–" if name == base else "no common seed"
-            common = str(pair.seeds) if pair else ""
-            mine = interval(list(self.values(name).values()))
-            rows.append([name, str(mine.seeds), doc.number(mine.mean), _range(mine), said, _range(pair), common])
+        for name, one in self.table.iterrows():
+            pairs = int(one["common seeds"])
+            said = f"{one['difference']:+.4g}" if pairs else "–" if name == base else "no common seed"
+            mine = [str(name), f"{one['seeds']:.0f}", doc.number(one["mean"]), _range(one["low"], one["high"])]
+            apart = _range(one["difference low"], one["difference high"])
+            rows.append([*mine, said, apart, str(pairs) if pairs else ""])
         header = ["", "seeds", "mean", "95 % interval", f"less {base}, by seed", "95 % interval", "pairs"]
         title = f"{self.metric}, mean of the last {doc.counted(self.last, 'step')}"
         return (
@@ -154,5 +154,5 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half, number)
 
 
-def _range(one: Interval | None) -> str:
-    return "–" if one is None or one.low != one.low else f"[{one.low:.4g}, {one.high:.4g}]"
+def _range(low: float, high: float) -> str:
+    return "–" if low != low else f"[{low:.4g}, {high:.4g}]"

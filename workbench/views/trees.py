@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from workbench.views import document as doc
@@ -22,6 +22,10 @@ _SAID = 90
 def tree(made: Tree) -> doc.Part:
     """The view of a `Tree`: what each stretch of the recorded episode was worth, then all nodes."""
     nodes = made.nodes
+    stretches = [
+        [node.places, _said(node), _number(before), _number(node.value), _signed(gained)]
+        for node, before, gained in _gains(made)
+    ]
     rewards = [float(one) for one, told in zip(made.batch["reward"], made.batch["scored"], strict=True) if told]
     low, high = min((*rewards, 0.0)), max((*rewards, 1.0))
     left = len(made.leaves) - len(rewards)
@@ -33,7 +37,7 @@ def tree(made: Tree) -> doc.Part:
     ]
     return (
         doc.line(doc.bold(" · ".join(said))),
-        doc.Table(["turns", "recorded", "value before", "value after", "advantage"], _stretches(made, nodes)),
+        doc.Table(["turns", "recorded", "value before", "value after", "advantage"], stretches),
         doc.Fold(
             f"the tree: {doc.counted(len(nodes), 'node')}, those alike as one",
             lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
@@ -50,9 +54,7 @@ def credit(made: Tree) -> pd.DataFrame:
     import pandas as pd
 
     lines = []
-    for node in (one for one in made.nodes if one.recorded and one.parent is not None):
-        before = made.value(node.first)
-        gained = node.value.minus(before)
+    for node, before, gained in _gains(made):
         said = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
         values = {"before": before.mean, "before_error": before.error}
         values |= {"after": node.value.mean, "after_error": node.value.error}
@@ -82,14 +84,12 @@ def frame(made: Tree) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"parent": "Int64"})
 
 
-def _stretches(made: Tree, nodes: Sequence[TreeNode]) -> list[list[doc.Part]]:
-    """A row for each stretch of the recorded episode."""
-    rows: list[list[doc.Part]] = []
-    for node in (one for one in nodes if one.recorded and one.parent is not None):
-        before = made.value(node.first)
-        gained = node.value.minus(before)
-        rows.append([node.places, _said(node), _number(before), _number(node.value), _signed(gained)])
-    return rows
+def _gains(made: Tree) -> Iterator[tuple[TreeNode, Estimate, Estimate]]:
+    """(a stretch of the recorded episode, the value before it, what it gained)."""
+    for node in made.nodes:
+        if node.recorded and node.parent is not None:
+            before = made.value(node.first)
+            yield node, before, node.value.minus(before)
 
 
 def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.Part]]:
