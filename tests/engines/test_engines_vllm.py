@@ -38,7 +38,6 @@ from workbench.engines.vllm_server.engine import (
     interpreter,
     vllm,
     vllm_classifier,
-    wait,
 )
 from workbench.engines.vllm_server.link import cause_in
 from workbench.engines.weights import weights_of
@@ -172,13 +171,11 @@ class TestVllm:
 
     def test_a_push_waits_for_the_rows_before_it(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """A row is written by one version, whatever was under way."""
-        ask, pushing = engine._link.ask, threading.Event()
+        take, pushing = engine.take_weights, threading.Event()
 
-        def heard(kind: str, **content: Any) -> Any:
-            answer = ask(kind, **content)
-            if kind == "load":
-                pushing.set()
-            return answer
+        def begun(*bucket: Any) -> None:
+            pushing.set()
+            take(*bucket)
 
         old, new = local("data/tiny-arith"), moved(local("data/tiny-arith", lr=1e-3))
         engine.sync(old)
@@ -193,7 +190,7 @@ class TestVllm:
             await pushed
             return [*await asyncio.gather(*first), *second]
 
-        monkeypatch.setattr(engine._link, "ask", heard)
+        monkeypatch.setattr(engine, "take_weights", begun)
         found = runtime.run(beside())
         assert [one.version for one in found] == [0] * len(requests) + [7] * len(requests)
         assert gap(old, requests, found[: len(requests)]) < TOLERANCE
@@ -211,7 +208,7 @@ class TestVllm:
         weights = weights_of(learner)
         with pytest.raises(EngineError, match="nonsense"):
             engine.load_weights({**weights, "model.nonsense.weight": torch.zeros(2)}, 3)
-        with pytest.raises(EngineError, match="push again"):
+        with pytest.raises(EngineError, match="push (weights )?again"):
             engine.sample_many(asked(engine, 1))
         engine.load_weights(weights, 4)
         requests = asked(engine)
@@ -224,7 +221,7 @@ class TestVllm:
         for name in ("model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
             with pytest.raises(EngineError, match=f"old values in.*{name}"):
                 engine.load_weights({one: tensor for one, tensor in weights.items() if one != name}, 3)
-        with pytest.raises(EngineError, match="push again"):
+        with pytest.raises(EngineError, match="push (weights )?again"):
             engine.sample_many(asked(engine, 1))
         begin = engine.begin_weights
         monkeypatch.setattr(engine, "begin_weights", lambda shapes: begin({**shapes, "model.lost.weight": (1,)}))
@@ -239,15 +236,19 @@ class TestVllm:
         push = check_push(paired(learner, engine, weight_sync=way, bucket_bytes=1 << 16), [[5, 6, 7], [9, 10, 11, 12]])
         assert push.way == way and push.gap is not None and push.gap < TOLERANCE and engine.version == 1
 
-    def test_it_sleeps_and_wakes_by_parts_around_a_push(self, engine: VllmEngine) -> None:
+    def test_it_sleeps_and_wakes_by_parts_around_a_push(
+        self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """vLLM's own order and states; that memory is freed cannot be seen on a CPU."""
-        weights, seconds = weights_of(local("data/tiny-arith")), LONG
-        wait(engine._link.ask("sleep", level=2), seconds, "late")
+        weights = weights_of(local("data/tiny-arith"))
+        monkeypatch.setattr(engine, "_about", {**engine._about, "platform": "as if it were a GPU"})
+        monkeypatch.setattr(engine, "_settings", engine._settings.replace(sleep_mode=True))
+        engine.sleep(level=2)
         with pytest.raises(EngineError, match="dropped by sleep"):
             engine.sample_many(asked(engine, 1))
-        wait(engine._link.ask("wake", tags=["weights"]), seconds, "late")
+        engine.wake(["weights"])
         engine.load_weights(weights, 5)
-        wait(engine._link.ask("wake", tags=["kv_cache"]), seconds, "late")
+        engine.wake(["kv_cache"])
         assert engine.sample_many(asked(engine, 1))[0].version == 5
 
     def test_stop_texts_end_a_response_and_are_kept(self, engine: VllmEngine) -> None:
