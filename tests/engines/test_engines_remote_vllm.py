@@ -134,7 +134,7 @@ class TestRemoteVllm:
         """Prompts that are long enough to be cached, and a tied head; the learner's rows are its own after each push."""
         learner = local(TINY, lr=1e-3)
         both = paired(learner, engine)
-        requests = [Request(one.ids * 3, one.settings, one.seed) for one in asked(engine)]
+        requests = [Request(one.ids * 10, one.settings, one.seed) for one in asked(engine)]
         for version in (0, 1, 2):
             samples = both.sample_many(requests)
             difference = gap(learner, requests, samples)

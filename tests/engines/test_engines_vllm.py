@@ -161,7 +161,7 @@ class TestVllm:
         """Also for a prompt whose cache the old weights wrote, and for a tied head."""
         learner = local("data/tiny-arith", lr=1e-3)
         engine.sync(learner)
-        requests = [dataclasses.replace(one, ids=one.ids * 3) for one in asked(engine)]  # long enough to be cached
+        requests = [dataclasses.replace(one, ids=one.ids * 10) for one in asked(engine)]  # long enough to be cached
         before = engine.sample_many(requests)
         moved(learner)
         assert gap(learner, requests, before) > 0.05  # the old weights' samples
