@@ -128,7 +128,7 @@ def test_the_peak_of_a_process_begins_anew() -> None:
     high = peak(begin=True)
     del held
     assert before > 0 and high >= before * 0 + (32 << 20)
-    assert peak() <= high
+    assert peak() <= high + (1 << 20)  # what the test itself has taken since
 
 
 def test_the_peaks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
