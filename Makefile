@@ -25,7 +25,7 @@ DATA ?= data/gsm8k
 GSM8K ?= runs/gsm8k
 published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
 
-.PHONY: train test tests test-all quick durations scorecard lint format lab docs bench bench-engine browser sandbox cluster gpu doctor gsm8k clean
+.PHONY: train test tests test-all quick durations scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster gpu doctor gsm8k clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -126,6 +126,9 @@ gsm8k: $(READY)  ## on one GPU: GRPO of a 0.5B model on GSM8K; MODEL=folder DATA
 gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python tests/benchmarks/gpu.py
+
+matrix: $(DEV)  ## the same checks with the oldest, locked, newest and Colab's versions; writes the table of docs/versions.md
+	nice $(BIN)/python tools/matrix.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

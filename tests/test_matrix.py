@@ -1,0 +1,51 @@
+"""`tools/matrix.py`: what its table says of cells that passed, failed, or were not run; and Colab's versions."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "data" / "matrix" / "colab-gpu-2026-08-19.txt"
+
+
+@pytest.fixture
+def matrix(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("matrix")
+
+
+def columns(table: str, cell: int) -> list[str]:
+    return [line.split(" | ")[cell].strip(" |") for line in table.splitlines() if line.startswith("| ")]
+
+
+def test_a_cell_that_was_not_run_is_never_green(matrix: ModuleType) -> None:
+    ended = dict.fromkeys(matrix.CHECKS, "passed")
+    cells = {
+        "a": matrix.Cell("one", ended=ended, versions={"numpy": "2.0"}, date="2026-01-02"),
+        "b": matrix.Cell("two", versions={"numpy": "1.0"}, date="2026-01-02", reason="no Python"),
+        "c": matrix.Cell("three", ended={**ended, "job": "FAILED"}, date="2026-01-02"),
+    }
+    table = matrix.table(cells, ["numpy"])
+    assert columns(table, 1) == ["one, 3.11", "2026-01-02", *["passed"] * len(ended), "2.0"]
+    assert columns(table, 2) == ["two, 3.11", *["not run"] * (1 + len(ended)), "–"]
+    assert "- two, 3.11: not run, for no Python" in table
+    assert "- three, 3.11: failed: notebook 101 as a job" in table and "- one" not in table
+
+
+def test_the_guides_table_has_every_cell_and_check(matrix: ModuleType) -> None:
+    inside = matrix.PAGE.read_text().partition("<!-- matrix -->")[2].partition("<!-- /matrix -->")[0]
+    header = next(line for line in inside.splitlines() if line.startswith("| "))
+    assert header == "|  | " + " | ".join(f"{cell.title}, {cell.python}" for cell in matrix.CELLS.values()) + " |"
+    assert all(f"| {title} |" in inside for title in matrix.CHECKS.values())
+
+
+def test_colabs_versions_are_those_of_its_list(matrix: ModuleType) -> None:
+    ours = matrix.pins(matrix.COLAB.read_text())
+    assert ours["traitlets"] == "5.7.1" and len(ours) > 100
+    if not SHARED.is_file():
+        pytest.skip("the whole list of Colab's versions, ../shared/data/matrix, is absent")
+    assert ours.items() <= matrix.pins(SHARED.read_text()).items()
