@@ -436,7 +436,8 @@ def test_a_process_of_rays_that_has_ended_is_not_waited_for(tmp_path: Path, monk
     program.write_text(DIES.replace("exit 1", "while :; do sleep 1; done"))
     child = subprocess.Popen([str(program), f"--log_dir={logs}"])
     try:
-        assert within(lambda: (logs / "raylet.out").is_file()) and watch.look() == ""
+        log = logs / "raylet.out"
+        assert within(lambda: log.is_file() and "a stack" in log.read_text()) and watch.look() == ""
     finally:
         child.kill()
     child.wait()  # reaped: there is no such process any more
