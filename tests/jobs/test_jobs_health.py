@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from tests_patience import LONG, within
 
 import workbench as wb
 from workbench import cli
-from workbench.base.activity import HERE
+from workbench.base.activity import HERE, Queue
 from workbench.base.errors import SettingError
 from workbench.base.runtime import Control
 from workbench.jobs import health as page
@@ -224,6 +225,19 @@ def test_workers_symptoms_and_failures_are_shown(pipe: tuple[Any, Gate], tmp_pat
     assert found["workbench_symptom_since_step"] == {("the gradient jumps",): 5.0}
     assert "workbench_mfu_ratio" not in found  # unknown: no number is made up
     assert "the gradient jumps since step 5" in repr(look) and "does not answer" in look._repr_html_()
+
+
+def test_what_is_left_and_how_long_questions_wait(pipe: tuple[Any, Gate], tmp_path: Path) -> None:
+    """Six steps of 2.5 s are 15 s; 3 s in the queue over two questions, 10 s to the answers of four."""
+    queue = Queue(waiting=2, running=1, done=4, failed=3, begun=2, queue_seconds=3.0, seconds=10.0)
+    look = Watcher(tmp_path, pipe[0], Control()).look()
+    text = str(replace(look, step=4, steps=10, median_seconds=2.5, queues={"actor": queue}))
+    assert "step 4 of 10, 15 s to go" in text
+    assert "to go" not in str(replace(look, step=10, steps=10, median_seconds=2.5))
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["actor"])
+    assert row == ["actor", "2", "1", "4", "3", "1.50", "s", "2.50", "s"]
+    unasked = str(replace(look, queues={"actor": Queue(waiting=1)}))
+    assert ["actor", "1", "0", "0", "0", "–", "–"] in [line.split() for line in unasked.splitlines()]
 
 
 def test_the_peak_of_a_processor_is_measured() -> None:

@@ -270,6 +270,24 @@ def test_the_notebook_makes_the_same_pipeline(
     assert space["steps"] == how["steps"] and space["batch_size"] == how["batch_size"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "drops"),
+    [
+        ({}, False),
+        ({"data.filter_overlong_prompts": True}, True),
+        ({"data.truncation": "left"}, True),
+        ({"data.truncation": "error"}, False),
+    ],
+)
+def test_the_notebook_drops_long_prompts_where_verl_would_filter_or_cut_them(
+    changes: dict[str, Any], drops: bool, tmp_path: Path
+) -> None:
+    job = wb.compat.verl({**COMMANDS["gspo"], **changes})
+    notebook = nbformat.read(job.notebook(tmp_path / "n.ipynb", model="x", train_files=TRAIN, **SHORT), 4)
+    lines = [line for cell in notebook.cells for line in cell.source.splitlines() if line.startswith("rows = ")]
+    assert [".fitting(policy.tokenizer, overlong='drop')" in line.replace('"', "'") for line in lines] == [drops], lines
+
+
 @pytest.mark.long
 def test_a_translated_script_passes_check_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, notebook = tmp_path / "run.sh", tmp_path / "n.ipynb"

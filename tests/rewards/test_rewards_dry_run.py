@@ -69,6 +69,16 @@ def test_whatever_completions_come_in(form: str, tmp_path: Path) -> None:
     assert dry_run(flexible, given).table["flexible"].tolist() == [1, 1, 0, 0]
 
 
+def reads_the_chat(response: str, prompt: list[dict[str, str]]) -> float:
+    return float(prompt == [{"role": "user", "content": "one\n?"}])
+
+
+def test_a_reward_reads_a_chat_in_parts_as_texts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "?"}]
+    record = {"prompt": [{"role": "user", "content": parts}], "completion": "x"}
+    assert dry_run(reads_the_chat, [record]).table["reads_the_chat"].tolist() == [1]
+
+
 def test_limits_names_and_refusals() -> None:
     assert len(dry_run([strict, strict], RECORDS, limit=2).table) == 2
     assert list(dry_run([strict, strict], RECORDS).judged) == ["strict", "strict'"]

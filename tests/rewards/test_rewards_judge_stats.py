@@ -83,6 +83,13 @@ def test_calibration_by_hand() -> None:
     assert math.isnan(stats.calibration([], [])[1])
 
 
+def test_a_confidence_on_an_edge_is_in_the_bin_below_it() -> None:
+    """(0, ½] holds 0 and ½: |1 − ¼| · ⅔ + |0 − 1| · ⅓ = ⅚."""
+    bins, error = stats.calibration([0.0, 0.5, 1.0], [1, 1, 0], bins=2)
+    assert [(one.low, one.high, one.n) for one in bins] == [(0, 0.5, 2), (0.5, 1, 1)]
+    assert error == pytest.approx(5 / 6)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=50))
 def test_bins_hold_each_verdict_once(pairs: list[tuple[float, float]]) -> None:
     sure, right = zip(*pairs, strict=True)

@@ -223,6 +223,14 @@ def test_injected_orders_stay_between_the_marks_and_are_cut() -> None:
     assert Judge(Says(lambda t, s: verdict(1)), response_length=500).score(answered([injection]))[0].extra["truncated"]
 
 
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 900), (900, 2)])
+def test_a_comparison_is_cut_where_one_of_the_two_is(lengths: tuple[int, int]) -> None:
+    judge = PairwiseJudge(Says(lambda text, seed: ""), response_length=100)
+    first, second = views(answered(["word " * length for length in lengths]))
+    text, cut = judge.text_for_two({"response_a": first, "response_b": second})
+    assert cut == (900 in lengths) and text.count("word") < 300
+
+
 def test_rate_limits_hold_across_judges() -> None:
     model = Says(lambda text, seed: verdict(5))
     limit = RateLimit(max_concurrent=2)
