@@ -30,6 +30,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 PATIENCE = 4.0
 """Seconds that an interrupt waits for work to stop: the prompt is back within five."""
+_LOOK_SECONDS = 0.2
+"""How often work that another process does looks for an interrupt."""
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -134,6 +136,20 @@ def check() -> None:
     given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
     if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
+
+
+async def unless_interrupted(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
+    """Await work that another process does. Raises `Interrupted` when this process is asked to stop; the work is then cancelled, as
+    it is with the caller, and has ended when this raises."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
+            check()
+        return task.result()
+    except (asyncio.CancelledError, Interrupted):
+        task.cancel()
+        await asyncio.wait([task])
+        raise
 
 
 @contextmanager

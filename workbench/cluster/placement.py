@@ -9,8 +9,7 @@ from typing import Any
 from workbench.base.config import Settings, require
 from workbench.base.errors import SettingError, unknown
 from workbench.cluster.pools import Node
-from workbench.engines.settings import FsdpSettings, LocalSettings
-from workbench.engines.vllm_server.engine import VllmSettings
+from workbench.engines.settings import FsdpSettings, LocalSettings, VllmSettings
 
 CPU_RANKS = 2
 """Ranks of a learner where the cluster has no GPU and `ranks` is not given."""

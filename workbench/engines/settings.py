@@ -1,11 +1,28 @@
-"""Settings of the local and the FSDP engine."""
+"""Settings of the local, the FSDP and the vLLM engine, and what vLLM calls them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from workbench.base.config import Settings, require
+from workbench.base.errors import SettingError
+
+_MEBI = 1 << 20
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as `max_lora_rank`."""
+_OURS = {
+    "model": "the first argument", "dtype": "the setting dtype", "max_model_len": "the setting max_model_len",
+    "tensor_parallel_size": "the setting tensor_parallel_size", "gpu_memory_utilization": "the setting gpu_memory_utilization",
+    "kv_cache_memory_bytes": "the setting kv_cache_memory_mb", "enforce_eager": "the setting enforce_eager",
+    "max_num_seqs": "the setting max_num_seqs", "enable_sleep_mode": "the setting sleep_mode", "enable_lora": "the setting lora_rank",
+    "max_lora_rank": "the setting lora_rank", "trust_remote_code": "the setting trust_remote_code", "logprobs_mode": "", "generation_config": "",
+    "seed": "",
+}  # fmt: skip
+"""Arguments of vLLM's engine that workbench sets, and by which setting; the others go through `engine_args`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +137,120 @@ class FsdpSettings(LocalSettings):
         require(limit is None or limit > 0, "deadline", expected="seconds > 0, or None", found=limit)
         require(self.group_deadline > 0, "group_deadline", expected="seconds > 0", found=self.group_deadline)
         require(self.save_deadline > 0, "save_deadline", expected="seconds > 0", found=self.save_deadline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(Settings):
+    """Settings of `engines.vllm` and `engines.vllm_classifier`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`float32`, `bfloat16`, or `auto` (float32 on a CPU, the model's own on a GPU)."""
+    max_model_len: int | None = None
+    """Longest prompt and response together, in tokens; None: the model's own limit."""
+    tensor_parallel_size: int = 1
+    """GPUs (on a CPU: processes) that share one model."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU's memory for weights and cache, beside a learner; `Cluster.place` and `serve` take 0.9 where vLLM is alone."""
+    kv_cache_memory_mb: int | None = None
+    """MiB of key-value cache; None: by `gpu_memory_utilization`, on a CPU 256."""
+    enforce_eager: bool | None = None
+    """True: no compiled graphs, which is slower on a GPU and starts sooner. None: True on a CPU only."""
+    max_num_seqs: int = 256
+    """Rows that are sampled together at most."""
+    multiprocess: bool | None = None
+    """True: scheduler and model run in a process beside the one that answers. None: True on a GPU only."""
+    sleep_mode: bool = False
+    """Whether `sleep()` can give the GPU's memory back."""
+    lora_rank: int = 0
+    """Largest rank of LoRA adapters that are pushed alone, over the base in the model's folder; 0: merged weights are pushed."""
+    seeds: Literal["rows", "engine"] = "rows"
+    """`rows`: each request has a random generator of its own, so that a row can be sampled again alone; on a GPU that is one kernel a
+    row and token. `engine`: one for all, one kernel a token; a row then depends on those that were sampled beside and before it."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """vLLM's own engine arguments by its names (`max_num_batched_tokens`, `quantization` …), passed through."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    python: str | None = None
+    """Interpreter that has vLLM; None: WORKBENCH_VLLM_PYTHON, or this one."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables for its processes, over ours and the defaults."""
+    start_seconds: float = 900.0
+    """Longest time to start: compiling a large model takes minutes."""
+    stall_seconds: float = 300.0
+    """A process that should work and reports nothing for so long counts as dead."""
+
+    def __post_init__(self) -> None:
+        require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", expected="≥ 2", found=self.max_model_len)  # fmt: skip
+        require(self.tensor_parallel_size > 0, "tensor_parallel_size", expected="≥ 1", found=self.tensor_parallel_size)
+        share = self.gpu_memory_utilization
+        require(0 < share <= 1, "gpu_memory_utilization", expected="a share in (0, 1]", found=share)
+        require(self.max_num_seqs > 0, "max_num_seqs", expected="≥ 1", found=self.max_num_seqs)
+        require(
+            0 <= self.lora_rank <= _LORA_RANKS[-1],
+            "lora_rank",
+            expected="0 to 512, vLLM's largest",
+            found=self.lora_rank,
+        )
+        ours = sorted(set(self.engine_args) & (set(_OURS) | {"worker_extension_cls", "disable_log_stats", "runner"}))
+        if ours:
+            instead = [f"{name}: {_OURS.get(name) or 'set by workbench'}" for name in ours]
+            raise SettingError(
+                "engine_args", expected="arguments that workbench does not set", found="; ".join(instead)
+            )
+
+
+def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
+    """Arguments of vLLM's engine on a GPU."""
+    return {
+        "model": str(folder),
+        "dtype": s.dtype,
+        "max_model_len": s.max_model_len,
+        "tensor_parallel_size": s.tensor_parallel_size,
+        "gpu_memory_utilization": s.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if s.kv_cache_memory_mb is None else s.kv_cache_memory_mb * _MEBI,
+        "enforce_eager": bool(s.enforce_eager),
+        "max_num_seqs": s.max_num_seqs,
+        "enable_sleep_mode": s.sleep_mode,
+        "trust_remote_code": s.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # each request says which ids end a response
+        "seed": 0,
+        **(
+            {"enable_lora": True, "max_lora_rank": min(one for one in _LORA_RANKS if one >= s.lora_rank)}
+            if s.lora_rank
+            else {}
+        ),
+        **s.engine_args,
+    }
+
+
+def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
+    """Arguments of vLLM's engine that replace those of `arguments_of` on a CPU."""
+    return {
+        "dtype": "float32" if s.dtype == "auto" else s.dtype,
+        "enforce_eager": True if s.enforce_eager is None else s.enforce_eager,
+        "kv_cache_memory_bytes": (s.kv_cache_memory_mb or 256) * _MEBI,
+        "enable_sleep_mode": False,
+        # a seeded request whose prompt is read in two pieces kills 0.32's CPU engine ("CPU Generator does not use offset")
+        "enable_chunked_prefill": False,
+        **s.engine_args,
+    }
+
+
+def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
+    """Environment variables of vLLM's processes that override those of this process."""
+    gpu = torch.cuda.is_available()
+    many = gpu if s.multiprocess is None else s.multiprocess
+    eager = not gpu if s.enforce_eager is None else s.enforce_eager
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # 2 alone returns experts; the sampler of 1 gives log-probs before top-k and top-p
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(bool(s.engine_args.get("enable_return_routed_experts")))),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its workers must not fight for the same cores
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),  # eager does not cover the sampler
+        **({"HF_HUB_OFFLINE": "1"} if Path(folder).is_dir() else {}),
+        **s.env,
+    }

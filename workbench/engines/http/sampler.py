@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,29 +25,25 @@ from urllib.parse import urlsplit
 import torch
 
 from workbench.base import runtime
-from workbench.base.activity import recorded
-from workbench.base.errors import EngineError, Interrupted
+from workbench.base.errors import EngineError
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.engines.http import server
 from workbench.engines.http.server import SGLANG, VLLM, About, Findings, RemoteSettings, Reply, checked
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
+from workbench.engines.pausing import PUSH_AGAIN, PUSH_FAILED, Pausing
 from workbench.engines.protocol import Request, Sample, SamplingSettings
-from workbench.engines.tensor_files import in_memory, write_to
+from workbench.engines.tensor_files import write_to
 from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
-from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Receiving, as_message, machine
+from workbench.engines.weights import machine
 
 log = logging.getLogger("workbench")
-_LOOK_SECONDS = 0.2
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 UNTOUCHED = "default"
 """The servers' name for weights that nobody pushed."""
-_FAILED = "the push of weights failed; nothing is sampled from the server until a push succeeds"
-_PUSH_AGAIN = "push weights again: load_weights() does, and engines.paired() before its next sample"
 
 
-class RemoteSampler(Receiving):
+class RemoteSampler(Pausing):
     """A sampler that is a vLLM or SGLang server behind HTTP. Made by `engines.remote`; pair it by `engines.paired`.
 
     To take weights a vLLM server needs its development endpoints and workbench's worker extension (start it by
@@ -55,6 +51,7 @@ class RemoteSampler(Receiving):
     """
 
     def __init__(self, url: str, folder: str | Path, settings: RemoteSettings, *, path: str, **switches: Any) -> None:
+        super().__init__()
         self._folder, self.path, self._settings, s = folder, path, settings, settings
         self.url = server.base_of(url)
         if s.weights and s.weights_folder is None and urlsplit(self.url).hostname not in server.HERE:
@@ -71,14 +68,8 @@ class RemoteSampler(Receiving):
         # no second attempt: what fails half-way must be pushed again as a whole, by the caller
         self._pusher = Client(attempts=1, deadline=s.push_seconds, max_concurrent=4, headers=key)
         self._tag: str | None = None
-        self._refusal = ""
-        self._under_way = 0
-        self._idle, self._open = asyncio.Event(), asyncio.Event()
-        self._idle.set()
-        self._open.set()
-        self._turn, self._look = asyncio.Lock(), asyncio.Lock()
+        self._look = asyncio.Lock()
         self._looked = 0.0
-        self._pushing = False
         with self._named("cannot sample from the server"):
             runtime.run(self._begin())
 
@@ -122,40 +113,14 @@ class RemoteSampler(Receiving):
 
     # --- Sampler ----------------------------------------------------------------------------
 
-    @recorded
-    async def sample(self, request: Request) -> Sample:
-        """Sample one response; the server batches concurrent requests.
-
-        Raises `EngineError` where the server refuses the request (with its message) or gives no usable reply within
-        `attempts` and `deadline`, and after a push that failed; `Interrupted` where the work is asked to stop.
-        """
-        runtime.check()
-        self._check(request)
-        # what holds requests back during a push belongs to one loop
-        if asyncio.get_running_loop() is not runtime.loop():
-            there = asyncio.run_coroutine_threadsafe(self.sample(request), runtime.loop())
-            return await asyncio.wrap_future(there)
-        with self._named("no response from the server"):
-            return await _unless_interrupted(self._sample(request))
-
-    async def _sample(self, request: Request) -> Sample:
-        while not self._open.is_set():
-            await self._open.wait()
-        if self._refusal:
-            raise EngineError(self._refusal, do=_PUSH_AGAIN)
+    async def _answered(self, request: Request) -> Sample:
         version, tag = self.version, self._tag
-        self._under_way += 1
-        self._idle.clear()
-        try:
-            longest = self.max_length - len(request.ids)
-            settings = replace(request.settings, max_tokens=min(request.settings.max_tokens, longest))
+        longest = self.max_length - len(request.ids)
+        settings = replace(request.settings, max_tokens=min(request.settings.max_tokens, longest))
+        with self._named("no response from the server"):
             reply = await self._asked(replace(request, settings=settings), 0, self._settings.timeout)
             if tag is not None:
                 await self._held_weights(reply, tag)
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
         return Sample(reply.ids, reply.log_probs, reply.finish_reason, version)
 
     async def _asked(self, request: Request, tops: int, timeout: float) -> Reply:
@@ -183,7 +148,7 @@ class RemoteSampler(Receiving):
                 why = "it was restarted, or another client pushed"
                 self._refusal = f"the server no longer has the weights that were pushed: {why}"
                 self.starts += 1
-            raise EngineError(self._refusal, do=_PUSH_AGAIN)
+            raise EngineError(self._refusal, do=PUSH_AGAIN)
 
     def _check(self, request: Request) -> None:
         s, found, dialect = request.settings, self._findings, self._about.dialect
@@ -252,102 +217,45 @@ class RemoteSampler(Receiving):
                 raise EngineError(what, expected=f"at most {allowed} updates (max_staleness)", found=found)
             return 0.0
         self.check_whole({name: one.shape for name, one in weights.items()})
-        with self._named(_FAILED), self._folder_of(weights) as path:
+        with self._named(PUSH_FAILED), self._folder_of(weights) as path:
             runtime.run(self._sglang(path, version))
         return time.perf_counter() - began
 
     async def _sglang(self, path: str, version: int) -> None:
-        try:
-            await self._closed()
+        async with self._paused():
             # it waits for the requests that are out, and drops its cache
             body = {"model_path": path, "weight_version": (tag := _tag(version)), "flush_cache": True}
             await self._post("/update_weights_from_disk", body, _successful)
-            self._refusal, self._tag, self.version = "", tag, version
-        finally:
-            self._let_go()
+            self._tag = tag
+            self._serves(version)
 
     # a vLLM server takes buckets; one that was paused stays so until a push succeeds, since a request to half of a model would
     # end it for good
 
-    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
-        self.check_whole(shapes)
-
-        async def begin() -> None:
-            try:
-                await self._closed()
+    async def _step(self, step: str, *arguments: Any) -> Any:
+        body = {"method": f"workbench_{step}", "args": arguments, "timeout": self._settings.push_seconds}
+        with self._named(PUSH_FAILED):
+            if step == "begin":
                 await self._post("/pause?mode=wait")
-                await self._rpc("begin", list(shapes))
-            except BaseException:
-                self._let_go()
-                raise
+            return await self._post("/collective_rpc", body, lambda reply: reply["results"])
 
-        with self._named(_FAILED):
-            runtime.run(begin())
-
-    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket of whole tensors: from memory, or from a file in `weights_folder`."""
-        with self._named(_FAILED), self._placed(place) as path:
-            runtime.run(self._rpc("take", as_message(pieces), {"file": path, "nbytes": place["nbytes"]}))
-
-    def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version."""
-
-        async def end() -> None:
-            try:
-                lacks = await self._rpc("end")
-                if any(lacks):
-                    raise EngineError(
-                        _FAILED, found=f"old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}"
-                    )
-                tag = _tag(version)
-                await self._post("/reset_prefix_cache", None, _successful)
-                await self._post("/update_weight_version", {"new_version": tag})
-                await self._post("/resume")
-                self._refusal, self._tag, self.version = "", tag, version
-            finally:
-                self._let_go()
-
-        with self._named(_FAILED):
-            runtime.run(end())
-        return self.version
-
-    def cancel_weights(self) -> None:
-        """End a push that broke off: requests are refused until another one has succeeded."""
-        runtime.loop().call_soon_threadsafe(self._let_go)
-
-    async def _closed(self) -> None:
-        """Hold back new requests, and wait for those that are out."""
-        await self._turn.acquire()
-        self._pushing = True
-        self._open.clear()
-        await self._idle.wait()
-        self._refusal, self._tag = "the last push of weights failed", None
-
-    def _let_go(self) -> None:
-        if self._pushing:
-            self._pushing = False
-            self._open.set()
-            self._turn.release()
-
-    async def _rpc(self, step: str, *given: Any) -> Any:
-        body = {"method": f"workbench_{step}", "args": given, "timeout": self._settings.push_seconds}
-        return await self._pusher.post(
-            f"{self.url}/collective_rpc", body, timeout=self._settings.push_seconds, read=lambda reply: reply["results"]
-        )
+    async def _serve(self, version: int) -> None:
+        tag = _tag(version)
+        with self._named(PUSH_FAILED):
+            await self._post("/reset_prefix_cache", None, _successful)
+            await self._post("/update_weight_version", {"new_version": tag})
+            await self._post("/resume")
+        self._tag = tag
 
     @contextmanager
-    def _placed(self, place: Mapping[str, Any]) -> Iterator[str]:
-        """Inside the block the server can read a bucket at the path."""
-        if "file" in place:
-            yield place["file"]
-        elif self._settings.weights_folder is None:
-            with in_memory(place["data"]) as path:
-                yield path
-        else:
-            with self._shared_folder() as folder:
-                (folder / "bucket").write_bytes(place["data"].numpy().tobytes())
-                yield str(folder / "bucket")
+    def _readable(self, place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        if self._settings.weights_folder is None or "data" not in place:
+            with super()._readable(place) as there:
+                yield there
+            return
+        with self._shared_folder() as folder:
+            (folder / "bucket").write_bytes(place["data"].numpy().tobytes())
+            yield {"file": str(folder / "bucket"), "nbytes": place["nbytes"]}
 
     @contextmanager
     def _shared_folder(self) -> Iterator[Path]:
@@ -389,8 +297,8 @@ class RemoteSampler(Receiving):
     async def _get(self, path: str) -> Any:
         return await self._pusher.get(f"{self.url}{path}", timeout=self._settings.ask_seconds)
 
-    async def _post(self, path: str, body: Any = None, read: Any = lambda reply: None) -> None:
-        await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
+    async def _post(self, path: str, body: Any = None, read: Any = lambda reply: None) -> Any:
+        return await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
 
     def restart(self) -> None:
         """Check and probe the server anew, after it was restarted elsewhere; a pair then pushes its weights again."""
@@ -436,19 +344,6 @@ class RemoteSampler(Receiving):
 def _tag(version: int) -> str:
     """A server's name for weights of a version, which no other push has."""
     return f"{uuid.uuid4().hex[:12]}:{version}"
-
-
-async def _unless_interrupted(work: Coroutine[Any, Any, Sample]) -> Sample:
-    """The work's result; when this process or the caller is asked to stop, the connection is closed, so that the server stops."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
-            runtime.check()
-        return task.result()
-    except (asyncio.CancelledError, Interrupted):
-        task.cancel()
-        await asyncio.wait([task])
-        raise
 
 
 def remote(url: str, model: str | Path, *, template_switches: Any = None, **settings: Any) -> RemoteSampler:

@@ -22,9 +22,10 @@ from workbench.base.errors import EngineError
 from workbench.base.http import Client
 from workbench.base.secret import bare_url
 from workbench.engines.local_engine.loading import resolve
+from workbench.engines.pausing import sampling_fields, vllm_fields
 from workbench.engines.protocol import Request, SamplingSettings
+from workbench.engines.settings import VllmSettings, arguments_of, environment_of, on_cpu_of
 from workbench.engines.vllm_server import process
-from workbench.engines.vllm_server.engine import VllmSettings, arguments_of, environment_of, on_cpu_of, sampling_fields
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,11 @@ class Dialect:
     """The flag or variable that makes its log-probs follow the temperature."""
 
 
-def _sampling(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
-    """Fields that both kinds call by one name; those that a server's own defaults could change are always sent."""
-    return {**sampling_fields(s, ends), "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
-
-
 def _vllm_body(request: Request, model: str, ends: Sequence[int], tops: int) -> dict[str, Any]:
     return {
-        **_sampling(request.settings, ends),
+        **vllm_fields(request, ends),
         "model": model,
         "prompt": list(request.ids),
-        "max_tokens": request.settings.max_tokens,
-        "top_k": max(request.settings.top_k, 0),
-        "seed": request.seed,
-        "include_stop_str_in_output": True,
         "logprobs": tops,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
@@ -95,7 +87,7 @@ def _sglang_body(request: Request, model: str, ends: Sequence[int], tops: int) -
     return {
         "input_ids": list(request.ids),
         "sampling_params": {
-            **_sampling(request.settings, ends),
+            **sampling_fields(request.settings, ends),
             "max_new_tokens": request.settings.max_tokens,
             "top_k": request.settings.top_k,
             "sampling_seed": request.seed % 2**31,  # its kernels want a small one

@@ -14,99 +14,25 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from workbench.base.activity import recorded
-from workbench.base.config import Settings, require
+from workbench.base import runtime
 from workbench.base.distribution import install
-from workbench.base.errors import EngineError, SettingError, boundary
+from workbench.base.errors import EngineError, boundary
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
 from workbench.engines.local_engine.loading import auto_tokenizer, eos_ids_of, resolve
-from workbench.engines.protocol import Classified, Closing, Request, Sample, SamplingSettings
-from workbench.engines.tensor_files import in_memory
-from workbench.engines.vllm_server.link import Answer, Link
-from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Receiving, as_message, machine, pieces_in
+from workbench.engines.pausing import Pausing, vllm_fields
+from workbench.engines.protocol import Classified, Closing, Request, Sample
+from workbench.engines.settings import VllmSettings, arguments_of, environment_of, on_cpu_of
+from workbench.engines.vllm_server.link import Link
+from workbench.engines.weights import machine
 
 PYTHON_VARIABLE = "WORKBENCH_VLLM_PYTHON"
 """Environment variable that names the interpreter that has vLLM, where it is not this one."""
-_MEBI = 1 << 20
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as `max_lora_rank`."""
-_OURS = {
-    "model": "the first argument", "dtype": "the setting dtype", "max_model_len": "the setting max_model_len",
-    "tensor_parallel_size": "the setting tensor_parallel_size", "gpu_memory_utilization": "the setting gpu_memory_utilization",
-    "kv_cache_memory_bytes": "the setting kv_cache_memory_mb", "enforce_eager": "the setting enforce_eager",
-    "max_num_seqs": "the setting max_num_seqs", "enable_sleep_mode": "the setting sleep_mode", "enable_lora": "the setting lora_rank",
-    "max_lora_rank": "the setting lora_rank", "trust_remote_code": "the setting trust_remote_code", "logprobs_mode": "", "generation_config": "",
-    "seed": "",
-}  # fmt: skip
-"""Arguments of vLLM's engine that workbench sets, and by which setting; the others go through `engine_args`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VllmSettings(Settings):
-    """Settings of `engines.vllm` and `engines.vllm_classifier`."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`float32`, `bfloat16`, or `auto` (float32 on a CPU, the model's own on a GPU)."""
-    max_model_len: int | None = None
-    """Longest prompt and response together, in tokens; None: the model's own limit."""
-    tensor_parallel_size: int = 1
-    """GPUs (on a CPU: processes) that share one model."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the GPU's memory for weights and cache, beside a learner; `Cluster.place` and `serve` take 0.9 where vLLM is alone."""
-    kv_cache_memory_mb: int | None = None
-    """MiB of key-value cache; None: by `gpu_memory_utilization`, on a CPU 256."""
-    enforce_eager: bool | None = None
-    """True: no compiled graphs, which is slower on a GPU and starts sooner. None: True on a CPU only."""
-    max_num_seqs: int = 256
-    """Rows that are sampled together at most."""
-    multiprocess: bool | None = None
-    """True: scheduler and model run in a process beside the one that answers. None: True on a GPU only."""
-    sleep_mode: bool = False
-    """Whether `sleep()` can give the GPU's memory back."""
-    lora_rank: int = 0
-    """Largest rank of LoRA adapters that are pushed alone, over the base in the model's folder; 0: merged weights are pushed."""
-    seeds: Literal["rows", "engine"] = "rows"
-    """`rows`: each request has a random generator of its own, so that a row can be sampled again alone; on a GPU that is one kernel a
-    row and token. `engine`: one for all, one kernel a token; a row then depends on those that were sampled beside and before it."""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """vLLM's own engine arguments by its names (`max_num_batched_tokens`, `quantization` …), passed through."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model."""
-    python: str | None = None
-    """Interpreter that has vLLM; None: WORKBENCH_VLLM_PYTHON, or this one."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Environment variables for its processes, over ours and the defaults."""
-    start_seconds: float = 900.0
-    """Longest time to start: compiling a large model takes minutes."""
-    stall_seconds: float = 300.0
-    """A process that should work and reports nothing for so long counts as dead."""
-
-    def __post_init__(self) -> None:
-        require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", expected="≥ 2", found=self.max_model_len)  # fmt: skip
-        require(self.tensor_parallel_size > 0, "tensor_parallel_size", expected="≥ 1", found=self.tensor_parallel_size)
-        share = self.gpu_memory_utilization
-        require(0 < share <= 1, "gpu_memory_utilization", expected="a share in (0, 1]", found=share)
-        require(self.max_num_seqs > 0, "max_num_seqs", expected="≥ 1", found=self.max_num_seqs)
-        require(
-            0 <= self.lora_rank <= _LORA_RANKS[-1],
-            "lora_rank",
-            expected="0 to 512, vLLM's largest",
-            found=self.lora_rank,
-        )
-        ours = sorted(set(self.engine_args) & (set(_OURS) | {"worker_extension_cls", "disable_log_stats", "runner"}))
-        if ours:
-            instead = [f"{name}: {_OURS.get(name) or 'set by workbench'}" for name in ours]
-            raise SettingError(
-                "engine_args", expected="arguments that workbench does not set", found="; ".join(instead)
-            )
 
 
 class Served(Closing):
@@ -134,14 +60,16 @@ class Served(Closing):
         try:
             if not hasattr(self, "tokenizer"):
                 self.tokenizer, self._eos, self._rows = tokenizer_of(self._folder, s.trust_remote_code)
-            self._about = wait(link.ready, s.start_seconds, "vLLM has not started")
+            self._about = link.ready.result(timeout=s.start_seconds)
+        except TimeoutError as cause:
+            link.close()
+            raise EngineError("vLLM has not started", found=f"no answer in {s.start_seconds:g} s") from cause
         except BaseException:
             link.close()
             raise
         self._link = link
         self.starts += 1
         self.version = 0  # of the weights in the folder
-        self._as_loaded = True
         self._end = weakref.finalize(self, link.close)
 
     def restart(self) -> None:
@@ -173,14 +101,6 @@ class Served(Closing):
         return f"vLLM {self._about.get('vllm')}, {self._about.get('dtype')} on {self._about.get('platform')}, {place}"
 
 
-def wait(answer: Answer, seconds: float, late: str) -> dict[str, Any]:
-    """Wait for an answer; raises what it raises. After `seconds` raises `EngineError` with `late` as its text."""
-    try:
-        return answer.result(timeout=seconds)
-    except TimeoutError as cause:
-        raise EngineError(late, found=f"no answer in {seconds:g} s") from cause
-
-
 def interpreter(settings: VllmSettings) -> str:
     """The Python interpreter that runs vLLM: the setting `python`, else WORKBENCH_VLLM_PYTHON, else this one."""
     return settings.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
@@ -190,63 +110,6 @@ def importable(python: str) -> bool:
     """Whether a Python interpreter has vLLM installed."""
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     return subprocess.run([python, "-P", "-c", look], capture_output=True, check=False).returncode == 0
-
-
-def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
-    """Arguments of vLLM's engine on a GPU."""
-    return {
-        "model": str(folder),
-        "dtype": s.dtype,
-        "max_model_len": s.max_model_len,
-        "tensor_parallel_size": s.tensor_parallel_size,
-        "gpu_memory_utilization": s.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None if s.kv_cache_memory_mb is None else s.kv_cache_memory_mb * _MEBI,
-        "enforce_eager": bool(s.enforce_eager),
-        "max_num_seqs": s.max_num_seqs,
-        "enable_sleep_mode": s.sleep_mode,
-        "trust_remote_code": s.trust_remote_code,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # each request says which ids end a response
-        "seed": 0,
-        **(
-            {"enable_lora": True, "max_lora_rank": min(one for one in _LORA_RANKS if one >= s.lora_rank)}
-            if s.lora_rank
-            else {}
-        ),
-        **s.engine_args,
-    }
-
-
-def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
-    """Arguments of vLLM's engine that replace those of `arguments_of` on a CPU."""
-    return {
-        "dtype": "float32" if s.dtype == "auto" else s.dtype,
-        "enforce_eager": True if s.enforce_eager is None else s.enforce_eager,
-        "kv_cache_memory_bytes": (s.kv_cache_memory_mb or 256) * _MEBI,
-        "enable_sleep_mode": False,
-        # a seeded request whose prompt is read in two pieces kills 0.32's CPU engine ("CPU Generator does not use offset")
-        "enable_chunked_prefill": False,
-        **s.engine_args,
-    }
-
-
-def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
-    """Environment variables of vLLM's processes that override those of this process."""
-    gpu = torch.cuda.is_available()
-    many = gpu if s.multiprocess is None else s.multiprocess
-    eager = not gpu if s.enforce_eager is None else s.enforce_eager
-    return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(many)),
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # 2 alone returns experts; the sampler of 1 gives log-probs before top-k and top-p
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(bool(s.engine_args.get("enable_return_routed_experts")))),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its workers must not fight for the same cores
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),  # eager does not cover the sampler
-        **({"HF_HUB_OFFLINE": "1"} if Path(folder).is_dir() else {}),
-        **s.env,
-    }
 
 
 def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], int]:
@@ -274,12 +137,6 @@ def check_prompt(ids: Sequence[int], rows: int, longest: int | None, where: str,
         raise EngineError(f"length of a prompt for {where}", expected=expected, found=len(ids))
 
 
-def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
-    """Sampling fields that have the same names in vLLM and SGLang requests; `ends` are the ids that end a response."""
-    ending = {"stop": list(s.stop), "stop_token_ids": [] if s.ignore_eos else list(ends), "ignore_eos": s.ignore_eos}
-    return {"temperature": s.temperature, "top_p": s.top_p, **ending}
-
-
 def _experts(reply: Mapping[str, Any], length: int) -> torch.Tensor:
     """[length, L, k] int16: the routers' choices of a reply; -1 for the last tokens, which no other came after."""
     _, *shape = reply["experts_shape"]
@@ -287,31 +144,30 @@ def _experts(reply: Mapping[str, Any], length: int) -> torch.Tensor:
     return torch.cat([found, found.new_full((length - len(found), *shape), -1)])[:length]
 
 
-class VllmEngine(Served, Receiving):
+class VllmEngine(Served, Pausing):
     """A vLLM sampler whose weights are pushed to it. Made by `engines.vllm`; pair it with a learner by `engines.paired`."""
 
     def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **switches: Any) -> None:
         self.template_switches = switches
         self._adapters = 0
-        super().__init__(folder, settings, path=path)
+        Pausing.__init__(self)
+        Served.__init__(self, folder, settings, path=path)
+
+    def _start(self) -> None:
+        super()._start()
+        self._refusal, self._as_loaded = "", True
+        self._adapter: tuple[int, str] | None = None
 
     # --- Sampler ----------------------------------------------------------------------------
 
-    @recorded
-    async def sample(self, request: Request) -> Sample:
-        """Sample one response; vLLM batches concurrent requests.
-
-        Raises `EngineError` for a request that vLLM refuses, `WorkerLost` where its process dies, `Interrupted` where
-        the work is asked to stop; unanswered requests are then aborted.
-        """
-        self._check(request)
-        asked = self._link.ask("sample", stoppable=True, ids=list(request.ids), params=self._parameters(request))
-        reply = await asyncio.wrap_future(asked)
+    async def _answered(self, request: Request) -> Sample:
+        content = {"ids": list(request.ids), "params": self._parameters(request), "adapter": self._adapter}
+        reply = await asyncio.wrap_future(self._link.ask("sample", stoppable=True, **content))
         reason = reply["finish_reason"]
         if reason not in ("stop", "length", "abort"):
             raise EngineError("vLLM did not finish a response", expected="finish_reason stop or length", found=reason)
         experts = _experts(reply, len(request.ids) + len(reply["ids"])) if "experts" in reply else None
-        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, reply["version"], experts=experts)
+        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, self.version, experts=experts)
 
     def _check(self, request: Request) -> None:
         s = request.settings
@@ -322,11 +178,14 @@ class VllmEngine(Served, Receiving):
             what = "top_p and top_k: this vLLM does not return the log-probs before them, which a trainer needs"
             raise EngineError(what, do="pass top_p=1 and top_k=-1, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
 
+    def _check_serving(self) -> None:
+        self._link.check()  # what happened to its process comes before what happened to a push
+        super()._check_serving()
+
     def _parameters(self, request: Request) -> dict[str, Any]:
-        s = request.settings
         seed = request.seed if self._settings.seeds == "rows" else None
-        own = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": seed, "detokenize": bool(s.stop)}
-        return {**sampling_fields(s, sorted(self._eos)), **own}
+        fields = vllm_fields(request, sorted(self._eos))
+        return {**fields, "seed": seed, "detokenize": bool(request.settings.stop)}
 
     # --- weights ----------------------------------------------------------------------------
 
@@ -338,39 +197,26 @@ class VllmEngine(Served, Receiving):
         takes = {"dtype": self._about["dtype"], "split": False, "adapter_rank": rank}
         return {**where, "processes": len(devices), **takes, "folder": str(self._folder)}
 
-    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
-        self.check_whole(shapes)
-        self._as_loaded = False
-        self._push("begin", list(shapes))
+    async def _step(self, step: str, *arguments: Any) -> list[Any]:
+        if step == "begin":
+            self._as_loaded, self._adapter = False, None
+        answers: list[Any] = await self._call("collective_rpc", f"workbench_{step}", None, arguments)
+        return answers
 
-    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket of whole tensors."""
-        if "data" in place or "here" in place:
-            memory = place.get("data")
-            if memory is None:  # tensors of this process
-                memory = torch.empty(place["nbytes"], dtype=torch.uint8)
-                for piece, rows in pieces_in(pieces, place, "cpu", None):
-                    piece.within(memory).copy_(rows)
-            with in_memory(memory) as path:
-                return self._push("take", as_message(pieces), {"file": path, "nbytes": place["nbytes"]})
-        return self._push("take", as_message(pieces), dict(place))
+    async def _serve(self, version: int) -> None:
+        """Drop what was computed with the old weights."""
+        if not await self._call("reset_prefix_cache"):
+            raise EngineError("vLLM did not reset its prefix cache after the weights were loaded")
 
-    def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version. Raises `EngineError` where vLLM has not loaded all of its own weights."""
-        self._push("end", version=version)
-        return self.version
-
-    def cancel_weights(self) -> None:
-        """End a push that broke off: requests are refused until another one has succeeded."""
-        self._push("cancel")
-
-    def _push(self, step: str, *given: Any, version: int = 0) -> None:
-        asked = self._link.ask("load", step=step, given=given, version=version)
-        late = "the push of weights has not ended"
-        found = wait(asked, self._settings.start_seconds, late)["version"]
-        if step == "end":
-            self.version = found
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of vLLM's engine, between two of its steps."""
+        answer = self._link.ask("call", method=method, arguments=arguments)
+        seconds = self._settings.start_seconds
+        try:
+            return (await asyncio.wait_for(asyncio.wrap_future(answer), seconds))["value"]
+        except TimeoutError as cause:
+            what = f"vLLM has not answered {' '.join(map(str, (method, *arguments[:1])))}"
+            raise EngineError(what, found=f"no answer in {seconds:g} s") from cause
 
     def load_adapter(self, folder: str, version: int) -> int:
         """Serve the base with the LoRA adapter of a peft folder (`lora_rank` ≥ the adapter's)."""
@@ -378,15 +224,22 @@ class VllmEngine(Served, Receiving):
             what, expected = "an adapter alone", "the base weights of the model's folder in vLLM"
             found, do = "other weights, which were pushed since it started", "restart(), or push merged weights"
             raise EngineError(what, expected=expected, found=found, do=do)
-        self._adapters += 1
-        asked = self._link.ask("adapter", path=folder, number=self._adapters, version=version)
-        self.version = wait(asked, self._settings.start_seconds, "vLLM has not loaded the adapter")["version"]
+        runtime.run(self._replace_adapter(folder, version))
         return self.version
+
+    async def _replace_adapter(self, folder: str, version: int) -> None:
+        async with self._paused():
+            self._adapters += 1
+            adapter = (self._adapters, folder)
+            if not all(await self._call("collective_rpc", "workbench_adapter", None, adapter)):
+                raise EngineError("vLLM does not list the adapter that it was given")
+            self._adapter = adapter
+            await self._serve(version)
+            self._serves(version)
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
         """Join a broadcast, each of its processes with a rank from `first` on."""
-        asked = self._link.ask("join", given=[host, port, first, size, backend])
-        wait(asked, self._settings.start_seconds, "vLLM has not joined the broadcast of weights")
+        runtime.run(self._call("collective_rpc", "workbench_join", None, (host, port, first, size, backend)))
 
     def sleep(self, level: int = 1) -> None:
         """Free the GPU's memory: level 1 keeps the weights in host memory, level 2 drops them (push after waking).
@@ -397,8 +250,14 @@ class VllmEngine(Served, Receiving):
             raise EngineError("sleep()", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
         if not self._settings.sleep_mode:
             raise EngineError("sleep()", expected="sleep_mode=True when the engine is made", found="sleep_mode=False")
-        self._as_loaded = self._as_loaded and level == 1
-        wait(self._link.ask("sleep", level=level), self._settings.stall_seconds, "vLLM's sleep() has not ended")
+        runtime.run(self._fall_asleep(level))
+
+    async def _fall_asleep(self, level: int) -> None:
+        dropped = "vLLM's weights were dropped by sleep(level=2), and wake() brings none"
+        async with self._paused(dropped if level == 2 else self._refusal):
+            self._as_loaded = self._as_loaded and level == 1
+            await self._call("reset_prefix_cache")
+            await self._call("sleep", level)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the GPU's memory again, after `sleep()`; does nothing on a CPU or without `sleep_mode=True`.
@@ -406,8 +265,7 @@ class VllmEngine(Served, Receiving):
         `tags` out of `weights`, `kv_cache`: weights that are pushed need no room beside the cache. It serves when both are there.
         """
         if self._about["platform"] != "cpu" and self._settings.sleep_mode:
-            asked = self._link.ask("wake", tags=None if tags is None else list(tags))
-            wait(asked, self._settings.stall_seconds, "vLLM's wake() has not ended")
+            runtime.run(self._call("wake_up", None if tags is None else list(tags)))
 
     def describe(self) -> dict[str, Any]:
         """Path, settings and version for a run's record; without the environment and tokens, which are secrets."""
@@ -447,7 +305,8 @@ class VllmClassifier(Served):
         ids = self.tokenizer.encode(text)
         if (error := refusal(len(ids), self.max_length or 0)) is not None:
             raise error
-        reply = await asyncio.wrap_future(self._link.ask("classify", stoppable=True, ids=ids))
+        answer = asyncio.wrap_future(self._link.ask("classify", stoppable=True, ids=ids))
+        reply = await runtime.unless_interrupted(answer)
         if reply["count"] != 1:
             raise EngineError(f"the reward model {self.path!r}", expected="one label", found=f"{reply['count']} labels")
         return Classified(reply["value"], len(ids))

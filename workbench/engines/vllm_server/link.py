@@ -16,15 +16,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from workbench.base import runtime
 from workbench.base.child import Child, Questions
 from workbench.base.distribution import install
-from workbench.base.errors import EngineError, Interrupted, WorkerLost
+from workbench.base.errors import EngineError, WorkerLost
 from workbench.engines.vllm_server import process
 
 Answer = Future[dict[str, Any]]
-_LOOK_SECONDS = 0.05
-_IDLE_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 _LOG_BYTES = 1 << 20
 _CAUSE = re.compile(r"(?:^|\s|\])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory)\b: .+)$")
@@ -66,20 +64,17 @@ class Link:
 
     # --- asking -----------------------------------------------------------------------------
 
-    def ask(self, op: str, *, stoppable: bool = False, **fields: Any) -> Answer:
-        """Send a request, and return a future of its answer. Cancelling the future of a `stoppable` request aborts it.
+    def check(self) -> None:
+        """Raises `EngineError` where it is closed, `WorkerLost` where its process has ended."""
+        if self._closed:
+            raise EngineError("this vLLM engine is closed", do="call its restart(), or make a new one")
+        if self._error is not None:
+            raise copy.copy(self._error)  # each raise adds its traceback to the error
 
-        Raises `Interrupted` for a `stoppable` request where the work was asked to stop; others are then aborted, too,
-        since the interrupt may be over before the listener looks.
-        """
-        if stoppable:
-            self._stop_if_asked()
-            runtime.check()
+    def ask(self, op: str, *, stoppable: bool = False, **fields: Any) -> Answer:
+        """Send a request, and return a future of its answer. Cancelling the future of a `stoppable` request aborts it."""
         with self._lock:
-            if self._closed:
-                raise EngineError("this vLLM engine is closed", do="call its restart(), or make a new one")
-            if self._error is not None:
-                raise copy.copy(self._error)  # each raise adds its traceback to the error
+            self.check()
             number, answer = self._asked.open()
             if stoppable:
                 if not self._under_way():
@@ -95,7 +90,7 @@ class Link:
         return set(self._stoppable)
 
     def _abort(self, numbers: Collection[int]) -> None:
-        self._send({"op": "abort", "ids": list(numbers)})
+        self._send({"op": "abort", "id": 0, "ids": list(numbers)})
 
     def _send(self, body: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the listener reports a process that has gone, with its reason
@@ -104,45 +99,32 @@ class Link:
     # --- listening --------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        """In a thread, until the process ends: hand on what it says, and end it where it says nothing for too long."""
         while True:
-            with self._lock:
-                waiting = bool(self._under_way())
-            heard: dict[str, Any] | None = {"op": "nothing"}
+            message: dict[str, Any] = {"op": "nothing"}
             try:
-                if self._child.line.ready(_LOOK_SECONDS if waiting else _IDLE_SECONDS):
-                    body = self._child.line.receive()
-                    heard = None if body is None else json.loads(body)
+                if self._child.line.ready(_LOOK_SECONDS):
+                    message = json.loads(self._child.line.receive() or b'{"op": "end"}')
                     self._heard = time.monotonic()
                 elif self._child.how(0):
-                    heard = None
+                    message = {"op": "end"}
             except (OSError, ValueError):  # closed by another thread
-                heard = None
-            if heard is None:
-                return self._fail(self._why_it_ended())
+                message = {"op": "end"}
             if not self.ready.done():
                 self._note_shared()
-            if heard["op"] == "failed":
-                return self._fail(self._why_it_failed(heard))
-            if heard["op"] in ("ready", "answer"):
-                self._asked.answer(heard.get("id", self._first), heard)
-            elif heard["op"] == "refused":
-                self._asked.answer(heard["id"], EngineError("vLLM refused the request", found=heard["error"]))
-            self._stop_if_asked()
+            if message["op"] == "end":
+                return self._fail(self._why_it_ended())
+            if message["op"] == "failed":
+                return self._fail(self._why_it_failed(message))
+            if message["op"] in ("ready", "answer"):
+                self._asked.answer(message.get("id", self._first), message)
+            elif message["op"] == "refused":
+                self._asked.answer(message["id"], EngineError("vLLM refused the request", found=message["error"]))
+            with self._lock:
+                waiting = bool(self._under_way())
             if waiting and time.monotonic() - self._heard > self._stall:
                 how = f"has said nothing for {self._stall:g} s"
                 return self._fail(WorkerLost(f"vLLM's process {self.pid} {how}", do=_AGAIN, exit=how, log=self.tail()))
-
-    def _stop_if_asked(self) -> None:
-        """An interrupt of this process aborts what is being sampled."""
-        with self._lock:
-            stopped = self._under_way()
-        if not stopped:
-            return
-        try:
-            runtime.check()
-        except Interrupted as asked:
-            self._abort(stopped)
-            self._asked.fail(Interrupted(str(asked)), stopped)
 
     def _fail(self, error: EngineError) -> None:
         """Raise the error to everybody who waits, and to everybody who asks later."""

@@ -4,8 +4,7 @@ The driver (`link`) starts a copy of this file (`base.child`) under the name `wo
 of our folders should be on the import path of vLLM; vLLM's workers import `WorkerExtension` from there by name. The two
 exchange messages of JSON. Weights come in buckets: in shared memory, by CUDA IPC, or by broadcast.
 
-The main thread steps the engine and takes messages between two steps: a push of weights waits until the requests before it are
-answered and holds back those after it, so that every row is written by one version alone.
+The main thread steps the engine and takes messages between two steps, in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import queue
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +139,9 @@ class WorkerExtension:
     vllm_config: Any
     device: Any
     rank: int
+    add_lora: Any
+    remove_lora: Any
+    list_loras: Any
 
     def workbench_prepare(self) -> bool:
         """Make the sampler return log-probs before top-k and top-p; False where this vLLM cannot.
@@ -172,6 +173,14 @@ class WorkerExtension:
     def workbench_join(self, host: str, port: int, first: int, size: int, backend: str) -> None:
         """Join the group of a broadcast, as rank `first` + this worker's."""
         self.workbench_group = joined(host, port, first + self.rank, size, backend)
+
+    def workbench_adapter(self, number: int, path: str) -> bool:
+        """Load a LoRA adapter from a peft folder over the base weights, in place of the one before; whether vLLM lists it."""
+        before = self.list_loras()
+        self.add_lora(_adapter(number, path))
+        for other in before:
+            self.remove_lora(other)
+        return number in self.list_loras()
 
     # Below, vLLM's layer-wise reload: it repacks and shards weights as the platform needs. It wants to know the engine's
     # configuration, as at the first load (fused experts and quantised layers ask for it).
@@ -227,12 +236,7 @@ class Service:
 
     def __init__(self, parent: Any) -> None:
         self._parent = parent
-        self._waiting: deque[dict[str, Any]] = deque()
         self._open: set[int] = set()
-        self._version = 0
-        self._broken = ""
-        self._pushing = False
-        self._adapter: Any = None
         self._beat = 0.0
         self._pooling = False
         self._engine: Any = None
@@ -265,40 +269,17 @@ class Service:
     def serve(self) -> None:
         """Handle the driver's messages and step the engine, until a `stop` message."""
         while True:
-            self._collect(block=self._next() is None and not self._engine.has_unfinished_requests())
-            while (message := self._next()) is not None:
-                self._waiting.remove(message)
-                if message["op"] == "stop":
-                    self._engine.engine_core.shutdown()
-                    return
-                self._take(message)
+            unfinished = self._engine.has_unfinished_requests()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    message = json.loads(self._parent.frames.get(block=not unfinished))
+                    if message["op"] == "stop":
+                        self._engine.engine_core.shutdown()
+                        return
+                    self._take(message)
+                    unfinished = True  # or soon: what else has been sent comes first
             if self._engine.has_unfinished_requests():
                 self._step()
-
-    def _next(self) -> dict[str, Any] | None:
-        """The message to be handled next, where one may be: orders wait for the requests before them, and while weights are
-        pushed requests wait for the end of the push."""
-        if self._pushing:
-            return next((one for one in self._waiting if one["op"] in ("load", "stop")), None)
-        if not self._waiting or (self._waiting[0]["op"] in _ORDERS and self._engine.has_unfinished_requests()):
-            return None
-        return self._waiting[0]
-
-    def _collect(self, block: bool) -> None:
-        """Take all messages that are there; `block` waits for the first. Aborted requests are forgotten at once."""
-        while True:
-            try:
-                message = json.loads(self._parent.frames.get(block=block))
-            except queue.Empty:
-                return
-            block = False
-            if message["op"] != "abort":
-                self._waiting.append(message)
-                continue
-            gone = set(message["ids"])
-            self._waiting = deque(one for one in self._waiting if one.get("id") not in gone)
-            self._engine.abort_request([str(number) for number in gone & self._open])
-            self._open -= gone
 
     def _take(self, message: dict[str, Any]) -> None:
         act: Callable[[dict[str, Any]], None] = getattr(self, f"_on_{message['op']}")
@@ -311,76 +292,29 @@ class Service:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if self._broken:
-            raise RuntimeError(self._broken)
-        whole = {"skip_special_tokens": False, "include_stop_str_in_output": True, "logprobs": 0, "flat_logprobs": True}
-        self._ask(message, SamplingParams(**message["params"], **whole, output_kind=RequestOutputKind.FINAL_ONLY))
+        answer = {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+        params = SamplingParams(**message["params"], **answer)
+        self._ask(message, params, None if message["adapter"] is None else _adapter(*message["adapter"]))
 
     def _on_classify(self, message: dict[str, Any]) -> None:
         from vllm import PoolingParams
 
         self._ask(message, PoolingParams(task="classify", use_activation=False))  # the default squashes the scalar
 
-    def _ask(self, message: dict[str, Any], params: Any) -> None:
+    def _ask(self, message: dict[str, Any], params: Any, adapter: Any = None) -> None:
         prompt = {"prompt_token_ids": message["ids"]}
-        self._engine.add_request(str(message["id"]), prompt, params, lora_request=self._adapter)
+        self._engine.add_request(str(message["id"]), prompt, params, lora_request=adapter)
         self._open.add(message["id"])
 
-    def _on_load(self, message: dict[str, Any]) -> None:
-        """One step of a push of weights: `begin`, `take` for every bucket, `end`, or `cancel` instead."""
-        step = message["step"]
-        if step == "begin" or self._pushing:
-            self._broken = "the last push of weights failed half-way; push again"
-            self._pushing = False  # until this step has gone well
-            lacks = self._engine.collective_rpc(f"workbench_{step}", args=tuple(message["given"]))
-            self._pushing = step in ("begin", "take")
-            if step == "end":
-                if any(lacks):
-                    raise ValueError(
-                        f"the push left old values in {', '.join(sorted({name for one in lacks for name in one})[:5])}"
-                    )
-                self._adapter = None
-                self._serve(message["version"])
-        elif step != "cancel":
-            raise RuntimeError("no push of weights is under way")
-        self.say(op="answer", id=message["id"], version=self._version)
+    def _on_abort(self, message: dict[str, Any]) -> None:
+        aborted = self._open & set(message["ids"])
+        self._engine.abort_request([str(number) for number in aborted])
+        self._open -= aborted
 
-    def _serve(self, version: int) -> None:
-        """Serve the weights that have come, and drop what was computed with the old ones."""
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache after the weights were loaded")
-        self._broken, self._version = "", version
-
-    def _on_adapter(self, message: dict[str, Any]) -> None:
-        """Load a LoRA adapter from a peft folder over the base weights, in place of the one before."""
-        from vllm.lora.request import LoRARequest
-
-        number = message["number"]
-        self._broken = "the last push of an adapter failed; push again"
-        new = LoRARequest(f"workbench-{number}", number, message["path"])
-        self._engine.add_lora(new)
-        if self._adapter is not None:
-            self._engine.remove_lora(self._adapter.lora_int_id)
-        if number not in self._engine.list_loras():
-            raise RuntimeError("vLLM does not list the adapter that it was given")
-        self._adapter = new
-        self._serve(message["version"])
-        self.say(op="answer", id=message["id"], version=self._version)
-
-    def _on_join(self, message: dict[str, Any]) -> None:
-        self._engine.collective_rpc("workbench_join", args=tuple(message["given"]))
-        self.say(op="answer", id=message["id"])
-
-    def _on_sleep(self, message: dict[str, Any]) -> None:
-        self._engine.reset_prefix_cache()
-        self._engine.sleep(message["level"])
-        if message["level"] == 2:
-            self._broken = "vLLM's weights were dropped by sleep(level=2); push weights after wake()"
-        self.say(op="answer", id=message["id"])
-
-    def _on_wake(self, message: dict[str, Any]) -> None:
-        self._engine.wake_up(message.get("tags"))
-        self.say(op="answer", id=message["id"])
+    def _on_call(self, message: dict[str, Any]) -> None:
+        """Call a method of vLLM's engine; what it returns is the answer."""
+        value = getattr(self._engine, message["method"])(*message["arguments"])
+        self.say(op="answer", id=message["id"], value=value)
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -401,7 +335,7 @@ class Service:
             if (experts := getattr(best, "routed_experts", None)) is not None:
                 packed = base64.b64encode(experts.astype("<i2").tobytes()).decode()
                 answer |= {"experts": packed, "experts_shape": list(experts.shape)}
-            self.say(op="answer", id=number, version=self._version, **answer)
+            self.say(op="answer", id=number, **answer)
         if time.monotonic() - self._beat > BEAT_SECONDS:
             self._beat = time.monotonic()
             self.say(op="beat")
@@ -411,6 +345,12 @@ class Service:
         self._parent.send(json.dumps(message).encode())
 
 
+def _adapter(number: int, path: str) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"workbench-{number}", number, path)
+
+
 def _nearest(unknown: Sequence[str], known: Any) -> str:
     """The names that vLLM has, the nearest first."""
     import difflib
@@ -418,9 +358,6 @@ def _nearest(unknown: Sequence[str], known: Any) -> str:
     names = sorted(known.__dataclass_fields__)
     near = [one for name in unknown for one in difflib.get_close_matches(name, names)]
     return f"it has {', '.join(dict.fromkeys([*near, *names]))}"
-
-
-_ORDERS = ("load", "adapter", "join", "sleep", "wake", "stop")
 
 
 def main(parent: Any) -> None:
