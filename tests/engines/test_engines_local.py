@@ -59,6 +59,8 @@ def test_a_tokenizer_is_what_its_file_says_whatever_class_its_configuration_name
     """DeepSeek's names `LlamaTokenizerFast`, by which transformers 5 loses the spaces and all that is not Latin."""
     import json
 
+    import transformers
+    from packaging.version import Version
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer
 
@@ -72,7 +74,8 @@ def test_a_tokenizer_is_what_its_file_says_whatever_class_its_configuration_name
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
     text = "two words, é 中文"
     wrong, right = AutoTokenizer.from_pretrained(tmp_path), auto_tokenizer(tmp_path)
-    assert wrong.decode(wrong.encode(text)) != text, "transformers reads it now: auto_tokenizer is not needed"
+    reads = Version(transformers.__version__) >= Version("5.24")  # auto_tokenizer goes when the floor is such a version
+    assert (wrong.decode(wrong.encode(text)) == text) is reads
     assert right.decode(right.encode(text)) == text and right.encode(text) == made.encode(text).ids
     assert (right.eos_token, right.chat_template) == ("<end>", "{{ messages }}")
 

@@ -117,8 +117,9 @@ def _bytes(count: int) -> Any:
 
 VISION = ("qwen2_5_vl", "gemma3")
 """Kinds of models that `make_vision_model` makes: one with any number of patches and 3D positions, one of fixed squares."""
+# no signs of regular expressions: transformers 5.5 searches for the first as one
 _MARKS = {
-    **{"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"},
+    **{"boi_token": "<vision_start>", "eoi_token": "<vision_end>"},
     **{"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
 }
 _TEMPLATE = (
@@ -176,13 +177,13 @@ def _qwen(marks: dict[str, int]) -> tuple[Any, Any, str]:
         text_config={**_TEXT, "rope_parameters": rope},
         vision_config={**sizes, **seen, "out_hidden_size": 32},
         tie_word_embeddings=True,
-        vision_start_token_id=marks["<|vision_start|>"],
-        vision_end_token_id=marks["<|vision_end|>"],
+        vision_start_token_id=marks["<vision_start>"],
+        vision_end_token_id=marks["<vision_end>"],
         image_token_id=marks["<|image_pad|>"],
         video_token_id=marks["<|video_pad|>"],
     )
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=1024)
-    return config, images, "<|vision_start|><|image_pad|><|vision_end|>"
+    return config, images, "<vision_start><|image_pad|><vision_end>"
 
 
 def _gemma(marks: dict[str, int]) -> tuple[Any, Any, str]:
@@ -195,8 +196,8 @@ def _gemma(marks: dict[str, int]) -> tuple[Any, Any, str]:
         text_config={**_TEXT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
         vision_config={**seen, "image_size": 16, "patch_size": 4, "vision_use_head": False},
         mm_tokens_per_image=4,
-        boi_token_index=marks["<|vision_start|>"],
-        eoi_token_index=marks["<|vision_end|>"],
+        boi_token_index=marks["<vision_start>"],
+        eoi_token_index=marks["<vision_end>"],
         image_token_index=marks["<|image_pad|>"],
     )
-    return config, Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), "<|vision_start|>"
+    return config, Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), "<vision_start>"

@@ -197,12 +197,12 @@ class Reader:
         converters = [one for one in rules if isinstance(one, WeightConverter)]
         renamings = [one for one in rules if isinstance(one, WeightRenaming)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        given = {"base_model_prefix": self._model.base_model_prefix, "meta_state_dict": self._model.state_dict()}
+        given = (self._model.base_model_prefix, self._model.state_dict())  # by place: 5.5 names the first `prefix`
         found: dict[str, _Source] = {}
         for name in sorted(self._files.shapes, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, **given)
+            target, pattern = rename_source_key(name, renamings, converters, *given)
             if target not in self._shapes and name in self._shapes:
-                target, pattern = rename_source_key(name, [], [], **given)
+                target, pattern = rename_source_key(name, [], [], *given)
             if target not in self._shapes:
                 self._extra.append(target)
                 continue

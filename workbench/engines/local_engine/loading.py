@@ -187,6 +187,9 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | 
     Its part for videos, which needs torchvision, is left out, and pictures are resized by Pillow, alike on every machine.
     """
     import transformers
+
+    # from its module: up to 5.15 `transformers.AutoImageProcessor` asks for torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -194,7 +197,7 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | 
     if type(model).__name__ != MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name):
         return None
     try:
-        images = transformers.AutoImageProcessor.from_pretrained(str(path), backend="pil", trust_remote_code=False)
+        images = AutoImageProcessor.from_pretrained(str(path), backend="pil", trust_remote_code=False)
         whole: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[name])
         record, _ = whole.get_processor_dict(str(path))
         stills: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
@@ -234,7 +237,10 @@ class Processor:
     @property
     def place(self) -> str:
         """What stands for a picture in a text."""
-        return str(self._whole.image_token)
+        # transformers 5.5 has Gemma 3's tokens of features as `image_token`, and reads this in a text, as later versions do
+        return str(
+            getattr(self._whole, "boi_token" if type(self._whole).__name__ == "Gemma3Processor" else "image_token")
+        )
 
     def encode(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
         """(token ids of a text, the model's inputs for its pictures, PIL images in the order of their places)."""

@@ -63,6 +63,8 @@ def _by_config(config: Any) -> list[int]:
     for place, one in enumerate(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers):
         heads = getattr(one, "num_attention_heads", 1)
         each = getattr(one, "head_dim", None) or one.hidden_size // heads
+        if (getattr(one, "layer_types", None) or [])[place : place + 1] == ["full_attention"]:
+            each = getattr(one, "global_head_dim", None) or each  # Gemma 4 before transformers' `per_layer_config`
         inner = getattr(one, "intermediate_size", None) or 4 * one.hidden_size
         if isinstance(inner, Sequence):
             inner = inner[place]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from workbench.base.errors import EngineError
 
 def experts_of(model: Any) -> dict[str, Any]:
     """A model's layers of experts by name: modules that transformers lets compute by another function than their own."""
-    return {name: one for name, one in model.named_modules() if hasattr(one, "_is_expert_parallel")}
+    return {name: one for name, one in model.named_modules() if {"has_gate", "is_transposed"} <= vars(one).keys()}
 
 
 class Routing:
@@ -31,7 +32,9 @@ class Routing:
         found = experts_of(model)
         if not found:
             expected = "layers of experts in transformers' common form (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss …)"
-            raise EngineError(f"routing_replay with {type(model).__name__}", expected=expected, found="none")
+            what, version = f"routing_replay with {type(model).__name__}", metadata.version("transformers")
+            do = "pip install -U transformers: newer ones have more such models"
+            raise EngineError(what, expected=expected, found=f"none in transformers {version}", do=do)
         self.chosen: Tensor | None = None
         """[N, L, k] experts of the tokens of the next passes, -1: the router's own choice; None: of all."""
         self.recording = False
