@@ -59,6 +59,21 @@ def test_the_wheel_has_what_a_user_needs(wheel: Path, tmp_path: Path) -> None:
     assert wheel.stat().st_size < 15e6
 
 
+def test_the_licences_of_what_others_wrote_are_with_the_wheels_metadata(wheel: Path) -> None:
+    """What is minified is theirs, and its folder has the licence."""
+    theirs = {Path(name).parent for name in listed("workbench") if ".min." in name}
+    texts = {name for name in listed("LICENSE", "workbench") if Path(name).name == "LICENSE"}
+    assert Path("workbench/widgets/static/uplot") in theirs
+    assert texts == {"LICENSE", *(f"{folder}/LICENSE" for folder in theirs)}
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+        assert {line.removeprefix("License-File: ") for line in lines if line.startswith("License-File:")} == texts
+        for name in texts:
+            found = archive.read(f"{Path(metadata).parent}/licenses/{name}")
+            assert found == (ROOT / name).read_bytes(), name
+
+
 def test_an_unpacked_wheel_writes_its_notebooks_elsewhere(wheel: Path, tmp_path: Path) -> None:
     """The wheel's own files, not the checkout's."""
     with zipfile.ZipFile(wheel) as archive:
