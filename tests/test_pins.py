@@ -88,3 +88,47 @@ def test_a_forges_ci_runs_the_same() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
     (job,) = workflow["jobs"].values()
     assert job["steps"][-1] == {"run": "make test"} and job["steps"][1]["with"]["python-version"] == "3.11"
+
+
+RUN_ELSEWHERE = {
+    "torch": "2.11",  # on a GPU (tests/gpu): the table's columns have the one CPU build at hand
+    "pydantic": "2.11",  # the tests of judges; mcp, which the table's columns have beside it, asks for 2.12
+}
+"""Floors that were run outside the table of docs/versions.md."""
+USERS = [line for name, lines in EXTRAS.items() if not name.startswith(("vllm", "dev")) for line in lines]
+
+
+def floors_that_were_not_run(page: str) -> list[str]:
+    """Floors of the core and the users' extras that are not what the page's column "oldest" has."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    column = rows[0].index("oldest, 3.11")
+    oldest = {row[0]: row[column] for row in rows}
+    found = []
+    for line in requirements(*PROJECT["dependencies"], *USERS):
+        ((floor, name),) = ((part.version, line.name.replace("_", "-")) for part in line.specifier)
+        if oldest["run on"] == "not run":
+            same = oldest[name] == "–"
+        elif RUN_ELSEWHERE.get(name) == floor:
+            same = Version(oldest[name]) >= Version(floor)
+        else:
+            same = oldest[name] != "–" and Version(oldest[name]) == Version(floor)
+        found += [] if same else [f"{name}>={floor}, oldest {oldest[name]}"]
+    return found
+
+
+def test_every_floor_is_the_version_that_was_run() -> None:
+    assert floors_that_were_not_run((ROOT / "docs" / "versions.md").read_text()) == []
+
+
+def test_a_floor_that_was_not_run_is_named() -> None:
+    lines = requirements(*PROJECT["dependencies"], *USERS)
+    rows = [f"| {line.name.replace('_', '-')} | {next(iter(line.specifier)).version} |" for line in lines]
+    page = "\n".join(["|  | oldest, 3.11 |", "| run on | 2026-01-02 |", *rows])
+    assert floors_that_were_not_run(page) == []
+    newer, absent = (
+        page.replace("| pandas | 2.2 |", "| pandas | 2.2.3 |"),
+        page.replace("| ray | 2.52 |", "| ray | – |"),
+    )
+    assert floors_that_were_not_run(newer) == ["pandas>=2.2, oldest 2.2.3"]
+    assert floors_that_were_not_run(absent) == ["ray>=2.52, oldest –"]
+    assert floors_that_were_not_run(page.replace("2026-01-02", "not run"))[0] == "torch>=2.11, oldest 2.11"
