@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +35,48 @@ def test_a_cell_that_was_not_run_is_never_green(matrix: ModuleType) -> None:
     assert columns(table, 2) == ["two, 3.11", *["not run"] * (1 + len(ended)), "–"]
     assert "- two, 3.11: not run, for no Python" in table
     assert "- three, 3.11: failed: notebook 101 as a job" in table and "- one" not in table
+
+
+def test_what_pip_would_change_and_bring_is_read_from_its_report(matrix: ModuleType) -> None:
+    wanted = [("rl_workbench", "0.1"), ("Papermill", "2.7"), ("numpy", "2.5"), ("prometheus_client", "1")]
+    report = {"install": [{"metadata": {"name": name, "version": version}} for name, version in wanted]}
+    there = {"numpy": "2.0", "prometheus-client": "0.9", "torch": "2.13"}
+    changes, new = matrix.brought(report, there)
+    assert changes == ["numpy 2.0 to 2.5", "prometheus-client 0.9 to 1"] and new == ["papermill"]
+
+
+def test_what_pip_brings_stands_below_the_table_and_its_row_is_colabs_alone(matrix: ModuleType) -> None:
+    ended = dict.fromkeys(matrix.CHECKS, "passed")
+    others = {name: end for name, end in ended.items() if name != "pip"}
+    cells = {
+        "a": matrix.Cell("one", ended=others, date="2026-01-02"),
+        "b": matrix.Cell("two", ended=ended, date="2026-01-02", brought="`x` changes 0 of 3 packages and brings y"),
+        "c": matrix.Cell("three", brought="from an earlier run"),
+    }
+    table = matrix.table(cells, [])
+    row = next(line for line in table.splitlines() if matrix.CHECKS["pip"] in line)
+    assert row.endswith("| – | passed | not run |")
+    assert "- two, 3.11: `x` changes 0 of 3 packages and brings y" in table and "earlier" not in table
+    assert [name for name, cell in matrix.CELLS.items() if cell.beside] == ["colab"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_pip_changes_nothing_beside_colabs_versions(
+    matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Resolved as the colab cell is; the wheel is of this checkout."""
+    if importlib.util.find_spec("uv") is None:
+        pytest.skip("uv is not installed here: tools/install.py brings it")
+    monkeypatch.setattr(matrix, "BUILD", tmp_path)
+    cell = matrix.CELLS["colab"]
+    torch = matrix.pins((ROOT / "requirements.lock").read_text())["torch"]
+    try:
+        python = matrix.set_up(cell, tmp_path, wheel := matrix.built_wheel(), f"{torch}+cpu")
+        assert matrix.beside(cell, tmp_path, python, wheel), cell.brought
+    except matrix.CellNotSetUp as why:
+        pytest.skip(f"Colab's versions cannot be installed here: {why}")
+    assert "`rl-workbench` changes 0 of" in cell.brought and "`rl-workbench[jobs]` changes 0 of" in cell.brought
 
 
 def test_the_guides_table_has_every_cell_and_check(matrix: ModuleType) -> None:

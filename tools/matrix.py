@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import install
 
@@ -38,7 +40,10 @@ CHECKS = {
     "job": "notebook 101 as a job",
     "resume": "save and resume",
     "tests": "fast tests of engines",
+    "pip": "pip leaves what is there",
 }
+BESIDE = ("", "[jobs]")
+"""Extras with which the last check asks pip for the wheel."""
 TESTS = ("-m", "pytest", "tests/engines", "-m", "not slow and not long", "-n", "0", "-p", "no:cacheprovider")
 TESTING = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 """Packages of `dev` that the tests of engines need."""
@@ -54,8 +59,12 @@ class Cell:
     python: str = "3.11"
     options: tuple[str, ...] = ()
     constraints: Path | None = None
+    beside: bool = False
+    """Whether its versions are those of an environment that `pip install` must leave as it is."""
+    brought: str = ""
+    """What pip would install there."""
     ended: dict[str, str] = field(default_factory=dict)
-    """Check → `passed` or `FAILED`; empty where the cell was not run."""
+    """Check → `passed` or `FAILED`; empty where the cell was not run. A check that is not for the cell is absent."""
     versions: dict[str, str] = field(default_factory=dict)
     date: str = ""
     reason: str = "it was not asked for"
@@ -66,7 +75,7 @@ CELLS = {
     "lowest": Cell("oldest", options=("--resolution", "lowest-direct")),
     "lock": Cell("locked", constraints=ROOT / "requirements.lock"),
     "newest": Cell("newest"),
-    "colab": Cell("Colab's", constraints=COLAB),
+    "colab": Cell("Colab's", constraints=COLAB, beside=True),
     "py312": Cell("newest", python="3.12"),
     "py313": Cell("newest", python="3.13"),
 }
@@ -176,7 +185,47 @@ def set_up(cell: Cell, folder: Path, wheel: Path, torch: str) -> Path:
     return inside
 
 
-def check(cell: Cell, folder: Path, python: Path) -> None:
+def brought(report: Mapping[str, Any], there: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """(what pip would change of the packages that are there, what it would bring besides our own), of its `--report`."""
+    wanted = {normal(one["metadata"]["name"]): one["metadata"]["version"] for one in report["install"]}
+    changes = [f"{name} {there[name]} to {version}" for name, version in sorted(wanted.items()) if name in there]
+    return changes, sorted(wanted.keys() - there.keys() - {PROJECT["name"]})
+
+
+def beside(cell: Cell, folder: Path, python: Path, wheel: Path) -> bool:
+    """Whether pip, asked for the wheel, would leave an environment that has the cell's listed versions and not the wheel as it is.
+
+    Torch is the build at hand, with its own dependencies; what the list lacks is not installed.
+    """
+    listed = pins(cell.constraints.read_text()) if cell.constraints else {}
+    there = {name: version for name, version in cell.versions.items() if name in listed and name != "python"}
+    (folder / "there.txt").write_text("\n".join(f"{name}=={version}" for name, version in there.items()) + "\n")
+    inside, log = folder / "there" / "bin" / "python", folder / "pip.log"
+    options, env = pip_settings()
+    for command in (
+        [*UV, "venv", "--clear", "--python", str(python), str(folder / "there")],
+        [*UV, "pip", "install", "--python", str(inside), *options, "--no-deps", "-r", str(folder / "there.txt")],
+    ):
+        if called(command, log, env=env):
+            raise CellNotSetUp(last_lines(log))
+    lines, same = [], True
+    for extra in BESIDE:
+        report = folder / f"report{extra}.json"
+        ask = [*install.PIP, "--python", str(inside), "install", "--quiet", "--dry-run", "--report", str(report)]
+        if called([*ask, f"{wheel}{extra}"], log):
+            raise CellNotSetUp(last_lines(log))
+        changes, new = brought(json.loads(report.read_text()), there)
+        same &= not changes
+        lines.append(
+            f"`{PROJECT['name']}{extra}` changes {len(changes)} of {len(there)} packages{': ' * bool(changes)}{', '.join(changes)}"
+        )
+        lines[-1] += f" and brings {', '.join(new) or 'no other'}"
+    cell.brought = "; ".join(lines)
+    print(f"  {cell.brought}", flush=True)
+    return same
+
+
+def check(cell: Cell, folder: Path, python: Path, wheel: Path) -> None:
     """Run all checks in a set-up environment, outside the repository but for the tests."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -184,7 +233,9 @@ def check(cell: Cell, folder: Path, python: Path) -> None:
     work.mkdir()
     if called([str(python), "-m", "workbench.cli", "notebooks", "."], folder / "notebooks.log", cwd=work, env=env):
         raise CellNotSetUp(last_lines(folder / "notebooks.log"))
-    for name in CHECKS:
+    if cell.beside:
+        cell.ended["pip"] = "passed" if beside(cell, folder, python, wheel) else "FAILED"
+    for name in (name for name in CHECKS if name != "pip"):
         command = TESTS if name == "tests" else (str(ROOT / "tools" / "matrix_checks.py"), name)
         code = called(
             [str(python), *command], log := folder / f"{name}.log", cwd=ROOT if name == "tests" else work, env=env
@@ -200,13 +251,14 @@ def run(name: str, cell: Cell, wheel: Path, torch: str, keep: bool) -> None:
     folder.mkdir(parents=True)
     print(f"{name}:", flush=True)
     try:
-        check(cell, folder, set_up(cell, folder, wheel, torch))
+        check(cell, folder, set_up(cell, folder, wheel, torch), wheel)
         cell.date = datetime.date.today().isoformat()
     except CellNotSetUp as why:
         cell.ended, cell.versions, cell.reason = {}, {}, str(why)
         print(f"  {NOT_RUN}: {why}; see {folder}", flush=True)
     if not keep:
-        shutil.rmtree(folder / "venv", ignore_errors=True)
+        for made in ("venv", "there"):
+            shutil.rmtree(folder / made, ignore_errors=True)
 
 
 def table(cells: Mapping[str, Cell], packages: Sequence[str]) -> str:
@@ -220,7 +272,10 @@ def table(cells: Mapping[str, Cell], packages: Sequence[str]) -> str:
         row("", [f"{cell.title}, {cell.python}" for cell in columns]),
         "|---" * (len(columns) + 1) + "|",
         row("run on", [cell.date if cell.ended else NOT_RUN for cell in columns]),
-        *(row(title, [cell.ended.get(name, NOT_RUN) for cell in columns]) for name, title in CHECKS.items()),
+        *(
+            row(title, [cell.ended.get(name, "–" if cell.ended else NOT_RUN) for cell in columns])
+            for name, title in CHECKS.items()
+        ),
         *(row(name, [cell.versions.get(name, "–") if cell.ended else "–" for cell in columns]) for name in packages),
     ]
     notes = [
@@ -228,6 +283,7 @@ def table(cells: Mapping[str, Cell], packages: Sequence[str]) -> str:
         for cell in columns
         if (failed := [CHECKS[name] for name, end in cell.ended.items() if end != "passed"]) or not cell.ended
     ]  # fmt: skip
+    notes += [f"- {cell.title}, {cell.python}: {cell.brought}" for cell in columns if cell.ended and cell.brought]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
