@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import conftest
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -84,10 +88,73 @@ def test_ci_runs_the_readmes_command_and_nothing_else() -> None:
     assert lines[-1] == "exec make test" and "make test" in (ROOT / "README.md").read_text()
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def workflow_of(name: str) -> dict[str, Any]:
+    """Jobs of a forge's workflow by name."""
+    return yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())["jobs"]
+
+
+def lines_of(job: dict[str, Any]) -> list[str]:
+    """The shell's lines of all its steps."""
+    return [line for step in job["steps"] for line in step.get("run", "").splitlines()]
+
+
 def test_a_forges_ci_runs_the_same() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    assert job["steps"][-1] == {"run": "make test"} and job["steps"][1]["with"]["python-version"] == "3.11"
+    job = workflow_of("test.yml")["test"]
+    assert lines_of(job)[-1] == "make test" and job["steps"][1]["with"]["python-version"] == "3.11"
+    assert "bubblewrap" in " ".join(lines_of(job)) and 'test "$(id -u)" != 0' in lines_of(job)
+    assert set(job["env"]["WORKBENCH_TESTS_REQUIRE"].split()) == set(conftest.REQUIRED)
+    assert "command -v chromium || command -v google-chrome" in lines_of(job)
+
+
+def test_a_forges_ci_runs_every_cell_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    job, cells = workflow_of("test.yml")["versions"], importlib.import_module("matrix").CELLS
+    assert job["strategy"]["matrix"]["cell"] == list(cells)
+    assert lines_of(job) == ['make matrix ARGS="--all-run ${{ matrix.cell }}"']
+    assert set(job["steps"][1]["with"]["python-version"].split()) == {cell.python for cell in cells.values()}
+    assert job["steps"][1]["with"]["python-version"].split()[-1] == "3.11"
+
+
+def test_a_forges_ci_installs_the_wheel_outside_the_repository() -> None:
+    lines = lines_of(workflow_of("test.yml")["wheel"])
+    assert "python -m twine check --strict dist/*.whl" in lines and 'cd "$RUNNER_TEMP"' in lines
+    assert lines[-1] == '../fresh/bin/python "$GITHUB_WORKSPACE/tools/matrix_checks.py" readme'
+    assert "def readme()" in (ROOT / "tools" / "matrix_checks.py").read_text()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_targets_that_exist_and_name_no_host(path: Path) -> None:
+    make = (ROOT / "Makefile").read_text()
+    targets = next(line for line in make.splitlines() if line.startswith(".PHONY:")).split()[1:]
+    called = [line.split()[1] for job in workflow_of(path.name).values() for line in lines_of(job) if "make " in line]
+    assert called and set(called) <= set(targets)
+    assert "://" not in path.read_text() and all(f"\n{name}:" in make for name in called)
+    assert all(job["timeout-minutes"] <= 90 for job in workflow_of(path.name).values())
+
+
+def test_a_skip_for_what_is_required_is_a_failure() -> None:
+    def skipped(reason: str) -> pytest.TestReport:
+        longrepr = ("tests/test_x.py", 1, f"Skipped: {reason}")
+        return pytest.TestReport("tests/test_x.py::test_y", ("", 1, ""), {}, "skipped", longrepr, "setup")
+
+    reasons = {
+        "browser": "no Chromium on this machine (make browser installs one where apt can)",
+        "sandbox": "bubblewrap does not pass its probe on this machine",
+        "user": "root cannot make a mount namespace here, so there is no ordinary user's world",
+        "vllm": "vLLM is not installed: make .venv/.vllm",
+    }
+    assert reasons.keys() == conftest.REQUIRED.keys()
+    for name, reason in reasons.items():
+        for required, pattern in conftest.REQUIRED.items():
+            ended = conftest.must_run(skipped(reason), [pattern])
+            assert ended.outcome == ("failed" if name == required else "skipped"), (name, required)
+    failed = conftest.must_run(skipped(reasons["browser"]), conftest.REQUIRED.values())
+    assert "no Chromium" in str(failed.longrepr)
+    assert conftest.must_run(skipped(reasons["browser"]), []).outcome == "skipped"
+    assert conftest.must_run(skipped("needs a GPU"), conftest.REQUIRED.values()).outcome == "skipped"
 
 
 RUN_ELSEWHERE = {
