@@ -65,15 +65,15 @@ def test_what_pip_brings_stands_below_the_table_and_its_row_is_colabs_alone(matr
 def test_pip_changes_nothing_beside_colabs_versions(
     matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Resolved as the colab cell is; the wheel is of this checkout."""
+    """An environment of `tools/colab.txt`, and a wheel of this checkout."""
     if importlib.util.find_spec("uv") is None:
         pytest.skip("uv is not installed here: tools/install.py brings it")
     monkeypatch.setattr(matrix, "BUILD", tmp_path)
     cell = matrix.CELLS["colab"]
     torch = matrix.pins((ROOT / "requirements.lock").read_text())["torch"]
     try:
-        python = matrix.set_up(cell, tmp_path, wheel := matrix.built_wheel(), f"{torch}+cpu")
-        assert matrix.beside(cell, tmp_path, python, wheel), cell.brought
+        python = matrix.interpreter(cell, tmp_path)
+        assert matrix.beside(cell, tmp_path, python, matrix.built_wheel(), f"{torch}+cpu"), cell.brought
     except matrix.CellNotSetUp as why:
         pytest.skip(f"Colab's versions cannot be installed here: {why}")
     assert "`rl-workbench` changes 0 of" in cell.brought and "`rl-workbench[jobs]` changes 0 of" in cell.brought

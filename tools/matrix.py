@@ -131,7 +131,19 @@ def pip_settings() -> tuple[list[str], dict[str, str]]:
     return options, {**os.environ, **variables}
 
 
-def set_up(cell: Cell, folder: Path, wheel: Path, torch: str) -> Path:
+def interpreter(cell: Cell, folder: Path) -> str:
+    """The path of this machine's Python of a cell's version."""
+    _, env = pip_settings()
+    log = folder / "setup.log"
+    find = [sys.executable, "-m", "uv", "python", "find", "--no-python-downloads", "--system", cell.python]
+    if called(
+        find, log, env={**env, "PYENV_VERSION": cell.python}
+    ):  # without it pyenv's commands for other versions fail
+        raise CellNotSetUp(f"this machine has no Python {cell.python}")
+    return log.read_text().strip().splitlines()[-1]
+
+
+def set_up(cell: Cell, folder: Path, python: str, wheel: Path, torch: str) -> Path:
     """Resolve a cell's versions and install them and the wheel; returns the environment's Python."""
     options, env = pip_settings()
     (folder / "torch.txt").write_text(f"torch=={torch}\n")
@@ -147,12 +159,6 @@ def set_up(cell: Cell, folder: Path, wheel: Path, torch: str) -> Path:
     (folder / "testing.in").write_text("\n".join(dev[name] for name in TESTING) + "\n")
 
     log = folder / "setup.log"
-    find = [sys.executable, "-m", "uv", "python", "find", "--no-python-downloads", "--system", cell.python]
-    if called(
-        find, log, env={**env, "PYENV_VERSION": cell.python}
-    ):  # without it pyenv's commands for other versions fail
-        raise CellNotSetUp(f"this machine has no Python {cell.python}")
-    python = log.read_text().strip().splitlines()[-1]
     lock, limits = folder / "versions.txt", [word for path in constraints for word in ("--constraint", str(path))]
     inputs = [
         str(ROOT / "pyproject.toml"),
@@ -192,18 +198,21 @@ def brought(report: Mapping[str, Any], there: Mapping[str, str]) -> tuple[list[s
     return changes, sorted(wanted.keys() - there.keys() - {PROJECT["name"]})
 
 
-def beside(cell: Cell, folder: Path, python: Path, wheel: Path) -> bool:
+def beside(cell: Cell, folder: Path, python: str, wheel: Path, torch: str) -> bool:
     """Whether pip, asked for the wheel, would leave an environment that has the cell's listed versions and not the wheel as it is.
 
-    Torch is the build at hand, with its own dependencies; what the list lacks is not installed.
+    Torch is the build at hand, which has no CUDA and asks for its own setuptools. The environment is no resolver's: a range that the list breaks is a change.
     """
     listed = pins(cell.constraints.read_text()) if cell.constraints else {}
-    there = {name: version for name, version in cell.versions.items() if name in listed and name != "python"}
-    (folder / "there.txt").write_text("\n".join(f"{name}=={version}" for name, version in there.items()) + "\n")
+    there = {name: version for name, version in listed.items() if name not in OURS and not name.startswith("cuda-")}
+    there["torch"] = torch
+    (folder / "there.txt").write_text(
+        "\n".join([*(f"{name}=={version}" for name, version in there.items()), "setuptools\n"])
+    )
     inside, log = folder / "there" / "bin" / "python", folder / "pip.log"
     options, env = pip_settings()
     for command in (
-        [*UV, "venv", "--clear", "--python", str(python), str(folder / "there")],
+        [*UV, "venv", "--clear", "--python", python, str(folder / "there")],
         [*UV, "pip", "install", "--python", str(inside), *options, "--no-deps", "-r", str(folder / "there.txt")],
     ):
         if called(command, log, env=env):
@@ -225,7 +234,7 @@ def beside(cell: Cell, folder: Path, python: Path, wheel: Path) -> bool:
     return same
 
 
-def check(cell: Cell, folder: Path, python: Path, wheel: Path) -> None:
+def check(cell: Cell, folder: Path, python: Path) -> None:
     """Run all checks in a set-up environment, outside the repository but for the tests."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -233,8 +242,6 @@ def check(cell: Cell, folder: Path, python: Path, wheel: Path) -> None:
     work.mkdir()
     if called([str(python), "-m", "workbench.cli", "notebooks", "."], folder / "notebooks.log", cwd=work, env=env):
         raise CellNotSetUp(last_lines(folder / "notebooks.log"))
-    if cell.beside:
-        cell.ended["pip"] = "passed" if beside(cell, folder, python, wheel) else "FAILED"
     for name in (name for name in CHECKS if name != "pip"):
         command = TESTS if name == "tests" else (str(ROOT / "tools" / "matrix_checks.py"), name)
         code = called(
@@ -251,8 +258,11 @@ def run(name: str, cell: Cell, wheel: Path, torch: str, keep: bool) -> None:
     folder.mkdir(parents=True)
     print(f"{name}:", flush=True)
     try:
-        check(cell, folder, set_up(cell, folder, wheel, torch), wheel)
-        cell.date = datetime.date.today().isoformat()
+        cell.date, python = datetime.date.today().isoformat(), interpreter(cell, folder)
+        if cell.beside:
+            cell.ended["pip"] = "passed" if beside(cell, folder, python, wheel, torch) else "FAILED"
+        if "FAILED" not in cell.ended.values():  # its versions could not be resolved with the wheel
+            check(cell, folder, set_up(cell, folder, python, wheel, torch))
     except CellNotSetUp as why:
         cell.ended, cell.versions, cell.reason = {}, {}, str(why)
         print(f"  {NOT_RUN}: {why}; see {folder}", flush=True)
@@ -273,7 +283,7 @@ def table(cells: Mapping[str, Cell], packages: Sequence[str]) -> str:
         "|---" * (len(columns) + 1) + "|",
         row("run on", [cell.date if cell.ended else NOT_RUN for cell in columns]),
         *(
-            row(title, [cell.ended.get(name, "–" if cell.ended else NOT_RUN) for cell in columns])
+            row(title, [cell.ended.get(name, "–" if name == "pip" and cell.ended else NOT_RUN) for cell in columns])
             for name, title in CHECKS.items()
         ),
         *(row(name, [cell.versions.get(name, "–") if cell.ended else "–" for cell in columns]) for name in packages),
