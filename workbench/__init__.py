@@ -30,6 +30,7 @@ from workbench.datasets.door import rows
 from workbench.engines import SamplingSettings
 from workbench.jobs.doctor import doctor
 from workbench.jobs.runner import run_notebook
+from workbench.jobs.starter import prepare_notebook
 from workbench.jobs.train import RunStopped, train, train_blocking
 from workbench.jobs.verl_job import verl
 from workbench.replay.run import Run, list_runs, load_run
@@ -52,7 +53,7 @@ __version__ = "0.16.0"
 __all__ = [
     "COLUMNS", "BaseInteraction", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
     "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
-    "diverge", "doctor", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "recipes",
+    "diverge", "doctor", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "prepare_notebook", "recipes",
     "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "tune", "views", "what_if",
 ]  # fmt: skip
 

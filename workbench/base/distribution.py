@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workbench.base.errors import PackageMissing
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DISTRIBUTION = "rl-workbench"
 """Name on the package index; `workbench` is another product there."""
@@ -23,8 +31,50 @@ def version() -> str:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, such as `jobs`."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    """The command that installs an extra, such as `jobs`, or with "" the core."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
+
+
+@cache
+def required(extra: str = "") -> list[Requirement]:
+    """What an extra needs beside the core, or with "" the core: of the checkout's pyproject.toml, or of the installation."""
+    from packaging.requirements import Requirement
+
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if project.is_file():
+        listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        lines = listed["optional-dependencies"][extra] if extra else listed["dependencies"]
+        return [Requirement(line) for line in lines]
+    found = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+    return [one for one in found if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_packages(extra: str, purpose: str, *, imported: bool = False) -> None:
+    """Raise `PackageMissing` where a package of an extra ("": of the core) is absent, or has a version that is not supported.
+
+    Args:
+        extra: the extra whose requirements are checked.
+        purpose: what needs them, the beginning of the message.
+        imported: check only the versions of packages that this process has imported.
+    """
+    for one in required(extra):
+        there = version_of(one.name)
+        if imported and (there is None or one.name.replace("-", "_") not in sys.modules):
+            continue
+        if there is None:
+            raise PackageMissing(purpose, expected=f"the package {one.name}", do=install(extra))
+        if not one.specifier.contains(there, prereleases=True):
+            needed = f"{one.name}{one.specifier}"
+            do = f"pip install '{needed}', then start this process again"
+            raise PackageMissing(purpose, expected=needed, found=f"{one.name} {there}", do=do)
 
 
 def require_package(package: str, extra: str, purpose: str) -> None:

@@ -21,10 +21,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 from workbench.base.child import Child, importing
-from workbench.base.distribution import version
+from workbench.base.distribution import version, version_of
 from workbench.base.errors import SettingError, WorkbenchError, first_line, unknown
 from workbench.base.files import write_text
-from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean, version_of
+from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean
 from workbench.views import document as doc
 
 CHECKS = {

@@ -11,21 +11,19 @@ import shutil
 import socket
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from packaging.requirements import Requirement
 
 from workbench.base import memory
-from workbench.base.distribution import DISTRIBUTION, install, version
+from workbench.base.distribution import install, required, version, version_of
 from workbench.base.errors import EngineError, SandboxError
 from workbench.base.memory import gib
 from workbench.base.secret import HIDDEN, SECRET
@@ -117,24 +115,6 @@ def packages() -> Finding:
 
 def _lost(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(LOST[name] for name in names if name in LOST))
-
-
-def required() -> list[Requirement]:
-    """What this workbench needs: of its installation, or of the checkout's pyproject.toml."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    else:
-        listed = [one for one in metadata.requires(DISTRIBUTION) or () if "extra ==" not in one]
-    return [Requirement(one) for one in listed]
-
-
-def version_of(package: str) -> str | None:
-    """Version of an installed package; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def devices() -> Finding:

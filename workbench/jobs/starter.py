@@ -1,4 +1,4 @@
-"""`workbench notebooks DIR`: write the notebooks, and the data and tiny models that they use, into a folder; `workbench new`.
+"""The notebooks, and the data and tiny models that they use: `workbench notebooks DIR`, `wb.prepare_notebook`; `workbench new`.
 
 A wheel has them in `workbench/starter` (setup.py puts them there); a checkout has them in its own folders. `[tool.workbench]`
 in pyproject.toml lists them.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import filecmp
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
-from workbench.base.errors import SettingError
+from workbench.base.distribution import check_packages
+from workbench.base.errors import SettingError, first_line
 from workbench.base.files import write_text
 
 PACKAGE = Path(__file__).parents[1]
@@ -54,13 +56,50 @@ def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) ->
         expected = "a folder without the starter files, or with unchanged ones"
         found = f"{len(names)} changed: {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
         raise SettingError(what, expected=expected, found=found, do=do)
-    missing = places.keys() - there
-    for place in missing:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(places[place], place)
-    say(f"{target}: {len(missing)} files written, {len(places) - len(missing)} were there already")
+    written = _write_missing(target)
+    say(f"{target}: {written} files written, {len(places) - written} were there already")
     say(f"in {target.resolve()}: jupyter lab {NOTEBOOKS}/101_one_step.ipynb, or workbench train 201_train_grpo.ipynb")
     return target
+
+
+def _write_missing(folder: Path) -> int:
+    """Write the starter files that a folder has not; returns how many."""
+    missing = {folder / name: source for name, source in files().items() if not os.path.lexists(folder / name)}
+    for place, source in missing.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(f".{place.name}.{os.getpid()}.part")
+        shutil.copyfile(source, part)
+        os.replace(part, place)  # a copy that is cut short would be taken for the whole file later
+    return len(missing)
+
+
+def prepare_notebook(*extras: str) -> None:
+    """Make ready what the cells of a notebook of `notebooks/` read; its first cell calls this.
+
+    Checks the packages of the core and of `extras`. In a folder called `notebooks` beside `data/` the working directory
+    becomes the folder above, from which the notebooks' paths lead. Starter files that are missing there are written: none in
+    the repository, none in a job, and none over a file.
+
+    Args:
+        extras: extras of the distribution whose packages the notebook imports, such as `"judges"`.
+
+    Raises:
+        PackageMissing: a package is absent or too old; names the command that installs it.
+        SettingError: the files cannot be written here.
+    """
+    for extra in ("", *extras):
+        check_packages(extra, "this notebook")
+    if Path.cwd().name == NOTEBOOKS and Path("..", "data").is_dir():
+        os.chdir("..")
+    if os.environ.get("WORKBENCH_JOB"):
+        return
+    try:
+        written = _write_missing(Path())
+    except OSError as cause:
+        what, do = f"starter files cannot be written to {os.getcwd()!r}", "os.chdir(…) to another before this cell"
+        raise SettingError(what, found=first_line(cause), do=do) from cause
+    if written:
+        print(f"{written} files of the notebooks were missing: written to data/ and notebooks/ of {os.getcwd()}")
 
 
 TEMPLATE = Path(__file__).with_name("new.ipynb")
