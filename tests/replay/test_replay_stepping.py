@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,36 @@ def test_what_cannot_be_made_is_refused_when_it_is_needed_and_says_what_is_there
         bare.stepper(4)
     s = bare.stepper(4, at="advantage").next()
     assert s.back(to="rollout").run(until="old_log_prob").trace["rollout"].reused
+
+
+def advice(error: pytest.ExceptionInfo[RunError], **names: Any) -> Any:
+    """What the call that an error advises returns."""
+    (call,) = re.findall(r"run\.stepper\(.*\}\)", str(error.value))
+    return eval(call, {"wb": wb, **names})  # noqa: S307 - the advice is ours
+
+
+def test_where_a_copied_run_has_no_model_its_error_says_how_to_pass_one(grpo: wb.Run, tmp_path: Path) -> None:
+    run = wb.load_run(shutil.copytree(grpo.path, tmp_path / "run"))
+    model, away = Path(grpo.settings["engines"]["actor"]["path"]), tmp_path / "elsewhere"
+    model.rename(away)
+    try:
+        with pytest.raises(RunError, match=f"no folder at {re.escape(str(model))}") as error:
+            run.stepper(1)
+        made = advice(error, run=run, folder=away).run(until="advantage")
+        with pytest.raises(RunError, match=f"frozen model.*no folder at {re.escape(str(model))}") as frozen:
+            run.stepper(4).run(until="advantage")
+        late = advice(frozen, run=run, step=4, folder=away).run(until="ref_log_prob")
+        assert not late.trace["ref_log_prob"].reused
+        shutil.copytree(away, tmp_path / "changed")
+        (tmp_path / "changed" / "config.json").write_text((away / "config.json").read_text() + "\n")
+        other = advice(frozen, run=run, step=4, folder=tmp_path / "changed")
+        with pytest.raises(RunError, match="frozen model of the run is needed"):  # these are not the run's files
+            other.run(until="ref_log_prob")
+    finally:
+        away.rename(model)
+    recorded = run.traces[1]["advantage"].batch
+    for name in ("responses", "old_log_probs", "ref_log_prob", "advantages"):
+        assert torch.equal(made.batch[name], recorded[name]), name
 
 
 def test_the_weights_of_a_step_may_be_out_of_reach_of_its_trace(grpo: wb.Run, tmp_path: Path) -> None:

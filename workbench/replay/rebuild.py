@@ -15,7 +15,7 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -343,11 +343,12 @@ def kinds_of(record: Mapping[str, Any]) -> tuple[type, ...]:
 class LateFrozen:
     """A frozen model, such as the reference policy, that is loaded at its first use.
 
-    Loading raises `RunError` where the model folder is missing or its files are not those of the run.
+    It is loaded from its recorded folder, or from one `elsewhere` that has the same files. Loading raises `RunError` where
+    there is none.
     """
 
-    def __init__(self, record: Mapping[str, Any], trust: Trust) -> None:
-        self._record, self._trust = dict(record), trust
+    def __init__(self, record: Mapping[str, Any], trust: Trust, elsewhere: Sequence[str] = ()) -> None:
+        self._record, self._trust, self._elsewhere = dict(record), trust, elsewhere
         self._made: Any = None
 
     def describe(self) -> dict[str, Any]:
@@ -356,9 +357,13 @@ class LateFrozen:
 
     def _opened(self) -> Any:
         if self._made is None:
-            if wrong := wrong_files(self._record):
-                raise RunError("the frozen model of the run is needed here", expected="its model folder", found=wrong)
-            self._made = opened(self._record["path"], self._record, self._trust).reference()
+            others = self._elsewhere if self._record.get("files_crc32") is not None else ()
+            records = [self._record, *({**self._record, "path": path} for path in others)]
+            record = next((one for one in records if wrong_files(one) is None), None)
+            if record is None:
+                what, wrong = "the frozen model of the run is needed here", wrong_files(self._record)
+                raise RunError(what, expected="its model folder", found=wrong, do=passing("step", ["actor"]))
+            self._made = opened(record["path"], record, self._trust).reference()
         return self._made
 
     def compute_log_probs(self, *args: Any, **options: Any) -> Any:
@@ -375,14 +380,22 @@ class LateFrozen:
         return repr(self._made) if self._made is not None else f"LateFrozen({self._record['path']!r}, not opened)"
 
 
-def frozen_of(settings: Mapping[str, Any], run: Path, trust: Trust) -> Callable[[Mapping[str, Any]], LateFrozen]:
+def passing(step: int | str, roles: Iterable[str]) -> str:
+    """The advice where a run's model is not at its path: how `Run.stepper` gets engines for `roles`."""
+    engines = (f"{role!r}: wb.engines.local(folder){'.critic()' * (role == 'critic')}" for role in roles)
+    return f"copy the model there, or pass one from its folder: run.stepper({step}, engines={{{', '.join(engines)}}})"
+
+
+def frozen_of(
+    settings: Mapping[str, Any], run: Path, trust: Trust, elsewhere: Sequence[str] = ()
+) -> Callable[[Mapping[str, Any]], LateFrozen]:
     """Make the `open_frozen` of `rebuilt`: it returns a `LateFrozen`, whose files must match the crc32 in the settings, or
-    are in the run's checkpoint of step 0."""
+    are in the run's checkpoint of step 0; `elsewhere` are other folders where the model may be."""
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
 
     def open_frozen(record: Mapping[str, Any]) -> LateFrozen:
         if "kept" not in record:
-            return LateFrozen({"files_crc32": known.get(str(record["path"])), **record}, trust)
+            return LateFrozen({"files_crc32": known.get(str(record["path"])), **record}, trust, elsewhere)
         place = step_folder(run / "checkpoints", 0) / record["kept"]
         return LateFrozen({**{key: one for key, one in record.items() if key != "kept"}, "path": str(place)}, trust)
 
@@ -456,8 +469,11 @@ def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust)
             raise
         except RunError as error:
             why.append(f"from {place}: {first_line(error)}")
-    what, do = f"the weights after step {step} of {folder} cannot be restored", restorable_steps(folder)
-    raise RunError(what, found="; ".join(why), do=f"choose one of the steps that can: {do}")
+    what = f"the weights after step {step} of {folder} cannot be restored"
+    do = f"choose one of the steps that can: {restorable_steps(folder)}"
+    if absent := [role for role, one in settings["engines"].items() if not folder_of(str(one["path"])).is_dir()]:
+        do += f"; or {passing(step + 1, absent)}"
+    raise RunError(what, found="; ".join(why), do=do)
 
 
 def restorable_steps(folder: Path) -> str:

@@ -305,7 +305,8 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
     word = trust_of(folder, settings, trust)
-    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings, folder, word), word)
+    elsewhere = [str(engine.path) for engine in given.values() if getattr(engine, "path", None)]
+    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings, folder, word, elsewhere), word)
     pipeline = _with_records(pipeline, trace, records, nowhere)
     trace = trace or Trace(start_of(folder, step))
     stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(given), late=weights)
