@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -57,17 +57,17 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def check_packages(extra: str, purpose: str, *, imported: bool = False) -> None:
-    """Raise `PackageMissing` where a package of an extra ("": of the core) is absent, or has a version that is not supported.
+def check_packages(extra: str, purpose: str, modules: Container[str] | None = None) -> None:
+    """Raise `PackageMissing` where a package of an extra ("": of the core) is absent, or its version is not supported.
 
     Args:
         extra: the extra whose requirements are checked.
         purpose: what needs them, the beginning of the message.
-        imported: check only the versions of packages that this process has imported.
+        modules: check only the versions of installed packages whose modules are among these.
     """
     for one in required(extra):
         there = version_of(one.name)
-        if imported and (there is None or one.name.replace("-", "_") not in sys.modules):
+        if modules is not None and (there is None or one.name.replace("-", "_") not in modules):
             continue
         if there is None:
             raise PackageMissing(purpose, expected=f"the package {one.name}", do=install(extra))
@@ -78,14 +78,16 @@ def check_packages(extra: str, purpose: str, *, imported: bool = False) -> None:
 
 
 def require_package(package: str, extra: str, purpose: str) -> None:
-    """Raise `PackageMissing` where a package is not installed, without importing it; the arguments are those of `optional`."""
+    """Raise `PackageMissing` where a package is absent or of a version that is not supported, without importing it; the
+    arguments are those of `optional`."""
     if package not in sys.modules and find_spec(package) is None:
         raise PackageMissing(purpose, expected=f"the package {package}", do=install(extra))
+    check_packages(extra, purpose, (package,))
 
 
 @contextmanager
 def optional(extra: str, purpose: str) -> Iterator[None]:
-    """Around imports of optional packages. Raises `PackageMissing` where one is absent.
+    """Around imports of optional packages. Raises `PackageMissing` where one is absent, or of a version that is not supported.
 
     Args:
         extra: the extra that brings the packages.
@@ -93,8 +95,13 @@ def optional(extra: str, purpose: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as cause:
-        raise PackageMissing(purpose, expected=f"the package {cause.name}", do=install(extra)) from cause
+    except Exception as cause:
+        check_packages(extra, purpose, sys.modules)  # an old version may be why
+        if not isinstance(cause, ModuleNotFoundError):
+            raise
+        package = str(cause.name).partition(".")[0]
+        raise PackageMissing(purpose, expected=f"the package {package}", do=install(extra)) from cause
+    check_packages(extra, purpose, sys.modules)
 
 
 def deprecated(name: str) -> None:

@@ -46,7 +46,8 @@ def require_ray() -> None:
     """Raise `EngineError` where Ray is not installed, or was initialised in this process by other code."""
     if importlib.util.find_spec("ray") is None:
         raise EngineError("Ray is not installed", do=f"{install('cluster')}, or use wb.engines.local(…)")
-    require_package("psutil", "cluster", "a cluster")
+    for package in ("ray", "psutil"):
+        require_package(package, "cluster", "a cluster")
     import ray
 
     if ray.is_initialized():

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.base.distribution import install
+from workbench.base.distribution import check_packages, install
 from workbench.base.errors import SettingError, unknown
 from workbench.runs.folder import STEP
 
@@ -137,6 +137,7 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"tracker {name!r} is not installed",
                 do=install("trackers") if name == "tensorboard" else f"pip install {name}",
             )
+        check_packages("trackers", f"tracker {name!r}", (name,))
 
 
 def shown_samples(samples: Table) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from workbench.agents.protocol import ToolResponse
 from workbench.agents.tools.base import BaseTool, Executed, answered, refused
 from workbench.base import runtime
 from workbench.base.config import require
-from workbench.base.distribution import install
+from workbench.base.distribution import install, optional
 from workbench.base.errors import SettingError, describe, first_line, unknown
 
 START_SECONDS = 30.0
@@ -212,7 +212,8 @@ def _offered(server: MCPServer) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def _opened(config: Mapping[str, Any], timeout: float, log: IO[str]) -> AsyncIterator[Any]:
-    from mcp import Client
+    with optional("mcp", "tools of MCP servers"):
+        from mcp import Client
 
     async with AsyncExitStack() as stack:
         if "command" in config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from workbench.base.distribution import check_packages
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.base.files import MANIFEST, check_manifest, record_of, write_manifest
 from workbench.base.formats import FORMAT
@@ -138,12 +140,16 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     trust = {"trust_remote_code": settings.trust_remote_code}
     given = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
     with boundary(f"loading the model {str(path)!r}", EngineError):
-        config = AutoConfig.from_pretrained(str(path), **trust)
-        if empty:
-            with parameters_on_meta() if buffers else there, torch.random.fork_rng(devices=[]):
-                model = _kind(config).from_config(config, dtype=torch.float32, **given)
-        else:
-            model = pretrained(_kind(config), path, **given)
+        try:
+            config = AutoConfig.from_pretrained(str(path), **trust)
+            if empty:
+                with parameters_on_meta() if buffers else there, torch.random.fork_rng(devices=[]):
+                    model = _kind(config).from_config(config, dtype=torch.float32, **given)
+            else:
+                model = pretrained(_kind(config), path, **given)
+        except Exception:
+            check_packages("", "loading a model", sys.modules)  # an old version may be why
+            raise
     if not buffers:
         model = model.to("meta" if empty else chosen_device(settings.device))
     if settings.lora_rank:

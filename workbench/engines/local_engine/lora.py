@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from workbench.base.distribution import install
+from workbench.base.distribution import install, require_package
 from workbench.base.errors import EngineError, boundary
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,6 +37,7 @@ def add(model: Any, config: Mapping[str, Any]) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as cause:
         raise EngineError("LoRA needs peft", do=install("peft")) from cause
+    require_package("peft", "peft", "LoRA")
     known = {key: config[key] for key in ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")}
     with torch.random.fork_rng(devices=[]), boundary("adding LoRA adapters", EngineError):
         torch.manual_seed(0)  # A is random: the same for the same model, whatever was sampled before
