@@ -38,6 +38,20 @@ def row(step: int) -> dict[str, Any]:
     return {"training/global_step": step, "critic/score/mean": 0.5, "timing_s/step": 1.0}
 
 
+def test_without_ipywidgets_a_training_shows_its_progress_and_one_line_that_enables_the_buttons(
+    shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)  # type: ignore[arg-type] # its import raises ModuleNotFoundError
+    live = display.open_display(9, [], Control(), tmp_path)
+    assert type(live) is display.Live and len(shown) == 2
+    (line,) = caplog.messages
+    assert (
+        line.endswith("expected the package ipywidgets; pip install 'rl-workbench[widgets]'")
+        and not caplog.records[0].exc_info
+    )
+
+
 def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "HEARTBEAT", 0.6)
     control = Control()

@@ -6,12 +6,16 @@ nbconvert is itself; JupyterLab is in `tests/browser`; the others choose here as
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import anywidget
 import nbformat
 import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 from nbconvert.exporters import HTMLExporter
 from nbformat import v4
 from tests_lab import in_chromium, watched_page
@@ -101,6 +105,77 @@ def test_colab_is_told_of_the_manager_of_widgets(monkeypatch: pytest.MonkeyPatch
     )
     wb.views.samples(judged())._ipython_display_()
     assert found == [None, {VIEW: {"colab": {}}}]
+
+
+# --- no widget -------------------------------------------------------------------------------------
+
+
+VIEWS = ("samples", "tokens", "stepper", "episode", "cluster", "curves")
+"""Every view that has a widget."""
+PIP = "pip install 'rl-workbench[widgets]'"
+COLAB = "from google.colab import output; output.enable_custom_widget_manager()"
+
+
+def displayed(thing: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The outputs of a cell that ends in an object, as a front end gets them."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(layer, "display", lambda bundle, raw, metadata=None: found.append(bundle))
+    monkeypatch.setattr(layer, "in_notebook", lambda: True)
+    bundle, _ = DisplayFormatter().format(thing)
+    return [*found, *([bundle] if bundle else [])]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("package", ["anywidget", "ipywidgets", "traitlets"])
+def test_without_widgets_a_view_shows_its_static_form_and_one_line_that_enables_them(
+    name: str,
+    package: str,
+    views: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thing = views[name]
+    for module in [one for one in sys.modules if one.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in ("anywidget", "anywidget.widget", "workbench.widgets.layer", "workbench.widgets.plots"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type] # its import raises ModuleNotFoundError
+    (shown,) = displayed(thing, monkeypatch)
+    assert {HTML, "image/png"} & set(shown) and VIEW not in shown
+    (line,) = caplog.messages
+    assert f"expected the package {package}; {PIP}" in line and "\n" not in line
+    caplog.clear()
+    monkeypatch.setenv("WORKBENCH_JOB", "1")  # where none is missed
+    assert len(displayed(thing, monkeypatch)) == 1 and not caplog.messages
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_in_colab_a_view_enables_widgets_or_shows_its_static_form_and_the_line_that_does(
+    name: str, views: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    def enable() -> None:
+        asked.append(True)
+        if refuses:
+            raise RuntimeError("no frontend")
+
+    output = SimpleNamespace(
+        enable_custom_widget_manager=enable, _widgets=SimpleNamespace(_installed_url="https://here")
+    )
+    monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace(output=output))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "google.colab.output", output)  # type: ignore[arg-type]
+    for refuses in (True, False):
+        anywidget._util.enable_custom_widget_manager_once.cache_clear()
+        outputs = displayed(views[name], monkeypatch)
+        static = outputs[0]
+        assert {HTML, "image/png"} & set(static) and VIEW not in static and asked
+        if refuses:
+            assert len(outputs) == 1 and len(caplog.messages) == 1
+            assert "no frontend" in caplog.text and caplog.messages[0].endswith(COLAB)
+            caplog.clear()
+        else:
+            assert len(outputs) == 2 and VIEW in outputs[1] and not caplog.messages
 
 
 @pytest.mark.parametrize("template", ["lab", "classic"])
@@ -209,7 +284,7 @@ def test_one_of_the_two_is_seen_on_every_renderers_page() -> None:
 
 
 @pytest.fixture(scope="module")
-def widgets(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Layer]:
+def views(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     batch, path = judged(), tmp_path_factory.mktemp("curves") / "run"
     path.mkdir()
     (path / "settings.json").write_text('{"format": 4, "train": {"steps": 3}}')
@@ -225,14 +300,20 @@ def widgets(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, La
         wb.Stepper(wb.recipes.grpo(engine, agent=agent, group_size=2, max_tokens=16), data.batch(1)).episode(0).next()
     )
     return {
-        "samples": SamplesTable(wb.views.samples(batch)),
-        "tokens": TokenView(wb.views.tokens(batch, 0, tokenizer=Letters())),
-        "stepper": StepperFace(stepper),
-        "episode": EpisodeFace(episode),
-        "cluster": ClusterTable(Status("here", (), (), (), (), (), 0.0, None)),
-        "curves": CurvePlots(figure),
-        "training cell": Cover(None),
+        "samples": wb.views.samples(batch),
+        "tokens": wb.views.tokens(batch, 0, tokenizer=Letters()),
+        "stepper": stepper,
+        "episode": episode,
+        "cluster": Status("here", (), (), (), (), (), 0.0, None),
+        "curves": figure,
     }
+
+
+@pytest.fixture(scope="module")
+def widgets(views: dict[str, Any]) -> dict[str, Layer]:
+    kinds = (SamplesTable, TokenView, StepperFace, EpisodeFace, ClusterTable, CurvePlots)
+    made = {name: kind(view) for (name, view), kind in zip(views.items(), kinds, strict=True)}
+    return {**made, "training cell": Cover(None)}
 
 
 class Letters:

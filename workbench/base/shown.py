@@ -8,12 +8,14 @@ are imported when an object is displayed.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from workbench.base.errors import first_line
+from workbench.base.errors import PackageMissing, first_line
 
 log = logging.getLogger("workbench")
 
@@ -74,7 +76,10 @@ class Shown:
         try:
             resolve_name(_DOORS["display"])(self, lambda: shows(self, "widget"))
         except Exception as error:
-            log.warning("the widget cannot be shown, its still form is: %s", first_line(error))
+            if not os.environ.get("WORKBENCH_JOB"):  # whose notebook has no widgets
+                colab = "google.colab" in sys.modules and not isinstance(error, PackageMissing)
+                do = "; from google.colab import output; output.enable_custom_widget_manager()" if colab else ""
+                log.warning("the widget cannot be shown, its static form is: %s%s", first_line(error), do)
             raise NotImplementedError("the widget cannot be shown") from error
 
 

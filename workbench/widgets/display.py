@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from workbench.base.distribution import optional
+from workbench.base.errors import PackageMissing, first_line
 from workbench.base.runtime import Control
 from workbench.base.shown import shows
 from workbench.replay.run import Run, Traces
@@ -54,6 +56,8 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
     for kind in (Live,) if os.environ.get("WORKBENCH_JOB") else (TrainingPanel, Live):
         try:
             return kind(steps, rows, control, path)
+        except PackageMissing as error:
+            log.warning("%s cannot be shown: %s", kind.__name__, first_line(error))
         except Exception:  # another version of a library: a display is no reason to lose a run
             log.exception("%s cannot be shown", kind.__name__)
     return None
@@ -205,8 +209,10 @@ class TrainingPanel(Live):
 
     def open(self) -> None:
         """Make the buttons, the progress bar and the curves, and display them in the cell."""
-        import ipywidgets
         from IPython.display import display
+
+        with optional("widgets", "the buttons of a training"):
+            import ipywidgets
 
         self._over = False
         self._refreshed = time.monotonic()

@@ -60,21 +60,23 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     picture = {"image/png": thing._repr_png_()} if html is None else {}
     # by this class the scripts find it
     static = picture or {"text/html": f'<div class="workbench-static">{html}</div>'}
-    display({**static, "text/plain": repr(thing)}, raw=True)
-    if not os.environ.get("WORKBENCH_JOB"):
-        layer = widget()
-        if (shell := get_ipython()) is not None:
-            shell.events.register("post_run_cell", _follow)
-        _alive.append(layer)
-        if len(_alive) > MOST:
-            _alive.popleft().close()  # its static form is shown again
-        made = (
-            layer._repr_mimebundle_()
-        )  # for Colab it says in its metadata where the page finds the manager of such widgets
-        bundle, metadata = made if isinstance(made, tuple) else (made, {})
-        # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
-        shown = {**bundle, "text/html": "", "text/plain": ""}
-        display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
+    static |= {"text/plain": repr(thing)}
+    if os.environ.get("WORKBENCH_JOB"):
+        display(static, raw=True)
+        return
+    layer = widget()
+    # for Colab it says in its metadata where the page finds the manager of such widgets
+    made = layer._repr_mimebundle_()
+    bundle, metadata = made if isinstance(made, tuple) else (made, {})
+    display(static, raw=True)  # once there is a widget: where there is none IPython shows the static form
+    if (shell := get_ipython()) is not None:
+        shell.events.register("post_run_cell", _follow)
+    _alive.append(layer)
+    if len(_alive) > MOST:
+        _alive.popleft().close()  # its static form is shown again
+    # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
+    shown = {**bundle, "text/html": "", "text/plain": ""}
+    display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
 
 
 def _follow(_: Any) -> None:
