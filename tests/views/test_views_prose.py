@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -78,6 +80,28 @@ def test_a_formula_is_mathml_and_its_numbers_are_right() -> None:
 def test_a_broken_formula_stands_as_it_was_written_and_that_is_said(latex: str) -> None:
     made = page(f"so \\[{latex[:1000]}\\] it is")
     assert "1 formula cannot be drawn, as written" in made and latex[:1000] in bare(made) and "it is" in made
+
+
+@pytest.mark.parametrize(
+    ("package", "lost", "kept"),
+    [
+        ("latex2mathml", "<math", ("<b>", "wb-k-keyword")),
+        ("pygments", "wb-k-keyword", ("<b>", "<math")),
+        ("markdown_it", "<b>", ()),
+    ],
+)
+def test_without_a_package_of_prose_its_part_alone_is_as_written_and_the_extra_is_named(
+    package: str, lost: str, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "**bold** $x$\n\n```python\ndef f(): pass\n```\n"
+    whole = page(text)
+    assert all(part in whole for part in (lost, *kept)) and "pip install" not in whole
+    for module in [one for one in sys.modules if one.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type] # its import raises ModuleNotFoundError
+    made = page(text)
+    assert lost not in made and all(part in made for part in kept) and "def f(): pass" in bare(made)
+    assert f"expected the package {package}; pip install 'rl-workbench[prose]'" in unescape(bare(made))
 
 
 def test_a_text_that_is_too_long_stands_as_it_was_written_and_that_is_said() -> None:

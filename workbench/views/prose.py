@@ -12,7 +12,7 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from workbench.base.distribution import optional
-from workbench.base.errors import first_line
+from workbench.base.errors import PackageMissing, first_line
 from workbench.base.shown import TEXT_LIMIT
 from workbench.views import document as doc
 
@@ -53,10 +53,11 @@ def rendered(text: str, formulas: bool = True) -> doc.Part:
         page = _Page(text, formulas)
         parts: doc.Part = page.parts()
     except Exception as error:  # noqa: BLE001 - the libraries' own: a text is shown all the same
-        note = f"cannot be drawn ({first_line(error, 100) or type(error).__name__}), as it was written"
+        note = f"cannot be drawn ({first_line(error)}), as it was written"
         return doc.Either(text, (doc.small(doc.faint(note)), doc.wrapped(text)))
-    failed = f"{doc.counted(page.failed, 'formula')} cannot be drawn, as written" if page.failed else ""
-    return doc.Either(text, doc.line(doc.small(doc.faint(failed)) if failed else (), parts, style=_TEXT))
+    notes = [f"{doc.counted(page.failed, 'formula')} cannot be drawn, as written"] if page.failed else []
+    notes += [str(page.lacking)] if page.lacking else []
+    return doc.Either(text, doc.line(doc.small(doc.faint("; ".join(notes))) if notes else (), parts, style=_TEXT))
 
 
 _TEXT = "overflow-wrap:anywhere;overflow:auto;line-height:1.45"
@@ -72,6 +73,7 @@ class _Page:
 
     def __init__(self, text: str, formulas: bool) -> None:
         self.drawn, self.failed = formulas, 0
+        self.lacking: PackageMissing | None = None
         self._held: list[tuple[str, str, bool]] = []
         """(as written, LaTeX, on a line of its own) of each formula."""
         self._text = _FORMULAS.sub(self._hold, re.sub("[\ue000\ue001]", "\ufffd", text))
@@ -120,7 +122,7 @@ class _Page:
             case "fence" | "code_block":
                 language = self._written(node.info).split(maxsplit=1) if node.type == "fence" else []
                 return doc.line(
-                    coloured(self._written(node.content), language[0] if language else ""), style=f"{_MONO};{_BOX}"
+                    self._code(self._written(node.content), language[0] if language else ""), style=f"{_MONO};{_BOX}"
                 )
             case "bullet_list" | "ordered_list":
                 first = int(node.attrs.get("start", 1))
@@ -188,6 +190,13 @@ class _Page:
         said = self._line(node.children) if node.children else self._formulas(getattr(node, "content", ""))
         return doc.Span(said, style, tag)
 
+    def _code(self, code: str, language: str) -> doc.Part:
+        try:
+            return coloured(code, language)
+        except PackageMissing as error:
+            self.lacking = error
+            return code
+
     # --- formulas ---------------------------------------------------------------------------------
 
     def _formulas(self, text: str) -> doc.Part:
@@ -203,6 +212,7 @@ class _Page:
             return doc.Span(formula(latex, block), style, "div" if block else "span", title=written)
         except Exception as error:  # noqa: BLE001 - whatever the library makes of what a model wrote
             self.failed += 1
+            self.lacking = error if isinstance(error, PackageMissing) else self.lacking
             said = f"cannot be drawn: {first_line(error, 100) or type(error).__name__}"
             return doc.Span(source, "border-bottom:2px dotted rgba(190,70,50,0.9)", title=said)
 
@@ -227,7 +237,8 @@ _LOOKS = {
 
 def formula(latex: str, block: bool = False) -> doc.Span:
     """LaTeX as MathML, which browsers draw themselves. Raises whatever the parser raises, `ValueError` where it is too large."""
-    from latex2mathml.converter import convert_to_element
+    with optional("prose", "formulas"):
+        from latex2mathml.converter import convert_to_element
 
     if len(latex) > LONGEST_FORMULA:
         raise ValueError(f"a formula of {len(latex):,} characters, more than {LONGEST_FORMULA:,}")
@@ -279,7 +290,8 @@ def coloured(code: str, language: str = "") -> doc.Part:
     name = _SHORT.get(language.lower(), language.lower())
     if name not in LANGUAGES:
         return code
-    from pygments.lexers import get_lexer_by_name
+    with optional("prose", "coloured code"):
+        from pygments.lexers import get_lexer_by_name
 
     lexer: Any = get_lexer_by_name(name, stripnl=False, ensurenl=False)
     return [_token(str(kind)[6:], said) for kind, said in lexer.get_tokens(code)]
