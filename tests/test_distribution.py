@@ -17,7 +17,7 @@ from tests_patience import LONG
 import workbench as wb
 from workbench.base import distribution
 from workbench.base.distribution import DISTRIBUTION, required
-from workbench.base.errors import PackageMissing, WorkbenchError
+from workbench.base.errors import PackageMissing, SettingError, WorkbenchError
 from workbench.jobs.machine import LOST, NEEDED
 
 ROOT = Path(__file__).parents[1]
@@ -151,3 +151,17 @@ def test_the_installed_distribution_and_the_checkout_list_the_same(monkeypatch: 
     monkeypatch.setattr(Path, "is_file", lambda path: False)
     installed = [*required.__wrapped__(), *(one for extra in OF_USERS for one in required.__wrapped__(extra))]
     assert [(one.name, one.specifier) for one in installed] == [(one.name, one.specifier) for one in lines]
+
+
+def test_without_ipykernel_a_job_names_the_extra_that_brings_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    from workbench.jobs import runner
+
+    def none(manager: KernelSpecManager, name: str) -> None:
+        raise NoSuchKernel(name)
+
+    monkeypatch.setattr(KernelSpecManager, "get_kernel_spec", none)
+    monkeypatch.setattr(runner, "version_of", lambda name: None if name == "ipykernel" else "1")
+    with pytest.raises(SettingError, match=r"kernel 'python3'.*; pip install 'rl-workbench\[jobs\]'"):
+        runner.kernel_of(ROOT / "notebooks" / "101_one_step.ipynb", None)

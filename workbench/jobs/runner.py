@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.base.distribution import optional
+from workbench.base.distribution import install, optional, version_of
 from workbench.base.errors import RunError, SettingError
 from workbench.base.files import crc32_of
 from workbench.jobs.health import check_port
@@ -107,6 +107,7 @@ def kernel_of(source: Path, kernel: str | None) -> tuple[str, str]:
         there = ", ".join(sorted(manager.find_kernel_specs()))
         what = f"{source.name} asks for the kernel {name!r}" if kernel is None else f"option -k {name}"
         do = None if kernel is not None else "run it with another one: -k python3"
+        do = install("jobs") if version_of("ipykernel") is None else do  # no kernel of Python at all
         raise SettingError(what, expected=f"a kernel of this machine: {there}", do=do) from None
 
 
