@@ -11,12 +11,10 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from packaging.requirements import Requirement
 
 from workbench.base.errors import PackageMissing
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 DISTRIBUTION = "rl-workbench"
 """Name on the package index; `workbench` is another product there."""
@@ -38,8 +36,6 @@ def install(extra: str) -> str:
 @cache
 def required(extra: str = "") -> list[Requirement]:
     """What an extra needs beside the core, or with "" the core: of the checkout's pyproject.toml, or of the installation."""
-    from packaging.requirements import Requirement
-
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
         listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
