@@ -45,10 +45,13 @@ def required(extra: str = "") -> list[Requirement]:
     return [one for one in found if (one.marker.evaluate({"extra": extra}) if one.marker else not extra)]
 
 
+_version = cache(metadata.version)  # reads files; its errors are not kept
+
+
 def version_of(package: str) -> str | None:
-    """Version of an installed package; None where it is not installed."""
+    """Version of an installed package, as this process first saw it; None where it is not installed."""
     try:
-        return metadata.version(package)
+        return _version(package)
     except metadata.PackageNotFoundError:
         return None
 
