@@ -23,7 +23,7 @@ from workbench.dataproto.columns import REWARD_PREFIX, declared
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Origin
 from workbench.datasets import files
-from workbench.datasets.records import absent, chat, object_of, plain, spoken, table_records
+from workbench.datasets.records import absent, cells_of, chat, object_of, spoken, table_records
 from workbench.rewards.base import padded
 from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH
 from workbench.rewards.score import MISSING, Score, Status
@@ -55,7 +55,7 @@ KINDS: Mapping[str, Layout] = {
 
 
 class Record(NamedTuple):
-    """One record of a dump, as it was read."""
+    """One record of a dump, its values plain."""
 
     values: Mapping[str, Any]
     place: str
@@ -166,7 +166,7 @@ def _kind(records: Sequence[Record], kind: str | None) -> str:
 
 def _detected(record: Record) -> str:
     for name, layout in KINDS.items():
-        text = any(isinstance(plain(record.values.get(column)), str | list) for column in layout.response)
+        text = any(isinstance(record.values.get(column), str | list) for column in layout.response)
         if text and all(column in record.values for column in layout.marks):
             return name
     known = [f"{name}: {', '.join(layout.marks)}, …" for name, layout in KINDS.items() if layout.marks]
@@ -181,7 +181,7 @@ def _one_per_response(records: Sequence[Record]) -> list[Record]:
     found: list[Record] = []
     number = 0
     for prompt, record in enumerate(records):
-        texts = plain(record.values["responses"])
+        texts = record.values["responses"]
         number = number or (len(texts) if isinstance(texts, list) else 0)
         if not isinstance(texts, list) or not texts or len(texts) != number:
             expected = f"a list of {number} texts, as in {records[0].place}" if number else "a list of texts"
@@ -447,7 +447,7 @@ def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for record in records for name in record.values)
     if len(names) > _NAMES_LIMIT:
         raise DataError("number of columns in a dump", expected=f"at most {_NAMES_LIMIT} columns", found=len(names))
-    return {str(name): [plain(record.values.get(name)) for record in records] for name in names}
+    return {name: [record.values.get(name) for record in records] for name in names}
 
 
 def read_records(source: Any, step: int | None = None) -> tuple[list[Record], list[str]]:
@@ -473,16 +473,15 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
 
 def _read(place: str, record: Any, file: int, named: int | None) -> Record:
     """Raises `DataError` for what is no record, and for a step that is not a whole number."""
-    if not isinstance(record, Mapping):
-        raise DataError(place, expected="a record with named values (a dict)", found=describe(record))
-    value = plain(record.get("step"))
+    values = cells_of(record, place)
+    value = values.get("step")
     if isinstance(value, str) and value.strip().isdecimal():  # TRL's tables for trackers
         value = int(value)
-    value = named if absent(value) else value
+    value = named if value is None else value
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if value is not None and not (real and abs(value) < 2**53 and value % 1 == 0):
         raise DataError(f"{place}: step", expected="a whole number", found=describe(value))
-    return Record(record, place, file, None if value is None else int(value))
+    return Record(values, place, file, None if value is None else int(value))
 
 
 def _step_in(path: Path) -> int | None:

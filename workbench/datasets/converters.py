@@ -7,7 +7,7 @@ import json
 import pickletools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from workbench.base.config import require
 from workbench.base.errors import DataError, boundary, describe, unknown
 from workbench.datasets import files
 from workbench.datasets.boxes import last_box
-from workbench.datasets.records import plain, to_row
+from workbench.datasets.records import cells_of, to_row
 
 TOOL_SYSTEM = (
     "Solve the problem step by step. Check your answer with the tool `{tool}` at least once before you give it, and think"
@@ -85,9 +85,10 @@ def convert(
     """
     how, goal = _kind(kind, tool), Path(target).expanduser()
     require(goal.suffix == ".parquet", "target", expected="a name ending in .parquet", found=str(target))
-    tasks = [
-        _task(how, record, f"row {number} of {path}") for path in files.find(source) for number, record in _read(path)
-    ]
+    places = (
+        (f"row {row} of {path}", record) for path in files.find(source) for row, record in enumerate(files.read(path))
+    )
+    tasks = [how.read(cells_of(record, place), place) for place, record in places]
     asked = how.instruction if instruction is None else instruction
     pairs = ((index, task) for index, task in enumerate(tasks) if task is not None)
     rows = [_row(task, how, {"split": split, "index": index}, asked, tool) for index, task in pairs]
@@ -105,16 +106,6 @@ def _kind(kind: str, tool: str | None) -> Kind:
         kinds = [name for name, one in KINDS.items() if one.ability != "code"]
         raise DataError(f"tool={tool!r} for {kind}", expected=f"a kind with a written answer: {', '.join(kinds)}")
     return KINDS[kind]
-
-
-def _read(path: Path) -> Iterator[tuple[int, Any]]:
-    return enumerate(files.read(path))
-
-
-def _task(how: Kind, record: Any, place: str) -> _Task | None:
-    if not isinstance(record, Mapping):
-        raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
-    return how.read({str(name): plain(cell) for name, cell in record.items()}, place)
 
 
 def _row(task: _Task, how: Kind, place: Mapping[str, Any], instruction: str, tool: str | None) -> dict[str, Any]:

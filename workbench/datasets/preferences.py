@@ -22,7 +22,7 @@ from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.datasets.door import parts
 from workbench.datasets.pictures import text_of
-from workbench.datasets.records import absent, chat, object_of, plain, spoken
+from workbench.datasets.records import cells_of, chat, object_of, spoken
 
 Record = Mapping[str, Any]
 
@@ -214,9 +214,7 @@ def samples(x: Any, *, limit: int | None = None) -> Samples:
         sources.append(source)
         for number, record in enumerate(islice(records, None if limit is None else limit - len(found))):
             place = f"{source or 'samples'}, row {number}"
-            if not isinstance(record, Mapping):
-                raise DataError(place, expected="a record (a dict)", found=describe(record))
-            cells = {str(name): plain(cell) for name, cell in record.items() if not absent(cell)}
+            cells = {name: cell for name, cell in cells_of(record, place).items() if cell is not None}
             form = form or _form(cells, place)
             if not form.fits(cells):
                 expected = f"{form.name}, as the rows before it"
