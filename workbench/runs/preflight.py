@@ -17,9 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
 from workbench.base.config import require
 from workbench.base.errors import DataError, OutOfMemory, RunError, SettingError
 from workbench.base.memory import estimated, gib
@@ -31,6 +28,7 @@ from workbench.datasets.records import has_answer
 from workbench.datasets.rendering import tokenizer_of
 from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
+from workbench.rewards.base import padded
 from workbench.rewards.signatures import WORDS, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan, in_memory
@@ -350,8 +348,7 @@ def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, 
         return f"{reward.function.name}: its signature fits"
     judged = prompts["reward_model"] if "reward_model" in prompts else [None] * len(prompts)
     texts = [str((one or {}).get("ground_truth", "")) for one in judged]
-    ids = [torch.tensor(list(tokenizer.encode(text, add_special_tokens=False)) or [0]) for text in texts]
-    padded, mask = (pad_sequence(each, batch_first=True) for each in (ids, [torch.ones_like(one) for one in ids]))
+    responses = padded([tokenizer.encode(text, add_special_tokens=False) or [0] for text in texts])
     more = {name: [value] * len(texts) for name, value in blank.items()}
-    reward(prompts.with_columns({"responses": padded, "response_mask": mask, "response_text": texts, **more}))
+    reward(prompts.with_columns({**responses, "response_text": texts, **more}))
     return f"{reward.function.name}: its signature fits, and it scored two rows"
