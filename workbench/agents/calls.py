@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from workbench.agents.parsers import read_json
 from workbench.agents.plain import as_text
 from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
+from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import DataError, SettingError, describe, first_line, nearest
 from workbench.base.shown import encodable
@@ -58,16 +59,6 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
         task.add_done_callback(lambda late: late.cancelled() or late.exception())
         raise TimeoutError(f"no answer within {seconds:g} s, the limit for a tool or simulated user")
     return task.result()
-
-
-async def to_its_end(work: Awaitable[T]) -> T:
-    """Await `work`; a cancellation is raised only when it is done."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release")
@@ -234,7 +225,7 @@ class OpenTools:
             made = await tool.create(asked, create_kwargs=given, **given)
         except BaseException:
             with contextlib.suppress(Exception):  # it may know nothing of the instance
-                await to_its_end(within(tool.release(asked, **self._kwargs(tool, "release")), END_SECONDS))
+                await runtime.to_its_end(within(tool.release(asked, **self._kwargs(tool, "release")), END_SECONDS))
             raise
         return str((made if isinstance(made, str) else made[0]) or asked)  # verl's up to 0.4 return the id alone
 
@@ -270,7 +261,7 @@ class OpenTools:
         Failures are kept in `errors`. A second call does nothing.
         """
         instances, self._instances = self._instances, {}
-        return await to_its_end(self._released(instances))
+        return await runtime.to_its_end(self._released(instances))
 
     async def _released(self, instances: Mapping[str, str]) -> dict[str, float]:
         rewards: dict[str, float] = {}

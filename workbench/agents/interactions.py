@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from workbench.agents.calls import named, not_async, to_its_end, within
+from workbench.agents.calls import named, not_async, within
 from workbench.agents.plain import plain
 from workbench.agents.protocol import Interaction
+from workbench.base import runtime
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
 from workbench.base.shown import encodable
 from workbench.rewards.scorers.gsm8k import compute_score, written_truth
@@ -204,7 +205,7 @@ class Session:
         """Finalise the conversation, even when cancelled; a second call does nothing. What fails is in `trouble`."""
         if self.open:
             self.open = False
-            await to_its_end(self._left())
+            await runtime.to_its_end(self._left())
 
     async def _left(self) -> None:
         try:

@@ -138,7 +138,7 @@ class Paired(can.SampleMany, can.Closing):
             if self._following is None or self._following.done():
                 self._following = asyncio.ensure_future(self._in_turn())
             # one task for all who wait: they go on together, and share a wave as if there had been nothing to push
-            await _ended(self._following)
+            await runtime.to_its_end(self._following)
         return self._pushed[1] if self._pushed else None
 
     # --- the sampler's weights --------------------------------------------------------------
@@ -222,7 +222,7 @@ class Paired(can.SampleMany, can.Closing):
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
         """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
-        await _ended(asyncio.ensure_future(asyncio.to_thread(teams.releasing(work))))
+        await runtime.to_its_end(asyncio.to_thread(teams.releasing(work)))
 
     def _wake(self, *tags: str) -> None:
         """Wake these parts of the sampler, where they sleep. The learner gives back the memory that torch keeps for it before."""
@@ -379,15 +379,6 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
     if push.note == UNVERIFIED:
         prove(push.way)
     return replace(push, gap=gap, note="")
-
-
-async def _ended(task: asyncio.Future[None]) -> None:
-    """Wait for the end of a task, also where the caller is cancelled."""
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 class Held:
