@@ -277,10 +277,8 @@ def parser_of(template: str | Mapping[str, str] | None) -> str:
     for sign, name in _SIGNS:
         if any(sign in text for text in texts):
             return name
-    what, expected = (
-        "the tool agent has tools and no parser",
-        "a chat template that writes tool calls in a known format",
-    )
+    what = "the tool agent has tools and no parser"
+    expected = "a chat template that writes tool calls in a known format"
     do = "give parser='hermes' or another of agents.parser_names(), a parser of your own, or format='react'"
     found = "one that writes none" if any(texts) else "a tokenizer without a chat template"
     raise SettingError(what, expected=expected, found=found, do=do)

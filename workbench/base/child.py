@@ -202,10 +202,8 @@ class Child:
             else:
                 ends = os.pipe()
                 os.set_blocking(ends[0], False)
-                beside, target = (
-                    (FileIO(ends[0]), functools.partial(_hear, last, output)),
-                    stack.enter_context(FileIO(ends[1], "wb")),
-                )
+                beside = FileIO(ends[0]), functools.partial(_hear, last, output)
+                target = stack.enter_context(FileIO(ends[1], "wb"))
             self.line, self._told = Line(ours, beside), FileIO(told)
             try:
                 self.process = subprocess.Popen(

@@ -58,10 +58,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """
     if threading.current_thread().name == "workbench-loop":
         work.close()
-        what, found = (
-            "a call that waits for the event loop of the bench",
-            "that loop's own thread: an async tool, reward or loop",
-        )
+        what = "a call that waits for the event loop of the bench"
+        found = "that loop's own thread: an async tool, reward or loop"
         raise RuntimeError(message(what, found=found, do="call it in a thread: await asyncio.to_thread(…)"))
     with teams.waiting():
         future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())

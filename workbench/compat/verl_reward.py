@@ -258,10 +258,8 @@ def _class(given: Mapping[str, Any]) -> str:
 def _cannot_model(model: Mapping[str, Any]) -> list[str]:
     name, size = model.get("rollout.name", "hf"), model.get("rollout.tensor_model_parallel_size", 1)
     share = model.get("rollout.gpu_memory_utilization")
-    gpus, elsewhere = (
-        torch.cuda.device_count(),
-        "or serve it, `vllm serve MODEL --runner pooling`, and give reward_model.url",
-    )
+    gpus = torch.cuda.device_count()
+    elsewhere = "or serve it, `vllm serve MODEL --runner pooling`, and give reward_model.url"
     lines = {
         "reward_model.enable=True: needs model_path, or the url of a served model": "model_path" not in model,
         f"reward_model.rollout.name={name!r}: expected hf (this process), vllm, or reward_model.url": name

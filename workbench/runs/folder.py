@@ -187,11 +187,8 @@ def room(path: Path) -> Iterator[None]:
         if number in _FULL or "No space left" in str(cause):
             what, expected, do = f"the disk of run {path} is full", "room for what a step writes", "make room"
         elif number in _FILES:
-            what, expected, do = (
-                f"run {path} cannot open more files",
-                "a free place for one",
-                "allow more (ulimit -n 4096)",
-            )
+            what, expected = f"run {path} cannot open more files", "a free place for one"
+            do = "allow more (ulimit -n 4096)"
         elif not isinstance(file, str | Path) or not Path(file).absolute().is_relative_to(path.absolute()):
             raise
         do = f"{do}, then go on with resume='auto': wb.train(…, run={str(path)!r}, resume='auto')"

@@ -161,10 +161,8 @@ class Targets(Given):
             if number + 1 < len(begun):
                 before, after = begun[number] + own, begun[number + 1]
                 if not after.startswith(before):
-                    what, do = (
-                        f"every_turn for {place}",
-                        "leave every_turn out: the last answer alone is then the target",
-                    )
+                    what = f"every_turn for {place}"
+                    do = "leave every_turn out: the last answer alone is then the target"
                     expected = "a chat template that writes a chat as its beginning and what follows it"
                     raise DataError(what, expected=expected, found=f"turn {at} is written otherwise later", do=do)
                 pieces.append((after[len(before) :], 0))

@@ -73,10 +73,8 @@ class TreeRollout(EpisodeRollout):
         if not isinstance(loop, ToolAgent):
             raise SettingError("agent of a tree rollout", expected="a ToolAgent, or a subclass of it", found=loop)
         if branch_turns == "entropy" and not isinstance(sampler, LogProbModel | Late):
-            what, do = (
-                "branch_turns='entropy' with a sampler that computes none",
-                "use branch_turns='random' or 'every'",
-            )
+            what = "branch_turns='entropy' with a sampler that computes none"
+            do = "use branch_turns='random' or 'every'"
             raise SettingError(what, expected="an engine that scores tokens", found=type(sampler).__name__, do=do)
         self.branches = branches
         self.branch_turns = branch_turns

@@ -92,10 +92,8 @@ class _Page:
             return found[0]
         if found["lines"]:
             name = _AS_TABLE.get(found["name"], "align*")
-            begin, end = (
-                len(rf"\begin{{{found['name']}{found['star']}}}"),
-                len(rf"\end{{{found['name']}{found['star']}}}"),
-            )
+            begin = len(rf"\begin{{{found['name']}{found['star']}}}")
+            end = len(rf"\end{{{found['name']}{found['star']}}}")
             latex, block = rf"\begin{{{name}}}{found[0][begin:-end]}\end{{{name}}}", True
         else:
             latex = next(filter(None, (found[name] for name in ("dollars", "square", "round", "dollar", "box"))), "")

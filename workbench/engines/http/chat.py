@@ -47,10 +47,8 @@ class SamplerChat:
         switches = {"add_generation_prompt": True, **self._switches}
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        longest, settings = (
-            getattr(self._sampler, "max_length", None),
-            SamplingSettings(temperature=temperature, **sampling),
-        )
+        longest = getattr(self._sampler, "max_length", None)
+        settings = SamplingSettings(temperature=temperature, **sampling)
         room = max(1, longest - len(ids)) if longest else max_tokens or 1024
         settings = replace(settings, max_tokens=room if max_tokens is None else min(max_tokens, room))
         sample = await self._sampler.sample(Request(ids, settings, seed))
