@@ -40,7 +40,7 @@ FLOOR = 32 << 20
 _SNAPPY = 24
 _PACKED = {"SNAPPY", "UNCOMPRESSED"}
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|[\[{\]}]', re.DOTALL)
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -143,7 +143,7 @@ def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch
         for name, (shape, dtype) in claimed.items():
             column = file.get_slice(name)
             found = tuple(column.get_shape()), column.get_dtype()
-            if found != (shape, _DTYPES.get(dtype, found[1])):
+            if found != (shape, DTYPES.get(dtype, found[1])):
                 expected = f"{list(shape)} of {dtype}, as in meta.json"
                 raise BatchError(f"{path}: column {describe(name)}", expected=expected, found="{} of {}".format(*found))
 

@@ -14,23 +14,19 @@ from typing import Any
 import torch
 
 from workbench.base.files import memory_file
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Names of dtypes in a safetensors file."""
+from workbench.dataproto.claims import DTYPES
 
 
 @contextmanager
 def in_memory(data: torch.Tensor) -> Iterator[str]:
     """Context manager: yields the path of a file in memory with these bytes (`files.memory_file`)."""
     with memory_file("workbench-weights") as (file, path):
-        _write(file, data)
+        write_bytes(file, data)
         yield path
 
 
-def _write(file: Any, tensor: torch.Tensor) -> None:
+def write_bytes(file: Any, tensor: torch.Tensor) -> None:
+    """Write the bytes of a contiguous tensor on the CPU to an open file."""
     data = tensor.flatten().view(torch.uint8).numpy().data if tensor.numel() else b""
     while data:  # one call writes 2 GiB at most
         data = data[file.write(data) :]
@@ -39,15 +35,21 @@ def _write(file: Any, tensor: torch.Tensor) -> None:
 def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
     """Write weights to an open file as safetensors, tensor by tensor; floating ones as `dtype`."""
     kinds = {name: (dtype or one.dtype) if one.is_floating_point() else one.dtype for name, one in weights.items()}
-    header, begin = {}, 0
+    file.write(header({name: (one.shape, kinds[name]) for name, one in weights.items()}))
     for name, tensor in weights.items():
-        end = begin + tensor.numel() * kinds[name].itemsize
-        header[name] = {"dtype": DTYPES[kinds[name]], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        write_bytes(file, tensor.detach().to("cpu", kinds[name]).contiguous())
+
+
+def header(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], **facts: Any) -> bytes:
+    """What a safetensors file of tensors of these shapes and dtypes begins with; `facts` are further entries, before theirs."""
+    begin = 0
+    for name, (shape, dtype) in tensors.items():
+        end = begin + shape.numel() * dtype.itemsize
+        facts[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(header).encode()
-    file.write(struct.pack("<Q", len(text)) + text)
-    for name, tensor in weights.items():
-        _write(file, tensor.detach().to("cpu", kinds[name]).contiguous())
+    text = json.dumps(facts).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors' bytes are aligned
+    return struct.pack("<Q", len(text)) + text
 
 
 def parameters(folder: str | os.PathLike[str]) -> int | None:

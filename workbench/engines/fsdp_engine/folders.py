@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from workbench.base.errors import EngineError, first_line
 from workbench.engines.fsdp_engine.tensor_parallel import tied
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import load_model, misfit, resolve
+from workbench.engines.tensor_files import header, write_bytes
 
 FILE_BYTES = 5 << 30
 """Most bytes of one file of weights, but for a tensor that is larger."""
@@ -264,43 +264,20 @@ class Part:
         try:
             file = open(folder / self.file, "wb") if mine else None  # noqa: SIM115 - closed below
             if file is not None:
-                file.write(self._header())
+                held = {name: (one.shape, one.dtype) for made in self.tensors.values() for name, one in made.items()}
+                file.write(header(held, __metadata__={"format": "pt"}))
         except OSError as error:
             told = first_line(error)
         for tensor, made in self.tensors.items():
             found = whole(tensor)
             try:
                 for name in made if file is not None and told is None else ():
-                    flat = found[name].detach().cpu().contiguous().reshape(-1)
-                    file.write(flat.view(torch.uint8).numpy().data)  # type: ignore[union-attr]
+                    write_bytes(file, found[name].detach().cpu().contiguous())
             except OSError as error:
                 told = first_line(error)
         if file is not None:
             file.close()
         return told
-
-    def _header(self) -> bytes:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for made in self.tensors.values():
-            for name, one in made.items():
-                begin, at = at, at + one.nbytes
-                entries[name] = {"dtype": _KINDS[one.dtype], "shape": list(one.shape), "data_offsets": [begin, at]}
-        text = json.dumps(entries).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
-
-
-_KINDS = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-}
 
 
 def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
