@@ -18,19 +18,17 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from workbench.base.errors import WorkbenchError, first_line
-from workbench.base.loopback import LOCAL, Asked, Text, is_named, serving
+from workbench.base.loopback import LOCAL, STILL, Asked, Text, is_named, serving
 from workbench.jobs.pages import Page, Pages, contents, rendered
 
 ALIVE = 48
 """Widgets that are kept, each with its batch: those of the pages that were opened last."""
 HEADERS = {
+    **STILL,
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; "
         "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
     ),
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
 }
 
 
