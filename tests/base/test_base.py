@@ -192,6 +192,24 @@ def test_an_unknown_name_has_its_article(kind: str, said: str) -> None:
     assert f"'x' is not {said}" in unknown(kind, "x", ["y"])
 
 
+def test_what_is_awaited_to_its_end_is_done_when_a_cancellation_is_raised() -> None:
+    done = []
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        done.append("work")
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(runtime.to_its_end(work()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert done == ["work"]
+
+    runtime.run(cancelled())
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_is_heard_unless_it_is_ignored_from_the_start(ignored: bool) -> None:
     heard: list[int] = []

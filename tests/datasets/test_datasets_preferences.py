@@ -148,6 +148,12 @@ def test_what_is_no_sample_is_refused_by_file_and_row(tmp_path: Path) -> None:
         wb.datasets.samples([])
     with pytest.raises(DataError, match="nothing in common"):
         wb.datasets.samples([{"chosen": "yes", "rejected": "no"}])
+    own: dict[str, Any] = dict(HELPSTEER2)
+    own["prompt"] = own
+    with pytest.raises(DataError, match="column 'prompt' of samples, row 0"):
+        wb.datasets.samples([own])
+    with pytest.raises(DataError, match=r"row 0.*expected those of a known form"):  # missing, as pandas has it
+        wb.datasets.samples([{**HELPSTEER2, "response": float("nan")}])
     with pytest.raises(DataError, match="expected texts"):
         wb.datasets.samples([{**ULTRA, "completions": [{"model": "a", "response": 4}]}])
 
