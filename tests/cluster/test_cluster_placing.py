@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import cluster_things as things
 import pytest
@@ -209,6 +210,14 @@ class TestPlacing:
         views = [row_view(truth, text, []) for text in "123"]
         scores = reward.judge(views)
         assert {score.status for score in scores} == {Status.INFRA_ERROR} and "in two tries" in scores[0].why
+        reward.close()
+
+    def test_what_a_reward_refuses_before_any_work_its_workers_are_not_asked_for(self, session: Cluster) -> None:
+        reward = session.judge(lambda solution_str, **_: 1.0, workers=1)
+        for name, arguments in (("check_signature", [[]]), ("check_rows", [[]]), ("check_sampler", [None, {}])):
+            setattr(reward.inner, name, Mock(side_effect=SettingError(name)))
+            with pytest.raises(SettingError, match=name):
+                getattr(reward, name)(*arguments)
         reward.close()
 
     def test_a_reward_model_and_a_judge_are_served(self, session: Cluster) -> None:

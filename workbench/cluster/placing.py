@@ -354,6 +354,10 @@ class PlacedReward(BaseReward):
         """As the reward's own: raise `DataError`, before any work, where it can score none of the rows."""
         return self.inner.check_rows(rows)
 
+    def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
+        """As the reward's own: raise, before any work, for a model that cannot write what it expects."""
+        self.inner.check_sampler(tokenizer, switches)
+
     def _started(self) -> RayRanks:
         if self._group is None or self._group.closed is not None:
             name = f"reward-{self.name}"
