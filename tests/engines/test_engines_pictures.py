@@ -12,6 +12,7 @@ from tests_pictures import asked
 import workbench as wb
 from workbench.base.errors import DataError
 from workbench.dataproto.columns import PIXELS
+from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Rows
 from workbench.engines.protocol import SamplingSettings, processor_of
 from workbench.stages import LogProb, PolicyLoss, Rollout, Update
@@ -101,6 +102,17 @@ def test_rows_of_text_and_of_pictures_share_a_batch(engine: Any) -> None:
     assert PIXELS not in only, "rows of text go the ways that they always went"
 
 
+def test_a_pictures_token_in_a_row_of_text_is_scored_as_it_was_sampled(engine: Any) -> None:
+    """Beside rows with pictures as alone: by the token's own embedding."""
+    text = {**asked(0), "prompt": "w7", "images": None}
+    batch = Rollout(engine, group_size=1, sampling=SAMPLING)(next(Rows([text, asked(1)]).in_order(2))).batch
+    ids = batch["input_ids"].clone()
+    ids[0, -4] = engine._model.config.image_token_id
+    batch = batch.with_columns({"input_ids": ids})
+    alone = DataProto(batch.select_idxs([0]).batch, meta_info=batch.meta_info)
+    assert torch.allclose(log_probs(engine, batch)[:1], log_probs(engine, alone), atol=1e-5)
+
+
 def test_what_is_saved_is_a_model_of_pictures_again(engine: Any, tmp_path: Path) -> None:
     batch = sampled(engine, 0)
     engine.save(tmp_path / "saved")
@@ -115,3 +127,19 @@ def test_an_engine_of_text_refuses_rows_with_pictures(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
     with pytest.raises(DataError, match="column 'images' of row 0 of the batch; expected text"):
         sampled(engine, 0)
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_rows_of_text_and_of_pictures_are_learnt_from_together(kind: str, models: dict[str, Path]) -> None:
+    engine = wb.engines.local(models[kind], device="cpu", lr=1e-2, self_check=False)
+    text = {**asked(0), "prompt": "w7", "images": None}
+    batch = Rollout(engine, group_size=1, sampling=SAMPLING)(next(Rows([text, asked(1)]).in_order(2))).batch
+    mask = batch["response_mask"].float()
+    batch = batch.with_columns({"old_log_probs": log_probs(engine, batch), "scored": torch.tensor([True, True])})
+    before = engine.snapshot()["weights"]
+    for row in (0, 1):  # each alone is in the gradient
+        advantages = mask * (torch.arange(2) == row)[:, None]
+        Update(engine, PolicyLoss())(batch.with_columns({"advantages": advantages}))
+        after = engine.snapshot()["weights"]
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        before = after

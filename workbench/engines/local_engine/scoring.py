@@ -70,7 +70,7 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
 
     Of packed rows those stay together that begin alike, and tokens that they share count once (`tree.cut`). Others are sorted
     by length; a padded micro-batch counts rows × longest row, one for flash attention the sum of its rows. Sorting is stable,
-    so the same batch is always cut the same way.
+    so the same batch is always cut the same way. Rows with pictures and rows of text are apart: each is scored as it was sampled.
     """
     paths = getattr(model, "workbench_paths", None)
     if paths is not None and paths.own_head:  # logits of all tokens exist at one time
@@ -79,12 +79,16 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
         return tree.cut(batch, budget)
     lengths = batch["attention_mask"].sum(-1)
     order = torch.argsort(lengths, descending=True, stable=True)
-    # a padded row is as long as the first of its group, the longest
-    sizes = [
-        (row, each, each if packed else None)
-        for row, each in zip(order.tolist(), lengths[order].clamp(min=1).tolist(), strict=True)
-    ]
-    return tree.grouped(sizes, budget)
+    pictured = torch.tensor([bool(cell) for cell in batch[PIXELS]] if PIXELS in batch else [False] * len(batch))
+    groups = []
+    for rows in (order[pictured[order]], order[~pictured[order]]):
+        # a padded row is as long as the first of its group, the longest
+        sizes = [
+            (row, each, each if packed else None)
+            for row, each in zip(rows.tolist(), lengths[rows].clamp(min=1).tolist(), strict=True)
+        ]
+        groups += tree.grouped(sizes, budget)
+    return groups
 
 
 def trimmed(rows: DataProto) -> tuple[DataProto, int]:
@@ -166,7 +170,7 @@ class Rows:
         if packed:
             given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
             inside = inside[attention][None]
-        if PIXELS in rows:
+        if PIXELS in rows and any(rows[PIXELS]):
             own = torch.zeros_like(attention)
             own[:, -t:] = mask  # a tool's answer has pictures, too
             own = own.gather(1, order)
