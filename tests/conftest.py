@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import tests_warm
 from hypothesis import settings
 from tests_patience import examples, patience
+from tests_required import REQUIRED, must_run
 from xdist.scheduler import LoadScopeScheduling
 
 if (
@@ -106,23 +106,7 @@ KEPT = ("test_front_door.py::", "test_wheel.py::", "test_bare_machine.py::", "it
 _TOOK: dict[str, float] = {}
 
 
-REQUIRED = {
-    "browser": "no Chromium",
-    "sandbox": "does not pass its probe|cannot be run safely here|no tier of isolation works here|make no namespaces",
-    "user": "no ordinary user's world|no tier of isolation works for that user",
-    "vllm": "vLLM is not installed|no vLLM server",
-}
-"""What a machine may be required to have, and the reasons for which tests are skipped without it."""
 _REQUIRED = [REQUIRED[name] for name in os.environ.get("WORKBENCH_TESTS_REQUIRE", "").split()]
-
-
-def must_run(report: pytest.TestReport, reasons: Sequence[str]) -> pytest.TestReport:
-    """The report of a test, as a failure where the test was skipped for one of these reasons."""
-    if report.skipped and isinstance(report.longrepr, tuple):  # a string where the test was expected to fail
-        why = report.longrepr[2]
-        if any(re.search(reason, why) for reason in reasons):
-            report.outcome, report.longrepr = "failed", f"WORKBENCH_TESTS_REQUIRE asks for what this test lacks. {why}"
-    return report
 
 
 @pytest.hookimpl(wrapper=True)

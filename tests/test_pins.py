@@ -7,11 +7,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import conftest
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+from tests_required import REQUIRED, must_run
 
 from workbench.base.distribution import DISTRIBUTION
 from workbench.jobs import machine
@@ -105,7 +105,7 @@ def test_a_forges_ci_runs_the_same() -> None:
     job = workflow_of("test.yml")["test"]
     assert lines_of(job)[-1] == "make test" and job["steps"][1]["with"]["python-version"] == "3.11"
     assert "bubblewrap" in " ".join(lines_of(job)) and 'test "$(id -u)" != 0' in lines_of(job)
-    assert set(job["env"]["WORKBENCH_TESTS_REQUIRE"].split()) == set(conftest.REQUIRED)
+    assert set(job["env"]["WORKBENCH_TESTS_REQUIRE"].split()) == set(REQUIRED)
     assert "command -v chromium || command -v google-chrome" in lines_of(job)
 
 
@@ -146,15 +146,15 @@ def test_a_skip_for_what_is_required_is_a_failure() -> None:
         "user": "root cannot make a mount namespace here, so there is no ordinary user's world",
         "vllm": "vLLM is not installed: make .venv/.vllm",
     }
-    assert reasons.keys() == conftest.REQUIRED.keys()
+    assert reasons.keys() == REQUIRED.keys()
     for name, reason in reasons.items():
-        for required, pattern in conftest.REQUIRED.items():
-            ended = conftest.must_run(skipped(reason), [pattern])
+        for required, pattern in REQUIRED.items():
+            ended = must_run(skipped(reason), [pattern])
             assert ended.outcome == ("failed" if name == required else "skipped"), (name, required)
-    failed = conftest.must_run(skipped(reasons["browser"]), conftest.REQUIRED.values())
+    failed = must_run(skipped(reasons["browser"]), REQUIRED.values())
     assert "no Chromium" in str(failed.longrepr)
-    assert conftest.must_run(skipped(reasons["browser"]), []).outcome == "skipped"
-    assert conftest.must_run(skipped("needs a GPU"), conftest.REQUIRED.values()).outcome == "skipped"
+    assert must_run(skipped(reasons["browser"]), []).outcome == "skipped"
+    assert must_run(skipped("needs a GPU"), REQUIRED.values()).outcome == "skipped"
 
 
 RUN_ELSEWHERE = {

@@ -11,6 +11,7 @@ import filecmp
 import json
 import os
 import shutil
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,9 @@ def prepare_notebook(*extras: str) -> None:
         what, do = f"starter files cannot be written to {os.getcwd()!r}", "os.chdir(…) to another before this cell"
         raise SettingError(what, found=first_line(cause), do=do) from cause
     if written:
-        print(f"{written} files of the notebooks were missing: written to data/ and notebooks/ of {os.getcwd()}")
+        sys.stdout.write(
+            f"{written} files of the notebooks were missing: written to data/ and notebooks/ of {os.getcwd()}\n"
+        )
 
 
 TEMPLATE = Path(__file__).with_name("new.ipynb")
