@@ -345,6 +345,10 @@ def test_every_difference_is_one() -> None:
         ('{"type": "function", "name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
         ('{"name": "Ada", "age": 36}', []),
         ('The call is {"name": "add", "parameters": {"a": 1}}', []),
+        ('{"name": "add", "parameters": {"a": 1}}; and so on', []),
+        ('{"name": "add", "parameters": {"a": 1}};', []),
+        ('{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": ', []),
+        ('{"parameters": {"a": 1}, "name": "add"}', []),
     ],
 )  # fmt: skip
 def test_llama_calls_without_the_tag_are_all_that_a_turn_says(text: str, calls: list[tuple[str, Any]]) -> None:
