@@ -27,27 +27,8 @@ from workbench.base.errors import SettingError
 # --- a name, and arguments in JSON -----------------------------------------------------------------------
 
 
-class NamedJson(TaggedJson):
-    """Base of the parsers of calls whose opening tag holds the tool's name (a group `name`), and JSON its arguments."""
-
-    SECTION: re.Pattern[str] | None = None
-    """Tags around all calls that are no content."""
-
-    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text; returns (the text without them and their section's tags, the calls)."""
-        content, calls = super().extract_tool_calls(text, tools)
-        return self.SECTION.sub("", content) if calls and self.SECTION else content, calls
-
-    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        name = next(filter(None, (opened[key] for key in opened.re.groupindex if key.startswith("name"))), "")
-        return (FunctionCall(name.strip(), arguments_text(loose_json(written), written), self._id(opened)),)
-
-    def _id(self, opened: re.Match[str]) -> str | None:
-        return opened["id"] if "id" in opened.re.groupindex else None
-
-
 @register_parser("tool_args")
-class ToolArgsParser(NamedJson):
+class ToolArgsParser(TaggedJson):
     """Parser of `<tool>calculator</tool><args>{"expression": "1 + 1"}</args>`."""
 
     OPEN, CLOSE = re.compile(r"<tool>\s*(?P<name>[\w.-]{1,64})\s*</tool>\s*<args>"), re.compile("</args>")
@@ -55,7 +36,7 @@ class ToolArgsParser(NamedJson):
 
 
 @register_parser("kimi", "kimi_k2")
-class KimiParser(NamedJson):
+class KimiParser(TaggedJson):
     """Parser of `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` (Kimi K2).
 
     What stands before the arguments is the call's `tool_call_id`, with which its answer is given to the chat template.
@@ -72,12 +53,9 @@ class KimiParser(NamedJson):
         """Find the tool calls in a model's text, where it has their section; returns (the text without it, the calls)."""
         return super().extract_tool_calls(text, tools) if "<|tool_calls_section_begin|>" in text else (text, [])
 
-    def _id(self, opened: re.Match[str]) -> str | None:
-        return opened["id"] or None
-
 
 @register_parser("deepseek_v3", "deepseek_v31", "deepseek_r1")
-class DeepSeekParser(NamedJson):
+class DeepSeekParser(TaggedJson):
     """Parser of DeepSeek's calls: `function<｜tool▁sep｜>name` and a JSON block (V3, R1), or `name<｜tool▁sep｜>{…}` (V3.1)."""
 
     OPEN = re.compile(
@@ -90,7 +68,7 @@ class DeepSeekParser(NamedJson):
 
 
 @register_parser("gpt_oss", "openai")
-class HarmonyParser(NamedJson):
+class HarmonyParser(TaggedJson):
     """Parser of gpt-oss's harmony format: `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`.
 
     The recipient may stand before the channel. The channel `analysis` is reasoning, and has no calls.
@@ -115,7 +93,7 @@ class HarmonyParser(NamedJson):
 
 
 @register_parser("solar")
-class SolarParser(NamedJson):
+class SolarParser(TaggedJson):
     """Parser of `<|tool_call:begin|>id<|tool_call:name|>name<|tool_call:args|>{…}<|tool_call:end|>` (Solar Open)."""
 
     OPEN = re.compile(
@@ -127,7 +105,7 @@ class SolarParser(NamedJson):
 
 
 @register_parser("mistral")
-class MistralParser(NamedJson):
+class MistralParser(TaggedJson):
     """Parser of `[TOOL_CALLS]name[ARGS]{…}` (Mistral's tokenizers since v11) and `[TOOL_CALLS][{"name": …, "arguments": …}]`."""
 
     OPEN = re.compile(
@@ -136,12 +114,9 @@ class MistralParser(NamedJson):
     CLOSE, KINDS = re.compile("</s>"), (dict, list)
     call_form = '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]'
 
-    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        return super()._calls(opened, written) if opened["name"] else calls_in_json(written, many=True)
-
 
 @register_parser("llama3_json", "llama3", "llama4_json")
-class LlamaParser(NamedJson):
+class LlamaParser(TaggedJson):
     """Parser of Llama 3's calls: `<|python_tag|>{"name": …, "parameters": {…}}` and `<function=name>{…}</function>`.
 
     A turn that is nothing but such JSON, several calls apart by `;`, is a call without the tag.
@@ -176,9 +151,6 @@ class LlamaParser(NamedJson):
             place = ended.end() - ended[0].endswith(";")
         return calls if place >= len(text) else []
 
-    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        return super()._calls(opened, written) if opened["name"] else calls_in_json(written)
-
 
 @register_parser(
     "granite", "phi4_mini_json", "jamba", "minimax", "internlm", "nemotron_json", "cohere_command3", "gigachat3"
@@ -196,9 +168,6 @@ class JsonListParser(TaggedJson):
     CLOSE = re.compile(r"</tool_calls>|</TOOLCALL>|<\|END_ACTION\|>|<\|action_end\|>")
     KINDS = (dict, list)
     _BETWEEN = re.compile(r"[\s,]*")
-
-    def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        return calls_in_json(written, many=True)
 
     def _body(self, text: str, start: int) -> tuple[str | None, int]:
         """As `TaggedJson._body`; objects one after the other are one list."""

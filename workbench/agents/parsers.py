@@ -218,7 +218,8 @@ class FindsCalls:
 class TaggedJson(FindsCalls):
     """Base of the parsers of calls in JSON between two tags.
 
-    Without a closing tag a call ends with its JSON, at the next opening tag, where reasoning begins or ends, or with the
+    The JSON is a call, or a list of calls where `KINDS` has lists; it is the arguments where the opening tag holds the tool's
+    name (a group `name…`), and maybe the call's `id`. Without a closing tag a call ends with its JSON, at the next opening tag, where reasoning begins or ends, or with the
     text. A tag inside a string of sound JSON is part of the string.
     """
 
@@ -226,12 +227,19 @@ class TaggedJson(FindsCalls):
     CLOSE: re.Pattern[str]
     KINDS: tuple[type, ...] = (dict,)
     """What the JSON may be."""
+    SECTION: re.Pattern[str] | None = None
+    """Tags around all calls that are no content."""
     _TAG: re.Pattern[str]
     """An opening tag, as group 1, or a closing one."""
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "OPEN"):  # else a base, too
             cls._TAG = re.compile(rf"({cls.OPEN.pattern})|{cls.CLOSE.pattern}", re.S)
+
+    def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
+        """Find the tool calls in a model's text; returns (the text without them and their section's tags, the calls)."""
+        content, calls = super().extract_tool_calls(text, tools)
+        return self.SECTION.sub("", content) if calls and self.SECTION else content, calls
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         while opened := self.OPEN.search(text, place):
@@ -243,7 +251,11 @@ class TaggedJson(FindsCalls):
 
     def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
         """The calls whose opening tag is `opened`, with `written` between the tags."""
-        return calls_in_json(written)
+        groups = opened.groupdict()
+        names = [text for key, text in groups.items() if key.startswith("name") and text is not None]
+        if not names:
+            return calls_in_json(written, many=list in self.KINDS)
+        return (FunctionCall(names[0].strip(), arguments_text(loose_json(written), written), groups.get("id") or None),)
 
     def _body(self, text: str, start: int) -> tuple[str | None, int]:
         """(what stands between the tags, where the call ends); None for a tag that the text only mentions.
