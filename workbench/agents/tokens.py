@@ -230,9 +230,7 @@ class TurnTokens:
             alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)
             after = alone.partition(_ANSWER)[2]
             one = self.delta_text([{"role": role, "content": _NEW}], generation=False)
-            # the common beginning: what is written whether or not anything follows
-            length = next((n for n in range(len(after)) if one[n : n + 1] != after[n]), len(after))
-            self._closing[role] = after[:length]
+            self._closing[role] = _common(after, one)  # what is written whether or not anything follows
         return self._closing[role]
 
     def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
