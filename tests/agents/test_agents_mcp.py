@@ -46,6 +46,8 @@ class StandInClient:
             self.transport.log.write("warming up\nno such program\n")
             self.transport.log.flush()
             raise ExceptionGroup("a task group", [FileNotFoundError("missing")])
+        if self.transport.command == "late":
+            await asyncio.Event().wait()
         self.task = asyncio.current_task()
         self.opened.append(self)
         return self
@@ -115,7 +117,7 @@ def test_tools_of_a_server_are_listed_called_held_open_and_left(stand_in: type[S
         assert (response.text, reward, record["status"]) == ("3", None, "scored")
         assert response.image == [{"data": "aGk=", "mime_type": "image/png"}]
         assert "a must be an integer" in (await ask("add", a="1", b=2))[0].text
-        assert len(stand_in.opened) == 1 and stand_in.opened[0].timeouts == [SECONDS, SECONDS]  # passed on
+        assert len(stand_in.opened) == 1 and stand_in.opened[0].timeouts == [120, SECONDS]  # of the start, of the call
         assert (await ask("asks"))[2]["status"] == "no_answer" and (await ask("asks"))[0].text == "what?"
         many = await asyncio.gather(*(ask("sleeps", seconds=0.1) for _ in range(20)), ask("sleeps", seconds=3600))
         assert stand_in.most >= 10
@@ -136,8 +138,13 @@ def test_servers_that_cannot_be_used_say_why(stand_in: type[StandInClient], tmp_
         SettingError, match="MCP server 'x' cannot be reached: FileNotFoundError.*it said: no such program"
     ):
         mcp_tools({"x": {"command": "missing"}})
+    with pytest.raises(
+        SettingError, match='has not answered in 0.05 s; give it longer by "start_timeout" in its settings'
+    ):
+        mcp_tools({"x": {"command": "late", "start_timeout": 0.05}})
     for servers, told in (
         ({"x": {"comand": "y"}}, "did you mean 'command'"),
+        ({"x": {"command": "y", "start_timeout": 0}}, "start_timeout of MCP server 'x'; expected seconds > 0"),
         ({"x": {"command": "y", "url": "z"}}, "a command or a url"),
         ({"x": 3}, "mcpServers"),
         (tmp_path / "none.json", "a JSON file"),

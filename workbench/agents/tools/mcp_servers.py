@@ -17,10 +17,10 @@ from workbench.base.config import require
 from workbench.base.distribution import install, optional
 from workbench.base.errors import SettingError, describe, first_line, unknown
 
-START_SECONDS = 30.0
-"""Time limit of a server to start or be reached, and to list its tools."""
+START_SECONDS = 120.0
+"""Usual time limit of a server to start or be reached, and to list its tools: a busy machine, and `npx` that downloads, take long."""
 MAX_PAGES = 100
-_OURS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "timeout")
+_OURS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "timeout", "start_timeout")
 
 
 class MCPServer:
@@ -32,7 +32,7 @@ class MCPServer:
     Args:
         name: the server's name, for errors.
         config: an entry of an `mcpServers` file: `command`, `args`, `env`, `cwd`; or `url`, `headers`, `auth_token` (sent as
-            a bearer token).
+            a bearer token). `start_timeout` limits, in seconds, how long it takes to start or be reached.
         timeout: limit of a call in seconds, where `config` has none.
 
     Raises `SettingError` for unknown settings, and unless there is exactly one of `command` and `url`.
@@ -47,7 +47,10 @@ class MCPServer:
         self.name = name
         self.config = dict(config)
         self.timeout = float(config.get("timeout", timeout))
-        require(self.timeout > 0, f"timeout of MCP server {name!r}", expected="seconds > 0", found=self.timeout)
+        self.start_timeout = float(config.get("start_timeout", START_SECONDS))
+        for setting in ("timeout", "start_timeout"):
+            seconds = getattr(self, setting)
+            require(seconds > 0, f"{setting} of MCP server {name!r}", expected="seconds > 0", found=seconds)
         self._owner: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
@@ -68,7 +71,7 @@ class MCPServer:
 
         return [
             {"name": one.name, "description": one.description or "", "parameters": _parameters(one.input_schema or {})}
-            for one in await _in_background(self._asked(ask, START_SECONDS))
+            for one in await _in_background(self._asked(ask, self.start_timeout))
         ]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -86,13 +89,14 @@ class MCPServer:
 
     async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(self.start_timeout):
                 connection = await self._reached()
-        except TimeoutError:
+        except TimeoutError as cause:
             if self._owner is not None:
                 self._owner.cancel()
             self._client = None
-            raise
+            late = f"MCP server {self.name!r} has not answered in {self.start_timeout:g} s"
+            raise ConnectionError(f'{late}; give it longer by "start_timeout" in its settings') from cause
         try:
             async with asyncio.timeout(seconds):
                 return await ask(connection.result())
@@ -117,7 +121,7 @@ class MCPServer:
         """The task that opens and closes the connection: the client's scopes must be left by the task that entered them."""
         with tempfile.TemporaryFile("w+") as log:
             try:
-                async with _opened(self.config, self.timeout, log) as client:
+                async with _opened(self.config, self.timeout, self.start_timeout, log) as client:
                     reached.set_result(client)
                     await leave.wait()
             except Exception as cause:  # noqa: BLE001 - raised where it is awaited, with the last line of the server's log
@@ -211,7 +215,7 @@ def _offered(server: MCPServer) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def _opened(config: Mapping[str, Any], timeout: float, log: IO[str]) -> AsyncIterator[Any]:
+async def _opened(config: Mapping[str, Any], timeout: float, start: float, log: IO[str]) -> AsyncIterator[Any]:
     with optional("mcp", "tools of MCP servers"):
         from mcp import Client
 
@@ -229,7 +233,7 @@ async def _opened(config: Mapping[str, Any], timeout: float, log: IO[str]) -> As
             headers = {**(config.get("headers") or {}), **bearer}
             client = httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(timeout))
             transport = streamable_http_client(config["url"], http_client=await stack.enter_async_context(client))
-        yield await stack.enter_async_context(Client(transport, read_timeout_seconds=timeout))
+        yield await stack.enter_async_context(Client(transport, read_timeout_seconds=start))  # a call has its own
 
 
 async def _in_background(work: Coroutine[Any, Any, Any]) -> Any:
