@@ -135,6 +135,7 @@ def _execute(
             progress_bar=False,
             cwd=str(Path.cwd()),
             skip_look=skip_look,
+            start_timeout=300,  # papermill gives a kernel a minute, which is short on a busy machine
             # the kernel warns at every start that its loopback sockets, signed by a key, are not encrypted too
             extra_arguments=["--log-level=ERROR"],
         )

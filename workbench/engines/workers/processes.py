@@ -33,8 +33,8 @@ from workbench.base.errors import EngineError, Interrupted, WorkbenchError, Work
 
 cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")
 """Without it, as on a bare machine, only what has a name in a module can travel."""
-START_SECONDS = 180.0
-"""Seconds that a worker may take to start and make its object; a busy machine imports torch in twenty."""
+START_SECONDS = 900.0
+"""Seconds that a worker may take to start and make its object, which may be a large model; one that dies is seen at once."""
 GRACE = 10.0
 """Seconds that the other ranks have to finish after one has raised; later they are taken to be stuck in a collective."""
 FIRST_DEADLINE = 1800.0
