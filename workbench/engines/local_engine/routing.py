@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from workbench.base.distribution import version_of
 from workbench.base.errors import EngineError
 
 
@@ -32,9 +32,11 @@ class Routing:
         found = experts_of(model)
         if not found:
             expected = "layers of experts in transformers' common form (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss …)"
-            what, version = f"routing_replay with {type(model).__name__}", metadata.version("transformers")
+            what = f"routing_replay with {type(model).__name__}"
             do = "pip install -U transformers: newer ones have more such models"
-            raise EngineError(what, expected=expected, found=f"none in transformers {version}", do=do)
+            raise EngineError(
+                what, expected=expected, found=f"none in transformers {version_of('transformers')}", do=do
+            )
         self.chosen: Tensor | None = None
         """[N, L, k] experts of the tokens of the next passes, -1: the router's own choice; None: of all."""
         self.recording = False
