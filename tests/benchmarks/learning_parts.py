@@ -16,7 +16,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.engines import local
-from workbench.engines.local_engine.head import Head
+from workbench.engines.local_engine.forward import Head
 from workbench.engines.local_engine.scoring import logits_in_chunks
 from workbench.functional.logprobs import linear_log_probs
 from workbench.testing.engines import EngineContract, LikelihoodLoss

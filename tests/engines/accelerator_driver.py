@@ -19,7 +19,7 @@ import torch
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, Request, SamplingSettings, local
 from workbench.engines.local_engine import decode, learning, loading, scoring
-from workbench.engines.local_engine.head import Head
+from workbench.engines.local_engine.forward import Head
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.update import OnPolicyLoss, PolicyLoss, ValueLoss
 from workbench.testing.engines import CHAT, EngineContract, LikelihoodLoss

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
-from workbench.engines.local_engine import attention, head, lean, scoring, selfcheck, tree
+from workbench.engines.local_engine import forward, lean, scoring, selfcheck, tree
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 Folder = Callable[[str], Path]
@@ -55,7 +55,7 @@ def own(path: Path, batch: DataProto) -> torch.Tensor:
 
 
 def test_a_seeded_wrong_scale_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head._FACTORS, "logits_scaling", lambda value: 1.03 / value)
+    monkeypatch.setitem(forward._FACTORS, "logits_scaling", lambda value: 1.03 / value)
     with pytest.raises(EngineError, match=r"GraniteForCausalLM.*padded: 0\.\d+.*head='auto'"):
         local(folder("granite"), head="linear")
     engine = local(folder("granite"))
@@ -100,12 +100,12 @@ def test_a_window_wider_than_the_check_is_seen(folder: Folder, tmp_path: Path, m
     (path / "config.json").write_text(json.dumps({**config, "sliding_window": 50}))
     engine = local(path, pack="yes")
     assert engine._model.config.sliding_window == 50
-    whole = attention._attention
+    whole = forward._attention
 
     def blind(*given: Any, sliding_window: int | None = None, **named: Any) -> Any:
         return whole(*given, **named)
 
-    monkeypatch.setattr(attention, "_attention", blind)
+    monkeypatch.setattr(forward, "_attention", blind)
     with pytest.raises(EngineError, match=r"without padding with MistralForCausalLM.*packed: .*pack='auto'"):
         local(path, pack="yes")
     assert not local(path).selfcheck.paths.pack

@@ -12,7 +12,7 @@ from workbench.dataproto import DataProto
 from workbench.engines import LocalSettings, local
 from workbench.engines.local_engine import scoring
 from workbench.engines.local_engine.engine import LocalEngine
-from workbench.engines.local_engine.head import head_of
+from workbench.engines.local_engine.forward import head_of
 from workbench.engines.local_engine.learning import Optimizer
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
@@ -189,7 +189,7 @@ def local_like(engine: Any) -> Any:
 
 
 def test_packed_and_padded_scores_of_a_critic_and_of_the_models_own_logits(folder: Path, batch: DataProto) -> None:
-    from workbench.engines.local_engine.head import OWN
+    from workbench.engines.local_engine.forward import OWN
 
     critic = local(folder, device="cpu").critic(lr=1e-2)
     critic.learn(batch, LikelihoodLoss(want=("values",)), EngineContract.counts(batch))

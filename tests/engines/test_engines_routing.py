@@ -19,7 +19,7 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import local
-from workbench.engines.local_engine.routing import experts_of
+from workbench.engines.local_engine.forward import experts_of
 from workbench.engines.protocol import Request, SamplingSettings
 from workbench.stages.filtering import joined
 from workbench.stages.log_prob import LogProb

@@ -18,9 +18,7 @@ from torch.nn import functional
 
 from workbench.base.errors import EngineError, SettingError
 from workbench.engines.fsdp_engine.exchange import Exchange
-from workbench.engines.local_engine.attention import Layer, Plan, planned
-from workbench.engines.local_engine.head import Head
-from workbench.engines.local_engine.routing import replay
+from workbench.engines.local_engine.forward import Head, Layer, Plan, planned, replay
 from workbench.engines.local_engine.tree import Tree
 
 

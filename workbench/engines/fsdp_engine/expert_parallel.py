@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from workbench.base.errors import EngineError, SettingError
 from workbench.engines.fsdp_engine.exchange import Exchange
-from workbench.engines.local_engine.routing import experts_of
+from workbench.engines.local_engine.forward import experts_of
 
 
 def check(model: Any, size: int) -> None:

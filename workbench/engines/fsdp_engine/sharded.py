@@ -30,7 +30,7 @@ from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
 from workbench.engines.fsdp_engine.pushing import ShardedPushing
 from workbench.engines.fsdp_engine.sharding import build, read_head, write_plain, write_together
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.head import Head, head_of, hidden_size
+from workbench.engines.local_engine.forward import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
 from workbench.engines.local_engine.memory import Live, available, live, memory_errors, peaks

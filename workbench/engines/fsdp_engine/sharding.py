@@ -17,7 +17,7 @@ from workbench.engines.fsdp_engine.agreement import everyone
 from workbench.engines.fsdp_engine.folders import Part, base_folder, begin_folder, planned, reverted
 from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.head import head_of, hidden_size
+from workbench.engines.local_engine.forward import head_of, hidden_size, replay
 from workbench.engines.local_engine.loading import (
     HEAD,
     load_model,
@@ -27,7 +27,6 @@ from workbench.engines.local_engine.loading import (
     save_model,
     seal_model,
 )
-from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.scoring import layout, outputs
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from workbench.base.errors import EngineError
 from workbench.engines.local_engine.decode import Cache, PaddedRows
+from workbench.engines.local_engine.forward import STAND_IN, pictured_inputs
 from workbench.engines.local_engine.lean import lean_step
-from workbench.engines.local_engine.pictures import STAND_IN, given
 from workbench.engines.local_engine.prefix import shared_prefix
 from workbench.engines.protocol import Request
 from workbench.functional.logprobs import CHUNK_BYTES
@@ -100,7 +100,7 @@ class PicturedRows(PaddedRows):
         ids = torch.tensor([[0] * (width - len(one.ids)) + list(one.ids) for one in different.values()], device=device)
         rows = [[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in different.values()]
         self._mask, self._cache = torch.tensor(rows, device=device), DynamicCache(config=self._model.config)
-        told = given(self._model, ids, self._mask, [one.pixels or {} for one in different.values()])
+        told = pictured_inputs(self._model, ids, self._mask, [one.pixels or {} for one in different.values()])
         last = told["position_ids"][..., -1]
         last = last.amax(0) if last.dim() > 1 else last
         self._ahead = last - (self._mask.sum(-1) - 1)

@@ -24,11 +24,10 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.decode import Rows, casts_kept, decode, forced
-from workbench.engines.local_engine.head import Head, head_of
+from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
-from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.snapshots import Files, Holding

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from workbench.engines.local_engine.attention import Layer, Plan
-from workbench.engines.local_engine.head import Head, linear_head
+from workbench.engines.local_engine.forward import Head, Layer, Plan, linear_head
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}

@@ -12,7 +12,7 @@ import torch
 from workbench.base.errors import CheckpointError, NonFinite
 from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.attention import switched
+from workbench.engines.local_engine.forward import switched
 from workbench.engines.local_engine.memory import Live, memory_errors
 from workbench.engines.local_engine.scoring import Assembled
 from workbench.engines.protocol import LossOutput, StepResult

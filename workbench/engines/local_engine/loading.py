@@ -19,8 +19,7 @@ from workbench.base.errors import EngineError, boundary, first_line
 from workbench.base.files import MANIFEST, check_manifest, record_of, write_manifest
 from workbench.base.formats import FORMAT
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.head import hidden_size
-from workbench.engines.local_engine.routing import Routing
+from workbench.engines.local_engine.forward import Routing, hidden_size
 
 log = logging.getLogger("workbench")
 

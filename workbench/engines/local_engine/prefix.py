@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from workbench.dataproto.core import sent
-from workbench.engines.local_engine.attention import Layer, planned
+from workbench.engines.local_engine.forward import Layer, Routing, planned, recorded
 from workbench.engines.local_engine.lean import Step
-from workbench.engines.local_engine.routing import Routing, recorded
 
 _FIRST = 32  # columns of a new buffer
 _DENSE = 0.75  # the prompts' keys are moved together when fewer than this share of them is in use

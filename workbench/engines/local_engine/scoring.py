@@ -13,10 +13,9 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.dataproto.columns import EXPERTS, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
-from workbench.engines.local_engine import lora, pictures, tree
-from workbench.engines.local_engine.head import Head, head_of, linear_head
+from workbench.engines.local_engine import lora, tree
+from workbench.engines.local_engine.forward import Head, head_of, linear_head, pictured_inputs, replay
 from workbench.engines.local_engine.loading import check_length
-from workbench.engines.local_engine.routing import replay
 from workbench.engines.local_engine.tree import Spread, places
 from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import (
@@ -174,7 +173,7 @@ class Rows:
             own = torch.zeros_like(attention)
             own[:, -t:] = mask  # a tool's answer has pictures, too
             own = own.gather(1, order)
-            given = pictures.given(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+            given = pictured_inputs(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
         self._experts: Tensor | None = None
         if EXPERTS in rows:
             chosen = torch.where(attention[..., None, None], rows[EXPERTS], -1)

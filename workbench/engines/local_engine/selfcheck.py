@@ -23,10 +23,8 @@ from torch import Tensor
 from workbench.base.errors import EngineError, Interrupted, first_line
 from workbench.dataproto.columns import PIXELS
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.head import OWN, Head, linear_head
+from workbench.engines.local_engine.forward import OWN, Head, experts_of, linear_head, pictured_inputs
 from workbench.engines.local_engine.loading import rope_limit
-from workbench.engines.local_engine.pictures import given
-from workbench.engines.local_engine.routing import experts_of
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 log = logging.getLogger("workbench")
@@ -306,7 +304,7 @@ def check_pictures(
             begun = [(len(one), pixels) for one, pixels in prompts if one == tuple(row[: len(one)].tolist())]
             size, pixels = max(begun, key=lambda one: one[0])  # one prompt begins as the other
             own = (torch.arange(len(row), device=row.device) >= size)[None]
-            told = given(model, row[None], torch.ones_like(row[None]), [pixels], own)
+            told = pictured_inputs(model, row[None], torch.ones_like(row[None]), [pixels], own)
             del told["position_ids"]
             logits.append(model(**told, use_cache=False).logits)
         return torch.cat(logits)

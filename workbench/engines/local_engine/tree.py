@@ -18,9 +18,7 @@ from torch import Tensor
 
 from workbench.dataproto.columns import EXPERTS
 from workbench.dataproto.core import DataProto, sent
-from workbench.engines.local_engine.attention import Layer, planned
-from workbench.engines.local_engine.head import Head
-from workbench.engines.local_engine.routing import replay
+from workbench.engines.local_engine.forward import Head, Layer, planned, replay
 
 LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""

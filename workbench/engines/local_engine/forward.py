@@ -1,0 +1,350 @@
+"""What a forward pass of a transformers model is given and what it gives: attention by a plan, replayed experts, pictures, logits.
+
+Models call their attention through transformers' `AttentionInterface`, so that one function here serves every architecture that
+does. A plan says which tokens attend to which, in place of a mask: it travels as the pass's attention mask, a tensor of four
+dimensions, which models hand on untouched. That a model really does so is not assumed: see `selfcheck`.
+
+Routing replay: sampler and trainer round differently, so that for some tokens a mixture's routers choose other experts, and the
+log-probs are far apart. The column `routed_experts` holds what the sampler chose, which is used again when a row is scored and
+learned; weights are of the scorer's own router. Ma et al. 2025, R3, https://arxiv.org/abs/2510.11370.
+
+Rows with pictures go through the model padded. A picture's token in a response, which no picture belongs to, is read as
+`STAND_IN`, in sampling as in scoring: the model would look for its picture."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from workbench.base.distribution import version_of
+from workbench.base.errors import EngineError
+
+NAME, UNCAPPED = "workbench", "workbench_uncapped"
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's call of its attention: its new tokens, and the layer's own settings."""
+
+    index: int
+    """Number of the layer (`layer_idx`)."""
+    query: Tensor
+    """[b, H, q, D], rotated."""
+    key: Tensor
+    """[b, K, q, D] of the same tokens; K heads, each shared by H / K of the query's."""
+    value: Tensor
+    """[b, K, q, D'] of the same tokens."""
+    scaling: float
+    """What the products of queries and keys are multiplied by."""
+    window: int | None = None
+    """A token sees this many tokens up to itself; None: all."""
+    softcap: float | None = None
+    """Scores become cap·tanh(score / cap)."""
+    sinks: Tensor | None = None
+    """[H]: a score that takes its share of each softmax and adds nothing (gpt-oss)."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a softmax and no more, as torch's own kernels compute it."""
+        return self.softcap is None and self.sinks is None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, *, causal: bool = False) -> Tensor:
+        """Attention [b, H, q, D'] of queries [b, H, q, D] over keys and values [b, K, k, ·], with this layer's settings.
+
+        `seen` [b, 1, q, k] is true where a query sees a key (of a `plain` layer also what is added to the scores); None: each
+        sees all, or of a plain layer with `causal` those up to its own number.
+        """
+        groups = query.shape[1] // key.shape[1]
+        grouped = self.plain and query.device.type == "cpu"  # torch's kernel there reads shared heads where they are
+        if groups > 1 and not grouped:
+            key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+        if self.plain:
+            return functional.scaled_dot_product_attention(
+                query, key, value, seen, is_causal=causal, scale=self.scaling, enable_gqa=groups > 1 and grouped
+            )
+        scores = query @ key.transpose(-1, -2) * self.scaling
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+        if self.sinks is not None:
+            sink = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            return (
+                torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
+            )
+        return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
+
+
+class Plan(Protocol):
+    """Protocol of what a forward pass attends to: asked once a layer."""
+
+    def attend(self, layer: Layer) -> Tensor:
+        """The layer's attention [b, H, q, D'], where `layer` has the new tokens [b, ·, q, ·]."""
+
+
+@contextmanager
+def planned(model: Any, plan: Plan) -> Iterator[Tensor]:
+    """Context manager: yields the `attention_mask` with which the model attends by `plan`.
+
+    Raises `EngineError` where the model asks for a kind of attention that a plan does not know.
+    """
+    with switched(model):
+        mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)  # mixed precision casts floating ones
+        mask.plan = plan
+        yield mask
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    """Context manager: the model attends by plans. A backward pass with gradient checkpointing attends again: keep it inside."""
+    interface = sys.modules["transformers.modeling_utils"].AttentionInterface
+    interface.register(NAME, _attention)
+    interface.register(UNCAPPED, _uncapped)
+    configs = {id(one): one for one in (getattr(part, "config", None) for part in model.modules()) if one is not None}
+    before = {key: one._attn_implementation for key, one in configs.items() if hasattr(one, "_attn_implementation")}
+    try:
+        for key, name in before.items():
+            configs[key]._attn_implementation_internal = UNCAPPED if name in ("sdpa", UNCAPPED) else NAME
+        yield
+    finally:
+        for key, name in before.items():
+            configs[key]._attn_implementation_internal = name
+
+
+_IGNORED = {"is_causal", "position_ids", "use_cache", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k"}
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: `query`, `key` and `value` [b, heads, q, D] → [b, q, heads, D']."""
+    plan: Plan | None = getattr(attention_mask, "plan", None)
+    unknown = {name for name, one in further.items() if one is not None} - _IGNORED
+    if plan is None or dropout or "position_bias" in unknown:
+        what = f"attention of {type(module).__name__}"
+        found = "another mask" if plan is None else f"dropout {dropout}" if dropout else ", ".join(sorted(unknown))
+        raise EngineError(what, expected="a plan as its mask, and no dropout or bias", found=found)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = Layer(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
+    return plan.attend(layer).transpose(1, 2).contiguous(), None
+
+
+def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[Tensor, None]:
+    """In place of transformers' `sdpa`, which leaves a soft-cap out: the same numbers as the model's own."""
+    return _attention(*given, **named)
+
+
+# --- logits -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = cap(factor · (W·h + b)), where cap(z) = softcap·tanh(z / softcap)."""
+
+    linear: Any
+    """The model's output embeddings: a linear layer [V, H], with a bias or without. None: states are the model's own logits
+    (`states`), right for any model, and slower."""
+    factor: float = 1.0
+    """What the layer's output is multiplied by (Granite, Cohere, Falcon-H1)."""
+    softcap: float | None = None
+    """Largest absolute logit (Gemma 2); None: no limit."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] float32 logits of hidden states [N, H], as the model's own forward gives them."""
+        if self.linear is None:
+            return hidden.float()
+        logits: Tensor = self.linear(hidden).float() * self.factor
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def states(self, model: Any, **given: Tensor) -> Tensor:
+        """[b, s, H] last hidden states of a forward pass without a cache; logits [b, s, V] where the head has no layer."""
+        if self.linear is None:
+            return model(**given, use_cache=False).logits
+        return model.base_model(**given, use_cache=False).last_hidden_state
+
+
+OWN = Head(None)
+"""The model's own way from tokens to logits."""
+
+_FACTORS: dict[str, Callable[[float], float]] = {
+    "logits_scaling": lambda value: 1 / value,
+    "logit_scale": float,
+    "lm_head_multiplier": float,
+    "output_multiplier": float,
+}
+"""Names in model configurations → the factor that they mean."""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names in model configurations for the largest absolute logit."""
+_FACTORS_OF = {"hyperclovax": {"logits_scaling": float}}
+"""Model types in which a name means something else."""
+
+
+def hidden_size(model: Any) -> int:
+    """Size H of the states that the model's output layer reads (OPT may project them to other than its `hidden_size`)."""
+    linear = model.get_output_embeddings()
+    return int(model.config.get_text_config().hidden_size if linear is None else linear.in_features)
+
+
+def head_of(model: Any) -> Head:
+    """The head of a transformers causal model: `linear_head`, or `OWN` where the self-check says so."""
+    paths = getattr(model, "workbench_paths", None)
+    return OWN if paths is not None and paths.own_head else linear_head(model)
+
+
+def linear_head(model: Any) -> Head:
+    """The head of a transformers causal model as its text configuration describes it; of a sequence classifier its `score`."""
+    config = model.config.get_text_config()
+    factor = 1.0
+    for name, meaning in (_FACTORS | _FACTORS_OF.get(config.model_type, {})).items():
+        if getattr(config, name, None) is not None:
+            factor *= meaning(getattr(config, name))
+    caps = [getattr(config, name) for name in _CAPS if getattr(config, name, None) is not None]
+    linear = model.get_output_embeddings()
+    return Head(getattr(model, "score", None) if linear is None else linear, factor, caps[0] if caps else None)
+
+
+# --- routing ------------------------------------------------------------------------------------
+
+
+def experts_of(model: Any) -> dict[str, Any]:
+    """A model's layers of experts by name: modules that transformers lets compute by another function than their own."""
+    return {name: one for name, one in model.named_modules() if {"has_gate", "is_transposed"} <= vars(one).keys()}
+
+
+class Routing:
+    """What the routers of a model choose; as `model.workbench_routing` it is there where the setting `routing_replay` is on."""
+
+    def __init__(self, model: Any) -> None:
+        found = experts_of(model)
+        if not found:
+            expected = "layers of experts in transformers' common form (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss …)"
+            what = f"routing_replay with {type(model).__name__}"
+            do = "pip install -U transformers: newer ones have more such models"
+            raise EngineError(
+                what, expected=expected, found=f"none in transformers {version_of('transformers')}", do=do
+            )
+        self.chosen: Tensor | None = None
+        """[N, L, k] experts of the tokens of the next passes, -1: the router's own choice; None: of all."""
+        self.recording = False
+        self._layers = model.config.get_text_config().num_hidden_layers
+        self._seen: dict[int, Tensor] = {}
+        for name, experts in found.items():
+            layer = next(int(part) for part in name.split(".") if part.isdecimal())
+            block = model.get_submodule(name.rpartition(".")[0])
+            block.forward = partial(self._route, layer, experts.num_experts, type(block).forward, block)
+
+    def seen(self) -> Tensor:
+        """[N, L, k] int16 on the CPU: the experts of the last pass, where it was recorded; -1 in layers without."""
+        none = torch.full_like(next(iter(self._seen.values())), -1)
+        return torch.stack([self._seen.get(layer, none) for layer in range(self._layers)], 1).to("cpu", torch.int16)
+
+    def _route(self, layer: int, count: int, forward: Any, block: Any, *given: Any, **named: Any) -> Any:
+        """In place of the forward of a layer's block of experts and router."""
+        if self.chosen is None and not self.recording:
+            return forward(block, *given, **named)
+        with _Choice(count, None if self.chosen is None else self.chosen[:, layer].long()) as choice:
+            found = forward(block, *given, **named)
+        if choice.made is None:
+            what = f"routing_replay with {type(block).__name__}"
+            raise EngineError(what, expected=f"a router that chooses by topk of {count} scores", found="another one")
+        self._seen[layer] = choice.made
+        return found
+
+
+class _Choice(TorchFunctionMode):
+    """Sees the call of `topk` in which a router chooses, and gives another choice where there is one [n, k], not -1."""
+
+    def __init__(self, experts: int, chosen: Tensor | None) -> None:
+        super().__init__()
+        self._experts, self._chosen = experts, chosen
+        self.made: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].dim() != 2 or args[0].shape[-1] != self._experts:
+            return found
+        if self._chosen is not None and found.indices.shape == self._chosen.shape:
+            index = torch.where(self._chosen < 0, found.indices, self._chosen)
+            found = type(found)((args[0].gather(-1, index), index))
+        elif self._chosen is not None:
+            return found
+        self.made = found.indices
+        return found
+
+
+def replay(model: Any, chosen: Tensor | None) -> None:
+    """Let a model's next pass, and its backward pass, use the experts `chosen` [N, L, k] where its routing is replayed."""
+    routing: Routing | None = getattr(model, "workbench_routing", None)
+    if routing is not None:
+        routing.chosen = chosen
+
+
+@contextmanager
+def recorded(model: Any) -> Iterator[Routing | None]:
+    """Context manager: what the routers choose is recorded; yields the model's routing, None where it has none."""
+    routing: Routing | None = getattr(model, "workbench_routing", None)
+    if routing is None:
+        yield None
+        return
+    routing.chosen, routing.recording = None, True
+    try:
+        yield routing
+    finally:
+        routing.recording = False
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+STAND_IN = 0
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of the input that marks a picture's tokens by 1."""
+
+
+def pictured_inputs(
+    model: Any, ids: Tensor, mask: Tensor, cells: Sequence[Mapping[str, Tensor]], own: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Arguments of a forward pass of rows [b, s], whose pictures' inputs are `cells`; `own` [b, s] marks responses."""
+    names = dict.fromkeys(name for cell in cells for name in cell)
+    pixels = {name: torch.cat([cell[name] for cell in cells if name in cell]).to(ids.device) for name in names}
+    seen = ids == model.config.image_token_id
+    if own is not None:
+        ids, seen = ids.masked_fill(seen & own, STAND_IN), seen & ~own
+    taken = [inspect.signature(type(one).forward).parameters for one in (model, model.base_model)]
+    types = {name: seen.long() for name in _TYPES if all(name in one for one in taken)}
+    positions = _positions(model, ids, mask, seen, pixels)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **types, **pixels}
+
+
+def _positions(model: Any, ids: Tensor, mask: Tensor, seen: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
+    """Positions [b, s], or [3, b, s] of models that place a picture's patches in time, height and width (Qwen)."""
+    index = getattr(model.base_model, "get_rope_index", None)
+    if index is None or not pixels:
+        return (mask.cumsum(-1) - 1).clamp(min=0)
+    told = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": seen.int(), **pixels}
+    taken = inspect.signature(index).parameters
+    positions: Tensor = index(**{name: one for name, one in told.items() if name in taken})[0]
+    return positions
