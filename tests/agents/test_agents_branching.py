@@ -19,7 +19,7 @@ from workbench.agents.branching import only_sequence
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings
-from workbench.engines.local_engine.tree import Tree as Shared
+from workbench.engines.local_engine.scoring import Tree as Shared
 from workbench.engines.protocol import Request, Sample
 from workbench.recipes import tree_grpo
 from workbench.stages import EpisodeRollout, LearntOnce, Pipeline, Reward, TreeRollout, validation_rollout

@@ -270,7 +270,7 @@ def slips(path: str) -> dict[str, str]:
     learn()
     stays: Callable[[Any], Any] = lambda _: lambda one, device: one  # noqa: E731
     planted = {
-        "a layout stays on the CPU": (slipped(scoring.tree, "sent", stays), score),
+        "a layout stays on the CPU": (slipped(scoring, "sent", stays), score),
         "rows stay on the CPU": (slipped(DataProto, "to", stays), learn),
         "a head stays on the CPU": (slipped(loading, "value_head", lambda plain: lambda model: plain(here._model)),
                                     lambda: engine.critic().compute_log_probs(rows, ("values",))),

@@ -15,7 +15,7 @@ from tests_patience import examples
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
-from workbench.engines.local_engine import scoring, tree
+from workbench.engines.local_engine import scoring
 from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
 from workbench.testing.engines import EngineContract, LikelihoodLoss
@@ -91,12 +91,12 @@ def check(model: Any, batch: DataProto) -> None:
 @given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]), part=st.sampled_from([4, 512]))
 @settings(max_examples=examples(40), deadline=None)
 def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int, part: int) -> None:
-    before = tree.LEAST, tree._PART
-    tree.LEAST, tree._PART = least, part
+    before = scoring.LEAST, scoring._PART
+    scoring.LEAST, scoring._PART = least, part
     try:
         check(model, batch_of(rows, more))
     finally:
-        tree.LEAST, tree._PART = before
+        scoring.LEAST, scoring._PART = before
 
 
 def group(prompt: int, responses: Sequence[int], first: int = 3) -> list[Row]:
@@ -117,9 +117,9 @@ def test_a_prompt_goes_through_the_model_once(model: Any) -> None:
         scored(model, batch_of([rows[0]] * 6), packed=True)
         # each row without its last token, which predicts nothing
         assert seen == [20 + 4 + 8 + 1 + 20 + 3 + 3, 20 + 4]
-        few = group(20 - tree.LEAST, (5, 5))  # too few tokens to gain anything
+        few = group(20 - scoring.LEAST, (5, 5))  # too few tokens to gain anything
         scored(model, batch_of(few), packed=True)
-        assert seen[-1] == 2 * (20 - tree.LEAST + 4)
+        assert seen[-1] == 2 * (20 - scoring.LEAST + 4)
     finally:
         hook.remove()
 
@@ -128,8 +128,8 @@ def test_groups_stay_together(model: Any) -> None:
     rows = group(20, (5,) * 4) + group(20, (5,) * 4, first=5)
     mixed = [rows[number] for number in (0, 4, 1, 5, 2, 6, 3, 7)]
     batch = batch_of(mixed)
-    assert [part.tolist() for part in tree.cut(batch, 40)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert len(tree.cut(batch, 80)) == 1 and len(tree.cut(batch, 1)) == 8
+    assert [part.tolist() for part in scoring.cut_trees(batch, 40)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert len(scoring.cut_trees(batch, 80)) == 1 and len(scoring.cut_trees(batch, 1)) == 8
     assert len(scoring.micro_batches(model, batch, 40, packed=False)) == 8
 
 
@@ -140,7 +140,7 @@ class TestBlocks:
     @settings(max_examples=examples(40), deadline=None)
     def test_keys_of_queries(self, rows: list[Row], window: int | None) -> None:
         batch = batch_of(rows)
-        one = tree.Tree(batch, "cpu")
+        one = scoring.Tree(batch, "cpu")
         plan = one.plan
         ids = one.given["input_ids"][0].tolist()
         for block in plan._blocks:

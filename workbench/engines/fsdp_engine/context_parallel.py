@@ -19,7 +19,7 @@ from torch.nn import functional
 from workbench.base.errors import EngineError, SettingError
 from workbench.engines.fsdp_engine.exchange import Exchange
 from workbench.engines.local_engine.forward import Head, Layer, Plan, planned, replay
-from workbench.engines.local_engine.tree import Tree
+from workbench.engines.local_engine.scoring import Tree
 
 
 def check(model: Any, size: int, tensors: int = 1) -> None:

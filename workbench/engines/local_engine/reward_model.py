@@ -14,7 +14,7 @@ from workbench.base.errors import EngineError
 from workbench.base.memory import share_arena
 from workbench.dataproto.columns import MARGIN
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine import scoring, tree
+from workbench.engines.local_engine import scoring
 from workbench.engines.local_engine.classifier import LocalClassifier, open_classifier
 from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.local_engine.loading import resolve, stamps
@@ -111,7 +111,7 @@ class LocalRewardModel(LocalEngine):
             (pair, 2 * max(two), sum(two) if packed else None)
             for pair, two in zip(order.tolist(), lengths[order].tolist(), strict=True)
         ]
-        for pairs in tree.grouped(sizes, self._budget):
+        for pairs in scoring.grouped(sizes, self._budget):
             runtime.check()
             indices = (2 * pairs[:, None] + torch.arange(2)).flatten()
             yield indices, *scoring.trimmed(batch.select_idxs(indices))

@@ -38,7 +38,7 @@ HALF, HALF_RATIO = 0.1, 3
 WINDOW = 4
 """Tokens of a sliding window, and of other lengths in `_LENGTHS_OF`, during the check."""
 _LENGTHS = ((17, 3), (17, 1), (4, 4), (4, 2))
-"""(prompt, response) tokens of the rows, in two groups: as few as a tree shares (`tree.LEAST`), for the sake of large models."""
+"""(prompt, response) tokens of the rows, in two groups: as few as a tree shares (`scoring.LEAST`), for the sake of large models."""
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response."""
