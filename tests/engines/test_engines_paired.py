@@ -17,8 +17,8 @@ import workbench as wb
 from workbench.base import runtime
 from workbench.base.errors import EngineError
 from workbench.engines import Learner, LocalEngine, LogProbModel, Request, Sample, Sampler, local, protocol
+from workbench.engines.local_engine.loading import in_memory, write_to
 from workbench.engines.paired import Paired, paired
-from workbench.engines.tensor_files import in_memory, write_to
 from workbench.engines.vllm_server.process import mapped
 from workbench.engines.weights import weights_of
 from workbench.replay.stepping import late_learner

@@ -16,8 +16,8 @@ from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group
+from workbench.engines.local_engine.states import MOST_UPDATES, Replay
 from workbench.engines.protocol import SnapshotCost
-from workbench.engines.rewinding import MOST_UPDATES, Replay
 from workbench.engines.settings import FsdpSettings
 from workbench.stages.update import PolicyLoss, Update
 from workbench.testing.engines import LikelihoodLoss

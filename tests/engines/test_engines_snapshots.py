@@ -12,7 +12,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import EngineError
-from workbench.engines.local_engine.snapshots import Files, LocalSnapshot, Stored
+from workbench.engines.local_engine.states import Files, LocalSnapshot, Stored
 from workbench.engines.protocol import Snapshot
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import CHAT, LikelihoodLoss

@@ -13,7 +13,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError, VersionMismatch
-from workbench.engines.local_engine.snapshots import Files, LocalSnapshot, Stored
+from workbench.engines.local_engine.states import Files, LocalSnapshot, Stored
 from workbench.engines.protocol import SnapshotCost
 from workbench.steps.snapshots import Snapshots, SnapshotSettings
 

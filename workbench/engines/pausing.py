@@ -11,8 +11,8 @@ from typing import Any
 from workbench.base import runtime
 from workbench.base.activity import recorded
 from workbench.base.errors import EngineError
+from workbench.engines.local_engine.loading import in_memory
 from workbench.engines.protocol import Request, Sample, SamplingSettings
-from workbench.engines.tensor_files import in_memory
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import Receiving, as_message
 

@@ -37,8 +37,8 @@ from workbench.base.memory import gib
 from workbench.base.runtime import Control
 from workbench.cluster import session
 from workbench.cluster.timeline import ordered
+from workbench.engines.local_engine.loading import parameters
 from workbench.engines.protocol import Described, Located
-from workbench.engines.tensor_files import parameters
 from workbench.runs.batch_metrics import push_metrics
 from workbench.runs.folder import strict
 from workbench.runs.symptoms import Symptom, Watch

@@ -30,10 +30,9 @@ from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve, stamps
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids, check_routed
-from workbench.engines.local_engine.states import read_record
+from workbench.engines.local_engine.states import Rewinding, new_id, read_record, rng_of
 from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResult
 from workbench.engines.rehearsal import Shape, sharded
-from workbench.engines.rewinding import Rewinding, new_id, rng_of
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import Entry, layout_of

@@ -20,8 +20,7 @@ import torch
 from workbench.base.errors import EngineError, first_line
 from workbench.engines.fsdp_engine.tensor_parallel import tied
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.loading import load_model, misfit, resolve
-from workbench.engines.tensor_files import header, write_bytes
+from workbench.engines.local_engine.loading import header, load_model, misfit, resolve, write_bytes
 
 FILE_BYTES = 5 << 30
 """Most bytes of one file of weights, but for a tensor that is larger."""

@@ -30,10 +30,9 @@ from workbench.base.http import Client, Refused, Unreachable
 from workbench.engines.http import server
 from workbench.engines.http.server import SGLANG, VLLM, About, Findings, RemoteSettings, Reply, checked
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.loading import resolve
+from workbench.engines.local_engine.loading import resolve, write_to
 from workbench.engines.pausing import PUSH_AGAIN, PUSH_FAILED, Pausing
 from workbench.engines.protocol import Request, Sample, SamplingSettings
-from workbench.engines.tensor_files import write_to
 from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
 from workbench.engines.weights import machine
 

@@ -30,11 +30,9 @@ from workbench.engines.local_engine.memory import memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Wave, Waves
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
-from workbench.engines.local_engine.snapshots import Files, Holding
-from workbench.engines.local_engine.states import read_optimizer, write_whole
+from workbench.engines.local_engine.states import Files, Holding, new_id, read_optimizer, rng_of, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
 from workbench.engines.rehearsal import Needs, Opened
-from workbench.engines.rewinding import new_id, rng_of
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
 

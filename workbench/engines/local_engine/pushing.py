@@ -14,7 +14,7 @@ import torch
 from workbench.base import runtime, teams
 from workbench.base.errors import EngineError
 from workbench.engines.local_engine import lora
-from workbench.engines.rewinding import new_id
+from workbench.engines.local_engine.states import new_id
 from workbench.engines.vllm_server.process import Piece, device_name, joined
 from workbench.engines.weights import Entry, Outbox, check_shapes, layout_of, machine, pieces_in, rows_of
 

@@ -19,7 +19,7 @@ from workbench.engines.local_engine.classifier import LocalClassifier, open_clas
 from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.local_engine.loading import resolve, stamps
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck
-from workbench.engines.local_engine.snapshots import Files
+from workbench.engines.local_engine.states import Files
 from workbench.engines.protocol import Request, Sample
 from workbench.engines.settings import LocalSettings
 

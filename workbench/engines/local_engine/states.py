@@ -1,4 +1,6 @@
-"""A learner's state on disk: `engine.json`, and tensors in one file (local engine) or in one file a rank (FSDP engine).
+"""A learner's states: on disk, held, and the way back to one, bit for bit.
+
+On disk a state is `engine.json`, and tensors in one file (local engine) or in one file a rank (FSDP engine):
 
     whole     optimizer.safetensors (`<parameter>|exp_avg` …), engine.json; the weights are in the model's folder
     sharded   shard-0000r-….safetensors, one a rank (weights/…, optimizer/…), engine.json
@@ -6,23 +8,39 @@
 Both kinds of engine read both. Shards are torch's distributed checkpoint (DCP) with safetensors as its storage: DCP's own file
 storage keeps its plan in a pickle, which is code to whoever opens it. `engine.json` of shards is written last, by rank 0, and
 lists the files with their sizes.
-"""
+
+Both engines go back to a state that is held, or by the updates since one that is held, done again: what those cost is the batches
+that they learned from. What holds a state is the engine's own: a folder that all ranks see (FSDP), or, here, tensors in memory or in
+a file. These cost what changed: a tensor is copied only where neither the last snapshot that is still kept nor the model's own
+safetensors files have the same bits. Weights as loaded cost nothing, frozen and tied tensors are held once, with LoRA the adapters
+alone are looked at."""
 
 from __future__ import annotations
 
 import json
 import os
+import struct
+import tempfile
+import uuid
 import warnings
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.base.errors import CheckpointError, describe
+from workbench.base.errors import CheckpointError, EngineError, boundary, describe
 from workbench.base.formats import FORMAT, check_format
+from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine.loading import DTYPES, folder_of, stamps, write_to
+from workbench.engines.protocol import Loss, LossCounts, Snapshot, SnapshotCost
 
 RECORD, WHOLE = "engine.json", "optimizer.safetensors"
+
+
+# --- on disk --------------------------------------------------------------------------------------
 
 
 def write_whole(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
@@ -111,3 +129,452 @@ def _put_together(
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is meant
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+# --- the way back --------------------------------------------------------------------------------
+
+MOST_UPDATES = 8
+"""Updates that going back does again at most; after so many a state is held anew, so that a way back stays short."""
+
+
+def new_id() -> str:
+    """A unique name for a state of the weights: twelve hex digits."""
+    return uuid.uuid4().hex[:12]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """An optimizer step that can be taken again: the arguments of `learn`, and the generators' states before it."""
+
+    batch: DataProto
+    loss: Loss
+    loss_counts: LossCounts
+    temperature: float
+    rng: tuple[torch.Tensor, ...]
+    """Of the CPU, and where the model is on a GPU of this process also of it."""
+    settings: Any
+    """The engine's: how a mini-batch is cut changes rounding."""
+
+
+def rng_of(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """States of torch's random generators of the CPU and, where it is a GPU, of a device."""
+    return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
+
+
+class Replay:
+    """A state to go back to by `updates` that lead to it from a held state, `base`."""
+
+    kind = "replay"
+
+    def __init__(self, base: Any, updates: Sequence[Learned], *, version: int, state_id: str) -> None:
+        self.base, self.updates, self.version, self.state_id = base, tuple(updates), version, state_id
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this process's memory: of the held state, and the batches of the updates."""
+        return sum(one.nbytes for one in self.tensors().values())
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The held state's tensors in memory and those of the batches, by address."""
+        batches = {one.data_ptr(): one for each in self.updates for one in each.batch.batch.values()}
+        return {**batches, **self.base.tensors()}
+
+    def on_disk(self) -> dict[Any, int]:
+        """Bytes of the held state's files by a name of each."""
+        return dict(self.base.on_disk())
+
+    def __getitem__(self, name: str) -> Any:
+        """`version`, `state_id`, `steps`; its weights are made by `restore` alone."""
+        if name in ("version", "state_id"):
+            return getattr(self, name)
+        if name == "steps":
+            return self.base["steps"] + len(self.updates)
+        raise EngineError(f"the {name} of a snapshot by replay", do="restore() it: they are made by its updates")
+
+    def __repr__(self) -> str:
+        return f"Replay({self.state_id}, version {self.version}, {len(self.updates)} updates since {self.base!r})"
+
+
+class Rewinding:
+    """Base class of engines that train: `snapshot` and `restore`, and the record of updates between them."""
+
+    version: int
+    state_id: str
+    learn: Callable[..., Any]
+    _model: Any
+    _settings: Any
+    _apply: Callable[[Any], None]
+    """Computes with these settings from here on."""
+    _hold: Callable[[str, str | Path | None], Any]
+    """Holds the present state as a kind says (`replay`: as one from which updates will be recorded); returns a `Snapshot`."""
+    _return_to: Callable[[Any], None]
+    """Restores what `_hold` returned; `version` and `state_id` are set by the caller."""
+    _check: Callable[[Any], None]
+    """Raises `EngineError` where it cannot be restored; nothing is changed yet."""
+    _full_cost: Callable[[str], SnapshotCost]
+    """What `_hold` would take."""
+
+    _last: Callable[[], Any] | None = None
+    """The last snapshot, as long as somebody keeps it; one that holds no copy of weights is kept here."""
+    _since: list[Learned] | None = None
+    """Updates since it, where they are recorded."""
+
+    @property
+    def _latest(self) -> Any:
+        return self._last() if self._last is not None else None
+
+    def _recording(self) -> bool:
+        """Whether updates are recorded: as long as somebody can go back to where they begin, and going back stays short."""
+        last = self._latest
+        if last is None or len(_updates(last)) + len(self._since or ()) >= MOST_UPDATES:
+            self._since = None
+        return self._since is not None
+
+    def _record(self, batch: DataProto, loss: Loss, counts: LossCounts, temperature: float, rng: Any) -> None:
+        """An optimizer step was taken; without `rng`, the states of before, it is one that is not recorded."""
+        if self._since is not None and rng:
+            self._since.append(Learned(batch, loss, counts, temperature, rng, self._settings))
+        else:
+            self._since = None
+
+    def snapshot(self, kind: str = "", folder: str | Path | None = None) -> Any:
+        """Return the present weights, optimizer, schedule and version, for `restore`.
+
+        `kind` says where they are held: `memory`; `disk`, a file in `folder`; or `replay`: the updates since the last snapshot
+        are recorded instead, and `restore` does them again. Where none is kept, or after eight updates, one is held. Without a
+        kind it is the engine's own.
+        """
+        last = self._latest
+        if kind == "replay" and last is not None and self._since is not None:
+            base = last.base if isinstance(last, Replay) else last
+            named: dict[str, Any] = {"version": self.version, "state_id": self.state_id}
+            made: Any = Replay(base, [*_updates(last), *self._since], **named)
+        else:
+            made = self._hold(kind, folder)
+        if kind or self._since is None:  # one that is only looked at ends no record
+            self._keep_up(made, recording=kind == "replay")
+        return made
+
+    def restore(self, snapshot: Any) -> None:
+        """Restore weights, optimizer, schedule and version of a snapshot, bit for bit.
+
+        Raises `EngineError`, with nothing changed, where files that have weights of it were written to since.
+        """
+        base = snapshot.base if isinstance(snapshot, Replay) else snapshot
+        self._check(base)
+        recording = self._since is not None
+        self.state_id, self._last, self._since = new_id(), None, None  # half-way there is no state that anybody knows
+        self._return_to(base)
+        present = self._settings
+        try:
+            for one in _updates(snapshot):
+                self._again(one)
+        finally:
+            self._apply(present)
+        self.version, self.state_id = snapshot.version, snapshot.state_id
+        self._keep_up(snapshot, recording or isinstance(snapshot, Replay))
+
+    def _again(self, one: Learned) -> None:
+        self._apply(one.settings)
+        device = self._model.device
+        with torch.random.fork_rng([device] if len(one.rng) > 1 else []):
+            torch.set_rng_state(one.rng[0])
+            for state in one.rng[1:]:
+                torch.cuda.set_rng_state(state, device)
+            self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
+
+    def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
+        """What a snapshot of this kind takes now, at most."""
+        if kind == "replay" and self._since is not None and self._latest is not None:
+            return SnapshotCost(updates=len(_updates(self._latest)) + len(self._since))
+        return self._full_cost(kind)
+
+    def _keep_up(self, snapshot: Snapshot, recording: bool) -> None:
+        """The engine is in the state of this snapshot; `recording`: updates from here on are kept as long as it is."""
+        base = snapshot.base if isinstance(snapshot, Replay) else snapshot
+        free = recording and not base.nbytes and not base.on_disk()
+        self._last = (lambda: snapshot) if free else weakref.ref(snapshot)
+        self._since = [] if recording else None
+
+
+def _updates(snapshot: Any) -> tuple[Learned, ...]:
+    return snapshot.updates if isinstance(snapshot, Replay) else ()
+
+
+# --- held by a local engine ----------------------------------------------------------------------
+
+_LOOK = 4096
+"""Elements that are compared before a whole tensor is read from a file."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Files:
+    """Open safetensors files: their tensors by name, read one at a time. Deleting or replacing a file changes nothing here.
+
+    A file that was written to in place is noticed by its size and time of change: `changed`.
+    """
+
+    own_bytes = 0
+    """Bytes that were written for these files here; 0 of a model's."""
+
+    def __init__(self, files: Iterable[Any]) -> None:
+        self._files, self._places = [], dict[str, tuple[int, int, torch.dtype, list[int]]]()
+        kinds = {text: dtype for dtype, text in DTYPES.items()}
+        for file in files:
+            handle = file.fileno()
+            (length,) = struct.unpack("<Q", os.pread(handle, 8, 0))
+            for name, one in json.loads(os.pread(handle, length, 8)).items():
+                if one.get("dtype") in kinds:
+                    offset = 8 + length + one["data_offsets"][0]
+                    self._places[name] = (handle, offset, kinds[one["dtype"]], one["shape"])
+            self._files.append((file, _stamp(handle)))
+
+    @classmethod
+    def of_model(cls, path: str | Path) -> Files:
+        """The files of a model by folder or hub name; none where it has no safetensors files on this machine."""
+        return cls([file.open("rb", buffering=0) for file in sorted(folder_of(path).glob("*.safetensors"))])
+
+    @classmethod
+    def written(cls, tensors: Mapping[str, torch.Tensor], folder: str | Path | None) -> Files:
+        """Write tensors to a file in a folder (None: the system's for temporary files). It has no name, and ends with this object."""
+        with boundary(f"writing a snapshot to {folder or tempfile.gettempdir()}", EngineError):
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this object
+            write_to(file, tensors)
+            made = cls([file])
+            made.own_bytes = os.fstat(file.fileno()).st_size
+            return made
+
+    def shape(self, name: str) -> torch.Size | None:
+        """Shape of a tensor; None where the files have no tensor of that name."""
+        return torch.Size(self._places[name][3]) if name in self._places else None
+
+    def read(self, name: str, most: int | None = None) -> torch.Tensor:
+        """Read a tensor, or its first `most` elements, flat."""
+        handle, offset, dtype, shape = self._places[name]
+        size = torch.Size(shape).numel()
+        found = torch.empty(size if most is None else min(size, most), dtype=dtype)
+        left = found.view(torch.uint8).numpy().data if len(found) else memoryview(b"")
+        while left:  # one call reads 2 GiB at most
+            count = os.preadv(handle, [left], offset)
+            if not count:
+                raise EngineError(f"a file of tensors ends before {name}", do="load the model again")
+            left, offset = left[count:], offset + count
+        return found if most is not None else found.view(shape)
+
+    def changed(self) -> str | None:
+        """The path of a file that was written to since it was opened; None where none was."""
+        return next((str(file.name) for file, stamp in self._files if _stamp(file.fileno()) != stamp), None)
+
+
+def _stamp(handle: int) -> tuple[int, int]:
+    status = os.fstat(handle)
+    return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor of a snapshot that a file has."""
+
+    files: Files
+    name: str
+    dtype: torch.dtype
+    """What it is read as: a model's file may have bfloat16 where the engine has float32."""
+
+    def same(self, tensor: torch.Tensor) -> bool:
+        """Whether the file, as it was opened, has the bits of a tensor on the CPU."""
+        known = self.files.shape(self.name) == tensor.shape and not self.files.changed()
+        if not known or not tensor.is_contiguous():
+            return False
+        flat = tensor.view(-1)
+        if not _same(self.files.read(self.name, _LOOK).to(self.dtype), flat[:_LOOK]):
+            return False
+        return _same(self.read(), tensor)
+
+    def read(self) -> torch.Tensor:
+        """The tensor."""
+        return self.files.read(self.name).to(self.dtype)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits: -0 is not 0, and a NaN is itself."""
+    if a.shape != b.shape or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    bits = _BITS[a.element_size()]
+    return torch.equal(a.view(-1).view(bits), b.view(-1).view(bits))
+
+
+Held = torch.Tensor | Stored
+
+
+class Part(Mapping[str, torch.Tensor]):
+    """Tensors of a snapshot by name; those that a file has are read each time they are asked for, one at a time."""
+
+    def __init__(self, held: Mapping[str, Held]) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        one = self._held[name]
+        return one if isinstance(one, torch.Tensor) else one.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class LocalSnapshot:
+    """A local engine's state that is held; made by `LocalEngine.snapshot`. `snapshot["weights"]` are tensors by name."""
+
+    def __init__(
+        self, held: Mapping[str, Held], *, version: int, state_id: str, steps: int, source: str | None = None
+    ) -> None:
+        self.version, self.state_id, self.steps, self.source = version, state_id, steps, source
+        self.held = dict(held)
+        """`weights/<name>` and `optimizer/<parameter>|<kind>` → a tensor in memory, or one that a file has."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it holds in memory; other snapshots may share them."""
+        return sum(one.nbytes for one in self.tensors().values())
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """The tensors that it holds in memory, by address, so that those shared by snapshots can be counted once."""
+        return {one.data_ptr(): one for one in self.held.values() if isinstance(one, torch.Tensor)}
+
+    def on_disk(self) -> dict[Any, int]:
+        """Bytes of the files that were written for it, by a name of each; the model's own files are none of them."""
+        return {id(one): one.own_bytes for one in self._files() if one.own_bytes}
+
+    def _files(self) -> set[Files]:
+        return {one.files for one in self.held.values() if isinstance(one, Stored)}
+
+    @property
+    def kind(self) -> str:
+        """Where its tensors are: `memory`, `disk` (a file of its own or the model's), or `memory and disk`."""
+        places = {"memory" if isinstance(one, torch.Tensor) else "disk" for one in self.held.values()}
+        return " and ".join(sorted(places, reverse=True)) or "memory"
+
+    def check(self, names: Iterable[str] = ()) -> None:
+        """Raise `EngineError` where it lacks weights of these names, or a file that it needs was written to since."""
+        if missing := [name for name in names if f"weights/{name}" not in self.held]:
+            raise EngineError("a snapshot of another model", expected=f"weights of the name {missing[0]}", found="none")
+        for files in self._files():
+            if path := files.changed():
+                do = "write models to folders of their own, and open a new engine"
+                raise EngineError(f"the weights of a snapshot are in {path}, which was written to since", do=do)
+
+    def part(self, part: str) -> Part:
+        """The tensors of `weights` or `optimizer` by name."""
+        return Part({key.removeprefix(f"{part}/"): one for key, one in self.held.items() if key.startswith(f"{part}/")})
+
+    def __getitem__(self, name: str) -> Any:
+        """`weights` and `optimizer` (tensors by name, read when they are asked for), `version`, `state_id`, `steps`."""
+        if name in ("version", "state_id", "steps"):
+            return getattr(self, name)
+        self.check()
+        return self.part(name)
+
+    def __repr__(self) -> str:
+        return f"LocalSnapshot({self.state_id}, version {self.version}, {self.kind}, {self.nbytes:,} bytes)"
+
+
+def hold(
+    live: Mapping[str, torch.Tensor], last: Mapping[str, Held], files: Files, folder: str | Path | None, disk: bool
+) -> dict[str, Held]:
+    """Hold the present bits of `live` tensors, by the keys of `LocalSnapshot.held`.
+
+    Tensors whose bits the `last` snapshot or the model's `files` have are not copied; others are, or written to a file in
+    `folder` (`disk`).
+    """
+    held: dict[str, Held] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    tied, written = dict[str, str](), dict[str, torch.Tensor]()
+    for key, tensor in live.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(place, key) != key:
+            tied[key] = first[place]
+            continue
+        here = tensor.detach().cpu()
+        known = (last.get(key), Stored(files, key.removeprefix("weights/"), here.dtype))
+        found = next((one for one in known if one is not None and _has(one, here)), None)
+        if found is not None:
+            held[key] = found
+        elif disk:
+            written[key] = tensor
+        else:
+            held[key] = here if tensor.is_cuda else here.clone()
+    if written:
+        file = Files.written(written, folder)
+        held |= {key: Stored(file, key, one.dtype) for key, one in written.items()}
+    return held | {key: held[one] for key, one in tied.items()}
+
+
+def _has(one: Held, tensor: torch.Tensor) -> bool:
+    return _same(one, tensor) if isinstance(one, torch.Tensor) else one.same(tensor)
+
+
+class Holding(Rewinding):
+    """Base class of `LocalEngine`: how it holds a state."""
+
+    _optimizer: Any
+    _ready: Callable[[], Any]
+    _weights: Callable[[], dict[str, torch.Tensor]]
+    _moments: Callable[[], dict[str, torch.Tensor]]
+    path: str
+
+    _files = Files(())
+    """The files that the weights were loaded from."""
+    _source: str | None = None
+    """The folder whose files the weights were loaded from; None where they were loaded or copied from elsewhere since."""
+    _stamps: Sequence[tuple[int, int]] = ()
+    """Of those files then."""
+
+    @property
+    def _steps(self) -> int:
+        return int(self._optimizer.steps) if self._optimizer is not None else 0
+
+    def _untouched(self) -> bool:
+        return self.version == 0 and not self._steps
+
+    def as_loaded(self) -> bool:
+        """Whether opening the path again gives this very state."""
+        return self._untouched() and self._source == self.path and stamps(self.path) == self._stamps
+
+    def _hold(self, kind: str, folder: str | Path | None) -> LocalSnapshot:
+        """What the model's files or the last kept snapshot have is not copied, the rest as `kind` says (`memory`)."""
+        last = getattr(self._latest, "held", {})
+        disk = kind == "disk" or (kind == "replay" and folder is not None)
+        named: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
+        named["source"] = self._source
+        return LocalSnapshot(hold(self._state(), last, self._files, folder, disk), **named)
+
+    def _check(self, snapshot: LocalSnapshot) -> None:
+        snapshot.check(self._weights())
+
+    @torch.no_grad()
+    def _return_to(self, snapshot: LocalSnapshot) -> None:
+        """One tensor at a time is read of a file."""
+        mine = self._weights()
+        self._source = snapshot.source
+        self._optimizer = None  # its moments go before those of the snapshot come
+        for name, tensor in snapshot.part("weights").items():
+            mine[name].copy_(tensor)
+        if snapshot.steps:
+            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Weights and moments as they are, no copies, by the keys of a snapshot."""
+        named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
+        return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
+
+    def _full_cost(self, kind: str) -> SnapshotCost:
+        """Bytes of weights and moments, those that the model's files have left out."""
+        state = self._state()
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
+        if self._untouched():
+            for key, tensor in state.items():
+                if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
+                    sizes.pop(tensor.data_ptr(), None)
+        whole = sum(sizes.values())
+        return SnapshotCost(disk=whole) if kind == "disk" else SnapshotCost(memory=whole)
