@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from workbench.engines import Request, SamplingSettings, local
-from workbench.engines.local_engine.draw import draw
-from workbench.engines.local_engine.prefix import SharedPrefix
+from workbench.engines.local_engine.caches import SharedPrefix
+from workbench.engines.local_engine.sampling import draw
 
 WAYS = ("lean", "shared prompts", "own cache")
 

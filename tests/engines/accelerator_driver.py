@@ -18,7 +18,7 @@ import torch
 
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, Request, SamplingSettings, local
-from workbench.engines.local_engine import decode, learning, loading, scoring
+from workbench.engines.local_engine import learning, loading, sampling, scoring
 from workbench.engines.local_engine.forward import Head
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.update import OnPolicyLoss, PolicyLoss, ValueLoss
@@ -292,7 +292,7 @@ def slips(path: str) -> dict[str, str]:
     found["a loss asks for its number"] = str(
         per_micro_batch(path, rows, lambda one: one.learn(rows, Chatty(), counts))
     )
-    with slipped(decode, "draw", _on_the_host):
+    with slipped(sampling, "draw", _on_the_host):
         found["logits are drawn from on the host"] = str(per_token(path))
     return found
 

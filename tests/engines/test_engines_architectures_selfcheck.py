@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
-from workbench.engines.local_engine import forward, lean, scoring, selfcheck
+from workbench.engines.local_engine import caches, forward, scoring, selfcheck
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 Folder = Callable[[str], Path]
@@ -140,7 +140,7 @@ def test_an_attention_that_nobody_read_is_not_lean(folder: Folder, tmp_path: Pat
 def test_a_model_that_is_sure_hides_nothing(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ernie's rotary is interleaved, the lean step's is not: near a probability of 1 the model's own tokens do not show it."""
     read = "transformers.models.ernie4_5.modeling_ernie4_5"
-    monkeypatch.setattr(lean, "_READ", {*lean._READ, read})
+    monkeypatch.setattr(caches, "_READ", {*caches._READ, read})
     model = AutoModelForCausalLM.from_pretrained(folder("ernie4_5"))
     for times in (1, 30):
         with torch.no_grad():

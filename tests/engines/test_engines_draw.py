@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workbench.engines import SamplingSettings
-from workbench.engines.local_engine.draw import draw, keep_allowed
+from workbench.engines.local_engine.sampling import draw, keep_allowed
 
 EDGE = 1e-5
 

@@ -16,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted
 from workbench.engines import Request, Sample, SamplingSettings, local
-from workbench.engines.local_engine import caches, prefix
-from workbench.engines.local_engine import decode as decoding
-from workbench.engines.local_engine.decode import Rows, casts_kept, decode
-from workbench.engines.local_engine.draw import keep_allowed
-from workbench.engines.local_engine.sampling import Wave, Waves
+from workbench.engines.local_engine import caches
+from workbench.engines.local_engine import sampling as decoding
+from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, keep_allowed
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
@@ -37,7 +35,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: Any = None) -> None:
         self.steps, self.rows, self.prefilled = 0, 0, 0
-        step, prefill = prefix.SharedPrefix.step, prefix.SharedPrefix._prefill
+        step, prefill = caches.SharedPrefix.step, caches.SharedPrefix._prefill
 
         def counted(cache: Any, tokens: torch.Tensor) -> torch.Tensor:
             self.steps += 1
@@ -50,8 +48,8 @@ class Counted:
             self.prefilled += sum(map(len, prompts.values()))
             prefill(cache, prompts)
 
-        monkeypatch.setattr(prefix.SharedPrefix, "step", counted)
-        monkeypatch.setattr(prefix.SharedPrefix, "_prefill", filled)
+        monkeypatch.setattr(caches.SharedPrefix, "step", counted)
+        monkeypatch.setattr(caches.SharedPrefix, "_prefill", filled)
 
 
 def mixed(count: int = 16) -> list[Request]:
@@ -121,7 +119,7 @@ SHAPES = ("qwen2", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shared_prompts_give_the_models_own_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "_FIRST", 2)  # buffers grow, too
+    monkeypatch.setattr(caches, "_FIRST", 2)  # buffers grow, too
     engine = local(make(name, tmp_path / "model"), device="cpu", self_check=False)
     paths = [caches.SHARED, *[caches.LEAN] * (name in ("qwen2", "mistral"))]
     for path in paths:

@@ -23,12 +23,11 @@ from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
-from workbench.engines.local_engine.decode import Rows, casts_kept, decode, forced
 from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.memory import memory_errors, preflight
 from workbench.engines.local_engine.pushing import Pushing
-from workbench.engines.local_engine.sampling import Wave, Waves
+from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.states import Files, Holding, new_id, read_optimizer, rng_of, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult

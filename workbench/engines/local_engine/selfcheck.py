@@ -46,7 +46,7 @@ Score = Callable[[Head, bool, DataProto], Mapping[str, Tensor]]
 """(head, packed, batch) → `WANT`: log-probs [B, T] and logits [B, T, V]."""
 WANT = ("log_probs", "logits")
 SampleAll = Callable[[str, Sequence[Request], Sequence[Row]], Mapping[str, list[Tensor]]]
-"""(path, requests, rows): `logits` [T, V] of each row's response, as the path decodes it (see `decode.forced`)."""
+"""(path, requests, rows): `logits` [T, V] of each row's response, as the path decodes it (see `sampling.forced`)."""
 
 
 @dataclass(frozen=True)
