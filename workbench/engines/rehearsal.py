@@ -30,13 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.base.errors import EngineError, boundary
-from workbench.base.memory import estimated
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
-from workbench.engines.local_engine.memory import Live, available, learning_estimate, live, peaks
 from workbench.engines.protocol import LossCounts, LossOutput
-from workbench.engines.settings import FsdpSettings, LocalSettings
+from workbench.engines.settings import FsdpSettings
 
 SHALLOW = (3, 4)
 """Layers of the two models that are measured in place of a deeper one: more than FSDP has gathered at one time."""
@@ -424,43 +422,3 @@ def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     cut = {name: one[:layers] if isinstance(one, list) and len(one) == depth else one for name, one in text.items()}
     cut["num_hidden_layers"] = layers
     return {**config, "text_config": cut} if text is not config else cut
-
-
-class Needs:
-    """What a local engine says of its memory."""
-
-    _model: Any
-    _settings: LocalSettings
-    _optimizer: Any
-    _critic: bool
-    _rehearsed: Any
-
-    @property
-    def _steps(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} does not say how many updates it has taken")
-
-    def peaks(self, begin: bool = False) -> dict[str, int]:
-        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
-        return peaks(self._model.device.type, begin) | {"host": 0}
-
-    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now.
-
-        `tokens` of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or `measured` by
-        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
-        """
-        device, budget = self._model.device, self._settings.budget(self._model.device.type)
-        parts = learning_estimate(self._model, self._settings, tokens)
-        if measured:
-            shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
-            made = (self._rehearsed, self._model.config, self._settings, shape)
-            kind = {"gpu": device.type == "cuda", "head": self._critic}
-            parts = estimated("the memory that learning takes, measured,", lambda: whole(*made, **kind).parts, parts)
-        return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
-
-    def memory_free(self) -> int:
-        """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
-        return available(self._model.device)
-
-    def _live(self) -> Live:
-        return live(self._model, self._optimizer, self._settings)

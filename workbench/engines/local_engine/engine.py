@@ -25,13 +25,21 @@ from workbench.engines.local_engine import loading, lora, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import memory_errors, preflight
+from workbench.engines.local_engine.memory import (
+    Live,
+    available,
+    learning_estimate,
+    live,
+    memory_errors,
+    peaks,
+    preflight,
+)
 from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.states import Files, Holding, new_id, read_optimizer, rng_of, write_whole
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
-from workbench.engines.rehearsal import Needs, Opened
+from workbench.engines.rehearsal import Opened, Shape, whole
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Receiving
 
@@ -195,7 +203,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
+class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
@@ -419,6 +427,32 @@ class LocalEngine(ModelEngine, Holding, Needs, Pushing, Receiving):
                 named[name].detach().copy_(values)
 
     # --- what it needs ----------------------------------------------------------------------
+
+    def peaks(self, begin: bool = False) -> dict[str, int]:
+        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
+        return peaks(self._model.device.type, begin) | {"host": 0}
+
+    def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
+        """The device, and the bytes by part that learning will allocate there beyond those in use now.
+
+        `tokens` of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or `measured` by
+        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
+        """
+        device, budget = self._model.device, self._budget
+        parts = learning_estimate(self._model, self._settings, tokens)
+        if measured:
+            shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
+            model = (self._rehearsed, self._model.config, self._settings, shape)
+            kind = {"gpu": device.type == "cuda", "head": self._critic}
+            parts = estimated("the memory that learning takes, measured,", lambda: whole(*model, **kind).parts, parts)
+        return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
+
+    def memory_free(self) -> int:
+        """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
+        return available(self._model.device)
+
+    def _live(self) -> Live:
+        return live(self._model, self._optimizer, self._settings)
 
     def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
         """An engine like this one for a model without weights."""
