@@ -21,7 +21,7 @@ import workbench as wb
 from workbench.cluster import Layout, Rates
 from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.protocol import Request, Sample
-from workbench.engines.workers.replicas import Replicas
+from workbench.engines.workers.hosted import Replicas
 from workbench.stages import Outcome, Stage
 
 TOKEN, LEARN, JUDGE = 0.1, 0.005, 0.5

@@ -24,8 +24,7 @@ from tests_patience import LONG, patience
 import workbench as wb
 from workbench.base.errors import EngineError
 from workbench.engines import Request, local, paired, remote, server_command
-from workbench.engines.vllm_server.engine import VllmSettings, interpreter
-from workbench.engines.vllm_server.link import _shared_memory
+from workbench.engines.vllm_server.engine import VllmSettings, _shared_memory, interpreter
 from workbench.engines.weights import weights_of
 from workbench.testing.engines import EngineContract
 

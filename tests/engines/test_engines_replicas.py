@@ -20,9 +20,8 @@ from workbench.base.activity import HERE
 from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.engines import Request, Sample, local
 from workbench.engines.paired import paired
-from workbench.engines.workers.hosted import Hosted, host
+from workbench.engines.workers.hosted import BACK_OFF, FAILURES, RESTARTS, Hosted, Replicas, host
 from workbench.engines.workers.processes import processes
-from workbench.engines.workers.replicas import BACK_OFF, FAILURES, RESTARTS, Replicas
 from workbench.testing.engines import EngineContract
 from workbench.testing.models import make_random_model
 
@@ -248,7 +247,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("workbench.engines.workers.replicas.time", made)
+    monkeypatch.setattr("workbench.engines.workers.hosted.time", made)
     return made
 
 

@@ -33,13 +33,13 @@ from workbench.engines.vllm_server.engine import (
     VllmEngine,
     VllmSettings,
     _experts,
+    cause_in,
     environment_of,
     importable,
     interpreter,
     vllm,
     vllm_classifier,
 )
-from workbench.engines.vllm_server.link import cause_in
 from workbench.engines.weights import weights_of
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import EngineContract

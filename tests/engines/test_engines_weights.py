@@ -28,9 +28,8 @@ from workbench.engines.weights import (
     sync_of,
     weights_of,
 )
-from workbench.engines.workers.hosted import Hosted, host
+from workbench.engines.workers.hosted import Hosted, Replicas, host
 from workbench.engines.workers.processes import processes
-from workbench.engines.workers.replicas import Replicas
 from workbench.runs.batch_metrics import push_metrics
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import workbench as wb
 from workbench.base.errors import EngineError, NonFinite
-from workbench.engines.weights import Receiving, weights_of
+from workbench.engines.pausing import Pausing
+from workbench.engines.weights import weights_of
 
 Weights = dict[str, torch.Tensor]
 A_TENSOR = "model.layers.0.mlp.down_proj.weight"
@@ -91,7 +92,7 @@ def test_F2_a_model_of_nan_gets_no_score(tiny: str, tmp_path: Path) -> None:
             wb.evaluate(broken, rows, temperature=temperature, max_tokens=4)
 
 
-class Sampler(Receiving):
+class Sampler(Pausing):
     """What vLLM and HTTP samplers share before a push."""
 
     def __init__(self, folder: str) -> None:

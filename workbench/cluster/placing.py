@@ -28,9 +28,8 @@ from workbench.engines.local_engine.loading import resolve
 from workbench.engines.paired import Paired, Policy, check_tokens
 from workbench.engines.protocol import WeightSink
 from workbench.engines.settings import FsdpSettings
-from workbench.engines.workers.hosted import KINDS, Hosted, host
+from workbench.engines.workers.hosted import KINDS, Hosted, Replicas, host
 from workbench.engines.workers.processes import Ranks
-from workbench.engines.workers.replicas import Replicas
 from workbench.rewards import BaseReward, Score, as_reward
 from workbench.rewards.score import failed
 

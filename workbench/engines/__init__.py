@@ -3,9 +3,8 @@
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group
 from workbench.engines.fsdp_engine.sharding import export
-from workbench.engines.http.chat import ClassifyEndpoint, OpenAIChat, SamplerChat
+from workbench.engines.http.chat import ClassifyEndpoint, OpenAIChat, SamplerChat, serve
 from workbench.engines.http.sampler import RemoteSampler, remote
-from workbench.engines.http.served import serve
 from workbench.engines.http.server import RemoteSettings, ServerCommand, server_command
 from workbench.engines.local_engine.classifier import LocalClassifier, classifier
 from workbench.engines.local_engine.engine import LocalEngine, local

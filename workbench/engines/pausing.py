@@ -6,15 +6,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from workbench.base import runtime
 from workbench.base.activity import recorded
 from workbench.base.errors import EngineError
-from workbench.engines.local_engine.loading import in_memory
+from workbench.engines.local_engine.loading import in_memory, load_model
 from workbench.engines.protocol import Request, Sample, SamplingSettings
+from workbench.engines.settings import LocalSettings
 from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Receiving, as_message
+from workbench.engines.weights import Receiving, check_shapes
 
 PUSH_FAILED = "the push of weights failed; nothing is sampled until a push succeeds"
 _LAST_FAILED = "the last push of weights failed"
@@ -34,6 +39,12 @@ def vllm_fields(request: Request, ends: Sequence[int]) -> dict[str, Any]:
     s = request.settings
     numbers = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": request.seed}
     return {**sampling_fields(s, ends), **numbers, "include_stop_str_in_output": True}
+
+
+@lru_cache(maxsize=4)
+def _parameters(folder: str, trust: bool) -> dict[str, torch.Tensor]:
+    """The model's tensors without their values, tied ones once."""
+    return dict(load_model(folder, LocalSettings(device="cpu", trust_remote_code=trust), empty=True).named_parameters())
 
 
 class Pausing(Receiving):
@@ -123,6 +134,14 @@ class Pausing(Receiving):
 
     # --- weights ----------------------------------------------------------------------------
 
+    def check_whole(self: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise `EngineError` where a tensor of the model is not among those of `shapes`, or is there in another shape.
+
+        vLLM and SGLang leave the old values of a tensor that a push lacks, and go on.
+        """
+        wanted = _parameters(str(self._folder), self._settings.trust_remote_code)
+        check_shapes("the weights to push", shapes, wanted)
+
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
         self.check_whole(shapes)
@@ -138,7 +157,7 @@ class Pausing(Receiving):
         """Load one bucket of whole tensors."""
         self._check_begun()
         with self._readable(place) as there:
-            runtime.run(self._step("take", as_message(pieces), there))
+            runtime.run(self._step("take", [asdict(piece) for piece in pieces], there))
 
     def end_weights(self, version: int) -> int:
         """Serve the new weights as a policy version. Raises `EngineError` where weights of the model have not been loaded."""

@@ -10,6 +10,7 @@ represents another engine (a pair, a recorded step's learner) must have the name
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -580,6 +581,11 @@ def switches_of(sampler: object) -> dict[str, Any]:
 
 
 # --- shared implementations ---------------------------------------------------------------------
+
+
+def new_id() -> str:
+    """A unique name for a state of the weights: twelve hex digits."""
+    return uuid.uuid4().hex[:12]
 
 
 class SampleMany:

@@ -2,8 +2,7 @@
 
 A learner that is a `WeightSender` writes the rows of its tensors, in the sampler's dtype, to where the sampler reads them; a
 sampler that is a `WeightReceiver` loads one bucket after the other, and serves nothing before all have arrived. Who sends and who
-receives decides the way (`WAYS`); `sync_of` chooses it.
-"""
+receives decides the way (`WAYS`); `sync_of` chooses it. A local engine is both (`Pushing`)."""
 
 from __future__ import annotations
 
@@ -15,29 +14,23 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 
+from workbench.base import runtime, teams
 from workbench.base.errors import EngineError, WorkerLost, first_line, unknown
 from workbench.base.files import memory_file
 from workbench.base.memory import resident
+from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import check_fit, load_model
-from workbench.engines.protocol import Learner, SampleMany, WeightSource
+from workbench.engines.protocol import Learner, SampleMany, WeightSource, new_id
 from workbench.engines.settings import LocalSettings
-from workbench.engines.vllm_server.process import (
-    Piece,
-    broadcast,
-    device_name,
-    ipc_handle,
-    joined,
-    mapped,
-    received,
-)
+from workbench.engines.vllm_server.process import Piece, broadcast, device_name, ipc_handle, joined, mapped, received
 
 BUCKET_BYTES = 128 << 20
 """Usual size of a bucket. A tensor that a sampler must have whole may be larger."""
@@ -228,11 +221,23 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
         return dict(load_model(folder, LocalSettings(device="cpu")).state_dict())
 
 
-class Tensors:
+class Sending:
+    """Base class of `WeightSender`s in this process."""
+
+    @cached_property
+    def _outbox(self) -> Outbox:
+        return Outbox()
+
+    def open_group(self, join: tuple[int, str] | None = None) -> Any:
+        """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
+        return self._outbox.listen() if join is None else self._outbox.join(*join)
+
+
+class Tensors(Sending):
     """Tensors by name, as a `WeightSender` in this process."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights, self._outbox = weights, Outbox()
+        self._weights = weights
 
     def weight_layout(self) -> dict[str, Entry]:
         """Names, shapes and dtypes."""
@@ -245,10 +250,6 @@ class Tensors:
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces to a place."""
         return self._outbox.send(pieces, place, lambda piece: rows_of(self._weights[piece.name], piece), "cpu")
-
-    def open_group(self, join: tuple[int, str] | None = None) -> Any:
-        """For a broadcast."""
-        return self._outbox.listen() if join is None else self._outbox.join(*join)
 
     def empty_cache(self) -> None:
         """Nothing: they are the caller's."""
@@ -327,7 +328,8 @@ class Adapter:
     def push(self, version: int) -> Push:
         """Push the adapter."""
         began, before = time.perf_counter(), resident()
-        with tempfile.TemporaryDirectory(prefix="workbench-adapter-", dir=_memory_folder()) as folder:
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="workbench-adapter-", dir=memory) as folder:
             self._learner.save(Path(folder))
             size = (Path(folder) / "adapter_model.safetensors").stat().st_size
             _confirmed(self._sampler.load_adapter(folder, version), version)
@@ -513,17 +515,7 @@ def _confirmed(found: int, version: int) -> None:
         raise EngineError(what, expected=f"policy version {version}", found=f"version {found}", do="push again")
 
 
-def _memory_folder() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
 # --- the receiving end --------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4)
-def _parameters(folder: str, trust: bool) -> dict[str, torch.Tensor]:
-    """The model's tensors without their values, tied ones once."""
-    return dict(load_model(folder, LocalSettings(device="cpu", trust_remote_code=trust), empty=True).named_parameters())
 
 
 def check_shapes(what: str, shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, torch.Tensor]) -> None:
@@ -546,14 +538,6 @@ class Receiving(SampleMany):
         """Load a learner's weights into the sampler under its version, by the best way; returns the seconds taken."""
         return sync_of(learner, self).push(learner.version).seconds
 
-    def check_whole(self: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise `EngineError` where a tensor of the model is not among those of `shapes`, or is there in another shape.
-
-        vLLM and SGLang leave the old values of a tensor that a push lacks, and go on.
-        """
-        wanted = _parameters(str(self._folder), self._settings.trust_remote_code)
-        check_shapes("the weights to push", shapes, wanted)
-
 
 def pieces_in(
     pieces: Sequence[Piece], place: Mapping[str, Any], device: Any, group: Any
@@ -565,6 +549,133 @@ def pieces_in(
     return ((piece, piece.within(memory)) for piece in pieces)
 
 
-def as_message(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Pieces as JSON."""
-    return [asdict(piece) for piece in pieces]
+# --- a local engine ------------------------------------------------------------------------------
+
+
+class Pushing(Sending, Receiving):
+    """What a local engine has of a `WeightSender` and of a `WeightReceiver`."""
+
+    _model: Any
+    version: int
+    state_id: str
+    path: str
+    _group: Any = None
+    _missing: dict[str, int] | None = None
+    """Rows by name that a push has not brought yet; None outside of one."""
+    sharing: bool = False
+    """Whether sampling lets other work of this process in between two tokens (`Renewable`)."""
+    _between: int = 0
+
+    # --- sending ----------------------------------------------------------------------------
+
+    def weight_layout(self) -> dict[str, Entry]:
+        """Its tensors by Hugging Face names, adapters merged."""
+        return layout_of(self._model)
+
+    def sends(self) -> dict[str, Any]:
+        """Where it is, as `WeightSender.sends`."""
+        name = device_name(self._model.device)
+        here = {"machines": [machine()], "pid": os.getpid(), "devices": [name] if name else []}
+        return {**here, "adapter": lora.adapter_of(self._model)}
+
+    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+        """Write pieces to a place, as `Outbox.send`."""
+        held, layers = lora.by_plain_names(self._model.state_dict()), lora.layers(self._model)
+
+        def value(piece: Piece) -> torch.Tensor:
+            layer = layers.get(piece.name)
+            if layer is None:
+                return rows_of(held[piece.name], piece)
+            base, a, b = lora.parts(held, piece.name)
+            rows = slice(piece.first, piece.first + piece.rows)
+            return base[rows] + lora.delta(layer, a, b, rows)
+
+        return self._outbox.send(pieces, place, value, self._model.device)
+
+    def empty_cache(self) -> None:
+        """Give the device memory back that torch keeps for later."""
+        self._outbox.drop()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # --- receiving --------------------------------------------------------------------------
+
+    def receives(self) -> dict[str, Any]:
+        """Where it is, and what it takes, as `WeightReceiver.receives`."""
+        name = device_name(self._model.device)
+        kind = str(next(self._model.parameters()).dtype)[6:]
+        where = {"machines": [machine()], "pids": [os.getpid()], "devices": [name] if name else [], "processes": 1}
+        return {**where, "dtype": kind, "split": True, "adapter_rank": 0, "folder": self.path}
+
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push of tensors of these shapes; until its end the engine refuses to sample."""
+        mine = self._model.state_dict()
+        check_shapes("the tensors passed to load_weights", shapes, mine)
+        self.state_id = new_id()  # half-way there is no state that anybody knows
+        self._missing = {name: tensor.shape[0] if tensor.dim() else 1 for name, tensor in mine.items()}
+
+    @torch.no_grad()
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket."""
+        mine, missing = self._model.state_dict(), self._missing
+        if missing is None:
+            raise EngineError("a bucket of weights", expected="begin_weights() before it", found="no push")
+        for piece, rows in pieces_in(pieces, place, self._model.device, self._group):
+            if piece.name in mine:
+                rows_of(mine[piece.name], piece).copy_(rows)
+                missing[piece.name] -= piece.rows
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version; the optimizer starts anew."""
+        lacks = [name for name, rows in (self._missing or {"every tensor": 1}).items() if rows]
+        if lacks:
+            raise EngineError("a push of weights is not whole", expected=f"{lacks[0]}", found="rows that never arrived")
+        self._reset()
+        self._missing = None
+        self.version, self.state_id = version, new_id()
+        return version
+
+    def _reset(self) -> None:
+        """Forget what belongs to the weights before."""
+
+    def cancel_weights(self) -> None:
+        """End a push that broke off: it goes on refusing to sample."""
+
+    def check_weights(self) -> None:
+        """Raises `EngineError` where a push of weights is under way, or broke off."""
+        if self._missing is not None:
+            what, do = "this engine's weights are half old, half new", "push again"
+            raise EngineError(what, found="a push that is under way, or one that broke off", do=do)
+
+    def load_adapter(self, folder: str, version: int) -> int:
+        """Not here: a local engine takes merged weights."""
+        raise EngineError("an adapter alone", expected="merged weights", found=str(Path(folder).name))
+
+    def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
+        """Join a broadcast as rank `first`."""
+        self._group = joined(host, port, first, size, backend)
+
+    # --- while responses are under way -------------------------------------------------------
+
+    def _still(self, state: str) -> bool:
+        """Whether the weights are those of `state`."""
+        return self.state_id == state
+
+    def _let_in(self, state: str) -> bool:
+        """Between two tokens: let other work of this process in, where it waits and sampling shares; whether the weights are
+        others since."""
+        while self.sharing and (self._between or teams.wanted()):
+            with teams.waiting():
+                time.sleep(0.001)
+        return self.sharing and self.state_id != state
+
+    @contextmanager
+    def between_tokens(self) -> Iterator[None]:
+        """Context manager: inside it no token is sampled. Responses under way go on after it, by the weights there are then: what
+        they have so far is prefilled again, so that each token is of one policy version."""
+        self._between += 1
+        try:
+            with teams.alone(runtime.check):
+                yield
+        finally:
+            self._between -= 1

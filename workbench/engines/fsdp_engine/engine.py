@@ -30,8 +30,8 @@ from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve, stamps
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids, check_routed
-from workbench.engines.local_engine.states import Rewinding, new_id, read_record, rng_of
-from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResult
+from workbench.engines.local_engine.states import Rewinding, read_record, rng_of
+from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResult, new_id
 from workbench.engines.rehearsal import Shape, sharded
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.vllm_server.process import Piece

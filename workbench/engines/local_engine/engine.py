@@ -34,14 +34,13 @@ from workbench.engines.local_engine.memory import (
     peaks,
     preflight,
 )
-from workbench.engines.local_engine.pushing import Pushing
 from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
-from workbench.engines.local_engine.states import Files, Holding, new_id, read_optimizer, rng_of, write_whole
-from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult
+from workbench.engines.local_engine.states import Files, Holding, read_optimizer, rng_of, write_whole
+from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult, new_id
 from workbench.engines.rehearsal import Opened, Shape, whole
 from workbench.engines.settings import LocalSettings
-from workbench.engines.weights import Receiving
+from workbench.engines.weights import Pushing
 
 TRIED = ("micro_batch_tokens", "pack", "gradient_checkpointing", "offload")
 """Settings that can be changed while an engine is open: they change memory, time and rounding alone."""
@@ -203,7 +202,7 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Holding, Pushing, Receiving):
+class LocalEngine(ModelEngine, Holding, Pushing):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.

@@ -21,7 +21,6 @@ import json
 import os
 import struct
 import tempfile
-import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from workbench.base.errors import CheckpointError, EngineError, boundary, descri
 from workbench.base.formats import FORMAT, check_format
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.loading import DTYPES, folder_of, stamps, write_to
-from workbench.engines.protocol import Loss, LossCounts, Snapshot, SnapshotCost
+from workbench.engines.protocol import Loss, LossCounts, Snapshot, SnapshotCost, new_id
 
 RECORD, WHOLE = "engine.json", "optimizer.safetensors"
 
@@ -135,11 +134,6 @@ def _put_together(
 
 MOST_UPDATES = 8
 """Updates that going back does again at most; after so many a state is held anew, so that a way back stays short."""
-
-
-def new_id() -> str:
-    """A unique name for a state of the weights: twelve hex digits."""
-    return uuid.uuid4().hex[:12]
 
 
 @dataclass(frozen=True)
