@@ -34,8 +34,8 @@ from workbench.base.metrics import Max, Sum
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, LossOutput, local
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
+from workbench.engines.fsdp_engine.folders import export
 from workbench.engines.fsdp_engine.group import Group, local_group, shared_out
-from workbench.engines.fsdp_engine.sharding import export
 from workbench.engines.local_engine.selfcheck import batch_of
 from workbench.engines.paired import Paired
 from workbench.engines.workers import processes as processes_module

@@ -15,8 +15,8 @@ from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.fsdp_engine.folders import export
 from workbench.engines.fsdp_engine.group import Group, local_group
-from workbench.engines.fsdp_engine.sharding import export
 from workbench.engines.local_engine.states import read_weights
 from workbench.engines.paired import Paired
 from workbench.stages.diagnostics import ExactKL

@@ -17,7 +17,7 @@ from workbench.engines import local
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.fsdp_engine.group import Group, local_group
 from workbench.engines.fsdp_engine.meshes import Sizes
-from workbench.engines.fsdp_engine.sharding import refuse
+from workbench.engines.fsdp_engine.parallel import refuse
 from workbench.engines.local_engine.loading import load_model
 from workbench.engines.local_engine.selfcheck import batch_of
 from workbench.engines.rehearsal import Shape, sharded

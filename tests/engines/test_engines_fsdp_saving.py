@@ -30,10 +30,10 @@ from workbench.base.errors import CheckpointError, SettingError, WorkerLost
 from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.fsdp_engine import engine as engine_module
-from workbench.engines.fsdp_engine import sharding
+from workbench.engines.fsdp_engine import folders
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
+from workbench.engines.fsdp_engine.folders import export
 from workbench.engines.fsdp_engine.group import Group, local_group
-from workbench.engines.fsdp_engine.sharding import export
 from workbench.engines.local_engine.states import RECORD, read_record, read_weights
 from workbench.runs import checkpoint
 from workbench.testing.engines import LikelihoodLoss
@@ -229,8 +229,8 @@ def test_an_exported_state_is_read_one_file_at_a_time(
         held.append(read_weights(*given))
         return held[-1]
 
-    monkeypatch.setattr(sharding, "planned", functools.partial(sharding.planned, limit=limit))
-    monkeypatch.setattr(sharding, "read_weights", read)
+    monkeypatch.setattr(folders, "planned", functools.partial(folders.planned, limit=limit))
+    monkeypatch.setattr(folders, "read_weights", read)
     opened = local(export(tmp_path / "state", tmp_path / "model"), device="cpu").critic()
     assert len([*(tmp_path / "model").glob("model-*.safetensors")]) == len(held) - 1 > 4
     largest = max(one.nbytes for one in critic.full_weights().values())

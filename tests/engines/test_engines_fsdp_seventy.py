@@ -14,10 +14,9 @@ import torch
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from workbench.engines.fsdp_engine import folders, pushing, sharded, sharding
+from workbench.engines.fsdp_engine import folders, meshes, parallel, sharded
 from workbench.engines.fsdp_engine.meshes import Mesh, sizes_of
-from workbench.engines.fsdp_engine.tensor_parallel import tied
-from workbench.engines.local_engine.loading import load_model
+from workbench.engines.local_engine.loading import load_model, tied
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.weights import buckets_of, layout_of
 
@@ -74,18 +73,18 @@ def test_no_rank_holds_a_whole_model(folder: str, monkeypatch: pytest.MonkeyPatc
     meta = load_model(folder, settings, empty=True)
     assert sum(one.numel() for one in meta.parameters()) == PARAMETERS
     files, gathered = NoFiles(meta), list[int]()
-    full = pushing._full
+    full = sharded._full
 
     def noted(value: Any) -> torch.Tensor:
         gathered.append(value.numel())
         return full(value)
 
-    monkeypatch.setattr(sharding, "_materialise", lambda whole, device: None)
+    monkeypatch.setattr(parallel, "_materialise", lambda whole, device: None)
     monkeypatch.setattr(folders, "Files", lambda path: files)
-    monkeypatch.setattr(sharded, "everyone", lambda told: pytest.fail(told) if told else None)
-    monkeypatch.setattr(pushing, "_full", noted)
+    monkeypatch.setattr(meshes, "everyone", lambda told, kind: pytest.fail(told) if told else None)
+    monkeypatch.setattr(sharded, "_full", noted)
     monkeypatch.setattr(
-        pushing, "mapped", lambda file, nbytes, write: torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        sharded, "mapped", lambda file, nbytes, write: torch.empty(nbytes, dtype=torch.uint8, device="meta")
     )
     with rank_of_64(63):
         model = sharded.ShardedModel(folder, settings, Mesh("cpu", sizes), False, {})

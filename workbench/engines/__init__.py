@@ -1,8 +1,8 @@
 """Engines: models that sample, score and learn behind the stages; `protocol` has the contracts, the rest the kinds."""
 
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
+from workbench.engines.fsdp_engine.folders import export
 from workbench.engines.fsdp_engine.group import Group, local_group
-from workbench.engines.fsdp_engine.sharding import export
 from workbench.engines.http.chat import ClassifyEndpoint, OpenAIChat, SamplerChat, serve
 from workbench.engines.http.sampler import RemoteSampler, remote
 from workbench.engines.http.server import RemoteSettings, ServerCommand, server_command

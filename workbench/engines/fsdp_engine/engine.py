@@ -65,7 +65,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         self._sizes = sizes_of(settings.mesh, group.size)
         shape = load_model(path, settings.replace(attn_implementation=None), empty=True)
         if settings.mesh is not None:
-            from workbench.engines.fsdp_engine.sharding import refuse  # torch's FSDP: half a second of imports
+            from workbench.engines.fsdp_engine.parallel import refuse  # torch's FSDP: half a second of imports
 
             refuse(shape, self._sizes)
         tokenizer = load_tokenizer(path, shape, settings)

@@ -1,8 +1,7 @@
 """Model folders read and written by all ranks: each reads its own slices of each tensor, and no rank ever has a whole model.
 
 What transformers renames and fuses when it loads (and takes apart when it saves) is renamed and fused by its own rules, for one
-tensor at a time; of experts that lie one by one in the files, a rank reads those that it has a part of.
-"""
+tensor at a time; of experts that lie one by one in the files, a rank reads those that it has a part of."""
 
 from __future__ import annotations
 
@@ -16,11 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
-from workbench.base.errors import EngineError, first_line
-from workbench.engines.fsdp_engine.tensor_parallel import tied
+from workbench.base.errors import CheckpointError, EngineError, first_line
+from workbench.engines.fsdp_engine.meshes import everyone, together
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.loading import header, load_model, misfit, resolve, write_bytes
+from workbench.engines.local_engine.loading import (
+    HEAD,
+    header,
+    load_model,
+    load_tokenizer,
+    misfit,
+    resolve,
+    save_head,
+    save_model,
+    seal_model,
+    tied,
+    write_bytes,
+)
+from workbench.engines.local_engine.states import read_record, read_weights
+from workbench.engines.settings import FsdpSettings
 
 FILE_BYTES = 5 << 30
 """Most bytes of one file of weights, but for a tensor that is larger."""
@@ -323,3 +337,119 @@ def begin_folder(model: Any, folder: Path, parts: Sequence[Part]) -> None:
         places = {name: part.file for part in parts for made in part.tensors.values() for name in made}
         record = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": places}
         (folder / _NAMES[1]).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+_HEAD = ("value_head.weight", "value_head.bias")
+
+
+def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
+    """Read the value head's weights of a model folder; zeros where it has none, as for a new critic."""
+    from safetensors.torch import load_file
+
+    path = Path(folder) / HEAD
+    start = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
+    return {f"value_head.{name}": tensor for name, tensor in (load_file(path) if path.is_file() else start).items()}
+
+
+def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, settings: Any, shown: str = "") -> None:
+    """Write whole weights as a Hugging Face folder, adapters as a peft folder, like a local engine's `save`.
+
+    Configuration and tokenizer are those of `source`; a peft folder names `shown` as its base model.
+    """
+    adapted = any("lora_" in name for name in weights)
+    model = _shell(source, settings, adapted)
+    if adapted and lora.base_of(Path(source)) is None:
+        model.workbench_lora["base_model_name_or_path"] = shown or source
+    plain = {name: tensor for name, tensor in weights.items() if not name.startswith("value_head.")}
+    model.load_state_dict(plain, strict=False, assign=True)
+    if not adapted:
+        model.tie_weights()
+    save_model(model, _head(weights), load_tokenizer(source, model, settings), Path(path))
+    seal_model(Path(path))
+
+
+def write_together(
+    whole: Callable[[str], torch.Tensor], head: Mapping[str, torch.Tensor], source: str, path: str, settings: Any
+) -> bool:
+    """Write a model without adapters as a Hugging Face folder, by all ranks; returns whether that can be.
+
+    `whole(name)` gives a whole tensor to all ranks together: they are gathered one at a time, and each rank writes some of the
+    files. `head` is a value head, whole. It cannot be where transformers makes one tensor of the files out of several of the model's.
+    """
+    model, folder = _shell(source, settings, False), Path(path)
+    parts = planned(model)
+    if parts is None:
+        return False
+    first = distributed.get_rank() == 0
+    with together():
+        if first:
+            begin_folder(model, folder, parts)
+    made = lambda name: reverted(model, {name: whole(name)})  # noqa: E731
+    ranks = [number % distributed.get_world_size() for number in range(len(parts))]
+    told = [part.write(folder, made, rank == distributed.get_rank()) for part, rank in zip(parts, ranks, strict=True)]
+    everyone(next(filter(None, told), None))
+    with together():
+        if first:
+            _end_folder(model, head, source, folder, settings)
+    return True
+
+
+def _end_folder(model: Any, head: Mapping[str, torch.Tensor], source: str, folder: Path, settings: Any) -> None:
+    """Write what a model folder has beside what `begin_folder` and the files' parts wrote, and seal it."""
+    if (layer := _head(head)) is not None:
+        save_head(layer, folder)
+    load_tokenizer(source, model, settings).save_pretrained(folder)
+    seal_model(folder)
+
+
+def _shell(source: str, settings: Any, adapted: bool) -> Any:
+    """The model of a folder or hub name on the meta device, with its generation settings; without adapters unless `adapted`."""
+    from transformers import GenerationConfig
+
+    plain = settings.replace(attn_implementation=None)  # it runs no forward, and may be without the kernels
+    folder = source if adapted else base_folder(source)
+    model = load_model(folder, plain if adapted else plain.replace(lora_rank=0), empty=True)
+    if (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _head(weights: Mapping[str, torch.Tensor]) -> torch.nn.Linear | None:
+    """The value head among whole weights, as a layer."""
+    if _HEAD[0] not in weights:
+        return None
+    head = torch.nn.Linear(weights[_HEAD[0]].shape[1], 1)
+    head.load_state_dict({key: weights[f"value_head.{key}"] for key in ("weight", "bias")})
+    return head
+
+
+def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:
+    """Turn a distributed checkpoint (`FsdpEngine.save_sharded`) into a Hugging Face folder: `export("state", "model")`.
+
+    Works in this process, without ranks, and holds the weights of one file of the folder (5 GiB) at a time; adapters become a peft folder. Configuration and tokenizer are those of the model that
+    was trained, or of `model`. Raises `CheckpointError` where the checkpoint is incomplete or has no weights.
+    """
+    record = read_record(state)
+    settings = FsdpSettings.from_parameters(record["settings"])
+    source = str(resolve(model or record["path"]))
+    shell = None if settings.lora_rank or lora.base_of(Path(source)) else _shell(source, settings, False)
+    parts = planned(shell) if shell is not None else None
+    if parts is None:
+        write_plain(read_weights(state), source, str(path), settings, record["path"])
+    else:
+        begin_folder(shell, Path(path), parts)
+        for part in parts:
+            _write_part(part, shell, state, Path(path))
+        _end_folder(shell, read_weights(state, _HEAD), source, Path(path), settings)
+    return Path(path)
+
+
+def _write_part(part: Part, shell: Any, state: str | Path, folder: Path) -> None:
+    """Write one file of a model folder out of a saved state. Raises `CheckpointError` where that lacks a weight, or the disk fails."""
+    held = read_weights(state, part.tensors)
+    for name in part.tensors:
+        if name not in held:
+            what, do = f"the sharded state at {state}", "name the model that was trained: export(…, model=…)"
+            raise CheckpointError(what, expected=f"weight {name}", found="no tensor of that name", do=do)
+    if told := part.write(folder, lambda name: reverted(shell, {name: held[name]}), True):
+        raise CheckpointError(f"{folder / part.file} could not be written: {told}")

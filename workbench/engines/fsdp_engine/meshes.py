@@ -2,18 +2,20 @@
 
 Ranks are numbered row by row over (replicate, dp, cp, tp), so that the ranks of one tensor are neighbours. Parameters are sharded
 over dp·cp (`shard`), copied `replicate` times, and cut over `tp`. Experts are spread over `ep` of the dp·cp ranks.
-"""
+
+What ranks must agree on, so that none waits for ever in a collective, is at the end; every rank must call each of these."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import distributed
 
-from workbench.base.errors import SettingError, unknown
+from workbench.base.errors import EngineError, SettingError, first_line, unknown
 
 
 @dataclass(frozen=True)
@@ -163,3 +165,35 @@ def placed(whole: torch.Tensor, like: Any) -> Any:
     part = whole[box(like)].to(like.to_local().device).contiguous()
     given = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return DTensor.from_local(part, like.device_mesh, like.placements, **given)
+
+
+def largest(mine: float) -> float:
+    """The maximum of all ranks' `mine`."""
+    number = torch.tensor(float(mine))
+    distributed.all_reduce(number, distributed.ReduceOp.MAX)
+    return float(number)
+
+
+def agreed(mine: bool) -> bool:
+    """Whether `mine` is true on any rank."""
+    return largest(mine) > 0
+
+
+def everyone(told: str | None, kind: type[Exception] = EngineError) -> None:
+    """Raise `kind` on all ranks where any rank has the text of an error: the first one's."""
+    texts: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(texts, told)
+    for text in texts:
+        if text is not None:
+            raise kind(text)
+
+
+@contextmanager
+def together(kind: type[Exception] = EngineError) -> Iterator[None]:
+    """Context manager: what is raised inside on any rank is raised on all, as `kind`: the first rank's."""
+    told = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - all ranks raise it
+        told = first_line(error, 1000)
+    everyone(told, kind)

@@ -23,12 +23,17 @@ from torch.distributed.tensor import DTensor
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
-from workbench.engines.fsdp_engine import tensor_parallel
-from workbench.engines.fsdp_engine.agreement import agreed, everyone, largest
-from workbench.engines.fsdp_engine.folders import Reader, adapters_of, base_folder, named_beside
-from workbench.engines.fsdp_engine.meshes import Mesh, box, local, placed
-from workbench.engines.fsdp_engine.pushing import ShardedPushing
-from workbench.engines.fsdp_engine.sharding import build, read_head, write_plain, write_together
+from workbench.engines.fsdp_engine.folders import (
+    Reader,
+    adapters_of,
+    base_folder,
+    named_beside,
+    read_head,
+    write_plain,
+    write_together,
+)
+from workbench.engines.fsdp_engine.meshes import Mesh, agreed, box, largest, local, placed, together
+from workbench.engines.fsdp_engine.parallel import build, sum_gradients, summed
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
@@ -47,6 +52,8 @@ from workbench.engines.local_engine.selfcheck import WANT, Paths, SelfCheck, che
 from workbench.engines.local_engine.states import read_optimizer, read_record
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
+from workbench.engines.vllm_server.process import Piece, device_name, mapped
+from workbench.engines.weights import Outbox, machine, rows_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -115,7 +122,7 @@ class ShardedOptimizer(Optimizer):
         return placed(value, parameter)
 
 
-class ShardedModel(ShardedPushing):
+class ShardedModel:
     """One rank's part of one model; its methods are called on all ranks together."""
 
     def __init__(self, path: str, settings: Any, mesh: Mesh, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
@@ -125,8 +132,9 @@ class ShardedModel(ShardedPushing):
         self.whole = build(path, settings, mesh, head)
         self.selfcheck = unchecked(self.whole.causal, settings)
         self._optimizer: ShardedOptimizer | None = None
-        self._summed = tensor_parallel.summed(self.whole.causal) if mesh.sizes.tp > 1 else []
+        self._summed = summed(self.whole.causal) if mesh.sizes.tp > 1 else []
         self._held: dict[str, torch.Tensor] = {}
+        self._outbox = Outbox()
 
     @property
     def named(self) -> dict[str, DTensor]:
@@ -193,9 +201,8 @@ class ShardedModel(ShardedPushing):
         """Bytes of this rank: `weights` and `optimizer`, and the device's `peak` so far (0 on a CPU)."""
         state = self.optimizer.state.values() if self.steps() else ()
         held = {"weights": self.named.values(), "optimizer": [value for one in state for value in one.values()]}
-        local = {name: [one.to_local() if isinstance(one, DTensor) else one for one in held[name]] for name in held}
         peak = torch.cuda.max_memory_allocated() if self.mesh.device_type == "cuda" else 0
-        return {**{name: sum(one.nbytes for one in local[name]) for name in local}, "peak": peak}
+        return {**{name: sum(local(one).nbytes for one in tensors) for name, tensors in held.items()}, "peak": peak}
 
     def memory_free(self) -> int:
         """Bytes that this rank can still allocate on its device."""
@@ -210,8 +217,8 @@ class ShardedModel(ShardedPushing):
         With `again` the model is loaded already: if it has LoRA adapters, only they are read, from a peft folder.
         """
         adapters = again and self.adapted
-        parameters, told = self.learning if adapters else self.named, None
-        try:
+        parameters = self.learning if adapters else self.named
+        with together():
             small = adapters_of(folder, self.settings)
             if self.whole.value_head is not None:
                 small |= read_head(folder, hidden_size(self.whole.causal))
@@ -225,9 +232,6 @@ class ShardedModel(ShardedPushing):
                     local(parameter).copy_(whole.read(name.replace(".base_layer.", "."), box(parameter)))
                 for name, buffer in self.buffers.items():
                     buffer.copy_(whole.buffer(name))
-        except Exception as error:  # noqa: BLE001 - all ranks raise it
-            told = first_line(error, 1000)
-        everyone(told)
 
     @torch.no_grad()
     def copy(self, other: ShardedModel) -> None:
@@ -247,7 +251,7 @@ class ShardedModel(ShardedPushing):
         """Whole weights on rank 0's CPU by Hugging Face's names, adapters merged, or those of `stored`; elsewhere None."""
         held: dict[str, torch.Tensor] = {}
         for name, value in (self.plain if merged else self.stored).items():
-            full = value.full_tensor() if isinstance(value, DTensor) else value
+            full = _full(value)
             if distributed.get_rank() == 0:
                 held[name] = full.detach().cpu().clone()
         if merged and self.adapted and held:
@@ -262,13 +266,10 @@ class ShardedModel(ShardedPushing):
         plain = merged or not self.adapted
         if plain and write_together(self.gathering(), head, source, folder, self.settings):
             return
-        weights, told = self.weights(merged), None
-        if weights is not None:
-            try:
+        weights = self.weights(merged)
+        with together():
+            if weights is not None:
                 write_plain(weights, source, folder, self.settings, shown)
-            except Exception as error:  # noqa: BLE001 - all ranks raise it
-                told = first_line(error, 1000)
-        everyone(told)
 
     # --- states -----------------------------------------------------------------------------
 
@@ -469,7 +470,7 @@ class ShardedModel(ShardedPushing):
         finally:
             self.reshard()
         if self._summed:
-            tensor_parallel.sum_gradients([self.named[name] for name in self._summed], self.mesh["tp"])
+            sum_gradients([self.named[name] for name in self._summed], self.mesh["tp"])
         failed = agreed(account.failed())
         if failed:
             self.optimizer.zero()
@@ -533,6 +534,87 @@ class ShardedModel(ShardedPushing):
             norms.append(math.nan if report["failed"] else math.sqrt(float(square)))
         self.optimizer.zero()
         return norms
+
+    # --- a push of weights ------------------------------------------------------------------
+
+    # Into shared memory each rank writes its own part, and no rank ever has a whole tensor. Other ways gather one bucket at a
+    # time, cast to the sampler's dtype before it is gathered.
+
+    def sends(self) -> tuple[str, str]:
+        """This rank's machine and GPU."""
+        return machine(), device_name(self._device())
+
+    def _device(self) -> torch.device:
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @torch.no_grad()
+    def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
+        """Write pieces to a place, as `Outbox.send`: to a file its own part, else whole tensors (of a broadcast rank 0's)."""
+        if "file" in place:
+            held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
+            memory = mapped(place["file"], place["nbytes"], write=True)
+            for piece in (one for one in pieces if not one.tied):
+                self._write(piece, piece.within(memory), held, layers.get(piece.name))
+            return None
+
+        whole = self.gathering()
+
+        def value(piece: Piece) -> torch.Tensor:
+            return rows_of(whole(piece.name, getattr(torch, piece.dtype)), piece)
+
+        if "broadcast" in place and distributed.get_rank():
+            for piece in pieces:
+                value(piece) if not piece.tied else None  # its part of what rank 0 gathers
+            return None
+        sent = self._outbox.send(pieces, place, value, self._device())
+        return sent if "data" not in place or distributed.get_rank() == 0 else None
+
+    def gathering(self) -> Callable[..., torch.Tensor]:
+        """A function that gives one whole tensor to every rank, by its plain name, adapters merged; others in another `dtype`."""
+        held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
+
+        def whole(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+            if name not in layers:
+                return _full(held[name].to(dtype))
+            base, a, b = (_full(one) for one in lora.parts(held, name))
+            return base + lora.delta(layers[name], a, b)
+
+        return whole
+
+    def _write(self, piece: Piece, there: torch.Tensor, held: Mapping[str, Any], layer: Any) -> None:
+        """Write what this rank has of a piece; what several ranks have the first of them writes."""
+        base, *small = [held[piece.name]] if layer is None else lora.parts(held, piece.name)
+        small = [_full(one) for one in small]  # by all ranks together
+        if not self.mesh.counts(base):
+            return
+        mine = local(base)
+        if not piece.shape:
+            there.copy_(mine)
+            return
+        rows, *further = box(base)
+        begin, end = max(rows.start, piece.first), min(rows.stop, piece.first + piece.rows)
+        if begin < end:
+            part = mine[begin - rows.start : end - rows.start]
+            if layer is not None:
+                part = part + lora.delta(layer, small[0], small[1], slice(begin, end))[:, *further]
+            there[begin - piece.first : end - piece.first, *further].copy_(part)
+
+    def open_group(self, size: int | None = None, backend: str = "") -> Any:
+        """On rank 0, open the port of a broadcast (returns host, port), or join it."""
+        if distributed.get_rank():
+            return None
+        return self._outbox.listen() if size is None else self._outbox.join(size, backend)
+
+    def empty_cache(self) -> None:
+        """Give the device memory back that torch keeps for later."""
+        self._outbox.drop()
+        if self.mesh.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _apart(name: str) -> bool:

@@ -18,8 +18,7 @@ from torch import distributed
 from workbench.base.errors import CheckpointError, first_line, message
 from workbench.base.files import fsync
 from workbench.base.memory import separate_blocks
-from workbench.engines.fsdp_engine.agreement import everyone
-from workbench.engines.fsdp_engine.meshes import Mesh, Sizes, sizes_of
+from workbench.engines.fsdp_engine.meshes import Mesh, Sizes, everyone, sizes_of
 from workbench.engines.fsdp_engine.sharded import ShardedModel
 from workbench.engines.local_engine.loading import chosen_device
 from workbench.engines.local_engine.selfcheck import SelfCheck

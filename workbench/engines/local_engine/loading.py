@@ -387,6 +387,21 @@ def duplicate(model: Any) -> Any:
     return copy.deepcopy(model)
 
 
+def tied(model: torch.nn.Module) -> dict[str, str]:
+    """Names of parameters that are another name's, with that name (a language head that is the embeddings)."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    found = {name: first.setdefault(id(one), name) for name, one in named}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def tie(model: torch.nn.Module, ties: Mapping[str, str]) -> None:
+    """Make parameters one again that `tied` found."""
+    for name, first in ties.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+
+
 HEAD = "value_head.safetensors"
 """The file of a critic's value head, beside the model's own."""
 
