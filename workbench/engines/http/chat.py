@@ -1,4 +1,4 @@
-"""Chat models for judges: a sampler of ours with its chat template, or any OpenAI-compatible service; and such a service of a sampler."""
+"""Chat models for judges: a sampler of ours with its chat template, or an OpenAI-compatible service; and serving a sampler as one."""
 
 from __future__ import annotations
 

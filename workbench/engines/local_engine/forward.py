@@ -1,12 +1,12 @@
-"""What a forward pass of a transformers model is given and what it gives: attention by a plan, replayed experts, pictures, logits.
+"""What a forward pass of a transformers model is given, and gives: attention by a plan, experts replayed, pictures, logits.
 
-Models call their attention through transformers' `AttentionInterface`, so that one function here serves every architecture that
-does. A plan says which tokens attend to which, in place of a mask: it travels as the pass's attention mask, a tensor of four
-dimensions, which models hand on untouched. That a model really does so is not assumed: see `selfcheck`.
+Models call their attention through transformers' `AttentionInterface`, so that one function here serves every architecture
+that does. A plan says which tokens attend to which, in place of a mask: it travels as the pass's attention mask, a tensor of
+four dimensions, which models hand on untouched. That a model really does so is not assumed: see `selfcheck`.
 
-Routing replay: sampler and trainer round differently, so that for some tokens a mixture's routers choose other experts, and the
-log-probs are far apart. The column `routed_experts` holds what the sampler chose, which is used again when a row is scored and
-learned; weights are of the scorer's own router. Ma et al. 2025, R3, https://arxiv.org/abs/2510.11370.
+Routing replay: sampler and trainer round differently, so that for some tokens a mixture's routers choose other experts, and
+the log-probs are far apart. The column `routed_experts` holds what the sampler chose, which is used again when a row is
+scored and learned; weights are of the scorer's own router. Ma et al. 2025, R3, https://arxiv.org/abs/2510.11370.
 
 Rows with pictures go through the model padded. A picture's token in a response, which no picture belongs to, is read as
 `STAND_IN`, in sampling as in scoring: the model would look for its picture."""

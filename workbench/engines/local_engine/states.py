@@ -9,11 +9,11 @@ Both kinds of engine read both. Shards are torch's distributed checkpoint (DCP) 
 storage keeps its plan in a pickle, which is code to whoever opens it. `engine.json` of shards is written last, by rank 0, and
 lists the files with their sizes.
 
-Both engines go back to a state that is held, or by the updates since one that is held, done again: what those cost is the batches
-that they learned from. What holds a state is the engine's own: a folder that all ranks see (FSDP), or, here, tensors in memory or in
-a file. These cost what changed: a tensor is copied only where neither the last snapshot that is still kept nor the model's own
-safetensors files have the same bits. Weights as loaded cost nothing, frozen and tied tensors are held once, with LoRA the adapters
-alone are looked at."""
+Both engines go back to a state that is held, or by the updates since one that is held, done again: what those cost is the
+batches that they learned from. What holds a state is the engine's own: a folder that all ranks see (FSDP), or, here, tensors
+in memory or in a file. These cost what changed: a tensor is copied only where neither the last snapshot that is still kept nor
+the model's own safetensors files have the same bits. Weights as loaded cost nothing, frozen and tied tensors are held once,
+with LoRA the adapters alone are looked at."""
 
 from __future__ import annotations
 
