@@ -506,13 +506,10 @@ class Flow:
         finally:
             draw.tasks.discard(task)
             self._out -= 1
-            await self._told()
+            async with self._changed:
+                self._changed.notify_all()
         draw.tokens += len(sample.ids)
         return sample
-
-    async def _told(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     def close(self) -> None:
         """Let the pair sample as before: with the learner's weights."""

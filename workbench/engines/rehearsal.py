@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,16 +108,12 @@ def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu:
 
     def opened(folder: str) -> Opened:
         model = ShardedModel(folder, chosen, Mesh("cpu", sizes_of(chosen.mesh, ranks)), head, {})
-        learn = partial(_with_further, model.learn, 0)
-        return Opened(model.whole, model.optimizer, learn, partial(_with_further, model.compute_log_probs, False))
+        score = lambda rows, want, temperature: model.compute_log_probs(rows, want, temperature, False)  # noqa: E731
+        return Opened(model.whole, model.optimizer, lambda *given: model.learn(*given, 0), score)
 
     with _fake_ranks(ranks):
         found = measured(json.loads(config), opened, shape, gpu=gpu, head=head)
-    return found if not gpu else _away(found, settings.offload)
-
-
-def _with_further(method: Callable[..., Any], further: Any, *given: Any) -> Any:
-    return method(*given, further)
+    return _away(found, settings.offload) if gpu else found
 
 
 def whole(
@@ -128,7 +124,7 @@ def whole(
     chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
     plain = json.loads(config.to_json_string(use_diff=False))
     found = measured(plain, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
-    return found if not gpu else _away(found, settings.offload)
+    return _away(found, settings.offload) if gpu else found
 
 
 class Opened(NamedTuple):
@@ -178,11 +174,9 @@ def measured(
             rows = [_run(config, opened, shape, gpu, head)]
     few, more = rows[0], rows[-1]
     further = (depth - depths[-1]) / (SHALLOW[1] - SHALLOW[0])
-    return _footprint([round(b + further * (b - a)) for a, b in zip(few, more, strict=True)])
-
-
-def _footprint(sizes: Sequence[int]) -> Footprint:
-    return Footprint(sizes[0], sizes[1], sizes[2], sizes[3], max(sizes[4:-1]), sizes[-1])
+    sizes = [round(b + further * (b - a)) for a, b in zip(few, more, strict=True)]
+    parameters, weights, gradients, optimizer, *learning, scoring = sizes
+    return Footprint(parameters, weights, gradients, optimizer, max(learning), scoring)
 
 
 def _run(config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, gpu: bool, head: bool) -> list[int]:
@@ -387,9 +381,8 @@ def _on_cpu(settings: Any, gpu: bool) -> Any:
     """Settings with which this process computes what a GPU would: in its precision and by its budget."""
     kind = "cuda" if gpu else "cpu"
     half = "bfloat16" if settings.half(kind) else "float32"
-    return settings.replace(
-        device="cpu", dtype=half, micro_batch_tokens=settings.budget(kind), attn_implementation=None
-    )
+    budget = settings.budget(kind)
+    return settings.replace(device="cpu", dtype=half, micro_batch_tokens=budget, attn_implementation=None)
 
 
 def config_of(model: str | Path | Mapping[str, Any], settings: Any) -> tuple[Mapping[str, Any], Any]:

@@ -185,22 +185,18 @@ class VllmSettings(Settings):
         share = self.gpu_memory_utilization
         require(0 < share <= 1, "gpu_memory_utilization", expected="a share in (0, 1]", found=share)
         require(self.max_num_seqs > 0, "max_num_seqs", expected="≥ 1", found=self.max_num_seqs)
-        require(
-            0 <= self.lora_rank <= _LORA_RANKS[-1],
-            "lora_rank",
-            expected="0 to 512, vLLM's largest",
-            found=self.lora_rank,
-        )
+        rank = self.lora_rank
+        require(0 <= rank <= _LORA_RANKS[-1], "lora_rank", expected="0 to 512, vLLM's largest", found=rank)
         ours = sorted(set(self.engine_args) & (set(_OURS) | {"worker_extension_cls", "disable_log_stats", "runner"}))
         if ours:
             instead = [f"{name}: {_OURS.get(name) or 'set by workbench'}" for name in ours]
-            raise SettingError(
-                "engine_args", expected="arguments that workbench does not set", found="; ".join(instead)
-            )
+            expected = "arguments that workbench does not set"
+            raise SettingError("engine_args", expected=expected, found="; ".join(instead))
 
 
 def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
     """Arguments of vLLM's engine on a GPU."""
+    rank = next(one for one in _LORA_RANKS if one >= s.lora_rank)
     return {
         "model": str(folder),
         "dtype": s.dtype,
@@ -215,11 +211,7 @@ def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # each request says which ids end a response
         "seed": 0,
-        **(
-            {"enable_lora": True, "max_lora_rank": min(one for one in _LORA_RANKS if one >= s.lora_rank)}
-            if s.lora_rank
-            else {}
-        ),
+        **({"enable_lora": True, "max_lora_rank": rank} if s.lora_rank else {}),
         **s.engine_args,
     }
 

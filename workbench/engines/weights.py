@@ -568,10 +568,6 @@ class Pushing(Sending, Receiving):
 
     # --- sending ----------------------------------------------------------------------------
 
-    def weight_layout(self) -> dict[str, Entry]:
-        """Its tensors by Hugging Face names, adapters merged."""
-        return layout_of(self._model)
-
     def sends(self) -> dict[str, Any]:
         """Where it is, as `WeightSender.sends`."""
         name = device_name(self._model.device)

@@ -35,7 +35,6 @@ from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResul
 from workbench.engines.rehearsal import Shape, sharded
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.vllm_server.process import Piece
-from workbench.engines.weights import Entry, layout_of
 
 log = logging.getLogger("workbench")
 GRACE = 10.0
@@ -240,10 +239,6 @@ class FsdpEngine(ModelEngine, Rewinding):
         first = {one: name for name, one in reversed(named)}
         return found | {name: found[first[one]] for name, one in named}
 
-    def weight_layout(self) -> dict[str, Entry]:
-        """Its tensors by Hugging Face names, adapters merged."""
-        return layout_of(self._model)
-
     def sends(self) -> dict[str, Any]:
         """Where its ranks are, as `WeightSender.sends`."""
         machines, devices = zip(*self._on("sends"), strict=True)
@@ -364,7 +359,7 @@ class FsdpEngine(ModelEngine, Rewinding):
         self._fill(read_record(path), "load_state", path)
 
     def _write(self, path: Path, merged: bool) -> None:
-        self._call("save_plain", self._name, self._source, str(path), self.path, merged)
+        self._on("save", self._source, str(path), self.path, merged)
 
     def save_state(self, path: Path) -> None:
         """Save optimizer, schedule and version, without weights, as a distributed checkpoint in a new folder; no pickle."""
@@ -420,13 +415,10 @@ class FsdpEngine(ModelEngine, Rewinding):
         if measured:
             budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // sizes.blocks)
             shape, gpu = Shape.of(budget, budget if each is None else min(budget, each), each), device.type == "cuda"
-            found = estimated(
-                "the memory that learning takes, measured,",
-                lambda: sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic),
-                None,
-            )
-            if found is not None:
-                return device, {name: one * sharing for name, one in found.parts.items()}
+            measure = lambda: sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic)  # noqa: E731
+            footprint = estimated("the memory that learning takes, measured,", measure, None)
+            if footprint is not None:
+                return device, {name: size * sharing for name, size in footprint.parts.items()}
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
         parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // sizes.blocks))

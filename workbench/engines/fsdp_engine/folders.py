@@ -199,12 +199,7 @@ class Reader:
 
     def _planned(self) -> dict[str, _Source]:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         rules = get_model_conversion_mapping(self._model)
         converters = [one for one in rules if isinstance(one, WeightConverter)]

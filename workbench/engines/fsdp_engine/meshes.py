@@ -118,11 +118,6 @@ class Mesh:
     def __getitem__(self, name: str) -> Any:
         return self._parts[name]
 
-    @property
-    def coordinates(self) -> dict[str, int]:
-        """Where this rank is: its number in each dimension of (replicate, dp, cp, tp)."""
-        return coordinates(self.sizes, distributed.get_rank())
-
     def counts(self, tensor: Any) -> bool:
         """Whether this rank's part of a tensor counts in a sum over all ranks: of equal parts only the first one does."""
         if not hasattr(tensor, "placements"):
@@ -131,7 +126,7 @@ class Mesh:
         here = mesh.get_coordinate()
         copies = [place for place, one in zip(here, tensor.placements, strict=True) if one.is_replicate()]
         inside = set(mesh.mesh_dim_names or ())
-        return not any(copies) and ("tp" in inside or self.coordinates["tp"] == 0)
+        return not any(copies) and ("tp" in inside or coordinates(self.sizes, distributed.get_rank())["tp"] == 0)
 
 
 def coordinates(sizes: Sizes, rank: int) -> dict[str, int]:

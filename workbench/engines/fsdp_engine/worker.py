@@ -142,10 +142,6 @@ class Shards:
             self._savings.pop(key, None)
         return outcome
 
-    def save_plain(self, name: str, source: str, folder: str, shown: str, merged: bool) -> None:
-        """Write a model as a Hugging Face folder, by all ranks; with LoRA adapters as a peft folder, unless `merged`."""
-        self._models[name].save(source, folder, shown, merged)
-
 
 shards = Shards
 """The factory for `Ranks`: one rank that has not joined the others yet."""

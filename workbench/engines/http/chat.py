@@ -151,10 +151,8 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
 
     def answer(asked: Asked) -> tuple[int, Any]:
         if (asked.method, asked.path) == ("GET", "/v1/models"):
-            return 200, {
-                "object": "list",
-                "data": [{"id": chat.describe(), "object": "model", "owned_by": "workbench"}],
-            }
+            listed = {"id": chat.describe(), "object": "model", "owned_by": "workbench"}
+            return 200, {"object": "list", "data": [listed]}
         try:
             if (asked.method, asked.path) != ("POST", "/v1/chat/completions"):
                 found = f"{asked.method} {asked.path[:100]!r}"

@@ -179,11 +179,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         raise Refusal(400, f"{where}.tool_calls: expected {{id, type: function, function: {{name, arguments}}}}")
     said = function.get("arguments")
     text = said if isinstance(said, str) else json.dumps(said if said is not None else {})
-    return {
-        "id": str(given.get("id") or ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": text},
-    }
+    call = {"name": function["name"], "arguments": text}
+    return {"id": str(given.get("id") or ""), "type": "function", "function": call}
 
 
 # --- replies ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from workbench.engines.http.server import SGLANG, VLLM, About, Findings, RemoteS
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve, write_to
 from workbench.engines.pausing import PUSH_AGAIN, PUSH_FAILED, Pausing
-from workbench.engines.protocol import Request, Sample, SamplingSettings
+from workbench.engines.protocol import Request, Sample, SamplingSettings, new_id
 from workbench.engines.vllm_server.engine import check_prompt, tokenizer_of
 from workbench.engines.weights import machine
 
@@ -189,13 +188,8 @@ class RemoteSampler(Pausing):
             return None
         here = urlsplit(self.url).hostname in server.HERE and self._settings.weights_folder is None
         where = {"machines": [machine() if here else self.url], "pids": [self.url], "devices": [], "processes": 0}
-        return {
-            **where,
-            "dtype": self._settings.weights_dtype,
-            "split": False,
-            "adapter_rank": 0,
-            "folder": str(self._folder),
-        }
+        takes = {"dtype": self._settings.weights_dtype, "split": False, "adapter_rank": 0}
+        return {**where, **takes, "folder": str(self._folder)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
         """Replace all weights of the server's model, by their Hugging Face names; returns the seconds taken.
@@ -342,7 +336,7 @@ class RemoteSampler(Pausing):
 
 def _tag(version: int) -> str:
     """A server's name for weights of a version, which no other push has."""
-    return f"{uuid.uuid4().hex[:12]}:{version}"
+    return f"{new_id()}:{version}"
 
 
 def remote(url: str, model: str | Path, *, template_switches: Any = None, **settings: Any) -> RemoteSampler:

@@ -60,14 +60,8 @@ class Dialect:
 
 
 def _vllm_body(request: Request, model: str, ends: Sequence[int], tops: int) -> dict[str, Any]:
-    return {
-        **vllm_fields(request, ends),
-        "model": model,
-        "prompt": list(request.ids),
-        "logprobs": tops,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+    asks = {"logprobs": tops, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    return {**vllm_fields(request, ends), "model": model, "prompt": list(request.ids), **asks}
 
 
 def _vllm_read(reply: Any, request: Request, wanted: int) -> Reply:

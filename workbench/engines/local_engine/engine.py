@@ -40,7 +40,7 @@ from workbench.engines.local_engine.states import Files, Holding, read_optimizer
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult, new_id
 from workbench.engines.rehearsal import Opened, Shape, whole
 from workbench.engines.settings import LocalSettings
-from workbench.engines.weights import Pushing
+from workbench.engines.weights import Entry, Pushing, layout_of
 
 TRIED = ("micro_batch_tokens", "pack", "gradient_checkpointing", "offload")
 """Settings that can be changed while an engine is open: they change memory, time and rounding alone."""
@@ -125,6 +125,10 @@ class ModelEngine:
         return FrozenModel(self._copy(), as_loaded=self.as_loaded())
 
     # --- weights ----------------------------------------------------------------------------
+
+    def weight_layout(self) -> dict[str, Entry]:
+        """Its tensors by Hugging Face names, adapters merged."""
+        return layout_of(self._model)
 
     def save(self, path: Path) -> None:
         """Write a Hugging Face folder (with LoRA a peft folder); a critic has `value_head.safetensors` beside the weights."""
@@ -260,9 +264,8 @@ class LocalEngine(ModelEngine, Holding, Pushing):
         budget, pictured = self._budget, wave.questions[0].pixels is not None
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
         if self._settings.routing_replay and path != SHARED:
-            raise EngineError(
-                "sampling with routing_replay", expected=f"decode={SHARED!r}, proven by the self-check", found=path
-            )
+            expected = f"decode={SHARED!r}, proven by the self-check"
+            raise EngineError("sampling with routing_replay", expected=expected, found=path)
         rows, going = Rows(self._eos, self.tokenizer), True
         while going:
             state, version = self.state_id, self.version
@@ -525,8 +528,7 @@ class LocalEngine(ModelEngine, Holding, Pushing):
         head, model = loading.value_head(self._model), loading.duplicate(self._model)
         if not settings.routing_replay:  # the policy's experts are not the critic's
             model.workbench_routing = None
-        told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, "head": head}
-        made = LocalEngine(model, self.tokenizer, settings, **told)
+        made = LocalEngine(model, self.tokenizer, settings, path=self.path, checked=self.selfcheck, head=head)
         made._stamps, made._source = self._stamps, self._source if self._untouched() else None
         made._files = self._files
         return made

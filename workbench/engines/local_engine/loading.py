@@ -213,21 +213,14 @@ def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | 
         record, _ = whole.get_processor_dict(str(path))
         stills: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda cls: list(_PARTS))})
         processor = stills.from_args_and_dict([images, tokenizer], record)
-    except (
-        OSError,
-        ImportError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        ValueError,
-    ) as error:  # text is read without it
+    except (OSError, ImportError, LookupError, AttributeError, TypeError, ValueError) as error:
+        # text is read without it
         log.warning("%s reads text alone: no processor of pictures: %s", type(model).__name__, first_line(error))
         return None
     if not tokenizer.chat_template:
         tokenizer.chat_template = processor.chat_template
-    return Processor(
-        processor, {name: one for name, one in record.items() if name != "chat_template"}, model.config.image_token_id
-    )
+    settings = {name: value for name, value in record.items() if name != "chat_template"}
+    return Processor(processor, settings, model.config.image_token_id)
 
 
 _PARTS = ("image_processor", "tokenizer")
@@ -249,9 +242,8 @@ class Processor:
     def place(self) -> str:
         """What stands for a picture in a text."""
         # transformers 5.5 has Gemma 3's tokens of features as `image_token`, and reads this in a text, as later versions do
-        return str(
-            getattr(self._whole, "boi_token" if type(self._whole).__name__ == "Gemma3Processor" else "image_token")
-        )
+        name = "boi_token" if type(self._whole).__name__ == "Gemma3Processor" else "image_token"
+        return str(getattr(self._whole, name))
 
     def encode(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
         """(token ids of a text, the model's inputs for its pictures, PIL images in the order of their places)."""

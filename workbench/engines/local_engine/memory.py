@@ -127,10 +127,7 @@ def _here(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def memory_errors(
-    phase: str,
-    shape: str | DataProto,
-    setting: str = "micro_batch_tokens",
-    holds: Callable[[], Live] | None = None,
+    phase: str, shape: str | DataProto, setting: str = "micro_batch_tokens", holds: Callable[[], Live] | None = None
 ) -> Iterator[None]:
     """Context manager: raises torch's out-of-memory errors, and Python's, as `OutOfMemory`: in which phase, what was live (as the
     engine `holds` it), and which setting helps."""

@@ -38,8 +38,8 @@ class LocalRewardModel(LocalEngine):
 
     def classifier(self, *, batch_size: int = 32, max_length: int = 8192) -> LocalClassifier:
         """The present weights, as they go on learning, as what `rewards.RewardModel` takes."""
-        told: dict[str, Any] = {"path": self.path, "batch_size": batch_size, "max_length": max_length}
-        return LocalClassifier(self._model, self.tokenizer, **told)
+        limits = {"batch_size": batch_size, "max_length": max_length}
+        return LocalClassifier(self._model, self.tokenizer, path=self.path, **limits)
 
     async def sample(self, request: Request) -> Sample:
         """Raises `EngineError`: a reward model writes no text."""
@@ -126,10 +126,8 @@ def _few(vocabulary: int, pad: int, generator: torch.Generator) -> list[list[int
     """Four texts, the first three of which begin alike; none has the padding's id, by which the model's own forward finds an end."""
     known = [one for one in range(vocabulary) if one != pad]
     lengths = (5, 9, 17, 12)
-    start, *texts = (
-        [known[at] for at in torch.randint(len(known), (length,), generator=generator).tolist()]
-        for length in (8, *lengths)
-    )
+    drawn = (torch.randint(len(known), (length,), generator=generator) for length in (8, *lengths))
+    start, *texts = ([known[place] for place in places.tolist()] for places in drawn)
     return [*(start + text for text in texts[:3]), texts[3]]
 
 
@@ -143,12 +141,8 @@ def reward_model(path: str | Path, *, threads: int | None = None, **settings: An
     Raises `EngineError` where there is no such model, or it has another number of labels, or its rewards cannot be proven.
     """
     chosen = LocalSettings.from_parameters(settings)
-    require(
-        not chosen.lora_rank,
-        "lora_rank of a reward model",
-        expected="0: all weights are trained",
-        found=chosen.lora_rank,
-    )
+    rank = chosen.lora_rank
+    require(not rank, "lora_rank of a reward model", expected="0: all weights are trained", found=rank)
     share_arena()
     if threads is not None:
         torch.set_num_threads(threads)

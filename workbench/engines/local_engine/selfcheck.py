@@ -373,8 +373,8 @@ class Asked:
 def _rows(model: Any) -> list[Row]:
     """Rows of random token ids, none of which has a meaning of its own in the configuration."""
     config = model.config.get_text_config()
-    named = [{**model.config.to_dict(), **config.to_dict()}.items()]
-    special = {one for items in named for name, one in items if "token" in name and isinstance(one, int)}
+    named = {**model.config.to_dict(), **config.to_dict()}
+    special = {token for name, token in named.items() if "token" in name and isinstance(token, int)}
     size = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     plain = [one for one in torch.randperm(min(size, 4096), generator=generator).tolist() if one not in special]
