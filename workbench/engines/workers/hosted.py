@@ -93,7 +93,47 @@ class Host:
         return getattr(self._engine, method, lambda: None)(*arguments)
 
 
-class Hosted(Receiving, Closing):
+class Forwarding(Receiving, Closing):
+    """Base class of `Hosted` and `Replicas`: what they only pass on to their engine, or to all of theirs."""
+
+    def _each(self, method: str, *given: Any) -> list[Any]:
+        """Call a method of each engine."""
+        raise NotImplementedError
+
+    def _confirmed(self, versions: list[int], version: int) -> int:
+        """The policy version that the engines say they serve now, where `version` was loaded."""
+        raise NotImplementedError
+
+    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Begin a push of tensors of these shapes."""
+        self._each("begin_weights", {name: tuple(shape) for name, shape in shapes.items()})
+
+    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
+        """Load one bucket."""
+        self._each("take_weights", list(pieces), dict(place))
+
+    def end_weights(self, version: int) -> int:
+        """Serve the new weights as a policy version. Raises `EngineError` where one of several engines has another one."""
+        return self._confirmed(self._each("end_weights", version), version)
+
+    def cancel_weights(self) -> None:
+        """End a push that broke off."""
+        self._each("cancel_weights")
+
+    def load_adapter(self, folder: str, version: int) -> int:
+        """Serve the base with the LoRA adapter of a peft folder."""
+        return self._confirmed(self._each("load_adapter", folder, version), version)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory, until `wake()`; level 2 drops the weights, too."""
+        self._each("sleep", level)
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the device memory again, after `sleep()`; `tags` out of `weights`, `kv_cache`."""
+        self._each("wake", tags)
+
+
+class Hosted(Forwarding):
     """The driver's handle to an engine in a worker process: a `Sampler` and `Classifier` that forwards requests to it.
 
     `make` starts the worker with `host` as its factory, and returns a `Ranks` of size 1.
@@ -236,39 +276,16 @@ class Hosted(Receiving, Closing):
         """Where its engine is, and what it takes, as `WeightReceiver.receives`."""
         return dict(self._do("do", "receives"))
 
-    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes."""
-        self._do("do", "begin_weights", {name: tuple(shape) for name, shape in shapes.items()})
+    def _each(self, method: str, *given: Any) -> list[Any]:
+        return [self._do("do", method, *given)]
 
-    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket."""
-        self._do("do", "take_weights", list(pieces), dict(place))
-
-    def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version."""
-        self.version = self._do("do", "end_weights", version)
-        return self.version
-
-    def cancel_weights(self) -> None:
-        """End a push that broke off."""
-        self._do("do", "cancel_weights")
-
-    def load_adapter(self, folder: str, version: int) -> int:
-        """Serve the base with the LoRA adapter of a peft folder."""
-        self.version = self._do("do", "load_adapter", folder, version)
+    def _confirmed(self, versions: list[int], version: int) -> int:
+        self.version = versions[0]
         return self.version
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
         """Join a broadcast with ranks from `first` on."""
         self._do("do", "join_group", host, port, first, size, backend)
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the engine's device memory, until `wake()`; level 2 drops the weights, too."""
-        self._do("do", "sleep", level)
-
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the engine's device memory again, after `sleep()`; `tags` out of `weights`, `kv_cache`."""
-        self._do("do", "wake", tags)
 
     def describe(self) -> Any:
         """The engine's own `describe()`: path and settings, for a run's record."""
@@ -292,7 +309,7 @@ def _of_first(name: str, doc: str) -> Any:
     return property(lambda self: getattr(self.members[0], name), doc=doc)
 
 
-class Replicas(Receiving, Closing):
+class Replicas(Forwarding):
     """Several engines with the same weights (`Hosted`, `VllmEngine` …) as one `Sampler` or `Classifier`."""
 
     def __init__(self, members: Sequence[Any], *, name: str = "replicas") -> None:
@@ -377,7 +394,7 @@ class Replicas(Receiving, Closing):
         if self.receives() is not None:
             return super().load_weights(weights, version)
         began = time.monotonic()
-        self._all("load_weights", weights, version)
+        self._each("load_weights", weights, version)
         return time.monotonic() - began
 
     def receives(self) -> dict[str, Any] | None:
@@ -388,44 +405,24 @@ class Replicas(Receiving, Closing):
         self._revive()
         if not all(isinstance(one, WeightReceiver) for one in self.members):
             return None
-        found = self._all("receives")
+        found = self._each("receives")
         joined = {name: [one for each in found for one in each[name]] for name in ("machines", "pids", "devices")}
         self._processes = [each["processes"] for each in found]
         return {**found[0], **joined, "processes": sum(self._processes)}
 
-    def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push to all members. Raises `WorkerLost` where none is left."""
-        self._all("begin_weights", shapes)
-
-    def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket into all members, side by side."""
-        self._all("take_weights", pieces, place)
-
-    def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version. Raises `EngineError` where a member has another one."""
-        return self._agreed(self._all("end_weights", version), version)
-
-    def cancel_weights(self) -> None:
-        """End a push that broke off."""
-        self._all("cancel_weights")
-
-    def load_adapter(self, folder: str, version: int) -> int:
-        """Serve the base with the LoRA adapter of a peft folder, on all members."""
-        return self._agreed(self._all("load_adapter", folder, version), version)
-
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
         """Join a broadcast, each member with as many ranks as it has processes."""
         firsts = [first + sum(self._processes[:place]) for place in range(len(self._processes))]
-        self._all("join_group", host, port, size=size, backend=backend, each=[{"first": one} for one in firsts])
+        self._each("join_group", host, port, size=size, backend=backend, each=[{"first": one} for one in firsts])
 
-    def _agreed(self, found: Sequence[int], version: int) -> int:
-        wrong = [one for one in found if one != version]
+    def _confirmed(self, versions: list[int], version: int) -> int:
+        wrong = [one for one in versions if one != version]
         if wrong:
             what = f"a member of {self.name} does not serve the weights that were pushed to it"
             raise EngineError(what, expected=f"policy version {version}", found=f"version {wrong[0]}", do="restart it")
         return version
 
-    def _all(
+    def _each(
         self, method: str, *given: Any, each: Sequence[Mapping[str, Any]] | None = None, **named: Any
     ) -> list[Any]:
         """Call a method of all members that serve, side by side. Those that are lost are left out; where none is left, raises."""
@@ -482,14 +479,6 @@ class Replicas(Receiving, Closing):
         """Start every lost member, however often it was lost."""
         self._ended = [[] for _ in self.members]
         self._revive()
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the device memory of all members; level 2 drops the weights, too."""
-        self._all("sleep", level)
-
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the device memory of all members again, after `sleep()`; `tags` out of `weights`, `kv_cache`."""
-        self._all("wake", tags)
 
     # --- what they are ------------------------------------------------------------------------
 
