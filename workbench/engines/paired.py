@@ -108,7 +108,7 @@ class Paired(can.SampleMany, can.Closing):
         for last in (False, False, True):
             starts = self._starts()
             try:
-                given = await self._given(held)
+                version = await self._given(held)
                 sample = await self.sampler.sample(request)
             except WorkerLost:
                 if last or held is not None or self._restartable is None:
@@ -117,14 +117,14 @@ class Paired(can.SampleMany, can.Closing):
                     if self._starts() == starts:  # no other caller has started it again
                         await self._finished(self._restartable.restart)
                 continue
-            if sample.version == given or (self._lagging is not None and self._lagging.stale):
+            if sample.version == version or (self._lagging is not None and self._lagging.stale):
                 return sample
             if held is not None:
                 break
             self._pushed = None  # it does not have the weights that it was given
         what = "the sampler does not serve the weights that it was given"
         found = f"version {sample.version} from {self.sampler!r}"
-        raise EngineError(what, expected=f"policy version {given}", found=found, do="restart the sampler")
+        raise EngineError(what, expected=f"policy version {version}", found=found, do="restart the sampler")
 
     async def _given(self, held: Held | None) -> int | None:
         """Version of the weights that the sampler holds now: the held ones, or the learner's, pushed where they have to be."""

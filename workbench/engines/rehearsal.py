@@ -138,15 +138,16 @@ class Opened(NamedTuple):
     """(rows, want, temperature)."""
 
 
-def _away(found: Footprint, offload: str) -> Footprint:
+def _away(footprint: Footprint, offload: str) -> Footprint:
     """The footprint on a GPU where part of it stays in host memory."""
-    w, g, o = found.weights, found.gradients, found.optimizer
+    w, g, o = footprint.weights, footprint.gradients, footprint.optimizer
     if offload == "optimizer":
-        return replace(found, optimizer=0, learning=max(found.learning - o, w + g), scoring=found.scoring - o)
+        learning = max(footprint.learning - o, w + g)
+        return replace(footprint, optimizer=0, learning=learning, scoring=footprint.scoring - o)
     if offload == "all":
         held = {"weights": 0, "gradients": 0, "optimizer": 0}
-        return replace(found, **held, learning=found.learning - w - o, scoring=found.scoring - w - o)
-    return found
+        return replace(footprint, **held, learning=footprint.learning - w - o, scoring=footprint.scoring - w - o)
+    return footprint
 
 
 def measured(
@@ -284,34 +285,34 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(one, self._wrapped) for one in types):
+        if any(issubclass(kind, self._wrapped) for kind in types):
             return NotImplemented  # its own operations on the local parts come here
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # DTensor asks for shapes
-        given = _tensors((args, kwargs))
-        if any(isinstance(one, self._fakes) for one in given):
+        inputs = _tensors((args, kwargs))
+        if any(isinstance(tensor, self._fakes) for tensor in inputs):
             if func is _aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-            found = func(*_by_number(func, args), **kwargs)
+            result = func(*_by_number(func, args), **kwargs)
         else:
-            found = self._made(func, args, kwargs, given)
-        for one in _tensors(found):
-            if one.device.type != "meta":
-                self._count(one.untyped_storage())
+            result = self._made(func, args, kwargs, inputs)
+        for tensor in _tensors(result):
+            if tensor.device.type != "meta":
+                self._count(tensor.untyped_storage())
         if self._gpu and func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
             self._repeat(*args[:3])
         self.series.append(self.live)
-        return found
+        return result
 
-    def _made(self, func: Any, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> Any:
+    def _made(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """What is made of no fake tensor: floating ones are fake, or on the meta device; whole numbers and scalars, which our code
         reads, are real."""
-        if not given or any(one.device.type == "meta" for one in given):
+        if not inputs or any(one.device.type == "meta" for one in inputs):
             with self._mode:
-                found = func(*args, **kwargs)
-            made = next(iter(_tensors(found)), None)
-            if made is None or (made.device.type != "meta" and (given or (made.is_floating_point() and made.dim()))):
-                return found
+                result = func(*args, **kwargs)
+            made = next(iter(_tensors(result)), None)
+            if made is None or (made.device.type != "meta" and (inputs or (made.is_floating_point() and made.dim()))):
+                return result
         return func(*args, **kwargs)
 
     def _count(self, storage: Any) -> None:
@@ -333,12 +334,12 @@ class Counting(TorchDispatchMode):
     @property
     def _resized(self) -> Callable[[Any, int], Any]:
         def resize_(storage: Any, size: int) -> Any:
-            found = self._plain(storage, size)
+            resized = self._plain(storage, size)
             if storage._cdata in self._sizes:
                 self.live += storage.nbytes() - self._sizes[storage._cdata]
                 self._sizes[storage._cdata] = storage.nbytes()
                 self.series.append(self.live)
-            return found
+            return resized
 
         return resize_
 

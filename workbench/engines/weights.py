@@ -57,7 +57,7 @@ class Entry:
 
 def layout_of(model: Any) -> dict[str, Entry]:
     """The tensors of a plain model by Hugging Face names, in the model's order; adapters count as merged. May be on meta."""
-    found: dict[str, Entry] = {}
+    layout: dict[str, Entry] = {}
     first: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in model.state_dict().items():
@@ -65,8 +65,8 @@ def layout_of(model: Any) -> dict[str, Entry]:
             continue
         plain = name.replace(".base_layer.", ".")
         tied = first.setdefault(id(parameters.get(name, tensor)), plain)
-        found[plain] = Entry(tuple(tensor.shape), str(tensor.dtype)[6:], tied if tied != plain else "")
-    return found
+        layout[plain] = Entry(tuple(tensor.shape), str(tensor.dtype)[6:], tied if tied != plain else "")
+    return layout
 
 
 def buckets_of(
@@ -92,17 +92,17 @@ def buckets_of(
 def _pieces(layout: Mapping[str, Entry], dtype: str | None, limit: int | None) -> Iterator[Piece]:
     """Every tensor in pieces of at most `limit` bytes, each followed by those of the tensors that are tied to it."""
     tied: dict[str, list[str]] = {}
-    for name, one in layout.items():
-        tied.setdefault(one.tied, []).append(name)
+    for name, entry in layout.items():
+        tied.setdefault(entry.tied, []).append(name)
     for name in tied.get("", ()):
-        one = layout[name]
-        kind = dtype if dtype and getattr(torch, one.dtype).is_floating_point else one.dtype
-        count = one.shape[0] if one.shape else 1
-        row = max(Piece(name, one.shape, kind, 0, 1, 0).nbytes, 1)
+        entry = layout[name]
+        kind = dtype if dtype and getattr(torch, entry.dtype).is_floating_point else entry.dtype
+        count = entry.shape[0] if entry.shape else 1
+        row = max(Piece(name, entry.shape, kind, 0, 1, 0).nbytes, 1)
         step = max(count, 1) if limit is None else max(limit // row, 1)
         for first in range(0, max(count, 1), step):
             for each in (name, *tied.get(name, ())):
-                yield Piece(each, one.shape, kind, first, min(step, count - first), 0, each != name)
+                yield Piece(each, entry.shape, kind, first, min(step, count - first), 0, each != name)
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -442,16 +442,19 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
     if way not in ("auto", *WAYS):
         raise EngineError(unknown("way of weights", way, WAYS))
     ways = possible(learner, sampler)
-    made: dict[str, Callable[[], Any]] = {one: partial(Buckets, learner, sampler, one, bucket_bytes) for one in ways}
-    made |= {"adapter": partial(Adapter, learner, sampler)} if "adapter" in ways else {}
-    made["whole"] = partial(Whole, learner, sampler)
-    if way != "auto" and way not in made:
+    makers: dict[str, Callable[[], Any]] = {
+        name: partial(Buckets, learner, sampler, name, bucket_bytes) for name in ways
+    }
+    makers |= {"adapter": partial(Adapter, learner, sampler)} if "adapter" in ways else {}
+    makers["whole"] = partial(Whole, learner, sampler)
+    if way != "auto" and way not in makers:
         what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
-        raise EngineError(what, expected=f"one of {', '.join(made)}", found=repr(way))
-    chosen = way if way != "auto" else next(iter(made))
+        raise EngineError(what, expected=f"one of {', '.join(makers)}", found=repr(way))
+    chosen = way if way != "auto" else next(iter(makers))
     if way == "auto" and chosen in _ON_GPUS and chosen not in proven():
-        return Careful(made[chosen](), made[next(one for one in ways if one in ("shared memory", "object store"))]())
-    sync: WeightSync = made[chosen]()
+        other = next(one for one in ways if one in ("shared memory", "object store"))
+        return Careful(makers[chosen](), makers[other]())
+    sync: WeightSync = makers[chosen]()
     return sync
 
 
@@ -465,13 +468,13 @@ def possible(learner: Any, sampler: Any) -> list[str]:
     one_machine = len({machine(), *here["machines"], *there["machines"]}) == 1
     adapter, folder = here["adapter"], os.path.realpath(there["folder"])
     fits = adapter and adapter["rank"] <= there["adapter_rank"] and os.path.realpath(adapter["base"]) == folder
-    found = ["adapter"] if fits and one_machine else []
+    ways = ["adapter"] if fits and one_machine else []
     if here["pid"] == os.getpid() and there["pids"] == [os.getpid()]:
-        return [*found, "in place"]
-    found += _between_gpus(here["devices"], there["devices"])
-    found += ["shared memory", "object store"] if one_machine else ["object store"]
+        return [*ways, "in place"]
+    ways += _between_gpus(here["devices"], there["devices"])
+    ways += ["shared memory", "object store"] if one_machine else ["object store"]
     # by gloo: no faster, but the same code as between GPUs
-    return [*found, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else found
+    return [*ways, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else ways
 
 
 def _proofs() -> Path:
@@ -509,10 +512,10 @@ def _note(way: str, takes: Mapping[str, Any]) -> str:
     return UNVERIFIED if takes["devices"] and way not in proven() else ""
 
 
-def _confirmed(found: int, version: int) -> None:
-    if found != version:
+def _confirmed(served: int, version: int) -> None:
+    if served != version:
         what = "the sampler does not serve the weights that were pushed to it"
-        raise EngineError(what, expected=f"policy version {version}", found=f"version {found}", do="push again")
+        raise EngineError(what, expected=f"policy version {version}", found=f"version {served}", do="push again")
 
 
 # --- the receiving end --------------------------------------------------------------------------

@@ -187,14 +187,14 @@ class FsdpEngine(ModelEngine, Rewinding):
     ) -> StepResult:
         """Loss and gradient norm without a step; `per_row` adds the column `row_grad_norm` [B], one backward pass a row."""
         check_routed(self._settings, batch)
-        found = self._backward("probe", batch, loss, loss_counts, temperature)
-        columns = dict(found.columns)
+        result = self._backward("probe", batch, loss, loss_counts, temperature)
+        columns = dict(result.columns)
         if per_row:
             rows = DataProto(dict(batch.batch.items()), None, batch.meta_info)
             tokens = int(batch["attention_mask"].sum())
             norms = self._on("row_norms", rows, loss, loss_counts, temperature, _seed(), tokens=tokens)[0]
             columns["row_grad_norm"] = torch.tensor(norms)
-        return StepResult(found.metrics, columns)
+        return StepResult(result.metrics, columns)
 
     def gradient(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
@@ -233,11 +233,11 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def full_weights(self) -> dict[str, torch.Tensor]:
         """All weights by Hugging Face's names, whole tensors on the CPU: adapters merged, a tied head under both of its names."""
-        found = dict(self._on("weights")[0])
+        weights = dict(self._on("weights")[0])
         every = self._model.named_parameters(remove_duplicate=False)
         named = [(name.replace(".base_layer.", "."), id(one)) for name, one in every if "lora_" not in name]
         first = {one: name for name, one in reversed(named)}
-        return found | {name: found[first[one]] for name, one in named}
+        return weights | {name: weights[first[one]] for name, one in named}
 
     def sends(self) -> dict[str, Any]:
         """Where its ranks are, as `WeightSender.sends`."""
@@ -332,16 +332,16 @@ class FsdpEngine(ModelEngine, Rewinding):
 
     def _look_at_save(self, seconds: float = 0.0) -> None:
         """Ask for the save in the background, waiting for `seconds`: a failure is raised, or logged, by `failed_save`."""
-        one = self._saving
-        if one is None:
+        saving = self._saving
+        if saving is None:
             return
-        if not self._group.alive or self._group.generation != one.generation:
-            failure = "" if one.is_there() else "the ranks ended before all of it was written"
+        if not self._group.alive or self._group.generation != saving.generation:
+            failure = "" if saving.is_there() else "the ranks ended before all of it was written"
         else:
-            timeout = max(one.end - time.monotonic(), 0.0) + GRACE
+            timeout = max(saving.end - time.monotonic(), 0.0) + GRACE
             try:
                 # rank 0 publishes, and answers for all; it waits for the others
-                failure = self._group.call("save_answer", one.key, seconds, timeout=timeout)[0]
+                failure = self._group.call("save_answer", saving.key, seconds, timeout=timeout)[0]
             except Exception as error:
                 self._save_lost(error)
                 raise
@@ -350,9 +350,9 @@ class FsdpEngine(ModelEngine, Rewinding):
             self._group.waits_no_more(self.finish_saving)
         self._saving = None
         if failure and self._settings.failed_save == "raise":
-            raise _failed(one.path, failure)
+            raise _failed(saving.path, failure)
         if failure:
-            log.warning("the state could not be saved to %s: %s; the run goes on", one.path, failure)
+            log.warning("the state could not be saved to %s: %s; the run goes on", saving.path, failure)
 
     def load_sharded(self, path: Path) -> None:
         """Load a checkpoint of `save_sharded` (any number of ranks). Raises `CheckpointError` where it is incomplete."""

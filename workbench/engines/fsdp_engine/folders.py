@@ -88,12 +88,12 @@ def _weight_files(path: str) -> list[str]:
     from transformers.utils import cached_file
 
     for name in _NAMES:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None and name.endswith(".index.json"):
-            parts = sorted(set(json.loads(Path(found).read_text(encoding="utf-8"))["weight_map"].values()))
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None and name.endswith(".index.json"):
+            parts = sorted(set(json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"].values()))
             return [str(cached_file(path, one)) for one in parts]
-        if found is not None:
-            return [str(found)]
+        if file is not None:
+            return [str(file)]
     raise EngineError(f"no weights at {path!r}", expected=f"one of {', '.join(_NAMES)}", found="none of them")
 
 
@@ -111,10 +111,10 @@ class _Source:
         """What the converter makes of the tensors, by name in the model."""
         converter = copy.deepcopy(self.converter)
         for pattern, every in tensors.items():
-            for name, one in zip(self.names[pattern], every, strict=False):
-                converter.add_tensor(self.target, name, pattern, one)
+            for name, tensor in zip(self.names[pattern], every, strict=False):
+                converter.add_tensor(self.target, name, pattern, tensor)
         found = converter.convert(self.target, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in found.items()}
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def by_expert(self, count: int) -> bool:
         """Whether the first dimension of what is made, of size `count`, is a tensor of the files for each index."""
@@ -147,11 +147,11 @@ def adapters_of(path: str, settings: Any) -> dict[str, torch.Tensor]:
 def named_beside(adapters: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors of a model by the names that they have in one with these adapters: `q_proj.base_layer.weight`."""
     layers = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
-    found = {}
+    renamed = {}
     for name, one in tensors.items():
         owner, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
-        found[f"{owner}.base_layer.{leaf}" if owner in layers else f"{owner}.{leaf}"] = one
-    return found
+        renamed[f"{owner}.base_layer.{leaf}" if owner in layers else f"{owner}.{leaf}"] = one
+    return renamed
 
 
 class Reader:
@@ -162,7 +162,7 @@ class Reader:
 
     def __init__(self, path: str, model: Any) -> None:
         self._files, self._model = Files(path), model
-        self._shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._found: dict[str, tuple[int, ...]] = {}
         self._extra: list[str] = []
         self._sources = self._planned()
@@ -186,8 +186,8 @@ class Reader:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The part of a tensor that `box` says, in the files' dtype."""
         source, shape = self._sources[name], self._shapes[name]
-        if any(one.start >= one.stop for one in box):
-            return torch.empty([max(one.stop - one.start, 0) for one in box])
+        if any(side.start >= side.stop for side in box):
+            return torch.empty([max(side.stop - side.start, 0) for side in box])
         if source.converter is None:
             return self._files.read(next(iter(source.names.values()))[0], box)
         few = box[:1] if source.by_expert(shape[0]) else (slice(None),)
@@ -202,21 +202,21 @@ class Reader:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         rules = get_model_conversion_mapping(self._model)
-        converters = [one for one in rules if isinstance(one, WeightConverter)]
-        renamings = [one for one in rules if isinstance(one, WeightRenaming)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        given = (self._model.base_model_prefix, self._model.state_dict())  # by place: 5.5 names the first `prefix`
-        found: dict[str, _Source] = {}
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        of_model = (self._model.base_model_prefix, self._model.state_dict())  # by place: 5.5 names the first `prefix`
+        sources: dict[str, _Source] = {}
         for name in sorted(self._files.shapes, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, *given)
+            target, pattern = rename_source_key(name, renamings, converters, *of_model)
             if target not in self._shapes and name in self._shapes:
-                target, pattern = rename_source_key(name, [], [], *given)
+                target, pattern = rename_source_key(name, [], [], *of_model)
             if target not in self._shapes:
                 self._extra.append(target)
                 continue
-            one = found.setdefault(target, _Source({}, by_pattern.get(pattern or ""), target))
-            one.names.setdefault(pattern or name, []).append(name)
-        return {name: one for target, source in found.items() for name, one in self._made(target, source)}
+            source = sources.setdefault(target, _Source({}, by_pattern.get(pattern or ""), target))
+            source.names.setdefault(pattern or name, []).append(name)
+        return {name: one for target, source in sources.items() for name, one in self._made(target, source)}
 
     def _made(self, target: str, source: _Source) -> Iterator[tuple[str, _Source]]:
         """The tensors that come from a source, with their shapes compared: a converter is tried without numbers."""
@@ -224,7 +224,7 @@ class Reader:
             shapes = {target: self._files.shapes[next(iter(source.names.values()))[0]]}
         else:
             empty = {
-                pattern: [torch.empty(self._files.shapes[one], device="meta") for one in names]
+                pattern: [torch.empty(self._files.shapes[name], device="meta") for name in names]
                 for pattern, names in source.names.items()
             }
             shapes = {name: tuple(one.shape) for name, one in source.made(empty, self._model).items()}
@@ -268,34 +268,38 @@ class Part:
 
         `whole(name)` gives what is made of a tensor of the model; every rank calls it, to the end, because all take part.
         """
-        told, file = None, None
+        failure, file = None, None
         try:
             file = open(folder / self.file, "wb") if mine else None  # noqa: SIM115 - closed below
             if file is not None:
-                held = {name: (one.shape, one.dtype) for made in self.tensors.values() for name, one in made.items()}
+                held = {
+                    name: (one.shape, one.dtype) for stored in self.tensors.values() for name, one in stored.items()
+                }
                 file.write(header(held, __metadata__={"format": "pt"}))
         except OSError as error:
-            told = first_line(error)
-        for tensor, made in self.tensors.items():
-            found = whole(tensor)
+            failure = first_line(error)
+        for tensor, stored in self.tensors.items():
+            tensors = whole(tensor)
             try:
-                for name in made if file is not None and told is None else ():
-                    write_bytes(file, found[name].detach().cpu().contiguous())
+                for name in stored if file is not None and failure is None else ():
+                    write_bytes(file, tensors[name].detach().cpu().contiguous())
             except OSError as error:
-                told = first_line(error)
+                failure = first_line(error)
         if file is not None:
             file.close()
-        return told
+        return failure
 
 
 def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
     """The files of a plain model on the meta device, of at most `limit` bytes but for a larger tensor; None where transformers
     makes one tensor of the files out of several of the model: these cannot be written one by one."""
     left_out = {*tied(model), *(model._keys_to_ignore_on_save or ())}
-    tensors = {name: one for name, one in model.state_dict().items() if name not in left_out}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     together = reverted(model, tensors)
-    same = {name: one.shape for name, one in together.items()} == {name: one.shape for name, one in tensors.items()}
-    each = {name: {name: one} if same else reverted(model, {name: one}) for name, one in tensors.items()}
+    same = {name: tensor.shape for name, tensor in together.items()} == {
+        name: tensor.shape for name, tensor in tensors.items()
+    }
+    each = {name: {name: tensor} if same else reverted(model, {name: tensor}) for name, tensor in tensors.items()}
     if together.keys() != {name for made in each.values() for name in made}:
         return None
     return _files_of(each, limit)
@@ -304,10 +308,10 @@ def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
 def _files_of(each: Mapping[str, dict[str, torch.Tensor]], limit: int) -> list[Part]:
     """Tensors in their order, in files of at most `limit` bytes but for a larger tensor."""
     parts = [Part()]
-    for name, made in each.items():
-        if parts[-1].tensors and parts[-1].nbytes + sum(one.nbytes for one in made.values()) > limit:
+    for name, stored in each.items():
+        if parts[-1].tensors and parts[-1].nbytes + sum(one.nbytes for one in stored.values()) > limit:
             parts.append(Part())
-        parts[-1].tensors[name] = made
+        parts[-1].tensors[name] = stored
     for number, part in enumerate(parts, 1):
         if len(parts) > 1:
             part.file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"

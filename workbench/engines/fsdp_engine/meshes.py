@@ -131,10 +131,10 @@ class Mesh:
 
 def coordinates(sizes: Sizes, rank: int) -> dict[str, int]:
     """Where a rank is: its number in each dimension of (replicate, dp, cp, tp)."""
-    found = {}
+    numbers = {}
     for name in ("tp", "cp", "dp", "replicate"):
-        rank, found[name] = divmod(rank, getattr(sizes, name))
-    return found
+        rank, numbers[name] = divmod(rank, getattr(sizes, name))
+    return numbers
 
 
 def box(tensor: Any) -> tuple[slice, ...]:
@@ -174,10 +174,10 @@ def agreed(mine: bool) -> bool:
     return largest(mine) > 0
 
 
-def everyone(told: str | None, kind: type[Exception] = EngineError) -> None:
+def everyone(failure: str | None, kind: type[Exception] = EngineError) -> None:
     """Raise `kind` on all ranks where any rank has the text of an error: the first one's."""
     texts: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(texts, told)
+    distributed.all_gather_object(texts, failure)
     for text in texts:
         if text is not None:
             raise kind(text)
@@ -186,9 +186,9 @@ def everyone(told: str | None, kind: type[Exception] = EngineError) -> None:
 @contextmanager
 def together(kind: type[Exception] = EngineError) -> Iterator[None]:
     """Context manager: what is raised inside on any rank is raised on all, as `kind`: the first rank's."""
-    told = None
+    failure = None
     try:
         yield
     except Exception as error:  # noqa: BLE001 - all ranks raise it
-        told = first_line(error, 1000)
-    everyone(told, kind)
+        failure = first_line(error, 1000)
+    everyone(failure, kind)

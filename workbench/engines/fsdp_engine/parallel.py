@@ -104,18 +104,18 @@ def _style(rules: Mapping[re.Pattern[str], str], name: str) -> str | None:
 
 def _plan(model: Any, size: int) -> list[tuple[str, str]]:
     """(name, style) of each layer that is cut."""
-    rules, found = _rules(model), []
+    rules, layers = _rules(model), []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
         style = _style(rules, name)
         if module in ends:
             if ends[0].num_embeddings % size == 0:
-                found.append((name, "rowwise_split_input" if _embeds(module) else "colwise_gather_output"))
+                layers.append((name, "rowwise_split_input" if _embeds(module) else "colwise_gather_output"))
         elif style in _STYLES and hasattr(module, "lora_A"):
-            found += _adapters(name, module, str(style))
+            layers += _adapters(name, module, str(style))
         elif style in _STYLES and isinstance(module, torch.nn.Linear) and "lora_" not in name:
-            found.append((name, str(style)))
-    return found
+            layers.append((name, str(style)))
+    return layers
 
 
 def _adapters(name: str, layer: Any, style: str) -> list[tuple[str, str]]:
@@ -149,14 +149,14 @@ def check_tokens(model: Any, size: int, tensors: int) -> None:
     do = "take cp=1 (more ranks in dp), or a model of attention alone"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if other or not getattr(model, "_supports_attention_backend", False):
-        found = f"layers of {', '.join(other)}" if other else "layers that do not ask transformers' attention interface"
-        raise EngineError(f"mesh cp={size} with {name}", expected="full or sliding attention", found=found, do=do)
+        kinds = f"layers of {', '.join(other)}" if other else "layers that do not ask transformers' attention interface"
+        raise EngineError(f"mesh cp={size} with {name}", expected="full or sliding attention", found=kinds, do=do)
     if (chosen := config._attn_implementation) not in (None, "sdpa", "eager"):
         do = "leave attn_implementation at None"
         raise EngineError(f"mesh cp={size}", expected="attn_implementation 'sdpa' or 'eager'", found=chosen, do=do)
     if config.num_attention_heads % (size * tensors):
-        expected, found = "cp·tp that divides its heads", f"{config.num_attention_heads} heads"
-        raise SettingError(f"mesh cp={size}, tp={tensors} with {name}", expected=expected, found=found)
+        expected, heads = "cp·tp that divides its heads", f"{config.num_attention_heads} heads"
+        raise SettingError(f"mesh cp={size}, tp={tensors} with {name}", expected=expected, found=heads)
 
 
 def share_tokens(model: Any, mesh: Any) -> None:
@@ -212,10 +212,10 @@ class _Exchanged:
         key, value = (one.repeat_interleave(shared, 1) if shared > 1 else one for one in (layer.key, layer.value))
         query, key, value = self._to_heads((layer.query, key, value))
         sinks = None if layer.sinks is None else layer.sinks.view(size, -1)[self._group.rank()]
-        found = self._plan.attend(replace(layer, query=query, key=key, value=value, sinks=sinks))[0]
+        attended = self._plan.attend(replace(layer, query=query, key=key, value=value, sinks=sinks))[0]
         own = layer.query.shape[2]
-        found = functional.pad(found, (0, 0, 0, own * size - self._count))
-        parts = found.view(len(found), size, own, -1).transpose(0, 1)
+        attended = functional.pad(attended, (0, 0, 0, own * size - self._count))
+        parts = attended.view(len(attended), size, own, -1).transpose(0, 1)
         return self._exchanged(parts).flatten(0, 1)[None]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
@@ -227,8 +227,8 @@ class _Exchanged:
     def _to_heads(self, layers: Sequence[Tensor]) -> list[Tensor]:
         """[1, h, n, ·] of this rank's tokens → [1, h / size, N, ·] of all, in one exchange."""
         size, own = self._group.size(), layers[0].shape[2]
-        shapes = [(size, one.shape[1] // size, own, one.shape[3]) for one in layers]
-        flat = torch.cat([one.reshape(size, -1) for one in layers], 1)
+        shapes = [(size, layer.shape[1] // size, own, layer.shape[3]) for layer in layers]
+        flat = torch.cat([layer.reshape(size, -1) for layer in layers], 1)
         pieces = self._exchanged(flat).split([math.prod(shape[1:]) for shape in shapes], 1)
         whole = (piece.reshape(shape).transpose(0, 1) for piece, shape in zip(pieces, shapes, strict=True))
         return [one.flatten(1, 2)[None, :, : self._count] for one in whole]
@@ -255,11 +255,11 @@ class _Whole(torch.autograd.Function):
 
 def check_experts(model: Any, size: int) -> None:
     """Raise `EngineError` where a model's experts cannot be spread, `SettingError` where not over `size` ranks."""
-    what, found = f"mesh ep={size} with {type(model).__name__}", experts_of(model)
-    if not found:
+    what, layers = f"mesh ep={size} with {type(model).__name__}", experts_of(model)
+    if not layers:
         expected = "layers of experts in transformers' common form (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss …)"
         raise EngineError(what, expected=expected, found="none", do="leave ep out of the mesh: dp shards any model")
-    for name, experts in found.items():
+    for name, experts in layers.items():
         if experts.num_experts % size:
             raise SettingError(
                 what, expected="an ep that divides its experts", found=f"{experts.num_experts} in {name}"
@@ -310,11 +310,11 @@ def _forward(
     there, here = (_rows(one.view(size, -1).sum(1), len(flat)) for one in (leaving, coming))
     states = Exchange.apply(hidden[order // most], there, here, group)
     numbers = torch.arange(part.num_experts, device=flat.device).repeat(size)
-    own = numbers.repeat_interleave(coming, output_size=sum(here))
+    local_experts = numbers.repeat_interleave(coming, output_size=sum(here))
     # a state of zeros, so that a rank to which no token came computes, and has gradients, too
     states = torch.cat([states, states.new_zeros(1, shape[-1])])
-    own = torch.cat([own, own.new_zeros(1)])[:, None]
-    made = compute(part, states, own, states.new_ones(own.shape))[:-1]
+    local_experts = torch.cat([local_experts, local_experts.new_zeros(1)])[:, None]
+    made = compute(part, states, local_experts, states.new_ones(local_experts.shape))[:-1]
     back = Exchange.apply(made, here, there, group)[torch.argsort(order)]
     return (back.view(*chosen.shape, -1) * weights[..., None]).sum(-2).to(hidden.dtype).view(shape)
 

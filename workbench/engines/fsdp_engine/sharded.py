@@ -105,10 +105,10 @@ class ShardedOptimizer(Optimizer):
 
     def _together(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
         """One list for each mesh: torch's fused step takes tensors of one alone."""
-        found: dict[Any, list[torch.nn.Parameter]] = {}
+        by_mesh: dict[Any, list[torch.nn.Parameter]] = {}
         for one in parameters:
-            found.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
-        return list(found.values())
+            by_mesh.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
+        return list(by_mesh.values())
 
     def _total(self, square: torch.Tensor) -> torch.Tensor:
         distributed.all_reduce(square)
@@ -347,12 +347,12 @@ class ShardedModel:
         device = self.mesh.device_type
         budget = self.settings.budget(device) * self.mesh.sizes.cp  # each rank has its part of the tokens
         groups = micro_batches(self.whole.causal, share, budget, packed) if len(share) else []
-        most, asked = int(largest(max(len(groups), 1))), _stops()
+        most, stopping = int(largest(max(len(groups), 1))), _stops()
         for number in range(most):
-            if asked():
+            if stopping():
                 raise Interrupted("the work was interrupted; everything finished before is kept")
             if number + 1 < most:
-                asked = _stops()
+                stopping = _stops()
             if number < len(groups):
                 rows, t = trimmed(share.select_idxs(groups[number]))
                 yield groups[number], rows, t
@@ -458,11 +458,11 @@ class ShardedModel:
                 torch.manual_seed(seed + distributed.get_rank() // self.mesh.sizes.block)  # dropout: by step and rows
                 for indices, rows, t in self._cut(share, packed):
                     with memory_errors("learn", rows, holds=self.live):
-                        found = self.whole(rows, loss.want, temperature, packed)
-                        make = functools.partial(loss, found, rows.to(self.mesh.device_type), loss_counts)
+                        outputs = self.whole(rows, loss.want, temperature, packed)
+                        make = functools.partial(loss, outputs, rows.to(self.mesh.device_type), loss_counts)
                         value = account.loss(make, indices, t)
                         if value is None:  # a pass with a gradient of 0, for the other ranks' sake
-                            value = torch.stack([one.sum() for one in found.values()]).sum() * 0.0
+                            value = torch.stack([one.sum() for one in outputs.values()]).sum() * 0.0
                         value.backward()
         except BaseException:
             self.optimizer.zero()
@@ -520,13 +520,13 @@ class ShardedModel:
         for name, values in held.items():
             self.named[name].copy_(values)
 
-    def row_norms(self, batch: DataProto, *given: Any) -> list[float]:
+    def row_norms(self, batch: DataProto, *arguments: Any) -> list[float]:
         """Gradient norm of each row's share of the loss, NaN where it failed; every rank gets the whole batch."""
         norms = []
         sizes, rank = self.mesh.sizes, distributed.get_rank()
         for row in range(len(batch)):
             mine = batch.slice(row, row + (1 if row % sizes.blocks == rank // sizes.block else 0))
-            report = self.backward(mine, *given)
+            report = self.backward(mine, *arguments)
             gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
             squares = [one.to_local().double().square().sum() for one in gradients if self.mesh.counts(one)]
             square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)

@@ -247,11 +247,11 @@ class Saving:
         late = [rank for rank, name in enumerate(names) if not self._store.check([name])]
         if late:
             return self._failed(self._overdue(late))
-        found = [self._store.get(name).decode() for name in names]
+        outcomes = [self._store.get(name).decode() for name in names]
         for name in names:
             self._store.delete_key(name)
-        if any(found):
-            return self._failed("; ".join(filter(None, found)))
+        if any(outcomes):
+            return self._failed("; ".join(filter(None, outcomes)))
         try:
             write_record(self._staging, self._record)
             with self._lock:

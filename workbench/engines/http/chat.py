@@ -149,15 +149,15 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
     """
     chat = model if isinstance(model, SamplerChat) else SamplerChat(model)
 
-    def answer(asked: Asked) -> tuple[int, Any]:
-        if (asked.method, asked.path) == ("GET", "/v1/models"):
+    def answer(request: Asked) -> tuple[int, Any]:
+        if (request.method, request.path) == ("GET", "/v1/models"):
             listed = {"id": chat.describe(), "object": "model", "owned_by": "workbench"}
             return 200, {"object": "list", "data": [listed]}
         try:
-            if (asked.method, asked.path) != ("POST", "/v1/chat/completions"):
-                found = f"{asked.method} {asked.path[:100]!r}"
+            if (request.method, request.path) != ("POST", "/v1/chat/completions"):
+                found = f"{request.method} {request.path[:100]!r}"
                 raise Refusal(404, f"no such path: {found}; expected POST /v1/chat/completions")
-            return 200, _reply(chat, chat_request(asked.body), asked.body)
+            return 200, _reply(chat, chat_request(request.body), request.body)
         except Exception as cause:  # noqa: BLE001 - whatever an engine raises, who asked is answered
             refusal = refusal_of(cause)
             return refusal.status, refusal.body
@@ -167,19 +167,19 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
         yield address
 
 
-def _reply(chat: SamplerChat, asked: ChatRequest, body: bytes) -> Any:
+def _reply(chat: SamplerChat, request: ChatRequest, body: bytes) -> Any:
     for name in ("stream", "tools", "logprobs"):
-        if getattr(asked, name):
+        if getattr(request, name):
             why = f"the request asks for {name}, which this server does not do; expected a plain chat completion"
             raise Refusal(400, why, "unsupported", name)
-    settings = {"temperature": 1.0, **asked.sampling}
-    seed = asked.seed
+    settings = {"temperature": 1.0, **request.sampling}
+    seed = request.seed
     if seed is None:
         seed = seeds.derive("served", json.dumps(json.loads(body), sort_keys=True))
-    drawn = [seed if number == 0 else seeds.derive(seed, number) for number in range(asked.n)]
+    drawn = [seed if number == 0 else seeds.derive(seed, number) for number in range(request.n)]
     answers = runtime.run_all(
-        lambda one: chat.complete(asked.messages, max_tokens=asked.max_tokens, seed=one, **settings), drawn
+        lambda each: chat.complete(request.messages, max_tokens=request.max_tokens, seed=each, **settings), drawn
     )
-    name = f"chatcmpl-{seeds.derive(seed, json.dumps(asked.messages)):x}"
+    name = f"chatcmpl-{seeds.derive(seed, json.dumps(request.messages)):x}"
     made = [Answer({"content": one.text}, one.finish_reason, one.tokens) for one in answers]
-    return Reply(name, asked.model or chat.describe(), answers[0].prompt_tokens, made).sent(asked)
+    return Reply(name, request.model or chat.describe(), answers[0].prompt_tokens, made).sent(request)

@@ -76,48 +76,48 @@ class ChatRequest:
 def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
     """Read a request for chat completions: the body of a POST, or its fields. Raises `Refusal` (400) for what is wrong or
     cannot be done here."""
-    asked = _fields(body)
-    messages = asked["messages"]
-    stop = asked.get("stop") or ()
-    options = asked.get("stream_options") or {}
+    fields = _fields(body)
+    messages = fields["messages"]
+    stop = fields.get("stop") or ()
+    options = fields.get("stream_options") or {}
     return ChatRequest(
-        messages=tuple(_message(one, place) for place, one in enumerate(messages)),
-        tools=_tools(asked.get("tools")),
-        calls=_choice(asked.get("tool_choice")),
-        parallel=asked.get("parallel_tool_calls") is not False,
-        n=_number(asked, "n", 1, MAX_N) or 1,
-        max_tokens=_number(asked, "max_completion_tokens", 1) or _number(asked, "max_tokens", 1),
+        messages=tuple(_message(message, place) for place, message in enumerate(messages)),
+        tools=_tools(fields.get("tools")),
+        calls=_choice(fields.get("tool_choice")),
+        parallel=fields.get("parallel_tool_calls") is not False,
+        n=_number(fields, "n", 1, MAX_N) or 1,
+        max_tokens=_number(fields, "max_completion_tokens", 1) or _number(fields, "max_tokens", 1),
         sampling={
-            **{name: asked[name] for name in _SAMPLING if asked.get(name) is not None},
+            **{name: fields[name] for name in _SAMPLING if fields.get(name) is not None},
             "stop": (stop,) if isinstance(stop, str) else tuple(str(one) for one in stop),
         },
-        seed=_number(asked, "seed"),
-        model=str(asked.get("model") or ""),
-        stream=bool(asked.get("stream")),
+        seed=_number(fields, "seed"),
+        model=str(fields.get("model") or ""),
+        stream=bool(fields.get("stream")),
         usage=bool(isinstance(options, Mapping) and options.get("include_usage")),
-        logprobs=bool(asked.get("logprobs")),
-        top_logprobs=_number(asked, "top_logprobs", 0, 20) or 0,
+        logprobs=bool(fields.get("logprobs")),
+        top_logprobs=_number(fields, "top_logprobs", 0, 20) or 0,
     )
 
 
 def _fields(body: bytes | Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request, where all that it asks for can be done here."""
     try:
-        asked = json.loads(body) if isinstance(body, bytes) else dict(body)
+        fields = json.loads(body) if isinstance(body, bytes) else dict(body)
     except (ValueError, RecursionError) as cause:
         raise Refusal(400, f"the body is not JSON: {first_line(cause)}") from cause
-    if not isinstance(asked, dict):
-        raise Refusal(400, f"the request is of type {type(asked).__name__}; expected a JSON object")
+    if not isinstance(fields, dict):
+        raise Refusal(400, f"the request is of type {type(fields).__name__}; expected a JSON object")
     for name in _LEGACY:
-        if asked.get(name) not in _IGNORED:
+        if fields.get(name) not in _IGNORED:
             raise Refusal(400, f"the request asks for {name}, which this server does not do", "unsupported", name)
-    wanted = asked.get("response_format") or {"type": "text"}
+    wanted = fields.get("response_format") or {"type": "text"}
     if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
         why = "the request asks for response_format, which this server does not do; expected none, or text"
         raise Refusal(400, why, "unsupported", "response_format")
-    if not isinstance(asked.get("messages"), list) or not asked["messages"]:
+    if not isinstance(fields.get("messages"), list) or not fields["messages"]:
         raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
-    return asked
+    return fields
 
 
 def _number(asked: Mapping[str, Any], name: str, least: int | None = None, most: int | None = None) -> int | None:
@@ -131,56 +131,56 @@ def _number(asked: Mapping[str, Any], name: str, least: int | None = None, most:
     return int(value)
 
 
-def _choice(given: Any) -> bool:
-    if given not in (None, "auto", "none"):
-        why = f"tool_choice: expected auto or none (this server forces no call); found {given!r}"[:200]
+def _choice(choice: Any) -> bool:
+    if choice not in (None, "auto", "none"):
+        why = f"tool_choice: expected auto or none (this server forces no call); found {choice!r}"[:200]
         raise Refusal(400, why, "unsupported", "tool_choice")
-    return given != "none"
+    return choice != "none"
 
 
-def _tools(given: Any) -> tuple[dict[str, Any], ...]:
-    for place, one in enumerate(given or ()):
-        named = isinstance(one, Mapping) and isinstance(one.get("function"), Mapping) and one["function"].get("name")
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    for place, tool in enumerate(tools or ()):
+        named = isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) and tool["function"].get("name")
         if not named:
             raise Refusal(400, f"tools[{place}]: expected {{type: function, function: {{name, …}}}}", None, "tools")
-    return tuple(dict(one) for one in given or ())
+    return tuple(dict(tool) for tool in tools or ())
 
 
-def _message(given: Any, place: int) -> dict[str, Any]:
+def _message(message: Any, place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
-    if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
-        found = given.get("role") if isinstance(given, Mapping) else type(given).__name__
+    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        found = message.get("role") if isinstance(message, Mapping) else type(message).__name__
         raise Refusal(400, f"{where}: expected a role out of {', '.join(_ROLES)}; found {found!r}"[:200], None, where)
-    made = {"role": given["role"], "content": _text(given.get("content"), where)}
+    checked = {"role": message["role"], "content": _text(message.get("content"), where)}
     for name in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(given.get(name), str):
-            made[name] = given[name]
-    if "reasoning_content" not in made and isinstance(given.get("reasoning"), str):  # newer vLLM's name of it
-        made["reasoning_content"] = given["reasoning"]
-    if given["role"] == "assistant" and given.get("tool_calls"):
-        made["tool_calls"] = [_call(one, where) for one in given["tool_calls"]]
-    return made
+        if isinstance(message.get(name), str):
+            checked[name] = message[name]
+    if "reasoning_content" not in checked and isinstance(message.get("reasoning"), str):  # newer vLLM's name of it
+        checked["reasoning_content"] = message["reasoning"]
+    if message["role"] == "assistant" and message.get("tool_calls"):
+        checked["tool_calls"] = [_call(one, where) for one in message["tool_calls"]]
+    return checked
 
 
 def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    for one in parts:
-        kind = one.get("type") if isinstance(one, Mapping) else type(one).__name__
-        if kind not in ("text", "refusal") or not isinstance(one.get(kind), str):
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise Refusal(400, f"{where}: expected text, or parts of type text; found {kind!r}"[:200], None, where)
-    return "".join(one[one["type"]] for one in parts)
+    return "".join(part[part["type"]] for part in parts)
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, Mapping) else None
+def _call(tool_call: Any, where: str) -> dict[str, Any]:
+    function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Refusal(400, f"{where}.tool_calls: expected {{id, type: function, function: {{name, arguments}}}}")
     said = function.get("arguments")
     text = said if isinstance(said, str) else json.dumps(said if said is not None else {})
     call = {"name": function["name"], "arguments": text}
-    return {"id": str(given.get("id") or ""), "type": "function", "function": call}
+    return {"id": str(tool_call.get("id") or ""), "type": "function", "function": call}
 
 
 # --- replies ------------------------------------------------------------------------------------
@@ -221,14 +221,14 @@ class Reply:
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
-    def _stream(self, asked: ChatRequest) -> Iterator[dict[str, Any]]:
-        head, more = self._head("chat.completion.chunk"), {"usage": None} if asked.usage else {}
-        for number, one in enumerate(self.answers):
-            for delta in _deltas(one.message):
+    def _stream(self, request: ChatRequest) -> Iterator[dict[str, Any]]:
+        head, more = self._head("chat.completion.chunk"), {"usage": None} if request.usage else {}
+        for number, answer in enumerate(self.answers):
+            for delta in _deltas(answer.message):
                 choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None}
                 yield {**head, "choices": [choice], **more}
-            yield {**head, "choices": [{"index": number, "delta": {}, **self._ends(asked, one)}], **more}
-        if asked.usage:
+            yield {**head, "choices": [{"index": number, "delta": {}, **self._ends(request, answer)}], **more}
+        if request.usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -243,14 +243,14 @@ class Reply:
         told = asked.logprobs and one.sample is not None
         return {"finish_reason": one.finish_reason, "logprobs": self._log_probs(asked, one) if told else None}
 
-    def _log_probs(self, asked: ChatRequest, one: Answer) -> dict[str, Any]:
+    def _log_probs(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         """The log-probs of the answer's own tokens; no other token's are known."""
         content = []
-        assert one.sample is not None
-        for token, value in zip(one.sample.ids, one.sample.log_probs, strict=True):
+        assert answer.sample is not None
+        for token, value in zip(answer.sample.ids, answer.sample.log_probs, strict=True):
             text = str(self.tokenizer.decode([token]))
             own = {"token": text, "logprob": value, "bytes": list(text.encode())}
-            content.append({**own, "top_logprobs": [own] if asked.top_logprobs else []})
+            content.append({**own, "top_logprobs": [own] if request.top_logprobs else []})
         return {"content": content, "refusal": None}
 
 

@@ -107,7 +107,7 @@ class RemoteSampler(Pausing):
             raise EngineError("weights cannot be pushed to the server", found=self._plain(error), do=do) from None
 
     async def _probe(self, request: Request, tops: int) -> Reply:
-        return await self._asked(request, tops, min(self._settings.ask_seconds * 2, self._settings.timeout))
+        return await self._reply_to(request, tops, min(self._settings.ask_seconds * 2, self._settings.timeout))
 
     # --- Sampler ----------------------------------------------------------------------------
 
@@ -116,12 +116,12 @@ class RemoteSampler(Pausing):
         longest = self.max_length - len(request.ids)
         settings = replace(request.settings, max_tokens=min(request.settings.max_tokens, longest))
         with self._named("no response from the server"):
-            reply = await self._asked(replace(request, settings=settings), 0, self._settings.timeout)
+            reply = await self._reply_to(replace(request, settings=settings), 0, self._settings.timeout)
             if tag is not None:
                 await self._held_weights(reply, tag)
         return Sample(reply.ids, reply.log_probs, reply.finish_reason, version)
 
-    async def _asked(self, request: Request, tops: int, timeout: float) -> Reply:
+    async def _reply_to(self, request: Request, tops: int, timeout: float) -> Reply:
         dialect = self._about.dialect
 
         def read(reply: Any) -> Reply:
@@ -132,16 +132,16 @@ class RemoteSampler(Pausing):
 
     async def _held_weights(self, reply: Reply, tag: str) -> None:
         """Raises `EngineError` where the server was started again since the push, or another client pushed."""
-        found = reply.tag
-        if found is None and self._about.dialect is VLLM:
+        served = reply.tag
+        if served is None and self._about.dialect is VLLM:
             arrived = time.monotonic()
             async with self._look:  # one question is enough for all rows that arrived before it
                 if self._looked < arrived:
                     began = time.monotonic()
-                    found = await self._served()
-                    if found == tag:
+                    served = await self._served()
+                    if served == tag:
                         self._looked = began
-        if found is not None and found != tag:
+        if served is not None and served != tag:
             if not self._refusal:
                 why = "it was restarted, or another client pushed"
                 self._refusal = f"the server no longer has the weights that were pushed: {why}"
@@ -149,21 +149,21 @@ class RemoteSampler(Pausing):
             raise EngineError(self._refusal, do=PUSH_AGAIN)
 
     def _check(self, request: Request) -> None:
-        s, found, dialect = request.settings, self._findings, self._about.dialect
+        s, findings, dialect = request.settings, self._findings, self._about.dialect
         check_prompt(request.ids, self._rows, self.max_length, "the server", "its longest sequence")
         if s.temperature and not dialect.coldest <= s.temperature <= dialect.hottest:
             expected = f"0, or {dialect.coldest:g} to {dialect.hottest:g}, which the server can do"
             raise EngineError("temperature", expected=expected, found=s.temperature)
         warm = s.temperature not in (0, 1)
-        if warm and not found.follows_temperature:
+        if warm and not findings.follows_temperature:
             what = f"temperature {s.temperature:g}: the server's log-probs are those of temperature 1"
             raise EngineError(what, do=f"sample at temperature 1, or start the server with {dialect.remedy}")
         if warm and s.top_k == 1 and dialect is SGLANG:  # which is then greedy, with log-probs of temperature 1
             what = "SGLang cannot sample with top_k=1 at a temperature other than 1"
             raise EngineError(what, do="for greedy decoding pass temperature=0")
-        if (s.top_p < 1 or s.top_k > 0) and not found.before_filters:
+        if (s.top_p < 1 or s.top_k > 0) and not findings.before_filters:
             why = "the server does not return the log-probs before them, which a trainer needs"
-            if found.before_filters is None:
+            if findings.before_filters is None:
                 why = "whether the server returns the log-probs before them could not be told: the model was too sure of the probes"
             what = f"top_p and top_k: {why}"
             do = "pass top_p=1 and top_k=-1, or start vLLM by engines.server_command and pass weights='vllm'"

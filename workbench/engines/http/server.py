@@ -190,7 +190,7 @@ def _longest(name: str, theirs: Any, folder: str | Path, settings: RemoteSetting
 
 
 def _chosen(served: list[dict[str, Any]], folder: str | Path, name: str | None) -> dict[str, Any]:
-    names = [one["id"] for one in served]
+    names = [model["id"] for model in served]
     if name is not None:
         if name not in names:
             raise EngineError(f"served_name={name!r}", expected=f"one of the server's models: {', '.join(names)}")

@@ -98,8 +98,8 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Plan)
         attention, mlp = block.self_attn, block.mlp
         normed = _norm(block.input_layernorm, states)
         query, key, value = (
-            functional.linear(normed, one.weight, one.bias).view(len(tokens), -1, attention.head_dim)
-            for one in (attention.q_proj, attention.k_proj, attention.v_proj)
+            functional.linear(normed, projection.weight, projection.bias).view(len(tokens), -1, attention.head_dim)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if hasattr(attention, "q_norm"):
             query, key = _norm(attention.q_norm, query), _norm(attention.k_norm, key)
@@ -210,13 +210,14 @@ class SharedPrefix:
 
     def _compact(self, keep: list[int], new: list[tuple[int, ...]]) -> list[int]:
         """Keep these prompts alone, and return the numbers of the new ones behind them."""
-        width, self._width = self._width, max(len(prompt) for prompt in [*(self._prompts[one] for one in keep), *new])
+        width = self._width
+        self._width = max(len(prompt) for prompt in [*(self._prompts[number] for number in keep), *new])
         where, fit = torch.tensor(keep, dtype=torch.long, device=self._model.device), min(width, self._width)
         for held in self._held.values():
             for part, old in enumerate(held.prompts):
                 held.prompts[part] = old.new_zeros(len(old), len(keep) + len(new), self._width, old.shape[-1])
                 held.prompts[part][:, : len(keep), :fit] = old[:, where, :fit]
-        self._prompts = [self._prompts[one] for one in keep] + new
+        self._prompts = [self._prompts[number] for number in keep] + new
         return list(range(len(keep), len(self._prompts)))
 
     def _lay_out(self) -> None:
@@ -274,16 +275,17 @@ class SharedPrefix:
         key, value = layer.key.to(dtype), layer.value.to(dtype)
         held = self._held.get(layer.index)
         if held is None:
+            both, prompts, rows = (key, value), len(self._prompts), len(self._start)
             held = self._held[layer.index] = _Held(
-                [one.new_zeros(one.shape[1], len(self._prompts), self._width, one.shape[-1]) for one in (key, value)],
-                [one.new_empty(one.shape[1], len(self._start), self._columns, one.shape[-1]) for one in (key, value)],
+                [part.new_zeros(part.shape[1], prompts, self._width, part.shape[-1]) for part in both],
+                [part.new_empty(part.shape[1], rows, self._columns, part.shape[-1]) for part in both],
             )
         if self._filling is not None:
-            for buffer, one in zip(held.prompts, (key, value), strict=True):
-                buffer[:, self._filling, : one.shape[2]] = one.transpose(0, 1)
+            for buffer, new in zip(held.prompts, (key, value), strict=True):
+                buffer[:, self._filling, : new.shape[2]] = new.transpose(0, 1)
             return _causal(layer)
-        for buffer, one in zip(held.own, (key, value), strict=True):
-            buffer[:, :, self._column] = one.squeeze(2).transpose(0, 1)
+        for buffer, new in zip(held.own, (key, value), strict=True):
+            buffer[:, :, self._column] = new.squeeze(2).transpose(0, 1)
         return self._cascade(layer, held, dtype)
 
     def _cascade(self, layer: Layer, held: _Held, dtype: torch.dtype) -> Tensor:
@@ -295,7 +297,7 @@ class SharedPrefix:
         own_key, own_value = (one.flatten(0, 1)[:, self._first : self._column + 1] for one in held.own)
         scores = torch.bmm(query.view(-1, per, width), own_key.transpose(1, 2)).view(groups, count, per, -1)
         if long:
-            prompt_key, prompt_value = (self._copied(one).flatten(0, 1)[:, :long] for one in held.prompts)
+            prompt_key, prompt_value = (self._copied(part).flatten(0, 1)[:, :long] for part in held.prompts)
             found = torch.bmm(self._by_prompt(query), prompt_key.transpose(1, 2))
             scores = torch.cat([self._by_seat(found, groups, per), scores], -1)
         shares = self._softmax(layer, scores).to(dtype)
@@ -307,16 +309,16 @@ class SharedPrefix:
     def _copied(self, one: Tensor) -> Tensor:
         return one if self._layout.copies is None else one[:, self._layout.copies]
 
-    def _by_prompt(self, one: Tensor) -> Tensor:
+    def _by_prompt(self, rows: Tensor) -> Tensor:
         """[K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
         if self._layout.moves is not None:
-            one = one[:, self._layout.moves[0]]
-        return one.reshape(len(one) * self._layout.groups, -1, one.shape[-1])
+            rows = rows[:, self._layout.moves[0]]
+        return rows.reshape(len(rows) * self._layout.groups, -1, rows.shape[-1])
 
-    def _by_seat(self, one: Tensor, groups: int, per: int) -> Tensor:
+    def _by_seat(self, rows: Tensor, groups: int, per: int) -> Tensor:
         """[K·P, rows of a prompt · G, ·] → [K, n, G, ·]."""
-        one = one.view(groups, -1, per, one.shape[-1])
-        return one if self._layout.moves is None else one[:, self._layout.moves[1]]
+        rows = rows.view(groups, -1, per, rows.shape[-1])
+        return rows if self._layout.moves is None else rows[:, self._layout.moves[1]]
 
     def _softmax(self, layer: Layer, scores: Tensor) -> Tensor:
         """Softmax of scores [K, n, G, prompt + own] under the layer's settings, in float32."""
@@ -342,11 +344,11 @@ class SharedPrefix:
         if near and self._even:
             return None
         device = self._starts.device
-        prompt, own = torch.arange(long, device=device), torch.arange(first, column + 1, device=device)
+        prompt, columns = torch.arange(long, device=device), torch.arange(first, column + 1, device=device)
         lengths, starts = self._lengths[:, None], self._starts[:, None]
-        hidden = torch.cat([prompt >= lengths, own < starts], -1)
+        hidden = torch.cat([prompt >= lengths, columns < starts], -1)
         if window is not None and not near:
-            ages = [lengths + column - starts - prompt, (column - own).expand(len(starts), -1)]
+            ages = [lengths + column - starts - prompt, (column - columns).expand(len(starts), -1)]
             hidden |= torch.cat(ages, -1) >= window
         return hidden[:, None]
 
@@ -533,17 +535,19 @@ class PicturedRows(PaddedRows):
         """One forward pass of the different prompts; returns the number of each request's."""
         from transformers import DynamicCache
 
-        device, keys = self._model.device, [(one.ids, id(one.pixels)) for one in self._requests]
-        different = {key: one for key, one in zip(keys, self._requests, strict=True)}
-        width = max(len(one.ids) for one in different.values())
-        ids = torch.tensor([[0] * (width - len(one.ids)) + list(one.ids) for one in different.values()], device=device)
-        rows = [[0] * (width - len(one.ids)) + [1] * len(one.ids) for one in different.values()]
+        device, keys = self._model.device, [(request.ids, id(request.pixels)) for request in self._requests]
+        different = {key: request for key, request in zip(keys, self._requests, strict=True)}
+        prompts = [request.ids for request in different.values()]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        rows = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         self._mask, self._cache = torch.tensor(rows, device=device), DynamicCache(config=self._model.config)
-        told = pictured_inputs(self._model, ids, self._mask, [one.pixels or {} for one in different.values()])
-        last = told["position_ids"][..., -1]
+        inputs = pictured_inputs(self._model, ids, self._mask, [request.pixels or {} for request in different.values()])
+        last = inputs["position_ids"][..., -1]
         last = last.amax(0) if last.dim() > 1 else last
         self._ahead = last - (self._mask.sum(-1) - 1)
-        self._logits = self._model(**told, **{self._name: self._cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
+        output = self._model(**inputs, **{self._name: self._cache}, use_cache=True, logits_to_keep=1)
+        self._logits = output.logits[:, -1]
         places = {key: place for place, key in enumerate(different)}
         return [places[key] for key in keys]
 

@@ -98,25 +98,25 @@ def open_classifier(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    found = str(resolve(path))
+    folder = str(resolve(path))
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     with boundary(f"loading the reward model {str(path)!r}", EngineError):
-        config = AutoConfig.from_pretrained(found, **trust)
+        config = AutoConfig.from_pretrained(folder, **trust)
         new = begin and not any("SequenceClassification" in name for name in config.architectures or ())
-        given: dict[str, Any] = {"num_labels": 1, "begins": (HEAD_WEIGHT,)} if new else {}
-        told = logging.get_verbosity()
+        options: dict[str, Any] = {"num_labels": 1, "begins": (HEAD_WEIGHT,)} if new else {}
+        verbosity = logging.get_verbosity()
         if new:  # it would warn of the head that is missing
             logging.set_verbosity_error()
         try:
-            model = pretrained(AutoModelForSequenceClassification, found, **given, **trust)
+            model = pretrained(AutoModelForSequenceClassification, folder, **options, **trust)
         finally:
-            logging.set_verbosity(told)
-        tokenizer = auto_tokenizer(found, **trust)
+            logging.set_verbosity(verbosity)
+        tokenizer = auto_tokenizer(folder, **trust)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         expected = "a sequence classifier with one label and a head called 'score'"
-        found = f"{model.config.num_labels} labels, {type(model).__name__}"
+        labels = f"{model.config.num_labels} labels, {type(model).__name__}"
         do = "for a judge that writes text use rewards.Judge"
-        raise EngineError(f"the reward model {str(path)!r}", expected=expected, found=found, do=do)
+        raise EngineError(f"the reward model {str(path)!r}", expected=expected, found=labels, do=do)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     if new:

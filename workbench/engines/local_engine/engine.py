@@ -269,14 +269,14 @@ class LocalEngine(ModelEngine, Holding, Pushing):
         rows, going = Rows(self._eos, self.tokenizer), True
         while going:
             state, version = self.state_id, self.version
-            made: Any = cache_of(self._model, path, budget)
+            caching: Any = cache_of(self._model, path, budget)
             if pictured:
-                made = nullcontext(PicturedRows(self._model, wave.questions))
+                caching = nullcontext(PicturedRows(self._model, wave.questions))
             with (
                 memory_errors("sampling", shape, "max_wave", self._live),
                 self._autocast(),
                 casts_kept(self._model),
-                made as cache,
+                caching as cache,
             ):
                 given = (version, self._settings.max_wave, partial(self._still, state))
                 pauses = (lambda: False) if pictured else partial(self._let_in, state)
@@ -528,10 +528,10 @@ class LocalEngine(ModelEngine, Holding, Pushing):
         head, model = loading.value_head(self._model), loading.duplicate(self._model)
         if not settings.routing_replay:  # the policy's experts are not the critic's
             model.workbench_routing = None
-        made = LocalEngine(model, self.tokenizer, settings, path=self.path, checked=self.selfcheck, head=head)
-        made._stamps, made._source = self._stamps, self._source if self._untouched() else None
-        made._files = self._files
-        return made
+        critic = LocalEngine(model, self.tokenizer, settings, path=self.path, checked=self.selfcheck, head=head)
+        critic._stamps, critic._source = self._stamps, self._source if self._untouched() else None
+        critic._files = self._files
+        return critic
 
     def examine(self, every: bool = False) -> SelfCheck:
         """Compare ways of computing with the model's own forward on a few tokens; `every` one, not up to the first that is right.
@@ -577,10 +577,10 @@ class LocalEngine(ModelEngine, Holding, Pushing):
             return scoring.collect(self._passes(batch, False), self._outputs(WANT, 1.0, False), batch, WANT)
 
         def sample(requests: Sequence[Request], rows: Sequence[Row]) -> dict[str, list[torch.Tensor]]:
-            asked: Any = Asked(requests)
-            asked.join(len(requests))
+            wave: Any = Asked(requests)
+            wave.join(len(requests))
             cache = PicturedRows(self._model, requests)
-            return forced(rows, lambda each: decode(cache, each, asked, 0, len(requests)))
+            return forced(rows, lambda each: decode(cache, each, wave, 0, len(requests)))
 
         right, found = check_pictures(self._model, processor, score, sample, self._precisions())
         self.selfcheck = replace(self.selfcheck, found={**self.selfcheck.found, **found})

@@ -180,11 +180,11 @@ class Head:
         logits: Tensor = self.linear(hidden).float() * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def states(self, model: Any, **given: Tensor) -> Tensor:
+    def states(self, model: Any, **inputs: Tensor) -> Tensor:
         """[b, s, H] last hidden states of a forward pass without a cache; logits [b, s, V] where the head has no layer."""
         if self.linear is None:
-            return model(**given, use_cache=False).logits
-        return model.base_model(**given, use_cache=False).last_hidden_state
+            return model(**inputs, use_cache=False).logits
+        return model.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 OWN = Head(None)
@@ -239,8 +239,8 @@ class Routing:
     """What the routers of a model choose; as `model.workbench_routing` it is there where the setting `routing_replay` is on."""
 
     def __init__(self, model: Any) -> None:
-        found = experts_of(model)
-        if not found:
+        layers = experts_of(model)
+        if not layers:
             expected = "layers of experts in transformers' common form (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss …)"
             what = f"routing_replay with {type(model).__name__}"
             do = "pip install -U transformers: newer ones have more such models"
@@ -252,7 +252,7 @@ class Routing:
         self.recording = False
         self._layers = model.config.get_text_config().num_hidden_layers
         self._seen: dict[int, Tensor] = {}
-        for name, experts in found.items():
+        for name, experts in layers.items():
             layer = next(int(part) for part in name.split(".") if part.isdecimal())
             block = model.get_submodule(name.rpartition(".")[0])
             block.forward = partial(self._route, layer, experts.num_experts, type(block).forward, block)
@@ -262,17 +262,17 @@ class Routing:
         none = torch.full_like(next(iter(self._seen.values())), -1)
         return torch.stack([self._seen.get(layer, none) for layer in range(self._layers)], 1).to("cpu", torch.int16)
 
-    def _route(self, layer: int, count: int, forward: Any, block: Any, *given: Any, **named: Any) -> Any:
+    def _route(self, layer: int, count: int, forward: Any, block: Any, *arguments: Any, **named: Any) -> Any:
         """In place of the forward of a layer's block of experts and router."""
         if self.chosen is None and not self.recording:
-            return forward(block, *given, **named)
+            return forward(block, *arguments, **named)
         with _Choice(count, None if self.chosen is None else self.chosen[:, layer].long()) as choice:
-            found = forward(block, *given, **named)
+            result = forward(block, *arguments, **named)
         if choice.made is None:
             what = f"routing_replay with {type(block).__name__}"
             raise EngineError(what, expected=f"a router that chooses by topk of {count} scores", found="another one")
         self._seen[layer] = choice.made
-        return found
+        return result
 
 
 class _Choice(TorchFunctionMode):
@@ -284,16 +284,16 @@ class _Choice(TorchFunctionMode):
         self.made: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].dim() != 2 or args[0].shape[-1] != self._experts:
-            return found
-        if self._chosen is not None and found.indices.shape == self._chosen.shape:
-            index = torch.where(self._chosen < 0, found.indices, self._chosen)
-            found = type(found)((args[0].gather(-1, index), index))
+            return result
+        if self._chosen is not None and result.indices.shape == self._chosen.shape:
+            index = torch.where(self._chosen < 0, result.indices, self._chosen)
+            result = type(result)((args[0].gather(-1, index), index))
         elif self._chosen is not None:
-            return found
-        self.made = found.indices
-        return found
+            return result
+        self.made = result.indices
+        return result
 
 
 def replay(model: Any, chosen: Tensor | None) -> None:
@@ -325,14 +325,14 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 def pictured_inputs(
-    model: Any, ids: Tensor, mask: Tensor, cells: Sequence[Mapping[str, Tensor]], own: Tensor | None = None
+    model: Any, ids: Tensor, mask: Tensor, cells: Sequence[Mapping[str, Tensor]], responses: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of a forward pass of rows [b, s], whose pictures' inputs are `cells`; `own` [b, s] marks responses."""
+    """Arguments of a forward pass of rows [b, s], whose pictures' inputs are `cells`; `responses` [b, s] marks theirs."""
     names = dict.fromkeys(name for cell in cells for name in cell)
     pixels = {name: torch.cat([cell[name] for cell in cells if name in cell]).to(ids.device) for name in names}
     seen = ids == model.config.image_token_id
-    if own is not None:
-        ids, seen = ids.masked_fill(seen & own, STAND_IN), seen & ~own
+    if responses is not None:
+        ids, seen = ids.masked_fill(seen & responses, STAND_IN), seen & ~responses
     taken = [inspect.signature(type(one).forward).parameters for one in (model, model.base_model)]
     types = {name: seen.long() for name in _TYPES if all(name in one for one in taken)}
     positions = _positions(model, ids, mask, seen, pixels)

@@ -27,15 +27,15 @@ def infinite_norm(norm: float, broken: Sequence[Sequence[str]], most: int = 3) -
     for rank, names in enumerate(broken):
         for name in names:
             ranks.setdefault(name, []).append(rank)
-    told = [
+    nearest = [
         name + (f" (rank {', '.join(map(str, ranks[name]))})" if len(broken) > 1 else "")
         for name in [*ranks][: -most - 1 : -1]
     ]
-    found = f"{norm}: the gradients of {len(ranks)} parameters are not finite, next to the loss {', '.join(told)}"
+    reason = f"{norm}: the gradients of {len(ranks)} parameters are not finite, next to the loss {', '.join(nearest)}"
     if not ranks:
-        found = f"{norm}: each gradient is finite, and their squares are too large together"
+        reason = f"{norm}: each gradient is finite, and their squares are too large together"
     do = "look at the batch, or let some steps in a row pass: skip_nonfinite of the update"
-    return NonFinite(INFINITE_NORM, found=found, do=do)
+    return NonFinite(INFINITE_NORM, found=reason, do=do)
 
 
 def learning_rate(base: float, step: int, schedule: str, warmup: int, total: int | None) -> float:
@@ -58,7 +58,10 @@ def learning_mode(model: Any, packed: bool) -> Iterator[None]:
     again = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
     # layers that are recomputed only where they are training, and then drop out by numbers of their own
     held = [
-        (part, name, one) for part in again for name, one in vars(part).items() if "drop" in name and type(one) is float
+        (part, name, rate)
+        for part in again
+        for name, rate in vars(part).items()
+        if "drop" in name and type(rate) is float
     ]
     dropped = [part for name, part in model.named_modules() if ".lora_dropout." in name]
     model.eval()
@@ -71,8 +74,8 @@ def learning_mode(model: Any, packed: bool) -> Iterator[None]:
             yield
     finally:
         model.eval()
-        for part, name, one in held:
-            setattr(part, name, one)
+        for part, name, rate in held:
+            setattr(part, name, rate)
 
 
 class Optimizer:
@@ -248,19 +251,19 @@ def _numbers(metric: Any) -> list[Any]:
 
 def backward(
     cut: Iterable[tuple[torch.Tensor, DataProto, int]],
-    found: Callable[[DataProto], LossOutput],
+    loss_of: Callable[[DataProto], LossOutput],
     batch: DataProto,
     holds: Callable[[], Live] | None = None,
 ) -> StepResult:
     """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and columns in row order.
 
-    `found(rows)` is a micro-batch's loss. Raises `NonFinite`, when all are done, for the first loss that is NaN or infinite,
+    `loss_of(rows)` is a micro-batch's loss. Raises `NonFinite`, when all are done, for the first loss that is NaN or infinite,
     naming its rows: no micro-batch waits until the host has seen the loss of the one before.
     """
     account = Account(len(batch), batch["response_mask"].shape[1])
     for indices, rows, t in cut:
         with memory_errors("learn", rows, holds=holds):
-            result = found(rows)
+            result = loss_of(rows)
             result.loss.backward()
         account.add(result, indices, t)
     if wrong := account.infinite():

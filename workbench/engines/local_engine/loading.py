@@ -143,15 +143,15 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
             _fill(lora.tensors(model), lora.stored(Path(path)), f"the adapter at {path}")
         return model
     trust = {"trust_remote_code": settings.trust_remote_code}
-    given = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
+    options = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
     with boundary(f"loading the model {str(path)!r}", EngineError):
         try:
             config = AutoConfig.from_pretrained(str(path), **trust)
             if empty:
                 with parameters_on_meta() if buffers else there, torch.random.fork_rng(devices=[]):
-                    model = _kind(config).from_config(config, dtype=torch.float32, **given)
+                    model = _kind(config).from_config(config, dtype=torch.float32, **options)
             else:
-                model = pretrained(_kind(config), path, **given)
+                model = pretrained(_kind(config), path, **options)
         except Exception:
             check_packages("", "loading a model", sys.modules)  # an old version may be why
             raise
@@ -170,10 +170,10 @@ def parameters_on_meta() -> Iterator[None]:
     """Context manager: modules that are made inside have their parameters on the meta device, and their buffers on the CPU."""
     plain = torch.nn.Module.register_parameter
 
-    def register(module: torch.nn.Module, name: str, one: torch.nn.Parameter | None) -> None:
-        if one is not None and one.device.type != "meta":  # one that is there already may be tied
-            one = torch.nn.Parameter(one.detach().to("meta"), requires_grad=one.requires_grad)
-        plain(module, name, one)
+    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":  # one that is there already may be tied
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        plain(module, name, parameter)
 
     torch.nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
@@ -257,23 +257,22 @@ class Processor:
             (path / "processor_config.json").write_text(json.dumps(self._record, indent=2), encoding="utf-8")
 
 
-def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **given: Any) -> Any:
+def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **options: Any) -> Any:
     """Load a model of a transformers class (`kind`) in float32, with every tensor of it read from the files.
 
     transformers fills tensors that the files lack, or have in another shape, with random numbers, and leaves out those
     that the configuration has no place for. Here these are an `EngineError` with their names; heads of other kinds in the
     files are left out, and tensors named in `begins` may be missing.
     """
-    model, found = kind.from_pretrained(
-        str(path), dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **given
+    model, info = kind.from_pretrained(
+        str(path), dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     shapes = {
-        name: f"{name} of shape {tuple(there)} in place of {tuple(own)}"
-        for name, there, own in found["mismatched_keys"]
+        name: f"{name} of shape {tuple(there)} in place of {tuple(own)}" for name, there, own in info["mismatched_keys"]
     }
     inside = f"{model.base_model_prefix}."
-    lacks = sorted(set(found["missing_keys"]) - shapes.keys() - {*begins})
-    extra = sorted(one for one in found["unexpected_keys"] if one.startswith(inside))
+    lacks = sorted(set(info["missing_keys"]) - shapes.keys() - {*begins})
+    extra = sorted(one for one in info["unexpected_keys"] if one.startswith(inside))
     misfit(path, lacks, [shapes[name] for name in sorted(shapes)], extra)
     return model
 
@@ -281,14 +280,14 @@ def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **given:
 def misfit(path: str | Path, lacks: Sequence[str], shapes: Sequence[str], extra: Sequence[str]) -> None:
     """Raises `EngineError` where a model's files lack tensors, have them in other shapes, or have some with no place in it."""
     wrong = {"lack": lacks, "have": shapes, "have, with no place in the model,": extra}
-    said = [
+    problems = [
         f"the files {verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
         for verb, names in wrong.items()
         if names
     ]
-    if said:
+    if problems:
         expected, do = "every tensor of the model, and no other", "copy or save the model again; check config.json"
-        raise EngineError(f"the weights of {str(path)!r}", expected=expected, found="; ".join(said), do=do)
+        raise EngineError(f"the weights of {str(path)!r}", expected=expected, found="; ".join(problems), do=do)
 
 
 _PROBE = "Is 12345 + 0.5 really 6?\n\n  def f(x):\n\treturn x  # naïve, 中文, привет 🙂"
@@ -305,15 +304,15 @@ def auto_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
-    found = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    if not isinstance(found, PreTrainedTokenizerFast) or type(found) is PreTrainedTokenizerFast:
-        return found
+    tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or type(tokenizer) is PreTrainedTokenizerFast:
+        return tokenizer
     file = cached_file(str(path), "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if file is None:
-        return found
+        return tokenizer
     theirs = Tokenizer.from_file(file).encode(_PROBE, add_special_tokens=False).ids
-    same = theirs == found.encode(_PROBE, add_special_tokens=False)
-    return found if same else PreTrainedTokenizerFast.from_pretrained(str(path))
+    same = theirs == tokenizer.encode(_PROBE, add_special_tokens=False)
+    return tokenizer if same else PreTrainedTokenizerFast.from_pretrained(str(path))
 
 
 def load_tokenizer(path: str | Path, model: Any, settings: Any) -> Any:
@@ -338,11 +337,11 @@ def open_tokenizer(path: str) -> Any | None:
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:
     """All token ids that end a response, gathered from `sources`: generation config, model config and tokenizer."""
-    found: set[int] = set()
+    ends: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)
+        ends.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(ends)
 
 
 def rope_limit(model: Any) -> int | None:
@@ -354,9 +353,9 @@ def rope_limit(model: Any) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]
     limits = [
-        one.get("original_max_position_embeddings") or config.max_position_embeddings
-        for one in kinds
-        if one.get("rope_type") in ("longrope", "dynamic")
+        kind.get("original_max_position_embeddings") or config.max_position_embeddings
+        for kind in kinds
+        if kind.get("rope_type") in ("longrope", "dynamic")
     ]
     return min(limits, default=None)
 
@@ -476,18 +475,18 @@ def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: An
 
 
 @torch.no_grad()
-def _fill(mine: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
-    check_fit(what, found, mine)
+def _fill(mine: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], what: str) -> None:
+    check_fit(what, stored, mine)
     for name, tensor in mine.items():
-        tensor.copy_(found[name])
+        tensor.copy_(stored[name])
 
 
-def check_fit(what: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+def check_fit(what: str, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
     """Raises `EngineError` about `what` for the first tensor of `wanted` that `found` lacks or has in another shape."""
-    for name, one in wanted.items():
-        if name not in found or found[name].shape != one.shape:
-            there = f"shape {tuple(found[name].shape)}" if name in found else "no tensor of that name"
-            raise EngineError(what, expected=f"a tensor {name} of shape {tuple(one.shape)}", found=there)
+    for name, tensor in wanted.items():
+        if name not in stored or stored[name].shape != tensor.shape:
+            there = f"shape {tuple(stored[name].shape)}" if name in stored else "no tensor of that name"
+            raise EngineError(what, expected=f"a tensor {name} of shape {tuple(tensor.shape)}", found=there)
 
 
 # --- files of tensors ----------------------------------------------------------------------------

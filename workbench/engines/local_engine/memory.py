@@ -59,30 +59,30 @@ def _by_config(config: Any) -> list[int]:
     """Numbers that the backward pass keeps of a token in each layer: 5H + 3Q + 2K + 4I (H hidden, Q queries, K keys, I MLP),
     counted on Llama's and Qwen2's layers. A configuration may say each of them, or all, by layer."""
     text = config.get_text_config()
-    found = []
-    for place, one in enumerate(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers):
-        heads = getattr(one, "num_attention_heads", 1)
-        each = getattr(one, "head_dim", None) or one.hidden_size // heads
-        if (getattr(one, "layer_types", None) or [])[place : place + 1] == ["full_attention"]:
-            each = getattr(one, "global_head_dim", None) or each  # Gemma 4 before transformers' `per_layer_config`
-        inner = getattr(one, "intermediate_size", None) or 4 * one.hidden_size
+    kept = []
+    for place, layer in enumerate(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers):
+        heads = getattr(layer, "num_attention_heads", 1)
+        each = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        if (getattr(layer, "layer_types", None) or [])[place : place + 1] == ["full_attention"]:
+            each = getattr(layer, "global_head_dim", None) or each  # Gemma 4 before transformers' `per_layer_config`
+        inner = getattr(layer, "intermediate_size", None) or 4 * layer.hidden_size
         if isinstance(inner, Sequence):
             inner = inner[place]
-        if routed := getattr(one, "num_experts_per_tok", None):
-            inner = routed * (getattr(one, "moe_intermediate_size", None) or inner)
-        keys = getattr(one, "num_key_value_heads", None) or heads
-        found.append(5 * one.hidden_size + (3 * heads + 2 * keys) * each + 4 * inner)
-    return found
+        if routed := getattr(layer, "num_experts_per_tok", None):
+            inner = routed * (getattr(layer, "moe_intermediate_size", None) or inner)
+        keys = getattr(layer, "num_key_value_heads", None) or heads
+        kept.append(5 * layer.hidden_size + (3 * heads + 2 * keys) * each + 4 * inner)
+    return kept
 
 
 def _by_shapes(model: Any) -> list[int]:
     """The same of the weights' shapes: what goes into each matrix of a layer, and what comes out."""
-    found: Counter[str] = Counter()
-    for name, one in model.named_parameters():
+    sizes: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
         layer = next((part for part in name.split(".") if part.isdecimal()), "")
-        if layer and one.dim() > 1:
-            found[layer] += sum(one.shape[-2:])
-    return list(found.values()) or [0]
+        if layer and parameter.dim() > 1:
+            sizes[layer] += sum(parameter.shape[-2:])
+    return list(sizes.values()) or [0]
 
 
 def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]]) -> None:
@@ -115,7 +115,8 @@ def live(model: Any, optimizer: Any, settings: LocalSettings) -> Live:
     tensors = {"weights": every, "gradients": [one.grad for one in every if one.grad is not None], "moments": state}
     device = every[0].device
     sizes = {
-        name: sum(_here(one).nbytes for one in held if one.device.type == device.type) for name, held in tensors.items()
+        name: sum(_here(tensor).nbytes for tensor in held if tensor.device.type == device.type)
+        for name, held in tensors.items()
     }
     return Live(device, sizes, settings)
 
@@ -143,12 +144,12 @@ def memory_errors(
             raise
         first = text.splitlines()[0] if text else "no message"
         # while the traceback holds its frames what they made is still there, and is counted
-        told, do = _told(phase, holds()) if holds is not None else ("", f"lower {setting}")
+        told, do = _in_words(phase, holds()) if holds is not None else ("", f"lower {setting}")
         what = f"out of memory in {phase} with {shape}{told}"
         raise OutOfMemory(what, found=first, do=do if setting in do else f"lower {setting}, or {do}") from cause
 
 
-def _told(phase: str, held: Live) -> tuple[str, str]:
+def _in_words(phase: str, held: Live) -> tuple[str, str]:
     """(what was live, in words; what to do about its largest part)."""
     parts, known, gpu = dict(held.parts), sum(held.parts.values()), held.device.type == "cuda"
     passing = "KV cache and activations" if phase == "sampling" else "activations"
@@ -187,9 +188,9 @@ def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool
 def peaks(device: str, begin: bool = False) -> dict[str, int]:
     """Most bytes since the last call with `begin`: `host`, in memory of this process (0 where the system does not say), and
     `device`, in tensors on its GPU; `total` is that GPU's size."""
-    found = {"host": memory.peak(begin), "device": 0, "total": 0}
+    most = {"host": memory.peak(begin), "device": 0, "total": 0}
     if device == "cuda":
-        found |= {"device": torch.cuda.max_memory_allocated(), "total": int(torch.cuda.mem_get_info()[1])}
+        most |= {"device": torch.cuda.max_memory_allocated(), "total": int(torch.cuda.mem_get_info()[1])}
         if begin:
             torch.cuda.reset_peak_memory_stats()
-    return found
+    return most

@@ -227,14 +227,18 @@ def decode(
 def casts_kept(model: Any) -> Iterator[None]:
     """Context manager: autocast casts each weight once for a wave. It keeps casts of weights that require gradients alone."""
     on = torch.is_autocast_enabled(model.device.type)
-    frozen = [one for one in model.parameters() if on and one.is_floating_point() and not one.requires_grad]
+    frozen = [
+        parameter
+        for parameter in model.parameters()
+        if on and parameter.is_floating_point() and not parameter.requires_grad
+    ]
     try:
-        for one in frozen:
-            one.requires_grad_(True)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         yield
     finally:
-        for one in frozen:
-            one.requires_grad_(False)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int], list[int]]:
@@ -379,12 +383,12 @@ class Rows:
     def _chosen(self, seat: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Tensor | None:
         """The experts [S + T, L, k] of a row that has just ended; -1 where nobody knows them: its last token, or a prompt
         that newer weights have read again."""
-        own = self._experts.pop(self.places[seat], None)
-        if own is None:
+        experts = self._experts.pop(self.places[seat], None)
+        if experts is None:
             return None
         prompt = self._requests[seat].ids[:-1]
-        before = prompt_experts.get(prompt, own[0].new_full((len(prompt), *own[0].shape), -1))
-        return torch.cat([before, torch.stack([*own, torch.full_like(own[0], -1)])])
+        before = prompt_experts.get(prompt, experts[0].new_full((len(prompt), *experts[0].shape), -1))
+        return torch.cat([before, torch.stack([*experts, torch.full_like(experts[0], -1)])])
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:

@@ -126,7 +126,7 @@ class _Segment:
 
 
 def _segments(rows: Sorted) -> list[_Segment]:
-    found: list[_Segment] = []
+    segments: list[_Segment] = []
     start = 0
     nothing = np.zeros(0, dtype=np.int64)
     waiting = [(0, len(rows.order), 0, -1)]
@@ -144,12 +144,12 @@ def _segments(rows: Sorted) -> list[_Segment]:
         if common > depth:
             above = nothing
             if parent >= 0:
-                one = found[parent]
+                one = segments[parent]
                 above = np.concatenate([one.above, np.arange(one.start, one.end)])
-            found.append(_Segment(start, common - depth, depth, first, last, above, parent))
-            start, parent = found[-1].end, len(found) - 1
+            segments.append(_Segment(start, common - depth, depth, first, last, above, parent))
+            start, parent = segments[-1].end, len(segments) - 1
         waiting += [(*child, common, parent) for child in reversed(children)]
-    return found
+    return segments
 
 
 def places(mask: Tensor) -> Tensor:
@@ -224,10 +224,10 @@ def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_In
     """[N] where in the flattened [b, W] each packed token is, and [b, W] the packed number of each row's token."""
     source = np.zeros(segments[-1].end, dtype=np.int64)
     places = np.zeros((len(rows.order), rows.columns.shape[1]), dtype=np.int64)
-    for one in segments:
-        inside = slice(one.depth, one.depth + one.length)
-        source[one.start : one.end] = rows.order[one.first] * width + rows.columns[one.first, inside]
-        places[one.first : one.last, inside] = np.arange(one.start, one.end)
+    for segment in segments:
+        inside = slice(segment.depth, segment.depth + segment.length)
+        source[segment.start : segment.end] = rows.order[segment.first] * width + rows.columns[segment.first, inside]
+        places[segment.first : segment.last, inside] = np.arange(segment.start, segment.end)
     whole = np.zeros((len(rows.order), width), dtype=np.int64)
     valid = np.arange(places.shape[1]) < rows.lengths[:, None]
     numbers = np.broadcast_to(rows.order[:, None], valid.shape)
@@ -257,12 +257,12 @@ class TreePlan:
     def __init__(self, segments: Sequence[_Segment], device: Any) -> None:
         count = segments[-1].end
         depths, ends = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        final = np.zeros(max(one.last for one in segments), dtype=np.int64)
-        for one in segments:
-            depths[one.start : one.end] = np.arange(one.depth, one.depth + one.length)
-            final[one.first : one.last] = one.end
-        for one in segments:  # the last of its rows is the last of its subtree
-            ends[one.start : one.end] = final[one.last - 1]
+        final = np.zeros(max(segment.last for segment in segments), dtype=np.int64)
+        for segment in segments:
+            depths[segment.start : segment.end] = np.arange(segment.depth, segment.depth + segment.length)
+            final[segment.first : segment.last] = segment.end
+        for segment in segments:  # the last of its rows is the last of its subtree
+            ends[segment.start : segment.end] = final[segment.last - 1]
         self._longest = int(depths.max()) + 1
         self._depths, self._ends = (sent(torch.from_numpy(one), device) for one in (depths, ends))
         self._blocks: list[_Block] = []
@@ -285,16 +285,16 @@ class TreePlan:
         """The layer's attention [1, H, N, D'] of the packed tokens."""
         query, key, value = (one[0].transpose(0, 1) for one in (layer.query, layer.key, layer.value))
         window = layer.window if layer.window is not None and layer.window < self._longest else None
-        found = []
+        parts = []
         for block in self._blocks:
             q, k, v = (
-                one[places].transpose(1, 2)
-                for one, places in ((query, block.queries), (key, block.keys), (value, block.keys))
+                states[places].transpose(1, 2)
+                for states, places in ((query, block.queries), (key, block.keys), (value, block.keys))
             )
             causal = block.causal and window is None and layer.plain
             seen = None if causal else self._seen(block, window, query.dtype if layer.plain else torch.bool)
-            found.append(layer.attend(q, k, v, seen, causal=causal).transpose(1, 2).flatten(0, 1))
-        return torch.cat(found)[self._back].transpose(0, 1)[None]
+            parts.append(layer.attend(q, k, v, seen, causal=causal).transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts)[self._back].transpose(0, 1)[None]
 
     def _seen(self, block: _Block, window: int | None, kind: torch.dtype) -> Tensor:
         """[n, 1, q, k]: whether a query sees a key; in a floating `kind` what is added to the scores: 0, or -inf."""
@@ -324,43 +324,43 @@ def _units(segments: Sequence[_Segment]) -> list[_Unit]:
         return (queries + _KEY) * (queries + above)
 
     spans: list[tuple[int, int, _Segment]] = []
-    for one in segments:
-        if spans and one.parent >= 0 and spans[-1][2].parent == one.parent and spans[-1][1] == one.start:
+    for segment in segments:
+        if spans and segment.parent >= 0 and spans[-1][2].parent == segment.parent and spans[-1][1] == segment.start:
             start, end, first = spans[-1]
-            above = len(one.above)
-            if cost(one.end - start, above) <= cost(end - start, above) + cost(one.length, above):
-                spans[-1] = (start, one.end, first)
+            above = len(segment.above)
+            if cost(segment.end - start, above) <= cost(end - start, above) + cost(segment.length, above):
+                spans[-1] = (start, segment.end, first)
                 continue
-        spans.append((one.start, one.end, one))
+        spans.append((segment.start, segment.end, segment))
     units: list[_Unit] = []
-    for start, end, one in spans:
-        own = np.arange(start, end)
-        if not len(one.above):
-            units.append((own, own))
+    for start, end, segment in spans:
+        numbers = np.arange(start, end)
+        if not len(segment.above):
+            units.append((numbers, numbers))
         else:  # in parts, because those at the beginning need not look at keys further on
             parts = range(_PART, end - start + _PART, _PART)
-            units += [(own[to - _PART : to], np.concatenate([one.above, own[:to]])) for to in parts]
+            units += [(numbers[to - _PART : to], np.concatenate([segment.above, numbers[:to]])) for to in parts]
     return units
 
 
 def _batches(units: Sequence[_Unit]) -> list[list[_Unit]]:
     """Units of similar size attend together: padding adds at most half of the products, or a little."""
-    found: list[list[_Unit]] = []
+    batches: list[list[_Unit]] = []
     widest = true = 0
     for unit in sorted(units, key=lambda one: (len(one[0]) < len(one[1]), -len(one[0]), -len(one[1]))):
         queries, keys = len(unit[0]), len(unit[1])
-        alike = found and (queries < keys) == (len(found[-1][0][0]) < len(found[-1][0][1]))
+        alike = batches and (queries < keys) == (len(batches[-1][0][0]) < len(batches[-1][0][1]))
         if alike:
             most = max(widest, keys)
-            padded = len(found[-1][0][0]) * most * (len(found[-1]) + 1)
+            padded = len(batches[-1][0][0]) * most * (len(batches[-1]) + 1)
             alike = padded <= 1.5 * (true + queries * keys) + _SLACK
         if alike:
-            found[-1].append(unit)
+            batches[-1].append(unit)
             widest, true = max(widest, keys), true + queries * keys
         else:
-            found.append([unit])
+            batches.append([unit])
             widest, true = keys, queries * keys
-    return found
+    return batches
 
 
 # --- micro-batches --------------------------------------------------------------------------------
@@ -507,22 +507,22 @@ class Rows:
         # tokens first, padding behind them, where it comes into no state of a recurrent layer
         order = torch.argsort(~attention, dim=1, stable=True)
         names = ("input_ids", "attention_mask", "position_ids")
-        given = {name: rows[name].gather(1, order) for name in names}
+        inputs = {name: rows[name].gather(1, order) for name in names}
         inside = inside.gather(1, order)
         if packed:
-            given = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
+            inputs = {name: rows[name][attention][None] for name in ("input_ids", "position_ids")}
             inside = inside[attention][None]
         if PIXELS in rows and any(rows[PIXELS]):
-            own = torch.zeros_like(attention)
-            own[:, -t:] = mask  # a tool's answer has pictures, too
-            own = own.gather(1, order)
-            given = pictured_inputs(model, given["input_ids"], given["attention_mask"], rows[PIXELS], own)
+            responses = torch.zeros_like(attention)
+            responses[:, -t:] = mask  # a tool's answer has pictures, too
+            responses = responses.gather(1, order)
+            inputs = pictured_inputs(model, inputs["input_ids"], inputs["attention_mask"], rows[PIXELS], responses)
         self._experts: Tensor | None = None
         if EXPERTS in rows:
             chosen = torch.where(attention[..., None, None], rows[EXPERTS], -1)
             chosen = chosen[attention] if packed else chosen[torch.arange(len(order))[:, None], order].flatten(0, 1)
             self._experts = sent(chosen, model.device)
-        self._given = {name: sent(one, model.device) for name, one in given.items()}
+        self._given = {name: sent(one, model.device) for name, one in inputs.items()}
         self._before = sent(places(inside), model.device)
         self.labels = sent(rows["input_ids"][:, -t:][mask], model.device)
         self.spread = Spread(mask, model.device)
@@ -603,12 +603,12 @@ def logits_in_chunks(
 
     def chunk(part: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = head.logits(part) / temperature
-        made = {
+        compute = {
             "log_probs": lambda: log_probs_from_logits(logits, targets),
             "entropy": lambda: entropy_from_logits(logits),
             "sum_pi_squared": lambda: torch.softmax(logits, dim=-1).square().sum(-1),
         }
-        return tuple(made[name]() for name in wanted)
+        return tuple(compute[name]() for name in wanted)
 
     size = _chunk_rows(head, states)
     pieces = list(zip(states.split(size), labels.split(size), strict=True))
@@ -655,12 +655,15 @@ class Assembled:
 
 @torch.no_grad()
 def collect(
-    cut: Iterable[Pass], found: Callable[[DataProto], Mapping[str, torch.Tensor]], batch: DataProto, want: Sequence[str]
+    cut: Iterable[Pass],
+    outputs_of: Callable[[DataProto], Mapping[str, torch.Tensor]],
+    batch: DataProto,
+    want: Sequence[str],
 ) -> dict[str, torch.Tensor]:
-    """Collect the outputs named in `want` over all passes: `found(rows)` gives [b, T], the result is [B, T] on the CPU."""
+    """Collect the outputs named in `want` over all passes: `outputs_of(rows)` gives [b, T], the result is [B, T] on the CPU."""
     columns = Assembled(*batch["response_mask"].shape)
     for indices, rows, t in cut:
-        parts = found(rows)
+        parts = outputs_of(rows)
         if indices is not None:
             columns.put({name: parts[name] for name in want}, indices, t)
     return {name: torch.zeros(batch["response_mask"].shape) for name in want} | columns.read()

@@ -132,10 +132,10 @@ def check(
             judge.refuse("scoring without padding", ["packed"], "set pack='auto' or 'no'")
         ways = {path: sampled(path) for path in decodes}
         decode = judge.first("sampling", ways, "sample with another engine: engines.vllm") if decodes else ""
-    found = SelfCheck(judge.name, Paths(head is OWN, pack, decode), judge.found)
+    checked = SelfCheck(judge.name, Paths(head is OWN, pack, decode), judge.found)
     if (head is OWN and settings.head == "auto") or (len(decodes) > 1 and decode == decodes[-1]):
-        log.warning("%s is computed in a slow way, the one that gives the model's own numbers: %s", judge.name, found)
-    return found
+        log.warning("%s is computed in a slow way, the one that gives the model's own numbers: %s", judge.name, checked)
+    return checked
 
 
 _DO_HEAD = "set head='auto' or 'model', or attn_implementation='eager'"
@@ -252,16 +252,16 @@ class _Judge:
         self._off[path] = differences
         self.found[path] = next(iter(differences.values()))
 
-    def _away(self, made: Mapping[str, Any]) -> Tensor:
+    def _away(self, computed: Mapping[str, Any]) -> Tensor:
         """The largest difference at each response token."""
-        found = []
-        for number, ((_, response), own) in enumerate(self._truth):
-            away = torch.log_softmax(made["logits"][number][: len(own)].float().cpu(), -1) - own
-            found.append(away.abs().amax(-1))
-            if "log_probs" in made:
-                picked = own.gather(-1, torch.tensor(response)[:, None])[:, 0]
-                found.append((made["log_probs"][number][: len(own)].cpu() - picked).abs())
-        return torch.cat(found)
+        differences = []
+        for number, ((_, response), truth) in enumerate(self._truth):
+            away = torch.log_softmax(computed["logits"][number][: len(truth)].float().cpu(), -1) - truth
+            differences.append(away.abs().amax(-1))
+            if "log_probs" in computed:
+                picked = truth.gather(-1, torch.tensor(response)[:, None])[:, 0]
+                differences.append((computed["log_probs"][number][: len(truth)].cpu() - picked).abs())
+        return torch.cat(differences)
 
     def _limit(self, half: bool, others: Sequence[float]) -> float:
         """The largest difference of a proven path beside those of others."""
@@ -271,13 +271,13 @@ class _Judge:
 
     def refuse(self, what: str, paths: Sequence[str], do: str) -> None:
         """Raises `EngineError` about paths that are wrong."""
-        found = "; ".join(
+        tried = "; ".join(
             f"{path}: {one:.2g}" if isinstance(one, float) else f"{path}: {one}"
             for path, one in self.found.items()
             if path in paths
         )
         expected = f"the model's own log-probs up to {self.tolerance:.0e} of their spread ({self.spread:.2g} nats)"
-        raise EngineError(f"{what} with {self.name} would be wrong", expected=expected, found=found, do=do)
+        raise EngineError(f"{what} with {self.name} would be wrong", expected=expected, found=tried, do=do)
 
 
 def check_pictures(
@@ -312,7 +312,7 @@ def check_pictures(
     judge, cells = _Judge(model, forward, precisions, float, False), [pixels for _, pixels in prompts]
     with narrowed(model), torch.no_grad():
         rows = [(prompt, row[1]) for (prompt, _), row in zip(prompts, _rows(model), strict=False)]
-        requests = [replace(one, pixels=pixels) for one, pixels in zip(_requests(rows), cells, strict=True)]
+        requests = [replace(request, pixels=pixels) for request, pixels in zip(_requests(rows), cells, strict=True)]
         try:
             judge.look(rows)
         except EngineError as error:
@@ -407,25 +407,25 @@ def narrowed(model: Any) -> Iterator[None]:
     """Context manager: lengths by which a model changes its numbers (`_LENGTHS_OF`) are `WINDOW` tokens inside, where they were
     more."""
     owners: list[dict[str, Any]] = [
-        vars(one) for part in model.modules() for one in (part, getattr(part, "config", None)) if one is not None
+        vars(owner) for part in model.modules() for owner in (part, getattr(part, "config", None)) if owner is not None
     ]
     owners.append(vars(model.config.get_text_config()))
-    ropes = [one["rope_parameters"] for one in owners if isinstance(one.get("rope_parameters"), dict)]
+    ropes = [owner["rope_parameters"] for owner in owners if isinstance(owner.get("rope_parameters"), dict)]
     if rope_limit(model) is None:  # else no row goes beyond them, and all frequencies would be others
         owners += [each for rope in ropes for each in (rope, *rope.values()) if isinstance(each, dict)]
     before = [
-        (one, name, one[name])
-        for one in {id(one): one for one in owners}.values()
+        (owner, name, owner[name])
+        for owner in {id(owner): owner for owner in owners}.values()
         for name in _LENGTHS_OF
-        if isinstance(one.get(name), int) and one[name] > WINDOW
+        if isinstance(owner.get(name), int) and owner[name] > WINDOW
     ]
     try:
-        for one, name, _ in before:
-            one[name] = WINDOW
+        for owner, name, _ in before:
+            owner[name] = WINDOW
         yield
     finally:
-        for one, name, value in before:
-            one[name] = value
+        for owner, name, value in before:
+            owner[name] = value
 
 
 _LENGTHS_OF = (

@@ -72,13 +72,13 @@ def read_record(folder: str | Path) -> dict[str, Any]:
     check_format(record.get("format"), f"the optimizer state at {path}", CheckpointError)
     for key in ("version", "steps"):
         if type(record.get(key)) is not int:
-            what, found = f"{RECORD} of the optimizer state at {path}", describe(record.get(key))
-            raise CheckpointError(what, expected=f"a whole number {key!r}", found=found, do="load another checkpoint")
+            what, value = f"{RECORD} of the optimizer state at {path}", describe(record.get(key))
+            raise CheckpointError(what, expected=f"a whole number {key!r}", found=value, do="load another checkpoint")
     if (path / WHOLE).is_file():
         return {**record, "weights": False, "files": {}, "adam_steps": {}, "whole": True}
     if "adam_steps" not in record:
-        expected, found = f"{WHOLE}, or the key adam_steps in {RECORD}", f"the keys {', '.join(record)}"
-        raise CheckpointError(f"no optimizer state at {path}", expected=expected, found=found)
+        expected, keys = f"{WHOLE}, or the key adam_steps in {RECORD}", f"the keys {', '.join(record)}"
+        raise CheckpointError(f"no optimizer state at {path}", expected=expected, found=keys)
     for name, size in record["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
@@ -120,10 +120,12 @@ def _put_together(
         return {}
     reader = HuggingFaceStorageReader(str(folder))
     found: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    kept = {name: one for name, one in found.items() if name.startswith(prefix)}
+    kept = {name: entry for name, entry in found.items() if name.startswith(prefix)}
     if names is not None:
-        kept = {name: one for name, one in kept.items() if name.removeprefix(prefix) in names}
-    tensors: dict[str, Any] = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in kept.items()}
+        kept = {name: entry for name, entry in kept.items() if name.removeprefix(prefix) in names}
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in kept.items()
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is meant
         dcp.load(tensors, storage_reader=reader, no_dist=True)
@@ -242,12 +244,12 @@ class Rewinding:
         if kind == "replay" and last is not None and self._since is not None:
             base = last.base if isinstance(last, Replay) else last
             named: dict[str, Any] = {"version": self.version, "state_id": self.state_id}
-            made: Any = Replay(base, [*_updates(last), *self._since], **named)
+            snapshot: Any = Replay(base, [*_updates(last), *self._since], **named)
         else:
-            made = self._hold(kind, folder)
+            snapshot = self._hold(kind, folder)
         if kind or self._since is None:  # one that is only looked at ends no record
-            self._keep_up(made, recording=kind == "replay")
-        return made
+            self._keep_up(snapshot, recording=kind == "replay")
+        return snapshot
 
     def restore(self, snapshot: Any) -> None:
         """Restore weights, optimizer, schedule and version of a snapshot, bit for bit.
@@ -268,14 +270,14 @@ class Rewinding:
         self.version, self.state_id = snapshot.version, snapshot.state_id
         self._keep_up(snapshot, recording or isinstance(snapshot, Replay))
 
-    def _again(self, one: Learned) -> None:
-        self._apply(one.settings)
+    def _again(self, update: Learned) -> None:
+        self._apply(update.settings)
         device = self._model.device
-        with torch.random.fork_rng([device] if len(one.rng) > 1 else []):
-            torch.set_rng_state(one.rng[0])
-            for state in one.rng[1:]:
+        with torch.random.fork_rng([device] if len(update.rng) > 1 else []):
+            torch.set_rng_state(update.rng[0])
+            for state in update.rng[1:]:
                 torch.cuda.set_rng_state(state, device)
-            self.learn(one.batch, one.loss, one.loss_counts, one.temperature)
+            self.learn(update.batch, update.loss, update.loss_counts, update.temperature)
 
     def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
         """What a snapshot of this kind takes now, at most."""
@@ -317,10 +319,10 @@ class Files:
         for file in files:
             handle = file.fileno()
             (length,) = struct.unpack("<Q", os.pread(handle, 8, 0))
-            for name, one in json.loads(os.pread(handle, length, 8)).items():
-                if one.get("dtype") in kinds:
-                    offset = 8 + length + one["data_offsets"][0]
-                    self._places[name] = (handle, offset, kinds[one["dtype"]], one["shape"])
+            for name, entry in json.loads(os.pread(handle, length, 8)).items():
+                if entry.get("dtype") in kinds:
+                    offset = 8 + length + entry["data_offsets"][0]
+                    self._places[name] = (handle, offset, kinds[entry["dtype"]], entry["shape"])
             self._files.append((file, _stamp(handle)))
 
     @classmethod
@@ -346,14 +348,14 @@ class Files:
         """Read a tensor, or its first `most` elements, flat."""
         handle, offset, dtype, shape = self._places[name]
         size = torch.Size(shape).numel()
-        found = torch.empty(size if most is None else min(size, most), dtype=dtype)
-        left = found.view(torch.uint8).numpy().data if len(found) else memoryview(b"")
+        tensor = torch.empty(size if most is None else min(size, most), dtype=dtype)
+        left = tensor.view(torch.uint8).numpy().data if len(tensor) else memoryview(b"")
         while left:  # one call reads 2 GiB at most
             count = os.preadv(handle, [left], offset)
             if not count:
                 raise EngineError(f"a file of tensors ends before {name}", do="load the model again")
             left, offset = left[count:], offset + count
-        return found if most is not None else found.view(shape)
+        return tensor if most is not None else tensor.view(shape)
 
     def changed(self) -> str | None:
         """The path of a file that was written to since it was opened; None where none was."""
@@ -491,7 +493,7 @@ def hold(
             continue
         here = tensor.detach().cpu()
         known = (last.get(key), Stored(files, key.removeprefix("weights/"), here.dtype))
-        found = next((one for one in known if one is not None and _has(one, here)), None)
+        found = next((candidate for candidate in known if candidate is not None and _has(candidate, here)), None)
         if found is not None:
             held[key] = found
         elif disk:

@@ -161,13 +161,13 @@ class Link:
         return "\n".join(self._child.tail(_LOG_BYTES).splitlines()[-lines:])
 
     def _why_it_failed(self, heard: Mapping[str, Any]) -> EngineError:
-        found = heard["error"]
-        if heard["kind"] in ("ImportError", "ModuleNotFoundError") and "vllm" in found:
-            return EngineError("vLLM is not installed", found=found, do=install("vllm"))
+        cause = heard["error"]
+        if heard["kind"] in ("ImportError", "ModuleNotFoundError") and "vllm" in cause:
+            return EngineError("vLLM is not installed", found=cause, do=install("vllm"))
         what = "vLLM failed" if self.ready.done() else "vLLM did not start"
-        if _REFERS.search(found):  # the engine's process gives the cause in the log only
-            found = cause_in(self._child.tail(_LOG_BYTES)) or found
-        return EngineError(what, found=found, do=_AGAIN if self.ready.done() else None)
+        if _REFERS.search(cause):  # the engine's process gives the cause in the log only
+            cause = cause_in(self._child.tail(_LOG_BYTES)) or cause
+        return EngineError(what, found=cause, do=_AGAIN if self.ready.done() else None)
 
     def _why_it_ended(self) -> EngineError:
         how, tail = self._child.how(_GRACE_SECONDS), self.tail()
@@ -209,12 +209,12 @@ _AGAIN = "call restart() on the engine, or make a new one, and run the stage aga
 
 def _shared_memory(group: int) -> set[Path]:
     """Files of vLLM's shared memory that processes of a group hold: with several ranks they outlive even a clean end."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours
             if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == group:
-                found.update(map(Path, _SHARED.findall((folder / "maps").read_text())))
-    return found
+                files.update(map(Path, _SHARED.findall((folder / "maps").read_text())))
+    return files
 
 
 def cause_in(log: str) -> str:

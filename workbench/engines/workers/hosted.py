@@ -71,12 +71,12 @@ class Host:
         """Start the questions `asked`, cancel those `given_up`, and return the answers that are ready within `seconds`."""
         return runtime.run(self._exchange(asked, given_up, seconds))
 
-    async def _exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
+    async def _exchange(self, questions: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
         for number in given_up:
             if number in self._out:
                 self._out.pop(number).cancel()
         # all in one go: an engine that gathers waves must see those that come together together
-        self._out |= {number: asyncio.create_task(self._answer(method, it)) for number, method, it in asked}
+        self._out |= {number: asyncio.create_task(self._answer(method, it)) for number, method, it in questions}
         if self._out and (await asyncio.wait(self._out.values(), timeout=seconds, return_when="FIRST_COMPLETED"))[0]:
             await asyncio.wait(self._out.values(), timeout=GATHER_SECONDS)
         ended = [number for number, task in self._out.items() if task.done()]
@@ -403,12 +403,12 @@ class Replicas(Forwarding):
         None where a member takes no buckets.
         """
         self._revive()
-        if not all(isinstance(one, WeightReceiver) for one in self.members):
+        if not all(isinstance(member, WeightReceiver) for member in self.members):
             return None
-        found = self._each("receives")
-        joined = {name: [one for each in found for one in each[name]] for name in ("machines", "pids", "devices")}
-        self._processes = [each["processes"] for each in found]
-        return {**found[0], **joined, "processes": sum(self._processes)}
+        facts = self._each("receives")
+        joined = {name: [one for each in facts for one in each[name]] for name in ("machines", "pids", "devices")}
+        self._processes = [each["processes"] for each in facts]
+        return {**facts[0], **joined, "processes": sum(self._processes)}
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
         """Join a broadcast, each member with as many ranks as it has processes."""
@@ -423,25 +423,25 @@ class Replicas(Forwarding):
         return version
 
     def _each(
-        self, method: str, *given: Any, each: Sequence[Mapping[str, Any]] | None = None, **named: Any
+        self, method: str, *arguments: Any, each: Sequence[Mapping[str, Any]] | None = None, **named: Any
     ) -> list[Any]:
         """Call a method of all members that serve, side by side. Those that are lost are left out; where none is left, raises."""
         able = [number for number, serving in enumerate(self._serving) if serving]
-        own = each or [{}] * len(able)
-        found = []
+        further = each or [{}] * len(able)
+        answers = []
         with ThreadPoolExecutor(max(len(able), 1)) as pool:
             calls = [
-                pool.submit(getattr(self.members[place], method), *given, **named, **mine)
-                for place, mine in zip(able, own, strict=True)
+                pool.submit(getattr(self.members[place], method), *arguments, **named, **mine)
+                for place, mine in zip(able, further, strict=True)
             ]
         for place, call in zip(able, calls, strict=True):
             try:
-                found.append(call.result())
+                answers.append(call.result())
             except WorkerLost as error:
                 self._lose(place, error)
-        if not found:
+        if not answers:
             raise WorkerLost(f"no engine of {self.name!r} could load the weights", do="call restart() to start them")
-        return found
+        return answers
 
     def _revive(self) -> None:
         """Start lost members; one that is lost again and again stays out while others serve."""

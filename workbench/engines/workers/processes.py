@@ -102,14 +102,14 @@ class Processes:
     def _collect(self, number: int, timeout: float | None) -> list[Any]:
         """One answer of each rank. Raises the one error that explains what went wrong."""
         end = time.monotonic() + timeout if timeout is not None else math.inf
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         stopped: BaseException | None = None
         raised: BaseException | None = None
-        while len(found) < self.size:
+        while len(answers) < self.size:
             try:
                 if stopped is None:
                     runtime.check()
-                error = self._take(number, found)
+                error = self._take(number, answers)
                 if error is not None and raised is None:
                     raised, end = error, min(end, time.monotonic() + GRACE)
             except (Interrupted, KeyboardInterrupt) as interrupt:
@@ -117,13 +117,13 @@ class Processes:
                 for rank in range(self.size):
                     self._send(rank, _STOP + number.to_bytes(8, "little"))
             if time.monotonic() > end:
-                overdue = self._overdue(found, timeout, raised)
+                overdue = self._overdue(answers, timeout, raised)
                 raise stopped or overdue
         if (why := stopped or raised) is not None:
             raise why
-        return [found[rank] for rank in range(self.size)]
+        return [answers[rank] for rank in range(self.size)]
 
-    def _take(self, number: int, found: dict[int, Any]) -> BaseException | None:
+    def _take(self, number: int, answers: dict[int, Any]) -> BaseException | None:
         """Take the next answer, if one comes soon; returns an error of ours as its rank raised it, others as EngineError."""
         try:
             rank, answered, body = self._answers.get(timeout=0.05)
@@ -133,10 +133,10 @@ class Processes:
             raise self._lost(rank)
         if answered != number:
             return None
-        ok, found[rank] = cloudpickle.loads(body)  # bytes from our own child, over a socket pair
+        ok, answers[rank] = cloudpickle.loads(body)  # bytes from our own child, over a socket pair
         if ok:
             return None
-        error, name, text = found[rank]
+        error, name, text = answers[rank]
         there = EngineError(f"rank {rank} raised {name}:\n{text}")
         if isinstance(error, WorkbenchError):
             error.__cause__ = there
