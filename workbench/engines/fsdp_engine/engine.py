@@ -30,7 +30,7 @@ from workbench.engines.local_engine.learning import INFINITE_LOSS, infinite_norm
 from workbench.engines.local_engine.loading import load_model, load_tokenizer, resolve, stamps
 from workbench.engines.local_engine.memory import learning_estimate
 from workbench.engines.local_engine.scoring import check_ids, check_routed
-from workbench.engines.local_engine.states import Rewinding, read_record, rng_of
+from workbench.engines.local_engine.states import read_record
 from workbench.engines.protocol import Loss, LossCounts, SnapshotCost, StepResult, new_id
 from workbench.engines.rehearsal import Shape, sharded
 from workbench.engines.settings import FsdpSettings
@@ -42,7 +42,7 @@ GRACE = 10.0
 _SCORED = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
-class FsdpEngine(ModelEngine, Rewinding):
+class FsdpEngine(ModelEngine):
     """Scores with and trains one transformers model that is sharded over ranks; made by `fsdp`.
 
     It is a `LogProbModel` and a `Learner` of `engines.protocol`. It does not sample: pair it with an engine that does.
@@ -163,7 +163,7 @@ class FsdpEngine(ModelEngine, Rewinding):
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
         check_routed(self._settings, batch)
-        steps, rng = self._steps(), rng_of(self._model.device) if self._recording() else ()
+        steps, rng = self._steps(), self._rng()
         before, self.state_id = (self.state_id, self._taught), new_id()
         self._taught = True
         try:

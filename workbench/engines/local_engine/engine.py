@@ -36,8 +36,8 @@ from workbench.engines.local_engine.memory import (
 )
 from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
-from workbench.engines.local_engine.states import Files, Holding, read_optimizer, rng_of, write_whole
-from workbench.engines.protocol import Loss, LossCounts, Request, Sample, StepResult, new_id
+from workbench.engines.local_engine.states import Files, LocalSnapshot, Rewinding, hold, read_optimizer, write_whole
+from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SnapshotCost, StepResult, new_id
 from workbench.engines.rehearsal import Opened, Shape, whole
 from workbench.engines.settings import LocalSettings
 from workbench.engines.weights import Entry, Pushing, layout_of
@@ -47,7 +47,7 @@ TRIED = ("micro_batch_tokens", "pack", "gradient_checkpointing", "offload")
 _KINDS = ("log_probs", "entropy", "sum_pi_squared", "values")
 
 
-class ModelEngine:
+class ModelEngine(Rewinding):
     """Base class of `LocalEngine` and `FsdpEngine`; `model` is a transformers model, or one on the meta device."""
 
     _scored: Callable[..., dict[str, torch.Tensor]]
@@ -58,8 +58,6 @@ class ModelEngine:
     """Whether the weights are those of the path, as far as is known."""
     _copy: Callable[[], Any]
     """Another engine with the present weights."""
-    _apply: Callable[[Any], None]
-    """Computes with other settings from here on."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str, head: bool, **switches: Any
@@ -206,11 +204,18 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
-class LocalEngine(ModelEngine, Holding, Pushing):
+class LocalEngine(ModelEngine, Pushing):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
     """
+
+    _files = Files(())
+    """The files that the weights were loaded from."""
+    _source: str | None = None
+    """The folder whose files the weights were loaded from; None where they were loaded or copied from elsewhere since."""
+    _stamps: Sequence[tuple[int, int]] = ()
+    """Of those files then."""
 
     def __init__(
         self,
@@ -332,7 +337,7 @@ class LocalEngine(ModelEngine, Holding, Pushing):
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, weights unchanged, for a NaN or infinite loss."""
         optimizer = self._ready(batch)
         optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
-        rng = rng_of(self._model.device) if self._recording() else ()
+        rng = self._rng()
         learned = self._backward(batch, loss, loss_counts, temperature)
         norm, lr = optimizer.clip(), optimizer.lr
         if not math.isfinite(norm):
@@ -473,6 +478,57 @@ class LocalEngine(ModelEngine, Holding, Pushing):
         self._settings = settings
         if self._optimizer is not None:
             self._optimizer.apply(settings)
+
+    # --- states -----------------------------------------------------------------------------
+
+    @property
+    def _steps(self) -> int:
+        return int(self._optimizer.steps) if self._optimizer is not None else 0
+
+    def _untouched(self) -> bool:
+        return self.version == 0 and not self._steps
+
+    def as_loaded(self) -> bool:
+        """Whether opening the path again gives this very state."""
+        return self._untouched() and self._source == self.path and loading.stamps(self.path) == self._stamps
+
+    def _hold(self, kind: str, folder: str | Path | None) -> LocalSnapshot:
+        """What the model's files or the last kept snapshot have is not copied, the rest as `kind` says (`memory`)."""
+        last = getattr(self._latest, "held", {})
+        disk = kind == "disk" or (kind == "replay" and folder is not None)
+        named: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
+        named["source"] = self._source
+        return LocalSnapshot(hold(self._state(), last, self._files, folder, disk), **named)
+
+    def _check(self, snapshot: LocalSnapshot) -> None:
+        snapshot.check(self._weights())
+
+    @torch.no_grad()
+    def _return_to(self, snapshot: LocalSnapshot) -> None:
+        """One tensor at a time is read of a file."""
+        mine = self._weights()
+        self._source = snapshot.source
+        self._optimizer = None  # its moments go before those of the snapshot come
+        for name, tensor in snapshot.part("weights").items():
+            mine[name].copy_(tensor)
+        if snapshot.steps:
+            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Weights and moments as they are, no copies, by the keys of a snapshot."""
+        named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
+        return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
+
+    def _full_cost(self, kind: str) -> SnapshotCost:
+        """Bytes of weights and moments, those that the model's files have left out."""
+        state = self._state()
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
+        if self._untouched():
+            for key, tensor in state.items():
+                if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
+                    sizes.pop(tensor.data_ptr(), None)
+        whole = sum(sizes.values())
+        return SnapshotCost(disk=whole) if kind == "disk" else SnapshotCost(memory=whole)
 
     # --- weights ----------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ import torch
 from workbench.base.errors import CheckpointError, EngineError, boundary, describe
 from workbench.base.formats import FORMAT, check_format
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine.loading import DTYPES, folder_of, stamps, write_to
+from workbench.engines.local_engine.loading import DTYPES, folder_of, write_to
 from workbench.engines.protocol import Loss, LossCounts, Snapshot, SnapshotCost, new_id
 
 RECORD, WHOLE = "engine.json", "optimizer.safetensors"
@@ -152,11 +152,6 @@ class Learned:
     """The engine's: how a mini-batch is cut changes rounding."""
 
 
-def rng_of(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """States of torch's random generators of the CPU and, where it is a GPU, of a device."""
-    return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
-
-
 class Replay:
     """A state to go back to by `updates` that lead to it from a held state, `base`."""
 
@@ -225,6 +220,13 @@ class Rewinding:
         if last is None or len(_updates(last)) + len(self._since or ()) >= MOST_UPDATES:
             self._since = None
         return self._since is not None
+
+    def _rng(self) -> tuple[torch.Tensor, ...]:
+        """States of torch's random generators of the CPU and, where it is a GPU, of the device; none where nothing is recorded."""
+        device = self._model.device
+        if not self._recording():
+            return ()
+        return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
 
     def _record(self, batch: DataProto, loss: Loss, counts: LossCounts, temperature: float, rng: Any) -> None:
         """An optimizer step was taken; without `rng`, the states of before, it is one that is not recorded."""
@@ -508,69 +510,3 @@ def hold(
 
 def _has(one: Held, tensor: torch.Tensor) -> bool:
     return _same(one, tensor) if isinstance(one, torch.Tensor) else one.same(tensor)
-
-
-class Holding(Rewinding):
-    """Base class of `LocalEngine`: how it holds a state."""
-
-    _optimizer: Any
-    _ready: Callable[[], Any]
-    _weights: Callable[[], dict[str, torch.Tensor]]
-    _moments: Callable[[], dict[str, torch.Tensor]]
-    path: str
-
-    _files = Files(())
-    """The files that the weights were loaded from."""
-    _source: str | None = None
-    """The folder whose files the weights were loaded from; None where they were loaded or copied from elsewhere since."""
-    _stamps: Sequence[tuple[int, int]] = ()
-    """Of those files then."""
-
-    @property
-    def _steps(self) -> int:
-        return int(self._optimizer.steps) if self._optimizer is not None else 0
-
-    def _untouched(self) -> bool:
-        return self.version == 0 and not self._steps
-
-    def as_loaded(self) -> bool:
-        """Whether opening the path again gives this very state."""
-        return self._untouched() and self._source == self.path and stamps(self.path) == self._stamps
-
-    def _hold(self, kind: str, folder: str | Path | None) -> LocalSnapshot:
-        """What the model's files or the last kept snapshot have is not copied, the rest as `kind` says (`memory`)."""
-        last = getattr(self._latest, "held", {})
-        disk = kind == "disk" or (kind == "replay" and folder is not None)
-        named: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
-        named["source"] = self._source
-        return LocalSnapshot(hold(self._state(), last, self._files, folder, disk), **named)
-
-    def _check(self, snapshot: LocalSnapshot) -> None:
-        snapshot.check(self._weights())
-
-    @torch.no_grad()
-    def _return_to(self, snapshot: LocalSnapshot) -> None:
-        """One tensor at a time is read of a file."""
-        mine = self._weights()
-        self._source = snapshot.source
-        self._optimizer = None  # its moments go before those of the snapshot come
-        for name, tensor in snapshot.part("weights").items():
-            mine[name].copy_(tensor)
-        if snapshot.steps:
-            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        """Weights and moments as they are, no copies, by the keys of a snapshot."""
-        named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
-        return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
-
-    def _full_cost(self, kind: str) -> SnapshotCost:
-        """Bytes of weights and moments, those that the model's files have left out."""
-        state = self._state()
-        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
-        if self._untouched():
-            for key, tensor in state.items():
-                if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
-                    sizes.pop(tensor.data_ptr(), None)
-        whole = sum(sizes.values())
-        return SnapshotCost(disk=whole) if kind == "disk" else SnapshotCost(memory=whole)
