@@ -184,7 +184,7 @@ def test_models(tiny: str, tmp_path: Path) -> None:
 def test_too_little_memory_is_said_before_the_first_token(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.engines.local_engine.engine.available", lambda device: 1 << 20)
+    monkeypatch.setattr("workbench.engines.local_engine.memory.available", lambda device: 1 << 20)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.ppo(wb.engines.local(tiny, device="cpu"), group_size=2, max_tokens=8)
     with pytest.raises(

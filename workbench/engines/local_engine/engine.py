@@ -21,19 +21,10 @@ from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
-from workbench.engines.local_engine import loading, lora, scoring
+from workbench.engines.local_engine import loading, lora, memory, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.memory import (
-    Live,
-    available,
-    learning_estimate,
-    live,
-    memory_errors,
-    peaks,
-    preflight,
-)
 from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
 from workbench.engines.local_engine.states import Files, LocalSnapshot, Rewinding, hold, read_optimizer, write_whole
@@ -278,7 +269,7 @@ class LocalEngine(ModelEngine, Pushing):
             if pictured:
                 caching = nullcontext(PicturedRows(self._model, wave.questions))
             with (
-                memory_errors("sampling", shape, "max_wave", self._live),
+                memory.memory_errors("sampling", shape, "max_wave", self._live),
                 self._autocast(),
                 casts_kept(self._model),
                 caching as cache,
@@ -301,7 +292,7 @@ class LocalEngine(ModelEngine, Pushing):
         self._check_want(want)
         scoring.check_ids(self._model, batch)
         self._model.eval()
-        guard = memory_errors("scoring", f"micro-batches of {self._budget} tokens", holds=self._live)
+        guard = memory.memory_errors("scoring", f"micro-batches of {self._budget} tokens", holds=self._live)
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
             packed = self._packs(batch)
             return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
@@ -326,7 +317,7 @@ class LocalEngine(ModelEngine, Pushing):
                 theirs = scoring.layout(other, rows, packed).states(other, head_of(other))
             return scoring.divergence(way, mine, (states, theirs), their_logits, temperature)
 
-        guard = memory_errors("the exact KL", f"micro-batches of {self._budget} tokens", holds=self._live)
+        guard = memory.memory_errors("the exact KL", f"micro-batches of {self._budget} tokens", holds=self._live)
         with guard, self._autocast():  # the very distributions that log-probs are of
             return scoring.collect(self._passes(batch, packed), found, batch, ("kl",))["kl"]
 
@@ -347,7 +338,7 @@ class LocalEngine(ModelEngine, Pushing):
         # while the weights move nobody may take them for the old ones: an interrupt can come between two of them
         self.state_id = new_id()
         since, self._since = self._since, None  # a step that stops half-way cannot be taken again
-        with memory_errors("the optimizer step", batch, holds=self._live):
+        with memory.memory_errors("the optimizer step", batch, holds=self._live):
             optimizer.step()
         self._since = since
         optimizer.zero()
@@ -394,7 +385,7 @@ class LocalEngine(ModelEngine, Pushing):
             tokens = 0 if batch is None else batch["input_ids"].numel()
             if self._settings.check_memory:
                 needed = lambda measured: self.memory_needed(tokens, measured)[1]  # noqa: E731
-                estimated("the memory that learning takes", partial(preflight, self._model.device, needed), None)
+                estimated("the memory that learning takes", partial(memory.preflight, self._model.device, needed), None)
             self._optimizer = Optimizer(self._parameters(), self._settings)
         return self._optimizer
 
@@ -437,7 +428,7 @@ class LocalEngine(ModelEngine, Pushing):
 
     def peaks(self, begin: bool = False) -> dict[str, int]:
         """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
-        return peaks(self._model.device.type, begin) | {"host": 0}
+        return memory.peaks(self._model.device.type, begin) | {"host": 0}
 
     def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
         """The device, and the bytes by part that learning will allocate there beyond those in use now.
@@ -446,7 +437,7 @@ class LocalEngine(ModelEngine, Pushing):
         `engines.rehearsal`, in seconds; where that cannot be, the estimate.
         """
         device, budget = self._model.device, self._budget
-        parts = learning_estimate(self._model, self._settings, tokens)
+        parts = memory.learning_estimate(self._model, self._settings, tokens)
         if measured:
             shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
             model = (self._rehearsed, self._model.config, self._settings, shape)
@@ -456,10 +447,10 @@ class LocalEngine(ModelEngine, Pushing):
 
     def memory_free(self) -> int:
         """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
-        return available(self._model.device)
+        return memory.available(self._model.device)
 
-    def _live(self) -> Live:
-        return live(self._model, self._optimizer, self._settings)
+    def _live(self) -> memory.Live:
+        return memory.live(self._model, self._optimizer, self._settings)
 
     def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
         """An engine like this one for a model without weights."""
@@ -527,8 +518,8 @@ class LocalEngine(ModelEngine, Pushing):
             for key, tensor in state.items():
                 if self._files.shape(key.removeprefix("weights/")) == tensor.shape:
                     sizes.pop(tensor.data_ptr(), None)
-        whole = sum(sizes.values())
-        return SnapshotCost(disk=whole) if kind == "disk" else SnapshotCost(memory=whole)
+        size = sum(sizes.values())
+        return SnapshotCost(disk=size) if kind == "disk" else SnapshotCost(memory=size)
 
     # --- weights ----------------------------------------------------------------------------
 
