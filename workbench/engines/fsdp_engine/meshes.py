@@ -1,9 +1,12 @@
 """Meshes of ranks: how many replicas and shards, and into how many parts sequences and tensors are cut; which rank has what.
 
-Ranks are numbered row by row over (replicate, dp, cp, tp), so that the ranks of one tensor are neighbours. Parameters are sharded
-over dp·cp (`shard`), copied `replicate` times, and cut over `tp`. Experts are spread over `ep` of the dp·cp ranks.
+Ranks are numbered row by row over (replicate, dp, cp, tp), so that the ranks of one tensor are neighbours. Parameters
+are sharded over dp·cp (`shard`), copied `replicate` times, and cut over `tp`. Experts are spread over `ep` of the
+dp·cp ranks.
 
-What ranks must agree on, so that none waits for ever in a collective, is at the end; every rank must call each of these."""
+What ranks must agree on, so that none waits for ever in a collective, is at the end; every rank must call each of
+these.
+"""
 
 from __future__ import annotations
 

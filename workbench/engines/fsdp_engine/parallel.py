@@ -1,17 +1,20 @@
 """A model laid out over a mesh of ranks: tensors, tokens and experts cut, and what is left sharded by FSDP2.
 
-Tensor parallel: each linear layer's weight is cut over the ranks of `mesh["tp"]`, by transformers' own plan for the model.
-Queries, keys, values and the first layers of an MLP are cut by columns, what reads them by rows; embeddings and the language
-head by tokens of the vocabulary, where `tp` divides it. Norms, routers and experts are whole on every rank of `tp`. All ranks
-of `tp` have the same rows, and the same activations between layers. Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053.
+Tensor parallel: each linear layer's weight is cut over the ranks of `mesh["tp"]`, by transformers' own plan for the
+model. Queries, keys, values and the first layers of an MLP are cut by columns, what reads them by rows; embeddings
+and the language head by tokens of the vocabulary, where `tp` divides it. Norms, routers and experts are whole on
+every rank of `tp`. All ranks of `tp` have the same rows, and the same activations between layers. Shoeybi et al.
+2019, https://arxiv.org/abs/1909.08053.
 
-Context parallel: each rank has a slice of a micro-batch's packed tokens, but inside an attention all tokens and a slice of
-the heads: two all-to-alls a layer. What a plan attends to (`local_engine.forward`), trees, windows, soft-caps and sinks, is
-computed as on one rank. Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
+Context parallel: each rank has a slice of a micro-batch's packed tokens, but inside an attention all tokens and a
+slice of the heads: two all-to-alls a layer. What a plan attends to (`local_engine.forward`), trees, windows,
+soft-caps and sinks, is computed as on one rank. Jacobs et al. 2023, DeepSpeed Ulysses,
+https://arxiv.org/abs/2309.14509.
 
-Expert parallel: routers and shared experts stay on every rank. A layer sends each of its tokens by all-to-all to the ranks of
-the experts that the router chose, which compute as the model does, and add up the gradients of all tokens that came. Lepikhin
-et al. 2020, GShard, https://arxiv.org/abs/2006.16668."""
+Expert parallel: routers and shared experts stay on every rank. A layer sends each of its tokens by all-to-all to the
+ranks of the experts that the router chose, which compute as the model does, and add up the gradients of all tokens
+that came. Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat models for judges: a sampler of ours with its chat template, or an OpenAI-compatible service; and serving a sampler as one."""
+"""Chat models for judges: a sampler with its chat template, or an OpenAI-compatible service; a sampler served as one."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""What a model remembers of rows that decode together: the ways to decode. The fastest that the self-check proves is used.
+"""What a model remembers of rows that decode together. The fastest way that the self-check proves is used.
 
-`SharedPrefix` keeps each distinct prompt's keys and values once, a row only its own. The queries of all rows of a prompt, and
-of all heads that share its keys, are one matrix multiplication (cascade attention,
-https://flashinfer.ai/2024/02/02/cascade-inference.html). A row's own keys and values stand in buffers that grow by doubling.
-All rows write the same column; a row that enters later begins there.
+`SharedPrefix` keeps each distinct prompt's keys and values once, a row only its own. The queries of all rows of a
+prompt, and of all heads that share its keys, are one matrix multiplication (cascade attention,
+https://flashinfer.ai/2024/02/02/cascade-inference.html). A row's own keys and values stand in buffers that grow by
+doubling. All rows write the same column; a row that enters later begins there.
 
-`lean_step` is one decode step of Llama-shaped models (Llama, Mistral, Qwen 2 and 3) over their own weights, without their
-modules' overhead. It reads the weights where they are, so updates need no care. Which models it may decode is a list of
-transformers' modules whose code was read: parts of the same names may do something else with them, beyond a length that no
-check comes to. `selfcheck` proves it once more."""
+`lean_step` is one decode step of Llama-shaped models (Llama, Mistral, Qwen 2 and 3) over their own weights, without
+their modules' overhead. It reads the weights where they are, so updates need no care. Which models it may decode is a
+list of transformers' modules whose code was read: parts of the same names may do something else with them, beyond a
+length that no check comes to. `selfcheck` proves it once more.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""What a forward pass of a transformers model is given, and gives: attention by a plan, experts replayed, pictures, logits.
+"""What a model's forward pass is given, and gives: attention by a plan, replayed experts, pictures, logits.
 
-Models call their attention through transformers' `AttentionInterface`, so that one function here serves every architecture
-that does. A plan says which tokens attend to which, in place of a mask: it travels as the pass's attention mask, a tensor of
-four dimensions, which models hand on untouched. That a model really does so is not assumed: see `selfcheck`.
+Models call their attention through transformers' `AttentionInterface`, so that one function here serves every
+architecture that does. A plan says which tokens attend to which, in place of a mask: it travels as the pass's
+attention mask, a tensor of four dimensions, which models hand on untouched. That a model really does so is not
+assumed: see `selfcheck`.
 
-Routing replay: sampler and trainer round differently, so that for some tokens a mixture's routers choose other experts, and
-the log-probs are far apart. The column `routed_experts` holds what the sampler chose, which is used again when a row is
-scored and learned; weights are of the scorer's own router. Ma et al. 2025, R3, https://arxiv.org/abs/2510.11370.
+Routing replay: sampler and trainer round differently, so that for some tokens a mixture's routers choose other
+experts, and the log-probs are far apart. The column `routed_experts` holds what the sampler chose, which is used
+again when a row is scored and learned; weights are of the scorer's own router. Ma et al. 2025, R3,
+https://arxiv.org/abs/2510.11370.
 
-Rows with pictures go through the model padded. A picture's token in a response, which no picture belongs to, is read as
-`STAND_IN`, in sampling as in scoring: the model would look for its picture."""
+Rows with pictures go through the model padded. A picture's token in a response, which no picture belongs to, is read
+as `STAND_IN`, in sampling as in scoring: the model would look for its picture.
+"""
 
 from __future__ import annotations
 
@@ -327,7 +330,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 def pictured_inputs(
     model: Any, ids: Tensor, mask: Tensor, cells: Sequence[Mapping[str, Tensor]], responses: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of a forward pass of rows [b, s], whose pictures' inputs are `cells`; `responses` [b, s] marks theirs."""
+    """Arguments of a forward pass of rows [b, s], whose pictures' inputs are `cells`; `responses` [b, s] marks them."""
     names = dict.fromkeys(name for cell in cells for name in cell)
     pixels = {name: torch.cat([cell[name] for cell in cells if name in cell]).to(ids.device) for name in names}
     seen = ids == model.config.image_token_id

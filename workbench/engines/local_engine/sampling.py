@@ -1,12 +1,13 @@
 """Sampling: requests that are made at the same time go together in waves, and are decoded in one loop, token by token.
 
-It is a loop of our own rather than `generate`, because a row's tokens must depend on its seed and its prompt alone, never on
-which rows happen to share its wave. Requests that wait take the seats of rows that have ended.
+It is a loop of our own rather than `generate`, because a row's tokens must depend on its seed and its prompt alone,
+never on which rows happen to share its wave. Requests that wait take the seats of rows that have ended.
 
 Tokens are chosen by inverse-CDF draws on the logits' own device, with temperature, top-k and top-p. The cumulative
-distribution has two levels, blocks of about √V tokens and the tokens of one block, so that a draw reads the logits a few times
-in float32 and only 2√V numbers a row in float64. Tokens are those of a whole CDF in float64 but where a draw lies within 1e-5
-of an edge between two tokens."""
+distribution has two levels, blocks of about √V tokens and the tokens of one block, so that a draw reads the logits a
+few times in float32 and only 2√V numbers a row in float64. Tokens are those of a whole CDF in float64 but where a
+draw lies within 1e-5 of an edge between two tokens.
+"""
 
 from __future__ import annotations
 

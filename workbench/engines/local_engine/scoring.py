@@ -1,9 +1,10 @@
 """Forward passes over given tokens, in micro-batches by token budget; logits of response positions alone.
 
-Where it is proven, rows go through the model as a tree of token segments: what they have in common from their beginning (a group's
-prompt, an episode's earlier turns, all of equal rows) goes through it once. The tree's tokens are one packed sequence in which a
-subtree follows its parent, and each attends to its ancestors alone. The same idea for prompts: Liu et al. 2025, Prefix Grouper,
-https://arxiv.org/abs/2506.05433."""
+Where it is proven, rows go through the model as a tree of token segments: what they have in common from their
+beginning (a group's prompt, an episode's earlier turns, all of equal rows) goes through it once. The tree's tokens
+are one packed sequence in which a subtree follows its parent, and each attends to its ancestors alone. The same idea
+for prompts: Liu et al. 2025, Prefix Grouper, https://arxiv.org/abs/2506.05433.
+"""
 
 from __future__ import annotations
 

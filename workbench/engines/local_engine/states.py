@@ -5,15 +5,16 @@ On disk a state is `engine.json`, and tensors in one file (local engine) or in o
     whole     optimizer.safetensors (`<parameter>|exp_avg` …), engine.json; the weights are in the model's folder
     sharded   shard-0000r-….safetensors, one a rank (weights/…, optimizer/…), engine.json
 
-Both kinds of engine read both. Shards are torch's distributed checkpoint (DCP) with safetensors as its storage: DCP's own file
-storage keeps its plan in a pickle, which is code to whoever opens it. `engine.json` of shards is written last, by rank 0, and
-lists the files with their sizes.
+Both kinds of engine read both. Shards are torch's distributed checkpoint (DCP) with safetensors as its storage: DCP's
+own file storage keeps its plan in a pickle, which is code to whoever opens it. `engine.json` of shards is written
+last, by rank 0, and lists the files with their sizes.
 
-Both engines go back to a state that is held, or by the updates since one that is held, done again: what those cost is the
-batches that they learned from. What holds a state is the engine's own: a folder that all ranks see (FSDP), or, here, tensors
-in memory or in a file. These cost what changed: a tensor is copied only where neither the last snapshot that is still kept nor
-the model's own safetensors files have the same bits. Weights as loaded cost nothing, frozen and tied tensors are held once,
-with LoRA the adapters alone are looked at."""
+Both engines go back to a state that is held, or by the updates since one that is held, done again: what those cost is
+the batches that they learned from. What holds a state is the engine's own: a folder that all ranks see (FSDP), or,
+here, tensors in memory or in a file. These cost what changed: a tensor is copied only where neither the last snapshot
+that is still kept nor the model's own safetensors files have the same bits. Weights as loaded cost nothing, frozen
+and tied tensors are held once, with LoRA the adapters alone are looked at.
+"""
 
 from __future__ import annotations
 
@@ -222,7 +223,7 @@ class Rewinding:
         return self._since is not None
 
     def _rng(self) -> tuple[torch.Tensor, ...]:
-        """States of torch's random generators of the CPU and, where it is a GPU, of the device; none where nothing is recorded."""
+        """States of torch's generators of the CPU and, if it is a GPU, the device; none where nothing is recorded."""
         device = self._model.device
         if not self._recording():
             return ()

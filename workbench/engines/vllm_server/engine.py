@@ -1,9 +1,10 @@
 """vLLM as a sampler: prompt ids in, token ids and log-probs out, weights pushed in place; and as a reward model.
 
-vLLM runs in a process of its own (`vllm_server.process`), since in the notebook's it would reset seeds and threads; `Link` starts it,
-sends requests, watches it, and leaves nothing of it behind. The log-probs are those that the trainer computes: after temperature,
-before top-k and top-p. Nothing of vLLM is imported here, so that another interpreter can run it (`python=`, or
-WORKBENCH_VLLM_PYTHON)."""
+vLLM runs in a process of its own (`vllm_server.process`), since in the notebook's it would reset seeds and threads;
+`Link` starts it, sends requests, watches it, and leaves nothing of it behind. The log-probs are those that the
+trainer computes: after temperature, before top-k and top-p. Nothing of vLLM is imported here, so that another
+interpreter can run it (`python=`, or WORKBENCH_VLLM_PYTHON).
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""An engine in a worker: a process of this machine or a Ray actor holds it (`Host`), and the driver's `Hosted` asks it; several as one.
+"""Engines in workers: a process of this machine or a Ray actor holds one (`Host`), the driver's `Hosted` asks it.
 
-Every question is a future of its own, so that agent loops, groups and judges share one engine; while any is unanswered, one
-thread carries questions and answers. A worker that is started again after it was lost has the weights of its folder until
-weights are pushed.
+Every question is a future of its own, so that agent loops, groups and judges share one engine; while any is
+unanswered, one thread carries questions and answers. A worker that is started again after it was lost has the weights
+of its folder until weights are pushed.
 
-`Replicas` are several engines with the same weights: questions are shared out, and those of a member that is lost go to the others,
-the same requests with the same seeds, each answered once. The member is started again before the next weights are loaded, and
-answers nothing before it has them."""
+`Replicas` are several engines with the same weights: questions are shared out, and those of a member that is lost go
+to the others, the same requests with the same seeds, each answered once. The member is started again before the next
+weights are loaded, and answers nothing before it has them.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ class Forwarding(Receiving, Closing):
         self._each("take_weights", list(pieces), dict(place))
 
     def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version. Raises `EngineError` where one of several engines has another one."""
+        """Serve the new weights as a policy version. Raises `EngineError` where an engine has another."""
         return self._confirmed(self._each("end_weights", version), version)
 
     def cancel_weights(self) -> None:
