@@ -39,7 +39,7 @@ from workbench.agents import (
 )
 from workbench.agents.calls import Toolbox
 from workbench.agents.parsers import outside_reasoning
-from workbench.agents.plain import plain
+from workbench.agents.protocol import plain
 from workbench.base.errors import DataError, SettingError
 
 

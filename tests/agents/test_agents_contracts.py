@@ -40,9 +40,19 @@ from workbench.agents import (
     parser_names,
     tool_parser,
 )
-from workbench.agents.elements import DeepSeekMarkupParser, GlmParser, MiniMaxParser, PythonicParser, SeedParser
 from workbench.agents.files import INTERACTIONS, TOOLS
-from workbench.agents.formats import DeepSeekParser, HarmonyParser, JsonListParser, LlamaParser, MistralParser
+from workbench.agents.formats import (
+    DeepSeekMarkupParser,
+    DeepSeekParser,
+    GlmParser,
+    HarmonyParser,
+    JsonListParser,
+    LlamaParser,
+    MiniMaxParser,
+    MistralParser,
+    PythonicParser,
+    SeedParser,
+)
 from workbench.agents.interactions import Reply
 from workbench.agents.parsers import REASONING
 from workbench.base import runtime

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
+from workbench.agents.environments import (
+    GymInteraction,
+    VerifiersInteraction,
+    environment_rows,
+    verifiers_reward,
+    verifiers_rows,
+)
 from workbench.agents.interactions import interacting
-from workbench.agents.tasksets import verifiers_reward
 from workbench.base.errors import ForeignError, SettingError
 from workbench.dataproto import DataProto
 from workbench.stages import Reward

@@ -36,7 +36,7 @@ from workbench.agents.tools import (
     load_tools,
     tool_schema,
 )
-from workbench.agents.tools.arithmetic import shown
+from workbench.agents.tools.shipped import shown
 from workbench.base.errors import DataError, SettingError
 from workbench.sandbox.protocol import Phase, Program, Result
 

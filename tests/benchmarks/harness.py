@@ -24,7 +24,7 @@ import torch
 
 import workbench as wb
 from workbench.agents import Harness, PolicySession
-from workbench.agents.tools.arithmetic import CalculationError, calculate, shown
+from workbench.agents.tools.shipped import CalculationError, calculate, shown
 from workbench.stages import EpisodeRollout
 
 CALLS = "agent_loop/num_tool_calls/mean"

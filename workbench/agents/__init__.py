@@ -8,11 +8,16 @@ are sampled by `stages.EpisodeRollout`; rewards over episodes are in `rewards`.
 
 from workbench.agents.branching import Estimate, Tree, TreeNode
 from workbench.agents.calls import Toolbox, truncate
-from workbench.agents.elements import Qwen3CoderParser
-from workbench.agents.environments import GymInteraction, VerifiersInteraction, environment_rows, verifiers_rows
+from workbench.agents.environments import (
+    GymInteraction,
+    VerifiersInteraction,
+    environment_rows,
+    verifiers_reward,
+    verifiers_rows,
+)
 from workbench.agents.episode import Episode, LockStep, Transcript
 from workbench.agents.files import load_interactions, load_tools
-from workbench.agents.formats import KimiParser, ToolArgsParser, parser_of
+from workbench.agents.formats import KimiParser, Qwen3CoderParser, ToolArgsParser, parser_of
 from workbench.agents.harnesses import Harness
 from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, RemoteInteraction, interacting
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop
@@ -35,8 +40,6 @@ from workbench.agents.protocol import (
     Turn,
 )
 from workbench.agents.stepping import EpisodeStepper
-from workbench.agents.sub_agents import SubAgent
-from workbench.agents.tasksets import verifiers_reward
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.agents.tools import (
@@ -55,6 +58,7 @@ from workbench.agents.tools import (
     mcp_tools,
     terminal_rows,
 )
+from workbench.agents.tools.shipped import SubAgent
 
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from workbench.agents.parsers import read_json
-from workbench.agents.plain import as_text
-from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse
+from workbench.agents.protocol import FunctionCall, Tool, ToolCall, ToolResponse, as_text
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import DataError, SettingError, describe, first_line, nearest

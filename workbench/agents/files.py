@@ -12,11 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from workbench.agents.interactions import Gsm8kInteraction, default_name
-from workbench.agents.tools.arithmetic import Calculator
-from workbench.agents.tools.base import BaseTool
+from workbench.agents.tools.base import BaseTool, same_arguments, tool_schema
 from workbench.agents.tools.mcp_servers import MCPTool, mcp_tools
-from workbench.agents.tools.schema import same_arguments, tool_schema
-from workbench.agents.tools.shipped import Gsm8kAnswer, PythonTool, Search
+from workbench.agents.tools.shipped import Calculator, Gsm8kAnswer, PythonTool, Search
 from workbench.agents.tools.terminal import Terminal
 from workbench.base.config import read_yaml
 from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, unknown

@@ -12,8 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from workbench.agents.calls import named, not_async, within
-from workbench.agents.plain import plain
-from workbench.agents.protocol import Interaction
+from workbench.agents.protocol import Interaction, plain
 from workbench.base import runtime
 from workbench.base.errors import DataError, ForeignError, SettingError, boundary, describe, first_line, unknown
 from workbench.base.shown import encodable

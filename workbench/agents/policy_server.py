@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.agents.episode import Episode
-from workbench.agents.policy_messages import PolicyTokens
+from workbench.agents.policy_messages import Node, PolicyTokens, Recording
 from workbench.agents.protocol import AgentLoopOutput, ToolParser
-from workbench.agents.recording import Node, Recording
 from workbench.base import runtime
 from workbench.base.loopback import WORKING, Asked, serving
 from workbench.base.seeds import derive

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from workbench.agents.episode import Episode, Transcript
-from workbench.agents.histories import cut
+from workbench.agents.episode import Episode, Transcript, cut
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, Sequences, ToolCall, Turn, call_of, sequences
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent

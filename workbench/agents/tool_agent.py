@@ -13,17 +13,18 @@ from typing import Any
 import torch
 
 from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
-from workbench.agents.episode import RUNNING, Transcript
-from workbench.agents.formats import parser_of
-from workbench.agents.histories import (
+from workbench.agents.episode import (
     COMPACT_PROMPT,
+    RUNNING,
     History,
     Part,
+    Transcript,
     is_asked,
     mark_asked,
     summaries,
     with_summary,
 )
+from workbench.agents.formats import parser_of
 from workbench.agents.interactions import Session, checked_interactions, select_interaction
 from workbench.agents.loop import AgentLoopBase, register
 from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions, outside_reasoning, tool_parser

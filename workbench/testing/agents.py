@@ -23,7 +23,7 @@ from workbench.agents.calls import OpenTools, Toolbox
 from workbench.agents.interactions import Reply, interacting
 from workbench.agents.parsers import REASONING, calls_of
 from workbench.agents.protocol import FunctionCall, ToolCall, Turn
-from workbench.agents.tools.schema import tool_schema
+from workbench.agents.tools.base import tool_schema
 from workbench.base import runtime
 from workbench.base.errors import WorkbenchError
 from workbench.testing.borders import TEXTS, VALUES

@@ -1,12 +1,18 @@
 """Tools that a model can call: the base class with verl's names, functions, shipped tools, MCP servers, yaml files."""
 
 from workbench.agents.files import by_name, load_tools
-from workbench.agents.tools.arithmetic import CalculationError, Calculator, calculate
-from workbench.agents.tools.base import BaseTool
+from workbench.agents.tools.base import BaseTool, check_arguments, tool_schema
 from workbench.agents.tools.functions import FunctionTool, function_tool, tool
 from workbench.agents.tools.mcp_servers import MCPServer, MCPTool, mcp_tools
-from workbench.agents.tools.schema import check_arguments, tool_schema
-from workbench.agents.tools.shipped import Corpus, Gsm8kAnswer, PythonTool, Search
+from workbench.agents.tools.shipped import (
+    CalculationError,
+    Calculator,
+    Corpus,
+    Gsm8kAnswer,
+    PythonTool,
+    Search,
+    calculate,
+)
 from workbench.agents.tools.terminal import Terminal, Tests, terminal_rows
 
 __all__ = [

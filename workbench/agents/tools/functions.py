@@ -12,10 +12,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
-from workbench.agents.plain import as_text
-from workbench.agents.protocol import ToolResponse
-from workbench.agents.tools.base import BaseTool, Executed, answered
-from workbench.agents.tools.schema import same_arguments
+from workbench.agents.protocol import ToolResponse, as_text
+from workbench.agents.tools.base import BaseTool, Executed, answered, same_arguments
 from workbench.base.config import parameters_of
 from workbench.base.errors import SettingError, describe
 from workbench.rewards import runner
