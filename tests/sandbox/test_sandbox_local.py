@@ -19,7 +19,7 @@ from tests_patience import patience, within
 
 from workbench.base import runtime
 from workbench.base.errors import SandboxError, SettingError
-from workbench.sandbox import LocalSandbox, Program, answer, interpreters, memory, tiers
+from workbench.sandbox import LocalSandbox, Program, answer, memory, tiers
 from workbench.sandbox.process import Limits, contained
 from workbench.sandbox.protocol import Phase, status_of
 
@@ -159,7 +159,7 @@ def test_the_systems_interpreter_stands_in_for_one_that_cannot_be_shown(
     monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     failures = tiers.failures
-    mine = interpreters._parts(sys.executable)["base"]
+    mine = tiers._parts(sys.executable)["base"]
     monkeypatch.setattr(tiers, "failures", lambda box, tier: ["no"] if box.python == mine else failures(box, tier))
     if mine == "/usr/bin/python3" or not Path("/usr/bin/python3").exists():
         pytest.skip("there is no other interpreter")

@@ -1,13 +1,18 @@
-"""`LocalSandbox`: runs programs on this machine, each isolated and limited in a fresh process and folder."""
+"""`LocalSandbox`: runs programs on this machine, each isolated and limited in a fresh process and folder.
+
+A `LocalWorkspace` is a folder for many commands, that can be saved and put back; each command is isolated and limited by itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,12 +24,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
-from workbench.sandbox import boxes, interpreters, memory, tiers
-from workbench.sandbox.process import Limits, contained
+from workbench.sandbox import boxes, memory, tiers
+from workbench.sandbox.process import Limits, contained, too_big
 from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status_of
-from workbench.sandbox.workspaces import LocalWorkspace
 
 T = TypeVar("T")
+_SHELL = ("/bin/bash", "-c")
+_OPEN_UP = "chmod -R u+rwX ."
+_OPEN_UP_SECONDS = 20.0
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _DO = (
     "give python= an interpreter that lies in no home folder where it is the interpreter that fails; install bubblewrap where it "
@@ -102,7 +109,7 @@ class LocalSandbox(SyncDoors):
         self._threads = ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="workbench-sandbox")
         self.python, self.tier = "", ""
         reasons = []
-        for world in interpreters.worlds(python, bool(packages)):
+        for world in tiers.worlds(python, bool(packages)):
             self._enter(world)
             for name in (tier,) if tier else tiers.TIERS:
                 failures = tiers.failures(self, name)
@@ -115,7 +122,7 @@ class LocalSandbox(SyncDoors):
             raise SandboxError(what, expected=expected, found="; ".join(reasons), do=_DO + _ELSEWHERE)
         self.tier = "unsafe"
 
-    def _enter(self, world: interpreters.World) -> None:
+    def _enter(self, world: tiers.World) -> None:
         self.world, self.python = world, world.python
         build = ("/usr/bin/g++", "-std=c++17", "-O1", "main.cpp", "-o", "main.out")
         self._languages = {
@@ -128,7 +135,7 @@ class LocalSandbox(SyncDoors):
         """The package that a failed program's `words` (its stderr) call missing, where it is installed beside this process and
         `packages` was left open; "" for others: no program can make up a name that is hidden from it."""
         missing = _NO_MODULE.search(words)
-        return missing[1] if missing and self.packages is None and interpreters.installed(missing[1]) else ""
+        return missing[1] if missing and self.packages is None and tiers.installed(missing[1]) else ""
 
     @property
     def languages(self) -> tuple[str, ...]:
@@ -225,3 +232,107 @@ class LocalSandbox(SyncDoors):
             await made.close()
             raise
         return made
+
+
+class LocalWorkspace:
+    """A folder of this machine, which commands see as `/box`; made by `LocalSandbox.workspace`.
+
+    The files in `/box` stay from one command to the next, within the sandbox's limits of disk and of files; `/tmp`, processes
+    and the shell's state (variables, `cd`) are each command's own. A snapshot is a copy of the folder.
+    """
+
+    def __init__(self, sandbox: LocalSandbox) -> None:
+        self._sandbox = sandbox
+        self._box, self._root = boxes.make("box"), boxes.make("root")
+        self._turn = asyncio.Lock()
+        self._left = weakref.finalize(self, _removed, self._box, self._root)
+
+    async def run(
+        self, command: str, *, seconds: float = 10.0, memory_mb: int = -1, environment: Mapping[str, str] | None = None
+    ) -> Result:
+        """Run a shell command in the folder. One that leaves more there than the disk limit has met it."""
+        async with self._turn:
+            return await self._ran(command, seconds, memory_mb, environment or {})
+
+    async def _ran(self, command: str, seconds: float, memory_mb: int, environment: Mapping[str, str]) -> Result:
+        self._check_open()
+        sandbox, stop = self._sandbox, threading.Event()
+
+        def work() -> Result:
+            most = memory_mb if memory_mb > 0 else sandbox.memory_limit_mb
+            given = (sandbox.tier, self._box, self._root, stop, (*_SHELL, command), most, seconds)
+            ran = sandbox.phase(*given, environment=environment)
+            if ran.limit is None and too_big(self._box, sandbox.disk_limit_mb << 20):
+                ran = replace(ran, limit="disk")
+            broken = ran.stderr if ran.status == "Error" else ""
+            return Result(status=status_of(ran), run=ran, message=broken, where=sandbox.tier)
+
+        return await sandbox.in_turn(stop, work)
+
+    async def write(self, files: Mapping[str, bytes | str]) -> None:
+        """Write files into the folder, in place of whatever has their names there; no link is followed."""
+        async with self._turn:
+            await self._own()
+            await asyncio.to_thread(boxes.write, self._box, files)
+
+    async def read(self, name: str) -> bytes | None:
+        """A file of the folder; None where there is no plain file of this name, or it is reached through a link."""
+        async with self._turn:
+            self._check_open()
+            return await asyncio.to_thread(boxes.fetch, self._box, name)
+
+    async def snapshot(self) -> Snapshot:
+        """Copy the folder."""
+        async with self._turn:
+            await self._own()
+            return await asyncio.to_thread(Snapshot, self._box)
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Put the folder back as it was."""
+        async with self._turn:
+            await self._own()
+            await asyncio.to_thread(snapshot.put, self._box)
+
+    async def copy(self) -> LocalWorkspace:
+        """A second workspace with a copy of the folder."""
+        other = LocalWorkspace(self._sandbox)
+        await other.restore(await self.snapshot())
+        return other
+
+    async def close(self) -> None:
+        """Remove the folder; a second call does nothing."""
+        async with self._turn:
+            await asyncio.to_thread(self._left)
+
+    async def _own(self) -> None:
+        """Make sure that we may read and write all of the folder: a command can have closed it to its owner."""
+        self._check_open()
+        if os.geteuid() != 0:
+            await self._ran(_OPEN_UP, _OPEN_UP_SECONDS, -1, {})
+
+    def _check_open(self) -> None:
+        if not self._left.alive:
+            raise SandboxError("this workspace is closed", do="open another one")
+
+    def __repr__(self) -> str:
+        return f"LocalWorkspace({self._sandbox.tier!r}{'' if self._left.alive else ', closed'})"
+
+
+class Snapshot:
+    """A copy of a workspace's folder, removed when nothing refers to it any more."""
+
+    def __init__(self, box: Path) -> None:
+        self._place = boxes.make("box")
+        self._left = weakref.finalize(self, boxes.remove, self._place)
+        boxes.copied(box, self._place / "files")
+
+    def put(self, box: Path) -> None:
+        """Make the folder `box` the same as the copy."""
+        boxes.remove(box)
+        shutil.rmtree(box, ignore_errors=True)
+        boxes.copied(self._place / "files", box)
+
+
+def _removed(*folders: Path) -> None:
+    for folder in folders:
+        boxes.remove(folder)

@@ -253,3 +253,42 @@ class SyncDoors(Sandbox):
     def run_many(self, programs: Sequence[Program]) -> list[Result]:
         """Run programs side by side, as many as the sandbox allows; results in order."""
         return runtime.run_all(self.execute, programs)
+
+
+@runtime_checkable
+class Workspace(Protocol):
+    """Protocol of workspaces. Their commands run one at a time, and no process of a command outlives it.
+
+    Each method raises `SandboxError` where the sandbox fails, never for what a command does.
+    """
+
+    async def run(
+        self, command: str, *, seconds: float = 10.0, memory_mb: int = -1, environment: Mapping[str, str] | None = None
+    ) -> Result:
+        """Run a shell command in the working folder, with `seconds` of wall time and `memory_mb` MiB (-1: the sandbox's)."""
+
+    async def write(self, files: Mapping[str, bytes | str]) -> None:
+        """Write files (relative path → content) into the working folder, in place of whatever has their names."""
+
+    async def read(self, name: str) -> bytes | None:
+        """A file of the working folder; None where there is no plain file of this name."""
+
+    async def snapshot(self) -> Any:
+        """Save the file system as it is now; the snapshot is dropped when nothing refers to it any more."""
+
+    async def restore(self, snapshot: Any) -> None:
+        """Put the file system back as it was when `snapshot` was taken, in this workspace or in another of its sandbox."""
+
+    async def copy(self) -> Workspace:
+        """A second workspace with the same files."""
+
+    async def close(self) -> None:
+        """Remove the workspace; a second call does nothing."""
+
+
+@runtime_checkable
+class Workspaces(Protocol):
+    """Protocol of sandboxes that have workspaces: `LocalSandbox` and `Containers`."""
+
+    async def workspace(self, files: Mapping[str, bytes | str] | None = None, *, image: str | None = None) -> Workspace:
+        """Open a workspace with these files (relative path → content), of this container image where it is given."""

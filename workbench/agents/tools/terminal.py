@@ -16,8 +16,7 @@ from workbench.base.errors import DataError, SandboxError, SettingError, describ
 from workbench.base.shown import encodable
 from workbench.datasets.files import read
 from workbench.rewards.score import Score, Status
-from workbench.sandbox.protocol import Result
-from workbench.sandbox.workspaces import Workspace, Workspaces
+from workbench.sandbox.protocol import Result, Workspace, Workspaces
 
 MAX_COMMAND = 100_000
 """Characters of a command: the system takes no longer argument."""
