@@ -26,7 +26,7 @@ from workbench.cluster import CallablePackage
 from workbench.compat.verl_reward import reward_from
 from workbench.dataproto import DataProto, Origin
 from workbench.dataproto.columns import COLUMNS
-from workbench.datasets.door import rows
+from workbench.datasets.rows import rows
 from workbench.engines import SamplingSettings
 from workbench.jobs.doctor import doctor
 from workbench.jobs.runner import run_notebook

@@ -15,8 +15,7 @@ import workbench as wb
 from workbench.base.errors import DataError
 from workbench.datasets import Cursor, Rows, encode
 from workbench.datasets.records import to_row
-from workbench.datasets.report import report
-from workbench.datasets.rows import permutation, place
+from workbench.datasets.rows import permutation, place, report
 
 
 def rows(number: int = 10) -> Rows:

@@ -157,7 +157,7 @@ def test_a_recorded_block_that_names_code_or_an_address_is_not_obeyed(foreign: A
 @pytest.mark.parametrize(
     "place",
     [
-        "os:system", "subprocess:run", "workbench.rewards.files:load_function", "workbench.runs.settings:subprocess",
+        "os:system", "subprocess:run", "workbench.rewards.runner:load_function", "workbench.runs.settings:subprocess",
         "workbench.base.child:Any", "workbench.functional.losses:torch", "evil:compute_score", "workbench.cli:main",
     ],
 )  # fmt: skip

@@ -32,8 +32,7 @@ from workbench.rewards import (
     load_function,
     runner,
 )
-from workbench.rewards.base import row_views
-from workbench.rewards.signatures import as_score
+from workbench.rewards.base import as_score, row_views
 from workbench.testing.borders import VALUES
 from workbench.testing.rewards import RewardContract, answered
 

@@ -311,7 +311,7 @@ def test_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(pins(path)) == 36 and [one.name for one in tmp_path.iterdir()] == ["pins.jsonl"]
     (tmp_path / ".pins.jsonl.lock").write_text("a writer that was killed")
     pins(path).remove(0)
-    module = sys.modules["workbench.rewards.pins"]
+    module = sys.modules["workbench.rewards.trials"]
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
     with module.locked(path), pytest.raises(DataError, match="another process has been writing for 0.05 s"):
         pins(path).remove(0)

@@ -18,7 +18,7 @@ from workbench.agents.tools.shipped import Calculator, Gsm8kAnswer, PythonTool, 
 from workbench.agents.tools.terminal import Terminal
 from workbench.base.config import read_yaml
 from workbench.base.errors import SettingError, WorkbenchError, boundary, describe, unknown
-from workbench.rewards.files import MAX_BYTES, ROOTS, allowed_roots, check_roots
+from workbench.rewards.runner import MAX_BYTES, ROOTS, allowed_roots, check_roots
 
 TOOLS: Mapping[str, type] = {
     "calculator": Calculator,

@@ -25,8 +25,8 @@ from workbench.dataproto.value import Origin
 from workbench.datasets import files
 from workbench.datasets.records import absent, cells_of, chat, object_of, spoken, table_records
 from workbench.rewards.base import padded
-from workbench.rewards.dry_run import PROMPT, RESPONSE, TRUTH
 from workbench.rewards.score import MISSING, Score, Status
+from workbench.rewards.trials import PROMPT, RESPONSE, TRUTH
 
 _VALUE = ("reward", "score")  # verl's validation dump has the total in `reward`; a part may then be called `score`
 _ADVANTAGE = ("advantage", "advantages")

@@ -5,8 +5,7 @@ from workbench.datasets.feedback import adaptive, growing
 from workbench.datasets.mixing import mix, stages
 from workbench.datasets.preferences import Answer, Sample, Samples, samples
 from workbench.datasets.rendering import encode
-from workbench.datasets.report import Report
-from workbench.datasets.rows import Cursor, Rows
+from workbench.datasets.rows import Cursor, Report, Rows
 
 __all__ = [
     "Answer",

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from workbench.base.config import require
 from workbench.base.errors import DataError, boundary, describe, unknown
 from workbench.datasets import files
-from workbench.datasets.boxes import last_box
-from workbench.datasets.records import cells_of, to_row
+from workbench.datasets.records import cells_of, last_box, to_row
 
 TOOL_SYSTEM = (
     "Solve the problem step by step. Check your answer with the tool `{tool}` at least once before you give it, and think"

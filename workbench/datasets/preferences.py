@@ -20,9 +20,9 @@ from workbench.base.config import require
 from workbench.base.errors import DataError, boundary, describe
 from workbench.base.seeds import derive
 from workbench.base.shown import Shown
-from workbench.datasets.door import parts
 from workbench.datasets.pictures import text_of
 from workbench.datasets.records import cells_of, chat, object_of, spoken
+from workbench.datasets.rows import parts
 
 Record = Mapping[str, Any]
 

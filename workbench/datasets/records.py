@@ -536,3 +536,17 @@ def _kind(truth: Any) -> str:
         return "none"
     blank = isinstance(truth, str) and not truth.strip()
     return "empty" if blank or truth in ([], {}) else _KINDS.get(type(truth), type(truth).__name__)
+
+
+def last_box(text: str) -> str | None:
+    r"""The text in the last `\boxed{…}`, up to its matching brace; None without one, or where it is never closed."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    inside = start + len("\\boxed{")
+    depth = 1
+    for place in range(inside, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[inside:place]
+    return None

@@ -1,13 +1,20 @@
-"""`Rows`: prompts with their ground truths as a frozen value."""
+"""`Rows`: prompts with their ground truths as a frozen value; and their `Report`, the check of a data set before a run.
+
+`rows` is the one door for data of any kind; at the front it is `wb.rows`.
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -20,10 +27,10 @@ from workbench.base.errors import DataError, describe
 from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto, Origin
+from workbench.datasets.files import find, read
 from workbench.datasets.pictures import IMAGES, text_of
-from workbench.datasets.records import CHAT, Reading
+from workbench.datasets.records import CHAT, Reading, has_answer, table_records, truth_kinds, truth_of
 from workbench.datasets.rendering import as_read, bounds, encode_rows, tokenizer_of
-from workbench.datasets.report import Report, report, scorable
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -381,3 +388,253 @@ def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, sourc
     made = Rows.__new__(Rows)
     made._fill(rows, max_prompt_length, source, read_as)
     return made
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(Shown):
+    """Check of a data set before a run: rows, missing answers, repeated prompts, prompt lengths."""
+
+    rows: int
+    columns: tuple[str, ...]
+    data_sources: dict[str, int]
+    missing_answers: tuple[int, ...]
+    """Rows without a ground truth, where rewards are rules."""
+    truths: dict[str, int]
+    """Number of ground truths of each kind: `text`, `whole number`, `number`, `list`, `object`, `none`, `empty`, …"""
+    duplicates: tuple[int, ...]
+    """Rows whose prompt is in an earlier row too."""
+    characters: dict[str, float]
+    """Prompt length in characters: min, mean, median, p95, max."""
+    pictures: int
+    """Pictures in all rows (columns `images` and `image`)."""
+    examples: tuple[tuple[str, str], ...]
+    """(which, its prompt and ground truth) of the first rows, and of those with the shortest and the longest prompt."""
+    lengths: dict[str, float]
+    """Prompt length in tokens: min, mean, median, p95, max; {} without a tokenizer."""
+    over_limit: int
+    """Prompts above `max_prompt_length`."""
+    limit: int | None
+    """`max_prompt_length`, in tokens."""
+    read_as: str = ""
+    """Which columns became prompt and truth, and in whose schema they were recognised."""
+    first: str = ""
+    """The first prompt exactly as the model reads it; "" without a tokenizer."""
+    template: str = ""
+    """The chat template that renders prompts; "" without a tokenizer."""
+    scorable: str = ""
+    """How many truths can ever be right under the reward that was named."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Of a `mix`: the number of rows of each part."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(label, value) pairs, as text and HTML show them."""
+        pairs = [
+            ("rows", str(self.rows)),
+            ("read as", self.read_as),
+            ("columns", ", ".join(self.columns)),
+            ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
+            ("missing answers", _named(self.missing_answers)),
+            ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
+            ("right under the reward", self.scorable),
+            ("repeated prompts", _named(self.duplicates)),
+            ("prompt characters", "  ".join(f"{name} {value:g}" for name, value in self.characters.items())),
+            *([("pictures", str(self.pictures))] if self.pictures else []),
+            *self.examples,
+        ]
+        if self.parts:
+            pairs.insert(1, ("parts", ", ".join(f"{name}: {count}" for name, count in self.parts.items())))
+        if self.lengths:
+            pairs.append(("prompt tokens", "  ".join(f"{name} {value:g}" for name, value in self.lengths.items())))
+            pairs.append(("over the limit", f"{self.over_limit} (limit {self.limit})" if self.limit else "no limit"))
+        first_read = repr(self.first) if self.first else ""
+        pairs += [("chat template", self.template), ("first prompt as the model reads it", first_read)]
+        return [(label, value) for label, value in pairs if value]
+
+
+def report(
+    rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...], lengths: Sequence[int] = (), limit: int | None = None
+) -> Report:
+    """Make the `Report` of rows; `lengths` are the prompts' lengths in tokens, where known, `limit` the largest allowed."""
+    return Report(
+        rows=len(rows),
+        columns=columns,
+        data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
+        missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
+        truths=truth_kinds(rows),
+        characters=_statistics([len(_said(row)) for row in rows]),
+        pictures=sum(len(row.get(IMAGES) or ()) for row in rows),
+        examples=_examples(rows),
+        duplicates=_repeated(rows),
+        lengths=_statistics(lengths),
+        parts=dict(Counter(str(row["data_part"]) for row in rows if row.get("data_part"))),
+        over_limit=sum(length > limit for length in lengths) if limit is not None else 0,
+        limit=limit,
+    )
+
+
+def _repeated(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    first: dict[str, int] = {}
+    prompts = [str((row["prompt"], row.get(IMAGES))) for row in rows]
+    return tuple(index for index, prompt in enumerate(prompts) if first.setdefault(prompt, index) != index)
+
+
+def _named(rows: Sequence[int]) -> str:
+    return f"{len(rows)} (rows {[*rows[:5]]})" if rows else "none"
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """The texts of a row's prompt, a message a line."""
+    chat = row[CHAT]
+    return chat if isinstance(chat, str) else "\n".join(str(text_of(turn.get("content")) or "") for turn in chat)
+
+
+def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    by_length = sorted(range(len(rows)), key=lambda index: len(_said(rows[index])))
+    chosen = {0: "first row", 1: "second row"} if len(rows) > 1 else {0: "first row"} if rows else {}
+    for name, index in (("shortest prompt", by_length[:1]), ("longest prompt", by_length[-1:])):
+        chosen |= {one: f"{name} (row {one})" for one in index if one not in chosen}
+    return tuple((name, f"{_cut(_said(rows[one]))}  → {_cut(truth_of(rows[one]))}") for one, name in chosen.items())
+
+
+def _cut(value: Any, most: int = 200) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def _statistics(lengths: Sequence[int]) -> dict[str, float]:
+    if not lengths:
+        return {}
+    ordered = sorted(lengths)
+    median, p95 = statistics.median(ordered), ordered[int(0.95 * len(ordered))]
+    mean = round(sum(ordered) / len(ordered), 1)
+    return {"min": ordered[0], "mean": mean, "median": median, "p95": p95, "max": ordered[-1]}
+
+
+def scorable(rows: Sequence[Mapping[str, Any]], reward: Any) -> str:
+    """How many truths can ever be right under a reward, in words.
+
+    `reward` is a reward (`check_rows`), or a rule or its module (`rewards.gsm8k`); of other functions nothing is known.
+    Raises `DataError` where none can.
+    """
+    rule = getattr(reward, str(getattr(reward, "__name__", "")).rpartition(".")[2], reward)
+    if hasattr(reward, "check_rows"):
+        return reward.check_rows(rows) or f"{reward.name} refuses none of {len(rows)} rows"
+    if not hasattr(rule, "unscorable"):
+        return "unknown: only workbench's own rules can be asked beforehand"
+    truths = [truth_of(row) for row in rows]
+    bad = {index: why for index, truth in enumerate(truths) if (why := rule.unscorable(ground_truth=truth))}
+    said = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
+    first = "".join(f"; row {index}: {why}" for index, why in list(bad.items())[:1])
+    if bad and len(bad) == len(truths):
+        raise DataError(said, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')")
+    return said + first
+
+
+_ANYTHING = "a path, a list of paths or dicts, a DataFrame, a Dataset, or another iterable of dicts"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def rows(
+    x: Any,
+    *,
+    prompt: str | None = None,
+    answer: str | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    reward: Any = None,
+    max_prompt_length: int | None = None,
+    limit: int | None = None,
+    without: Sequence[str] = (),
+) -> Rows:
+    """Rows of anything: a file, a folder or list of files, a list of dicts, a DataFrame, a Hugging Face `Dataset`, `Rows`.
+
+    Files are `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.feather`, also as a pattern (`train-*.parquet`).
+    `print(rows)` says what was understood: which column became the prompt, which the truth, in whose schema;
+    `rows.report(tokenizer)` shows the first prompt as the model reads it.
+
+    Recognised without a word: verl's schema; TRL's `prompt`, also with `completion`; OpenAI's `messages` (an assistant's
+    last message is the truth); GSM8K (the truth behind `####`); columns of common names (`question` and `answer`,
+    `problem` and `solution`, …: `records.PROMPTS`, `ANSWERS`). Other columns stay, and a reward gets them by their names.
+
+    Args:
+        x: the data.
+        prompt: the column of the prompts. A text is a user's message; a list of messages, also as JSON text, is that chat.
+        answer: the column that becomes `reward_model.ground_truth`. Rows may have none, if the reward needs none.
+        system: a system message to put before every prompt.
+        raw: prompts are bare texts that the model continues, without its chat template: for base models.
+        reward: what will score the rows: truths that it can never score are refused here, rather than before the run.
+        max_prompt_length: tokens that a prompt may have: checked by `fitting`, by `train` before it starts, by the rollout.
+        limit: takes the first rows.
+        without: columns to leave out, for data with a column that a stage writes (`score`, `uid`, …).
+
+    Metrics are split by `data_source`: by default the file's name without its ending, of rows from memory the reward's.
+    Raises `DataError` for what is missing, unreadable or empty, for pictures, films and sounds, for a column whose name is
+    reserved, and where no column is known as a prompt: with the columns that there are and the line that names them.
+
+    Example:
+        >>> rows = wb.rows("mine.csv", prompt="q", answer="a", max_prompt_length=256)  # doctest: +SKIP
+        >>> rows = wb.rows([{"question": "2+2?", "answer": 4}], system="Answer with a number.")  # doctest: +SKIP
+    """
+    for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
+        if number is not None and number < 1:
+            raise DataError(name, expected="≥ 1, or None", found=number)
+    if isinstance(x, Rows):
+        raw, max_prompt_length = raw or x.raw, max_prompt_length or x.max_prompt_length
+    how = Reading(prompt=prompt, answer=answer, system=system, raw=raw, without=frozenset(without))
+    made, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
+    result = made_of(made, max_prompt_length, source, read_as)
+    if reward is not None:
+        scorable([*result.views()], reward)
+    return result
+
+
+def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]], str, str]:
+    """(rows, where they are from, what their columns were read as). Raises `DataError` where there are none."""
+    made: list[dict[str, Any]] = []
+    sources, told = [], []
+    for source, changes, records in parts(x):
+        left = None if limit is None else limit - len(made)
+        found, read_as = replace(how, **changes).read(islice(records, left), source)
+        made += found
+        sources.append(source)
+        told.append(read_as)
+        if len(made) == limit:
+            break
+    where = ", ".join(filter(None, sources))
+    if not made:
+        raise DataError(f"no rows in {where or 'an empty list'}")
+    return made, where, "; ".join(dict.fromkeys(filter(None, told)))
+
+
+def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
+    """Yields (name of the source, changes of the `Reading`, records) of what `x` is made of."""
+    files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []
+    if files and all(isinstance(one, str | Path) for one in files):
+        for path in find(files):
+            named = {"code": repr(str(path)), "data_source": _SHARD.sub("", path.stem)}
+            yield str(path), named, read(path)
+    elif isinstance(x, Mapping):
+        split, records = _only(x)
+        yield f"split {split!r}", {"code": f"x[{split!r}]"}, records
+    else:
+        records = table_records(x)
+        if isinstance(x, bytes) or not isinstance(records, Iterable):
+            raise DataError("rows", expected=_ANYTHING, found=describe(x))
+        yield x.source if isinstance(x, Rows) else "", {}, records
+
+
+def _only(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:
+    """(name, records) of the one split that a `DatasetDict` has."""
+    if not x or not all(hasattr(one, "column_names") for one in x.values()):
+        raise DataError("rows", expected=_ANYTHING, found=describe(x))
+    if len(x) > 1:
+        do = f"take one: wb.rows(x[{next(iter(x))!r}])"
+        raise DataError("a DatasetDict has several splits", expected="one", found=", ".join(map(str, x)), do=do)
+    return next(iter(x.items()))
+
+
+def _called(reward: Any) -> str:
+    """The name of whatever scores; "rows" for None."""
+    named = getattr(reward, "func", reward)  # a partial's function
+    name = getattr(named, "name", None) or getattr(named, "__name__", None) or type(named).__name__
+    return "rows" if reward is None else str(name).rpartition(".")[2]

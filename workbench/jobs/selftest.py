@@ -17,7 +17,7 @@ from workbench.base.distribution import install
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.dataproto.core import DataProto
-from workbench.datasets.door import rows
+from workbench.datasets.rows import rows
 from workbench.engines import Request, SamplingSettings, local, paired
 from workbench.engines.fsdp_engine.engine import fsdp
 from workbench.engines.paired import check_push

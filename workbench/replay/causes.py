@@ -10,7 +10,7 @@ from math import sqrt
 from statistics import StatisticsError, correlation, fmean
 
 from workbench.replay.evidence import ENOUGH, Evidence, Row
-from workbench.rewards.truths import as_text
+from workbench.rewards.score import as_text
 from workbench.runs.folder import STEP
 
 FLAT, TEACH, CUT = "reward is flat at 0", "most groups teach nothing", "responses change their length"

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.rewards.base import BaseReward
 from workbench.rewards.code import Code, code
-from workbench.rewards.dry_run import DryRun, dry_run
-from workbench.rewards.files import FileFunction, load_function
 from workbench.rewards.managers import MANAGERS, FileManagerReward, ManagerReward, manager_class, register
-from workbench.rewards.pins import PinCheck, Pins, pins
-from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.reward import SCORERS, Reward, as_reward, by_data_source, check_sources
 from workbench.rewards.rubric import Ensemble, Rubric
+from workbench.rewards.runner import FileFunction, RateLimit, load_function
 from workbench.rewards.score import MISSING, Score, Status
 from workbench.rewards.scorers import episodes, gsm8k, shaping
 from workbench.rewards.scorers.math_dapo import math_dapo
@@ -21,6 +18,7 @@ from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.math_verify import math_verify
 from workbench.rewards.scorers.numeric import geometry3k, numeric
 from workbench.rewards.scorers.search import search_em, search_f1
+from workbench.rewards.trials import DryRun, PinCheck, Pins, dry_run, pins
 
 if TYPE_CHECKING:
     from workbench.rewards.judge import Judge, Pairwise, PairwiseJudge, Pointwise, RewardModel, Verdict

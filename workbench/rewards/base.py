@@ -1,20 +1,34 @@
-"""`BaseReward`, which every reward inherits: rows in, one `Score` per row out, and a policy for rows that fail."""
+"""`BaseReward`, which every reward inherits: rows in, one `Score` per row out, and a policy for rows that fail.
+
+Functions take rows by their own signature (verl's, TRL's, OpenRLHF's, AReaL's, any): `call_arguments` fills it, and
+`row_score` reads what they return.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import math
+import numbers
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from workbench.base.errors import RewardError, unknown
+from workbench.base.config import parameters_of
+from workbench.base.errors import RewardError, describe, first_line, unknown
+from workbench.dataproto.columns import writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.sessions import episodes
 from workbench.datasets.pictures import text_of
-from workbench.rewards.score import Score, Status, failed
-from workbench.rewards.signatures import EPISODE
+from workbench.rewards.runner import called
+from workbench.rewards.score import LARGEST, Score, Status, failed, finite
 
 Judging = Callable[[Sequence[Mapping[str, Any]]], list[Score]]
 _POLICIES = re.compile(r"mask|raise|retry\((\d+)\)|value=([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
@@ -233,3 +247,463 @@ def row_view(
         "columns": dict(columns),
         **({} if prompt_ids is None else {"prompt_ids": list(prompt_ids)}),
     }
+
+
+_VALUES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "response": (
+        "the response",
+        (
+            *("response", "solution_str", "completion", "response_text"),
+            *("model_output", "predict_str", "llm_solution", "response_str"),
+        ),
+    ),
+    "ground_truth": ("reward_model.ground_truth", ("ground_truth", "answer", "label")),
+    "prompt": ("the prompt as the data set has it, a text or a chat", ("prompt",)),
+    "prompt_text": ("the text of the prompt's last message", ("prompt_text", "question")),
+    "query": ("prompt and response as one text", ("query",)),
+    "response_ids": ("the response's token ids", ("response_ids",)),
+    "prompt_ids": ("the prompt's token ids", ("prompt_ids",)),
+    "data_source": ("data_source", ("data_source",)),
+    "extra_info": ("extra_info", ("extra_info",)),
+    "completion_messages": ("the response as a list of messages", ("completion_messages",)),
+    "row": ("the row as a dict", ("row", "reward_input", "task_info")),
+    "sample": (
+        "the row as an object: prompt, response, label, metadata, response_length, tokens, index, group_index",
+        ("sample",),
+    ),
+    "given_completion": ("the response, a text or a list of messages as the prompt is", ()),
+    "rollout_state": ("the row as a dict: prompt, completion, answer, info, task, and its columns", ()),
+    "rollout_info": ("column 'info', else extra_info", ()),
+    "rows_log": ("a function (name, one value a row): the rows' parts and extras", ()),
+    "batch_log": ("a function (name, number): a part of all rows", ()),
+}
+"""A value of a row → what `binding` says of an argument that gets it, and the argument names that always mean it."""
+WORDS: Mapping[str, str] = {name: words for name, (words, _) in _VALUES.items()}
+"""A value of a row → what `binding` says of an argument that gets it."""
+ALIASES: Mapping[str, tuple[str, ...]] = {name: names for name, (_, names) in _VALUES.items() if names}
+"""Our name for a value → the argument names that mean it. Any other argument name is a column of the batch."""
+
+EPISODE = ("num_turns", "num_tool_calls", "turn_scores", "tool_rewards", "turns")
+"""Columns of an agent's episode that `extra_info` has too, as in verl."""
+
+_OF_AGENTS = (*EPISODE, "agent_extra")
+_MEANING = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
+_PLURALS = {"responses": "response", "solution_strs": "solution_str", "predicts": "predict_str", "queries": "query"}
+_PLURALS |= {"ground_truths": "ground_truth", "labels": "label", "answers": "answer", "questions": "question"}
+_PLURALS |= {"data_sources": "data_source", "extra_infos": "extra_info", "reward_inputs": "row", "samples": "sample"}
+_PLURALS |= {"prompts": "prompt", "completions": "given_completion", "completion_ids": "response_ids"}
+_OF_THE_RUN = ("prompt", "given_completion", "response_ids", "prompt_ids", "completion_messages", "extra_info")
+_NEVER_A_COLUMN = ("response", *_OF_THE_RUN)
+_ON_REQUEST = ("row", "sample")  # names too plain to fill an argument that has a default
+_VERLS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_NOT_TRLS = ("prompt", "completion", "completion_ids", "prompt_is_text")  # columns that TRL does not pass on
+
+_FOREIGN = {
+    **dict.fromkeys(
+        ("prediction", "pred", "predicted", "output", "generation", "generated", "generated_text"), "response"
+    ),
+    **dict.fromkeys(("text", "candidate", "hypothesis", "action", "to_be_evaluated", "model_response"), "response"),
+    **dict.fromkeys(
+        ("target", "gold", "reference", "gt", "expected", "solution", "truth", "test_cases"), "ground_truth"
+    ),
+    **dict.fromkeys(("reference_answer", "correct_answer", "gold_answer", "expected_answer"), "ground_truth"),
+    **dict.fromkeys(("problem", "prompt_str", "instruction", "input", "user_message"), "prompt_text"),
+    **dict.fromkeys(("messages", "conversation", "chat"), "prompt"),
+    **dict.fromkeys(("info", "metadata"), "extra_info"),
+    **dict.fromkeys(("task", "source"), "data_source"),
+}
+"""Argument names of other libraries → the value that they probably mean. They are proposed, never filled."""
+_VERIFIERS = {"completion": "given_completion", "state": "rollout_state", "info": "rollout_info", "task": "data_source"}
+"""What names mean to a function of verifiers, which has one of `state`, `info`, `parser` beside `completion`."""
+_AREALS = {
+    "completions": "response",
+    "completion_ids": "response_ids",
+    "prompt": "prompt_text",
+    "prompts": "prompt_text",
+}
+_TRLS_LOGS = {"log_extra": "rows_log", "log_metric": "batch_log"}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How to call a reward function: its arguments, where each is filled from, and whether a call is for one row or all."""
+
+    function: str
+    """The function's name, for messages."""
+    defaults: Mapping[str, str | None]
+    """Argument → its default, as text; None for an argument that has none."""
+    rename: Mapping[str, str]
+    """Argument → the value or column that it is to be filled from."""
+    batched: bool
+    """One call with lists for all rows, rather than one call a row."""
+    meant: Mapping[str, str]
+    """Names that mean another value in this function's style than elsewhere."""
+    keywords: str
+    """What a function with `**kwargs` gets beside: `columns` (every column by its name, as TRL and AReaL do it), `verl`
+    (verl's four arguments), or "" (nothing)."""
+    bound: frozenset[str]
+    """Arguments with a constant of the user's (of `functools.partial` or `load_function`), which nothing overrides."""
+    file: str = ""
+    """Path of the file that the function is loaded from."""
+
+    def wanted(self, name: str) -> str:
+        """The name of the value or column that an argument asks for: its own, unless it is renamed."""
+        return self.rename.get(name, name)
+
+    def asks(self, name: str) -> bool:
+        """Whether an argument must be filled: it has no default, or is renamed."""
+        return self.defaults.get(name) is None or name in self.rename
+
+    def source(self, name: str, columns: Collection[str]) -> tuple[str, str] | None:
+        """Where an argument is filled from: ("value", its name in `WORDS`) or ("column", its name); None: from nowhere.
+
+        `columns` are the names that rows have. An argument with a default is filled by a well-known value alone, or by a
+        column that workbench's agents write.
+        """
+        wanted = self.wanted(name)
+        if name in self.bound and wanted == name:
+            return None
+        singular, meaning = self._meaning(name)
+        fills = self.asks(name) or wanted in _OF_AGENTS or self._fills_a_default(name, meaning)
+        if self._may_be_column(name, meaning, fills):
+            names = (wanted,) if meaning == "response" else (wanted, singular)
+            if column := next((one for one in names if one in columns), None):
+                return "column", column
+        return ("value", meaning) if meaning and fills else None
+
+    def _meaning(self, name: str) -> tuple[str, str | None]:
+        """(name of what an argument asks for, as of one row, which value of a row that is)."""
+        wanted = self.wanted(name)
+        singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
+        return singular, _MEANING.get(singular, singular if singular in WORDS else None)
+
+    def _fills_a_default(self, name: str, meaning: str | None) -> bool:
+        """Whether a value is well known, and no argument without a default means it already (`ground_truth, label=1.0`)."""
+        needed = (other for other in self.defaults if other != name and self.asks(other))
+        return meaning not in (None, *_ON_REQUEST) and all(self._meaning(other)[1] != meaning for other in needed)
+
+    def _may_be_column(self, name: str, meaning: str | None, fills: bool) -> bool:
+        wanted = self.wanted(name)
+        # made of the run's prompt: a data set's `query` is a question, `prompt` a chat
+        if wanted in ("queries", "prompt"):
+            return False
+        if self.keywords == "columns":  # their contract: the data set's columns come as keywords, over a default too
+            return meaning not in _OF_THE_RUN and (self.asks(name) or writer_of(wanted) in (None, "dataset"))
+        return fills and meaning not in _NEVER_A_COLUMN
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the batch that the function needs: of arguments that no value of a row fills."""
+        return tuple(self.wanted(name) for name in self._missing(()))
+
+    def _missing(self, columns: Collection[str]) -> list[str]:
+        return [name for name in self.defaults if self.asks(name) and self.source(name, columns) is None]
+
+    def further(self, columns: Collection[str]) -> list[str]:
+        """Columns that `**kwargs` get by their names."""
+        known = {*_NOT_TRLS, *self.defaults, *self.bound}
+        return [name for name in columns if name not in known] if self.keywords == "columns" else []
+
+    def binding(self, columns: Collection[str] | None = None) -> dict[str, str]:
+        """Argument → what it is filled from, in words; `columns` are the names that rows have, None where not known yet."""
+        found = {}
+        for name, default in self.defaults.items():
+            source = self.source(name, columns or ())
+            if source is not None:
+                found[name] = f"column {source[1]!r}" if source[0] == "column" else WORDS[source[1]]
+            elif self.asks(name):
+                found[name] = f"column {self.wanted(name)!r}" if columns is None else "nothing that a row has"
+            else:
+                found[name] = f"{'always' if name in self.bound else 'default'} {default}"
+        if self.keywords:
+            found["**kwargs"] = "every column by its name" if self.keywords == "columns" else ", ".join(_VERLS)
+        return found
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise `RewardError`, with the line that would work, for arguments that neither a value nor `columns` can fill."""
+        missing = self._missing(columns)
+        if not missing:
+            return
+        wanted = self.wanted(missing[0])
+        known = sorted({*_MEANING, *columns, *(_PLURALS if self.batched else ())})
+        close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
+        do = f"did you mean {close[0]!r}? " if close else ""
+        do += "a rollout with agent=… writes it" if wanted in _OF_AGENTS else self._remedy(missing, known)
+        what = f"reward function {self.function}: {wanted!r} is not a value that a row has"
+        expected, found = ", ".join(dict.fromkeys((*ALIASES, *columns))), f"{self.function}({', '.join(self.defaults)})"
+        raise RewardError(what, expected=f"one of {expected}", found=found, do=do)
+
+    def _remedy(self, missing: Sequence[str], known: Collection[str]) -> str:
+        """The line that would make the function work, as far as its arguments' names tell."""
+        guesses = {name: _guess(self.wanted(name), known) for name in missing}
+        constants = [f"{name}=…" for name, guess in guesses.items() if guess is None]
+        rename = {**self.rename, **{name: guess for name, guess in guesses.items() if guess}}
+        made, function = "Reward", self.function
+        if self.file and constants:
+            function = f"load_function({', '.join([repr(self.file), repr(function), *constants])})"
+        elif self.file:
+            made, function = "as_reward", repr(f"{self.file}:{function}")
+        elif constants:
+            function = f"functools.partial({', '.join([function, *constants])})"
+        if rename:
+            return f"write {made}({function}, rename={rename})"
+        return f"write {made}({function}), or rename={{{missing[0]!r}: 'a column'}}"
+
+
+def told(binding: Mapping[str, str]) -> str:
+    """A `binding` in one line: `argument ← what it is filled from`."""
+    return ", ".join(f"{name} ← {source}" for name, source in binding.items())
+
+
+def _guess(wanted: str, known: Collection[str]) -> str | None:
+    """The value or column that an unknown name probably means."""
+    if meaning := _FOREIGN.get(wanted):
+        return meaning
+    if meaning := _FOREIGN.get(wanted.removesuffix("s")):
+        return next(many for many, one in _PLURALS.items() if _MEANING.get(one, one) == meaning)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
+def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | None = None) -> Signature:
+    """The `Signature` of a function; `rename` maps arguments to the value or column that they are to be filled from.
+
+    A function with a plural argument (`completions`, `solution_strs`, `completion_ids`) is called once for the whole batch,
+    but in AReaL's style (`prompt` or `prompt_ids` beside them) once a row. Raises `RewardError` for positional-only
+    arguments, for a function without a readable signature, and for a name in `rename` that is no argument.
+    """
+    name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
+    parameters = parameters_of(function, f"reward function {describe(function)}", RewardError).values()
+    if unnamed := [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)]:
+        what, do = f"reward function {name}: argument {unnamed[0].name!r}", "wrap it: def reward(response, …): …"
+        found = f"signature {inspect.signature(function)}"
+        raise RewardError(what, expected="arguments that can be given by name", found=found, do=do)
+    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+    defaults = {one.name: None if one.default is one.empty else describe(one.default, 40) for one in named}
+    kwargs = len(named) < len(parameters)
+    if strange := [] if kwargs else [one for one in rename if one not in defaults]:
+        raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
+    defaults = {**dict.fromkeys(rename), **defaults}
+    batched, meant, keywords = _style({*defaults, *rename.values()})
+    meant = {**meant, **_swifts(function)}
+    file, bound = _constants(function)
+    return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
+
+
+def _constants(function: Any) -> tuple[str, frozenset[str]]:
+    """(path of the file that a function is loaded from, or ""; names of the arguments that constants are bound to)."""
+    inner: Any
+    inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+    path = getattr(inner, "path", None)
+    if not isinstance(path, Path):
+        return "", frozenset(bound)
+    return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
+
+
+def _swifts(function: Any) -> dict[str, str]:
+    """For a reward class of ms-swift's, which is called as TRL's functions are, but always with texts."""
+    return (
+        {"completions": "response"} if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__} else {}
+    )
+
+
+def _style(said: Set[str]) -> tuple[bool, Mapping[str, str], str]:
+    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
+    completions, ids = "completions" in said, "completion_ids" in said
+    if _is_areals(said):
+        return False, _AREALS, "columns"
+    if _is_verifiers(said):
+        return False, _VERIFIERS, "columns"
+    if ids and not completions and said & {"prompt", "prompt_ids", *ALIASES["response"]}:
+        return False, {"completion_ids": "response_ids"}, "verl"
+    trls = completions or ids or ("prompts" in said and "queries" not in said)
+    batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
+    return batched, _TRLS_LOGS if trls and batched else {}, "columns" if trls else "verl"
+
+
+def _is_areals(said: Set[str]) -> bool:
+    """Whether a function is called once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`."""
+    return "completions" in said and ("prompt_ids" in said or ("prompt" in said and "prompts" not in said))
+
+
+def _is_verifiers(said: Set[str]) -> bool:
+    return "completion" in said and bool(said & {"state", "info", "parser"})
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments for a call of the function on one row."""
+    columns = row["columns"]
+    verls = _VERLS if signature.keywords == "verl" else ()
+    arguments = {name: columns[name] for name in signature.further(columns)}
+    for name in (*signature.defaults, *verls):
+        source = signature.source(name, columns)
+        unknown_ids = source is not None and source[1] == "prompt_ids" and "prompt_ids" not in row
+        if source is not None and (not unknown_ids or signature.asks(name)) and source[1] not in _TRLS_LOGS.values():
+            arguments[name] = columns[source[1]] if source[0] == "column" else _value(source[1], row)
+    return arguments
+
+
+def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keyword arguments for one call of the function on all rows: each is a list with one value per row.
+
+    TRL's functions get prompts and completions as texts where the prompt is a text, as message lists where it is a chat; where
+    they take `**kwargs` they get every column by its own name, and, as from TRL, a column of its name for an argument that
+    has a default, and `log_extra` and `log_metric`, which `worker.with_logs` makes of their names. A row without a column has
+    None.
+    """
+    columns = dict.fromkeys(name for row in rows for name in row["columns"])
+    arguments: dict[str, Any] = {}
+    names = list(signature.defaults)
+    if signature.keywords == "columns":
+        for name in signature.further(columns):
+            arguments[name] = [row["columns"].get(name) for row in rows]
+        names += ["prompts", "completions", "completion_ids", "ground_truth", *_TRLS_LOGS]
+    elif signature.keywords == "verl":
+        names += [f"{name}s" for name in _VERLS]
+    for name in names:
+        source = signature.source(name, columns)
+        if source is not None:
+            kind, what = source
+            if what in _TRLS_LOGS.values():
+                arguments[name] = name
+                continue
+            arguments[name] = [row["columns"].get(what) if kind == "column" else _value(what, row) for row in rows]
+    return arguments
+
+
+def _value(name: str, row: Mapping[str, Any]) -> Any:
+    """A row's value by its name in `WORDS`."""
+    text, is_text = row["response"], row["columns"].get("prompt_is_text") or not isinstance(row["prompt"], list)
+    messages = [{"role": "assistant", "content": text}]
+    if name == "completion_messages":
+        return messages
+    if name == "given_completion":
+        return text if is_text else messages
+    given = row["prompt_text"] if is_text else row["prompt"]
+    if name == "prompt":
+        return given
+    length = len(row["response_ids"])
+    if name == "row":
+        own = {key: value for key, value in row.items() if key != "columns"}
+        return {**row["columns"], **own, "response_length": length}
+    if name == "sample":
+        return _sample(row, given)
+    if name in ("rollout_info", "rollout_state"):
+        info, columns = row["columns"].get("info", row["extra_info"]), row["columns"]
+        episode = {"prompt": given, "completion": text if is_text else messages, "answer": row["ground_truth"]}
+        return info if name == "rollout_info" else {"task": row["data_source"], **columns, **episode, "info": info}
+    return row.get(name)
+
+
+def _sample(row: Mapping[str, Any], prompt: Any) -> SimpleNamespace:
+    """A row as slime's `Sample`: the fields that a row knows, and as None those that are not set before a reward."""
+    known = {"prompt": prompt, "response": row["response"], "label": row["ground_truth"], "metadata": row["extra_info"]}
+    known |= {"group_index": row.get("uid"), "index": row["extra_info"].get("index")}
+    if "prompt_ids" in row:
+        known["tokens"] = [*row["prompt_ids"], *row["response_ids"]]
+    unset = dict.fromkeys(("reward", "custom_rm_path", "generate_function_path", "session_id", "train_metadata"))
+    return SimpleNamespace(**known, **unset, response_length=len(row["response_ids"]))
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) -> list[Score]:
+    """One `Score` for each of the numbered rows of a call. Never raises: what is no score makes its row *infra_error*, and a
+    wrong number of results all rows of the call."""
+    try:
+        results = results_of_batch(result) if batched else [result]
+        if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(rows):
+            found = len(results) if hasattr(results, "__len__") else type(results).__name__
+            found = describe(results) if isinstance(results, str) else found
+            what, expected = f"result of reward function {function}", f"a list of {len(rows)} rewards"
+            raise RewardError(what, expected=expected, found=found)
+    except Exception as error:  # noqa: BLE001 - a result may be anything; its rows say what it is
+        return [failed(first_line(error, 400))] * len(rows)
+    return [row_score(one, function, row) for one, row in zip(results, rows, strict=True)]
+
+
+def row_score(result: Any, function: str, row: int) -> Score:
+    """Like `as_score`, but what is no score is an *infra_error* of this row alone."""
+    try:
+        return as_score(result, function, row)
+    except Exception as error:  # noqa: BLE001 - a result may be anything; its row says what it is
+        return failed(first_line(error, 400))
+
+
+def results_of_batch(result: Any) -> Any:
+    """The result of a call for many rows as a list: a tensor's or array's values, or of OpenRLHF's dict a dict per row."""
+    if isinstance(result, Mapping) and "rewards" in result:
+        found = [{"score": value} for value in results_of_batch(result["rewards"])]
+        for name, values in (result.get("extra_logs") or {}).items():
+            values = results_of_batch(values)
+            if hasattr(values, "__len__") and len(values) == len(found):
+                for row, value in zip(found, values, strict=True):
+                    row[name] = value
+        return found
+    return result.tolist() if hasattr(result, "tolist") else result
+
+
+def as_score(result: Any, function: str, row: int) -> Score:
+    """Convert what the reward function named `function` returned for row number `row` to a `Score`.
+
+    float, int, bool, NumPy or torch scalar: the value. dict or dataclass: `score` (or `reward_score`, `reward`, `overall`) is
+    the value, other numbers are parts, the rest extra. tuple or list: its first element (verl's rule). None: not applicable.
+    Raises `RewardError` for NaN, infinity, what is infinite as float32, or anything else.
+    """
+    if isinstance(result, Score):
+        return result
+    if result is None:
+        return Score(status=Status.NOT_APPLICABLE, why="the reward function returned None")
+    if is_dataclass(result) and not isinstance(result, type):
+        result = {field.name: getattr(result, field.name) for field in fields(result)}
+    if isinstance(result, Mapping):
+        return _from_dict(result, function, row)
+    if isinstance(result, tuple | list) and result:
+        return as_score(result[0], function, row)
+    value, place = _number(result), f"result of reward function {function}, row {row}"
+    if value is None:
+        raise RewardError(place, expected="a number, a dict with 'score', a Score, or None", found=describe(result))
+    return Score(value=finite(value, place, "return None for 'not applicable'"))
+
+
+def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
+    key = next((key for key in ("score", "reward_score", "reward", "overall") if key in result), None)
+    if key is None:
+        found = f"keys {sorted(map(str, result))}"
+        raise RewardError(f"result of {function}, row {row}", expected="a dict with 'score'", found=found)
+    main = as_score(result[key], function, row)
+    parts, extra = dict(main.parts), dict(main.extra)
+    for name, value in result.items():
+        if name in (key, "answer", "why", "status"):
+            continue
+        number = _number(value)
+        if number is not None and abs(number) <= LARGEST:
+            parts[str(name)] = number
+        else:
+            extra[str(name)] = value
+    answer = result.get("answer", result.get("pred", main.answer))
+    # a dict may name its status; any other value of `status` means nothing here
+    said = result.get("status")
+    return Score(
+        value=main.value,
+        parts=parts,
+        extra=extra,
+        answer=None if answer is None else str(answer),
+        why=str(result.get("why", main.why)),
+        status=next((status for status in Status if said == status.value), main.status),
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, numbers.Number) and not isinstance(value, complex):
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except OverflowError:  # an integer beyond every float
+            return math.inf
+    if not callable(getattr(value, "item", None)):
+        return None
+    sizes = getattr(value, "size", None), getattr(value, "numel", int)()
+    return float(value.item()) if 1 in sizes else None

@@ -18,8 +18,7 @@ from workbench.base.shown import encodable
 from workbench.datasets.records import has_answer
 from workbench.rewards import case_harness
 from workbench.rewards.cases import Case, read_cases
-from workbench.rewards.score import Score, Status, failed, left_open
-from workbench.rewards.truths import Unreadable
+from workbench.rewards.score import Score, Status, Unreadable, failed, left_open
 from workbench.sandbox.protocol import MAX_SECONDS, Program, Result, Sandbox
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([\w+#-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.DOTALL | re.MULTILINE)

@@ -30,9 +30,8 @@ from workbench.base.distribution import optional
 from workbench.base.errors import RewardError, SettingError, WorkbenchError, describe, first_line
 from workbench.engines.protocol import ChatModel, Classifier, Completion
 from workbench.rewards.base import BaseReward
-from workbench.rewards.rate_limit import RateLimit
-from workbench.rewards.score import Score, Status, failed, no_answer
-from workbench.rewards.truths import no_truth
+from workbench.rewards.runner import RateLimit
+from workbench.rewards.score import Score, Status, failed, no_answer, no_truth
 
 with optional("judges", "a judge"):
     from pydantic import BaseModel, ConfigDict, Field, ValidationError

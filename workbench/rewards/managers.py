@@ -18,14 +18,11 @@ import torch
 
 from workbench.base.config import require
 from workbench.base.errors import RewardError, first_line, unknown
-from workbench.rewards.base import BaseReward, row_view
-from workbench.rewards.files import FileFunction, load_function
-from workbench.rewards.rate_limit import RateLimit
+from workbench.rewards.base import BaseReward, row_score, row_view
 from workbench.rewards.reward import as_reward
-from workbench.rewards.runner import Pool
+from workbench.rewards.runner import FileFunction, Pool, RateLimit, load_function
 from workbench.rewards.score import MISSING, Score, extra_columns, failed
 from workbench.rewards.scorers.shaping import overlong_penalty
-from workbench.rewards.signatures import row_score
 
 RESERVED = ("score", "reward_score", "status", "scored", "step", "input", "output", "gts")
 """Keys of `reward_extra_info` that a function's dict cannot overwrite."""

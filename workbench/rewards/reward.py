@@ -20,19 +20,23 @@ from workbench.base.errors import DataError, describe, first_line, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import declared
 from workbench.datasets.records import has_user, truth_of
-from workbench.rewards import signatures
-from workbench.rewards.base import BaseReward, row_view
+from workbench.rewards.base import (
+    BaseReward,
+    Signature,
+    batch_arguments,
+    call_arguments,
+    read_signature,
+    row_view,
+    scores_of,
+)
 from workbench.rewards.code import Code
-from workbench.rewards.files import FileFunction, called, load_function
-from workbench.rewards.rate_limit import RateLimit
-from workbench.rewards.runner import Answer, Pool
-from workbench.rewards.score import Score, failed
+from workbench.rewards.runner import Answer, FileFunction, Pool, RateLimit, called, load_function
+from workbench.rewards.score import Score, failed, lint, unscorable_of
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.numeric import geometry3k, numina
 from workbench.rewards.scorers.search import search_em
-from workbench.rewards.truths import lint, unscorable_of
 from workbench.rewards.worker import with_logs
 from workbench.sandbox.protocol import Sandbox
 
@@ -43,7 +47,7 @@ class Reward(BaseReward, Shown):
     The function is called by its own signature: verl's `compute_score(data_source, solution_str, ground_truth,
     extra_info)` or its batch form, TRL's keyword style (`completions`, …), OpenRLHF's `(queries, prompts, labels)`, AReaL's,
     EasyR1's, slime's `(args, sample)` with `args` bound, or any arguments named like values or columns of a row.
-    An argument is filled from the value that its name means (`signatures.ALIASES`), or from a column of its name; one with a
+    An argument is filled from the value that its name means (`base.ALIASES`), or from a column of its name; one with a
     default from such a value alone. `rename={"argument": "value or column"}` fills any argument, one with a default too.
     TRL's functions with `**kwargs` get every column by its name, over a default too, as TRL calls them. `binding` says what
     each argument gets. Constants are bound by `functools.partial`. `completion` is a text; for functions of verifiers,
@@ -86,7 +90,7 @@ class Reward(BaseReward, Shown):
         self.function = function
         self._file = function.func if isinstance(function, partial) else function
         self._columns: Sequence[str] | None = None
-        signature = signatures.read_signature(function, rename)
+        signature = read_signature(function, rename)
         self.per = per or ("batch" if signature.batched else "row")
         self._signature = replace(signature, batched=self.per != "row")
         self.reads = self._signature.columns()
@@ -161,14 +165,14 @@ class Reward(BaseReward, Shown):
 
     def _arguments(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self._signature.batched:
-            return signatures.batch_arguments(self._signature, rows)
-        return signatures.call_arguments(self._signature, rows[0])
+            return batch_arguments(self._signature, rows)
+        return call_arguments(self._signature, rows[0])
 
     def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
         """What one call gave for these rows."""
         found = [failed(answer.why, answer.traceback)] * len(numbers)
         if answer.ok:
-            found = signatures.scores_of(answer.result, self.name, numbers, self.per != "row")
+            found = scores_of(answer.result, self.name, numbers, self.per != "row")
         scores = [score.timed(answer.seconds / len(numbers)) for score in found]
         if self.per == "row" and answer.printed:
             return [scores[0].with_extra({"printed": answer.printed})]
@@ -217,7 +221,7 @@ def _failure(error: BaseException, began: float) -> Answer:
     return Answer(False, None, first_line(error), text, time.perf_counter() - began)
 
 
-def _lint(scorer: Any, signature: signatures.Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
+def _lint(scorer: Any, signature: Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
     """`lint` rows by a scorer's attribute `unscorable`, which gets the scorer's arguments; "" for a scorer without it.
 
     `signature` is by default the scorer's own.
@@ -225,9 +229,9 @@ def _lint(scorer: Any, signature: signatures.Signature | None, rows: Iterable[Ma
     unscorable = unscorable_of(scorer)
     if unscorable is None:
         return ""
-    how = signature or signatures.read_signature(scorer)
+    how = signature or read_signature(scorer)
     views = (row_view({**row, "raw_prompt": row.get("prompt")}, "", ()) for row in rows)
-    return lint((signatures.call_arguments(how, view) for view in views), unscorable, name)
+    return lint((call_arguments(how, view) for view in views), unscorable, name)
 
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")

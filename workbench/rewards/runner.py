@@ -1,32 +1,299 @@
-"""`Pool`: worker processes for users' reward functions, with a deadline for each row; a worker that hangs is killed."""
+"""`Pool`: worker processes for users' reward functions, with a deadline for each row; a worker that hangs is killed.
+
+Functions of Python files are read in this process and run only in worker processes. Importing a file runs its code. The
+trainer's process therefore only reads the text, takes signatures from its syntax tree, and sends the text to the worker
+processes, which execute it as a module; where it imports anything of the package that it is in, as one of the package's
+modules, whose `__init__.py` files are run before it. Only files below an allowed root are read: the current folder, and those
+in `WORKBENCH_CODE_ROOTS`; such a package must lie there as a whole.
+
+`RateLimit` has the limits of a service for the whole run, in one object shared by all rewards that call the service.
+"""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import hashlib
+import inspect
+import itertools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from workbench.base import runtime
 from workbench.base.activity import HERE
 from workbench.base.child import Child, Stuck, TooLong, importing
-from workbench.base.errors import RewardError, describe, first_line
+from workbench.base.config import require
+from workbench.base.errors import DataError, RewardError, WorkbenchError, describe, first_line, unknown
 from workbench.base.memory import total
-from workbench.rewards.files import FileFunction
-from workbench.rewards.rate_limit import RateLimit
 from workbench.rewards.score import Score
 from workbench.rewards.worker import IMPORTED, IMPORTS, MAX_RESULT, TOKEN
+
+MAX_BYTES = 4 << 20
+"""A longer file is refused."""
+ROOTS = "WORKBENCH_CODE_ROOTS"
+"""Environment variable with further allowed folders, separated as in PATH."""
+
+
+def called(function: Any) -> str:
+    """The name of a function, and of a partial's; of a callable object its class's."""
+    function = function.func if isinstance(function, partial) else function
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+class FileFunction:
+    """A function of a Python file, from `load_function`: only worker processes run it. `sha256` is of the file's text."""
+
+    construct = False
+    """True for a name that is a class: a worker makes an object of it with the kwargs, and calls the object."""
+
+    def __init__(
+        self,
+        path: Path,
+        text: str,
+        name: str,
+        kwargs: Mapping[str, Any],
+        signature: inspect.Signature,
+        package: str = "",
+        inside: bool = False,
+    ) -> None:
+        self.path = path
+        self.text = text
+        self.package = package
+        self.inside = inside
+        self.kwargs = dict(kwargs)
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+        self.__name__ = name
+        self.__signature__ = signature
+
+    def describe(self) -> dict[str, str]:
+        """File name, function name and SHA-256 of the file's text, for the run's record."""
+        return {"path": self.path.name, "function": self.__name__, "sha256": self.sha256}
+
+    def record(self, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """What a worker process needs to load the function: path, module, name, source text, arguments bound here or in `more`."""
+        kwargs = {**self.kwargs, **more}
+        inside = self.package.count(".") + 1 if self.package else 0
+        # a file that imports nothing of its package needs none of it, which may not be importable here
+        alone = f"workbench_reward_{self.path.stem}"
+        module = f"{self.package}.{self.path.stem}" if self.package and self.inside else alone
+        functions = {name: one.record() for name, one in kwargs.items() if isinstance(one, FileFunction)}
+        return {
+            "path": str(self.path),
+            "root": str(self.path.parents[inside]),
+            "module": module.removesuffix(".__init__"),
+            "name": self.__name__,
+            "text": self.text,
+            "kwargs": {name: one for name, one in kwargs.items() if name not in functions},
+            "functions": functions,
+            "construct": self.construct,
+        }
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Raise `DataError`: a call would run the file's code in the trainer's process."""
+        do = "leave out in_process=True, or import the function yourself and pass it"
+        raise DataError(f"{self.__name__} of {self.path.name} can be called in worker processes alone", do=do)
+
+    def __repr__(self) -> str:
+        return f"{self.__name__} of {self.path.name} ({self.sha256[:8]})"
+
+
+def load_function(
+    path: str | Path, name: str = "compute_score", *, roots: Sequence[str | Path] = (), **reward_kwargs: Any
+) -> FileFunction:
+    """A function of a Python file, to be run by a `Reward`'s worker processes.
+
+    `reward_kwargs` are bound to the function and win over a call's arguments; `roots` go to `allowed_roots`. Raises
+    `DataError` where the file is missing, outside every allowed folder, not Python, or without such a function.
+    """
+    file = Path(str(path).removeprefix("file://"))
+    if not file.is_file():
+        raise DataError(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path")
+    file = file.resolve()
+    check_roots(f"reward file {str(path)!r}", [file], allowed_roots(roots), DataError, "move the file there")
+    if file.stat().st_size > MAX_BYTES:
+        raise DataError(f"reward file {str(path)!r} is too large", expected=f"at most {MAX_BYTES >> 20} MiB")
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text, filename=file.name)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        raise DataError(f"reward file {str(path)!r}", expected="valid Python", found=cause) from cause
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    # a name that is assigned (a partial, an object of a class) may be callable too; its signature cannot be read
+    if name not in functions and name not in _assigned(tree):
+        raise DataError(f"{str(path)!r}: " + unknown("function of this file", name, functions))
+    dots = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), default=0)
+    package = _package(file, dots, allowed_roots(roots))
+    if name in functions and functions[name].args.kwarg is None:
+        own = functions[name].args
+        taken = [arg.arg for arg in (*own.args, *own.kwonlyargs)]
+        if strange := next((one for one in reward_kwargs if one not in taken), None):
+            raise DataError(f"{str(path)!r}: " + unknown(f"argument of {name}", strange, taken))
+    signature = _signature(functions.get(name), reward_kwargs)
+    return FileFunction(file, text, name, reward_kwargs, signature, package, dots > 0 or _imports(tree, package))
+
+
+def _imports(tree: ast.Module, package: str) -> bool:
+    """Whether a file imports anything of its own package, by the whole name."""
+    names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    return bool(package) and package.partition(".")[0] in {name.partition(".")[0] for name in names}
+
+
+def _package(file: Path, dots: int, allowed: Sequence[Path]) -> str:
+    """Dotted name of the package that a file is in, at least as deep as the `dots` of its imports; "" for none.
+
+    Raises `DataError` for relative imports of a package that is not below an allowed folder.
+    """
+    marked = len(list(itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), file.parents)))
+    folders = file.parents[: max(marked, dots)]
+    if dots:
+        what = f"the package of {file.name!r}, which has relative imports,"
+        check_roots(what, folders[-1:], allowed, DataError, "move it there")
+    inside = folders and any(folders[-1].is_relative_to(root) for root in allowed)
+    return ".".join(folder.name for folder in reversed(folders)) if inside else ""
+
+
+def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
+    """The folders from which code may be loaded: the current folder, those in `WORKBENCH_CODE_ROOTS`, and `roots`."""
+    named = [entry for entry in os.environ.get(ROOTS, "").split(os.pathsep) if entry]
+    return [Path(root).resolve() for root in (Path.cwd(), *named, *roots)]
+
+
+def check_roots(
+    what: str, places: Sequence[Path], allowed: Sequence[Path], error: type[WorkbenchError], do: str
+) -> None:
+    """Raise `error` unless there are places and all are below an allowed folder; `what` and `do` are for its message."""
+    if not places or not all(any(place.is_relative_to(root) for root in allowed) for place in places):
+        what, found = f"{what} lies outside the folders from which code may be loaded", ", ".join(map(str, places))
+        expected, do = f"below {', '.join(map(str, allowed))}", f"{do}, pass roots=[…], or name its folder in {ROOTS}"
+        raise error(what, expected=expected, found=found or "a built-in module", do=do)
+
+
+def _assigned(tree: ast.Module) -> set[str]:
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {target.id for target in targets if isinstance(target, ast.Name)} | classes
+
+
+class Written(str):
+    """A default's source text: its value stays in the file."""
+
+    __repr__ = str.__str__
+
+
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, given: Mapping[str, Any]) -> inspect.Signature:
+    """From the syntax tree; a name without a visible signature is taken to have verl's arguments."""
+    kinds = inspect.Parameter
+    if node is None:
+        return inspect.Signature([kinds(name, kinds.KEYWORD_ONLY) for name in _VERL if name not in given])
+    own = node.args
+    plain = [*own.posonlyargs, *own.args]
+    pairs = [*zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)]
+    pairs += [
+        (arg, default) for arg, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None
+    ]
+    optional = {arg.arg: Written(ast.unparse(default)) for arg, default in pairs}
+    groups: list[tuple[Any, Sequence[ast.arg | None]]] = [
+        (kinds.POSITIONAL_ONLY, own.posonlyargs),
+        (kinds.POSITIONAL_OR_KEYWORD, own.args),
+        (kinds.VAR_POSITIONAL, [own.vararg]),
+        (kinds.KEYWORD_ONLY, own.kwonlyargs),
+        (kinds.VAR_KEYWORD, [own.kwarg]),
+    ]
+    found = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in given]
+    found = [one.replace(default=optional[one.name]) if one.name in optional else one for one in found]
+    return inspect.Signature(found, __validate_parameters__=False)
+
+
+_POLL = 0.02
+"""Seconds between two checks for a free place: nothing wakes a caller that waits for one."""
+_MINUTE = 60.0
+_ROUNDING = 1e-7
+"""Seconds by which clocks are rounded: a wait that was slept must be enough."""
+
+
+class RateLimit:
+    """`RateLimit(max_concurrent=8, max_rpm=500, max_tpm=100_000)`: limits on calls of a service.
+
+    Limits concurrent calls, calls per minute and tokens per minute; None is no limit. A call costs the `tokens` that it
+    passes, or `estimated_tokens_per_request`. Pass one object to all rewards that use the service: the limits hold for
+    them together (verl's hold for each worker). The names are those of verl's `rate_limited` manager.
+
+    Example:
+        >>> limit = RateLimit(max_concurrent=8, max_rpm=500)  # doctest: +SKIP
+        >>> Rubric({"a": Judge(model, rate_limit=limit), "b": Judge(model, rate_limit=limit)})  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        max_concurrent: int | None = None,
+        max_rpm: float | None = None,
+        max_tpm: float | None = None,
+        estimated_tokens_per_request: int = 2000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (("max_concurrent", max_concurrent), ("max_rpm", max_rpm), ("max_tpm", max_tpm)):
+            require(value is None or value > 0, name, expected="a number > 0, or None", found=value)
+        self.max_concurrent, self.max_rpm, self.max_tpm = max_concurrent, max_rpm, max_tpm
+        self.estimated_tokens_per_request = estimated_tokens_per_request
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._going = 0
+        self._full: dict[str, float] = {}  # when a budget's store of a minute will be full again
+
+    def try_enter(self, tokens: int | None = None) -> float:
+        """Try to start a call: 0.0 where it may start now (call `leave` after it), else seconds until the next try."""
+        costs = {"max_rpm": 1, "max_tpm": self.estimated_tokens_per_request if tokens is None else tokens}
+        seconds = {name: _MINUTE * cost / getattr(self, name) for name, cost in costs.items() if getattr(self, name)}
+        with self._lock:
+            now = self._clock()
+            if self.max_concurrent is not None and self._going >= self.max_concurrent:
+                return _POLL
+            full = {name: max(self._full.get(name, now), now) for name in seconds}
+            # a call that costs more than a store holds waits until that is full
+            wait = max((full[name] - now + min(each, _MINUTE) - _MINUTE for name, each in seconds.items()), default=0.0)
+            if wait > _ROUNDING:
+                return wait
+            self._full = {name: full[name] + each for name, each in seconds.items()}
+            self._going += 1
+            return 0.0
+
+    def leave(self) -> None:
+        """Report the end of a call that `try_enter` let start, so that another may start."""
+        with self._lock:
+            self._going -= 1
+
+    @asynccontextmanager
+    async def slot(self, tokens: int | None = None) -> AsyncIterator[None]:
+        """Async context manager around a call: waits until it may start; its end frees the place, also on an exception."""
+        while (wait := self.try_enter(tokens)) > 0:
+            await asyncio.sleep(wait)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def __repr__(self) -> str:
+        return f"RateLimit(max_concurrent={self.max_concurrent}, max_rpm={self.max_rpm}, max_tpm={self.max_tpm})"
+
 
 T = TypeVar("T")
 cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else "pickle")

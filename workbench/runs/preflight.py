@@ -28,8 +28,7 @@ from workbench.datasets.records import has_answer
 from workbench.datasets.rendering import tokenizer_of
 from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
-from workbench.rewards.base import padded
-from workbench.rewards.signatures import WORDS, told
+from workbench.rewards.base import WORDS, padded, told
 from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan, in_memory
 from workbench.runs.streaming import streamed

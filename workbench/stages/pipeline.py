@@ -10,7 +10,7 @@ from workbench.base.errors import ColumnMissing, PipelineError, RewardError, des
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
-from workbench.rewards.signatures import EPISODE
+from workbench.rewards.base import EPISODE
 from workbench.stages.filtering import FilterGroups, Resample
 from workbench.stages.functions import FunctionStage
 from workbench.stages.log_prob import LogProb

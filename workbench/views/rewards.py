@@ -7,14 +7,13 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from workbench.datasets.pictures import is_parts, text_of
+from workbench.rewards.base import told
 from workbench.rewards.score import Status
-from workbench.rewards.signatures import told
 from workbench.views import document as doc
 
 if TYPE_CHECKING:
     from workbench.rewards import Reward, Rubric, Score
-    from workbench.rewards.dry_run import DryRun, Judged
-    from workbench.rewards.pins import Checked, Pin, PinCheck, Pins
+    from workbench.rewards.trials import Checked, DryRun, Judged, Pin, PinCheck, Pins
 
 CUT = 110
 """Characters of a prompt or a response before it is unfolded."""

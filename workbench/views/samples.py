@@ -12,8 +12,8 @@ import numpy as np
 from workbench.base.errors import unknown
 from workbench.dataproto import DataProto
 from workbench.datasets.pictures import IMAGES, Picture
-from workbench.rewards.dry_run import span_of
 from workbench.rewards.score import Status
+from workbench.rewards.trials import span_of
 from workbench.runs.evaluate import Evaluation
 from workbench.stages.stage import LEFT_OUT
 from workbench.views import document as doc

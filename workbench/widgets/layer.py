@@ -340,7 +340,7 @@ def _group(index: SampleIndex, group: int) -> str:
 
 
 def _pin(batch: DataProto, row: int, expected: str, note: str) -> str:
-    from workbench.rewards.pins import pins
+    from workbench.rewards.trials import pins
 
     score: Any = expected.strip()  # `add` refuses a text other than `unscored`
     with contextlib.suppress(ValueError):

@@ -14,7 +14,7 @@ from tests_patience import LONG
 from workbench.rewards import Status, math_dapo, math_string, math_verify, numeric
 from workbench.rewards.scorers import math_dapo as dapo
 from workbench.rewards.scorers import math_string as strings
-from workbench.rewards.scorers.math_text import normalise
+from workbench.rewards.scorers.equivalence import normalise
 from workbench.rewards.scorers.numeric import extract_answer, number, same_answer
 from workbench.testing.rewards import answered
 

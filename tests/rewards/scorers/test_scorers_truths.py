@@ -16,12 +16,12 @@ import workbench as wb
 from workbench.base.errors import DataError, RewardError
 from workbench.rewards import Reward, Rubric, Status, as_reward, by_data_source, code, episodes, shaping
 from workbench.rewards.reward import SCORERS
+from workbench.rewards.score import as_text
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.numeric import geometry3k, number, numeric
 from workbench.rewards.scorers.search import search_em, search_f1
-from workbench.rewards.truths import as_text
 from workbench.testing.rewards import answered
 from workbench.testing.scorers import ResponseContract, ScorerContract
 

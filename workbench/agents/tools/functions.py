@@ -34,7 +34,7 @@ class FunctionTool(BaseTool):
     its thread until the process ends (it does not keep the process alive). Untrusted code, above all a model's, belongs in
     the sandbox (`PythonTool`), never here.
 
-    The function may return text, another value (the model reads its JSON, `agents.plain`), a `ToolResponse`, or a tuple of
+    The function may return text, another value (the model reads its JSON, `agents.protocol.plain`), a `ToolResponse`, or a tuple of
     one of these with a reward, or with a reward and a record. What it raises, and a value without a form in JSON, becomes a
     text for the model, and a record with status *infra_error*.
 

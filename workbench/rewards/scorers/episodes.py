@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from workbench.base.config import require
-from workbench.rewards.score import Score, Status, bounded, failed, no_answer
+from workbench.rewards.score import Score, Status, as_text, bounded, failed, no_answer, no_truth, unscorable_of
 from workbench.rewards.scorers.gsm8k import gsm8k
-from workbench.rewards.truths import as_text, no_truth, unscorable_of
 
 Task = Callable[[str, Any], Score]
 _RUN = ("ok", "refused", "error", "late")

@@ -14,8 +14,7 @@ import re
 from typing import Any
 
 from workbench.base.errors import RewardError
-from workbench.rewards.score import Score, no_answer
-from workbench.rewards.truths import as_text, rule
+from workbench.rewards.score import Score, as_text, no_answer, rule
 
 WINDOW = 300
 """Characters at the end of a response that are searched."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from workbench.datasets.boxes import last_box
-from workbench.rewards.score import Score, compared
-from workbench.rewards.truths import rule
+from workbench.datasets.records import last_box
+from workbench.rewards.score import Score, compared, rule
 
 WINDOW, BOX_WINDOW = 300, 100
 """Characters at the end that are searched for a line, and for a box."""

@@ -7,10 +7,9 @@ equivalence as mathematics see `math_verify`. The rules are those of Hendrycks e
 
 from __future__ import annotations
 
-from workbench.datasets.boxes import last_box
-from workbench.rewards.score import Score, compared, no_answer
-from workbench.rewards.scorers.math_text import same
-from workbench.rewards.truths import rule
+from workbench.datasets.records import last_box
+from workbench.rewards.score import Score, compared, no_answer, rule
+from workbench.rewards.scorers.equivalence import same
 
 
 def box(text: str) -> str | None:

@@ -9,8 +9,8 @@ from workbench.base.distribution import require_package
 from workbench.rewards.base import row_view
 from workbench.rewards.reward import Reward
 from workbench.rewards.runner import START_SECONDS
+from workbench.rewards.score import as_text, lint
 from workbench.rewards.scorers.equivalence import limited
-from workbench.rewards.truths import as_text, lint
 
 CHECKED = 64
 """About so many rows' truths are read before a run, each in a worker."""

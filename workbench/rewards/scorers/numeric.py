@@ -22,13 +22,10 @@ from dataclasses import replace
 from typing import Any
 
 from workbench.base.config import require
-from workbench.datasets.boxes import last_box
+from workbench.datasets.records import last_box
 from workbench.rewards.runner import START_SECONDS, Pool
-from workbench.rewards.score import Score, compared, failed, no_answer
-from workbench.rewards.scorers.equivalence import limited
-from workbench.rewards.scorers.math_text import fractions, roots, same
-from workbench.rewards.signatures import row_score
-from workbench.rewards.truths import rule
+from workbench.rewards.score import Score, Status, compared, failed, no_answer, rule
+from workbench.rewards.scorers.equivalence import fractions, limited, roots, same
 
 LONGEST = 1000
 """Characters of an answer that are looked at."""
@@ -250,7 +247,9 @@ async def numina(response: str, ground_truth: str) -> Score:
     (found,) = await asyncio.get_running_loop().run_in_executor(threads, pool.map, [question])
     if not found.ok:
         return failed(f"math-verify could not be asked: {found.why}", found.traceback)
-    worker = row_score(found.result, "numina", 0)
+    record = found.result
+    status = Status(record.get("status", "scored"))
+    worker = Score(value=record["score"], answer=record.get("answer"), why=record["why"], status=status)
     if not worker.scored and not known:
         return worker  # the truth is no expression
     return replace(worker, answer=answer[:200]) if worker.scored and short else score

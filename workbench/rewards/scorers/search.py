@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from workbench.rewards.score import Score, no_answer
-from workbench.rewards.truths import as_text, rule
+from workbench.rewards.score import Score, as_text, no_answer, rule
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

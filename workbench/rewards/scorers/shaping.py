@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from workbench.base.config import require
 from workbench.base.errors import SettingError
-from workbench.datasets.boxes import last_box
+from workbench.datasets.records import last_box
 from workbench.rewards.score import Score, bounded
 
 LONGEST = 20_000
