@@ -15,7 +15,7 @@ from agents_parts import Adder, Script, Tags, User, call
 
 import workbench as wb
 from workbench.agents import AgentLoopOutput, ToolAgent, ToolResponse, Tree
-from workbench.agents.branching import only_sequence
+from workbench.agents.stepping import only_sequence
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings

@@ -19,7 +19,7 @@ from tests_patience import examples
 
 from workbench import engines
 from workbench.agents import Endpoint, Episode, Limits, PolicySession, endpoint
-from workbench.agents.policy_messages import chain, split_reasoning
+from workbench.agents.policy_server import chain, split_reasoning
 from workbench.base import runtime
 from workbench.base.loopback import Asked
 from workbench.dataproto import DataProto

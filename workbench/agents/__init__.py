@@ -6,7 +6,6 @@ harnesses, other people's programs, which ask the policy at an `endpoint` (`Harn
 are sampled by `stages.EpisodeRollout`; rewards over episodes are in `rewards`.
 """
 
-from workbench.agents.branching import Estimate, Tree, TreeNode
 from workbench.agents.calls import Toolbox, truncate
 from workbench.agents.environments import (
     GymInteraction,
@@ -21,13 +20,7 @@ from workbench.agents.formats import KimiParser, Qwen3CoderParser, ToolArgsParse
 from workbench.agents.harnesses import Harness
 from workbench.agents.interactions import BaseInteraction, Gsm8kInteraction, RemoteInteraction, interacting
 from workbench.agents.loop import AgentLoopBase, Loops, SingleTurn, agent_loop, register, register_agent_loop
-from workbench.agents.parsers import (
-    HermesParser,
-    ReActParser,
-    parser_names,
-    register_parser,
-    tool_parser,
-)
+from workbench.agents.parsers import HermesParser, ReActParser, parser_names, register_parser, tool_parser
 from workbench.agents.policy_server import Endpoint, Limits, PolicySession, endpoint
 from workbench.agents.protocol import (
     AgentLoopOutput,
@@ -39,7 +32,7 @@ from workbench.agents.protocol import (
     ToolResponse,
     Turn,
 )
-from workbench.agents.stepping import EpisodeStepper
+from workbench.agents.stepping import EpisodeStepper, Estimate, Tree, TreeNode
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.agents.tools import (

@@ -19,7 +19,7 @@ from uuid import uuid4
 import numpy as np
 
 from workbench.agents.interactions import BaseInteraction, Said, last_message, maybe_awaited
-from workbench.agents.tools.functions import in_thread
+from workbench.agents.tools.base import in_thread
 from workbench.base.config import require
 from workbench.base.errors import DataError, ForeignError, SettingError, describe
 from workbench.rewards.score import Score

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from workbench.agents.loop import AgentLoopBase
-from workbench.agents.policy_messages import PolicyTokens
-from workbench.agents.policy_server import Endpoint, Limits, PolicySession, endpoint
+from workbench.agents.policy_server import Endpoint, Limits, PolicySession, PolicyTokens, endpoint
 from workbench.agents.protocol import AgentLoopOutput, ToolParser, Turn, plain
 from workbench.agents.tokens import TurnTokens
-from workbench.agents.tools.functions import in_thread
+from workbench.agents.tools.base import in_thread
 from workbench.base.config import require
 from workbench.base.errors import SettingError, WorkbenchError, describe, first_line
 from workbench.datasets.pictures import text_of

@@ -397,7 +397,7 @@ class ToolAgent(AgentLoopBase):
         episode.calls = [] if is_asked(episode.turns[-2:-1]) else self.parsed(episode, sample.ids)
         said.reason = sample.finish_reason
         if is_asked(episode.turns[-2:-1]) and said.reason != "abort":
-            return self._compacted(episode, text)
+            return self._next(episode, with_summary(episode.first, outside_reasoning(text).strip()))
         if said.reason == "abort" or said.room <= 0:
             return await self._ended(episode, "abort" if said.reason == "abort" else "length")
         if self._at_a_limit(episode):
@@ -510,10 +510,6 @@ class ToolAgent(AgentLoopBase):
         episode.past.append(Part(episode.messages, episode.transcript))
         episode.messages, episode.transcript = chat, self._begun(chat, episode.sampling)
         return AgentState.GENERATING
-
-    def _compacted(self, episode: EpisodeState, summary: str) -> AgentState:
-        """Go on from the task and the summary that the model has just written."""
-        return self._next(episode, with_summary(episode.first, outside_reasoning(summary).strip()))
 
     def at(self, episode: EpisodeState, said: Sequence[Transcript]) -> EpisodeState:
         """The state of an episode of which exactly these sequences, in order, are there; tools and user are `episode`'s."""

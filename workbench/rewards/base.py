@@ -484,7 +484,8 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
     batched, meant, keywords = _style({*defaults, *rename.values()})
-    meant = {**meant, **_swifts(function)}
+    if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__}:
+        meant = {**meant, "completions": "response"}  # ms-swift's classes are called as TRL's functions, but with texts
     file, bound = _constants(function)
     return Signature(name, defaults, rename, batched, meant, keywords if kwargs else "", bound, file)
 
@@ -499,34 +500,19 @@ def _constants(function: Any) -> tuple[str, frozenset[str]]:
     return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
 
 
-def _swifts(function: Any) -> dict[str, str]:
-    """For a reward class of ms-swift's, which is called as TRL's functions are, but always with texts."""
-    return (
-        {"completions": "response"} if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__} else {}
-    )
-
-
 def _style(said: Set[str]) -> tuple[bool, Mapping[str, str], str]:
     """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
     completions, ids = "completions" in said, "completion_ids" in said
-    if _is_areals(said):
+    # once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`
+    if completions and ("prompt_ids" in said or ("prompt" in said and "prompts" not in said)):
         return False, _AREALS, "columns"
-    if _is_verifiers(said):
+    if "completion" in said and said & {"state", "info", "parser"}:
         return False, _VERIFIERS, "columns"
     if ids and not completions and said & {"prompt", "prompt_ids", *ALIASES["response"]}:
         return False, {"completion_ids": "response_ids"}, "verl"
     trls = completions or ids or ("prompts" in said and "queries" not in said)
     batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
     return batched, _TRLS_LOGS if trls and batched else {}, "columns" if trls else "verl"
-
-
-def _is_areals(said: Set[str]) -> bool:
-    """Whether a function is called once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`."""
-    return "completions" in said and ("prompt_ids" in said or ("prompt" in said and "prompts" not in said))
-
-
-def _is_verifiers(said: Set[str]) -> bool:
-    return "completion" in said and bool(said & {"state", "info", "parser"})
 
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -304,8 +303,9 @@ def by_data_source(
 
     def check(rows: Iterable[Mapping[str, Any]]) -> str:
         by_source: dict[Any, list[Mapping[str, Any]]] = {}
-        for row in itertools.filterfalse(_left_to_user, rows):
-            by_source.setdefault(row.get("data_source"), []).append(row)
+        for row in rows:
+            if truth_of(row) is not None or not has_user(row):  # else its simulated user scores it
+                by_source.setdefault(row.get("data_source"), []).append(row)
         check_sources(by_source, table, aliases)
         scorers = {source: scorer_for(source, table, aliases) for source in by_source}
         notes = [_lint(scorers[source], None, held, str(source)) for source, held in by_source.items()]
@@ -323,10 +323,6 @@ def _of_user(extra_info: Any) -> Score | None:
     if scores is None or not len(scores):
         return None
     return Score(value=float(scores[-1]), why=f"the simulated user's score of the last of {len(scores)} turns")
-
-
-def _left_to_user(row: Mapping[str, Any]) -> bool:
-    return truth_of(row) is None and has_user(row)
 
 
 def as_reward(function: Any = None, **options: Any) -> BaseReward:

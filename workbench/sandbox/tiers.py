@@ -219,15 +219,7 @@ def missing(tier: str) -> list[str]:
     return [name for name in needed if shutil.which(_tool(name)) is None]
 
 
-def command(
-    tier: str,
-    group: memory.Group | None,
-    *,
-    box: Path,
-    root: Path,
-    limits: Limits,
-    world: World,
-) -> list[str]:
+def command(tier: str, group: memory.Group | None, *, box: Path, root: Path, limits: Limits, world: World) -> list[str]:
     """The command line to put before a program's own to isolate it in a control group; `root` is an empty folder for mounts."""
     refused = memory.filter_of_calls() if tier != "unsafe" else None
     enter = memory.entering(group, refused)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from workbench.agents.branching import only_sequence
 from workbench.agents.episode import LockStep
 from workbench.agents.protocol import AgentLoopOutput
+from workbench.agents.stepping import only_sequence
 from workbench.agents.tool_agent import ToolAgent
 from workbench.base import runtime
 from workbench.base.config import require

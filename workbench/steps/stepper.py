@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from workbench.agents.branching import Tree, only_sequence
-from workbench.agents.stepping import EpisodeStepper
+from workbench.agents.stepping import EpisodeStepper, Tree, only_sequence
 from workbench.base.config import require, source_of
 from workbench.base.errors import DataError, PipelineError, describe
 from workbench.base.memory import forget_last_error

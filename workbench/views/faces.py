@@ -1,7 +1,7 @@
 """The table of which function shows which class: names only, imported when an object is first shown."""
 
 _DOCUMENTS = {
-    "workbench.agents.branching:Tree": "trees:tree",
+    "workbench.agents.stepping:Tree": "trees:tree",
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",
@@ -59,7 +59,7 @@ _WIDGETS = {
 FACES = {name: {"document": f"workbench.views.{function}"} for name, function in _DOCUMENTS.items()}
 for _name, _widget in _WIDGETS.items():
     FACES.setdefault(_name, {})["widget"] = f"workbench.widgets.layer:{_widget}"
-FACES["workbench.agents.branching:Tree"] |= {
+FACES["workbench.agents.stepping:Tree"] |= {
     "credit": "workbench.views.trees:credit",
     "frame": "workbench.views.trees:frame",
 }

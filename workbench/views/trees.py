@@ -12,7 +12,7 @@ from workbench.views.rewards import BAD
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.agents.branching import Estimate, Tree, TreeNode
+    from workbench.agents.stepping import Estimate, Tree, TreeNode
 
 _GOOD = "color:rgb(46,160,67)"
 _SAID = 90

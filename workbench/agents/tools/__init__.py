@@ -1,8 +1,7 @@
 """Tools that a model can call: the base class with verl's names, functions, shipped tools, MCP servers, yaml files."""
 
 from workbench.agents.files import by_name, load_tools
-from workbench.agents.tools.base import BaseTool, check_arguments, tool_schema
-from workbench.agents.tools.functions import FunctionTool, function_tool, tool
+from workbench.agents.tools.base import BaseTool, FunctionTool, check_arguments, function_tool, tool, tool_schema
 from workbench.agents.tools.mcp_servers import MCPServer, MCPTool, mcp_tools
 from workbench.agents.tools.shipped import (
     CalculationError,

@@ -22,8 +22,7 @@ from workbench.agents.episode import RUNNING
 from workbench.agents.loop import AgentLoopBase
 from workbench.agents.parsers import outside_reasoning
 from workbench.agents.protocol import SUB_AGENT, Sequences, ToolResponse, sequences
-from workbench.agents.tools.base import BaseTool, Executed, answered, broken, refused
-from workbench.agents.tools.functions import in_thread
+from workbench.agents.tools.base import BaseTool, Executed, answered, broken, in_thread, refused
 from workbench.base.config import require
 from workbench.base.errors import DataError, SettingError, describe, first_line
 from workbench.datasets.files import read
