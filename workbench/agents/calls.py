@@ -129,13 +129,13 @@ class Toolbox:
         """(a tool's images that the model sees, in words which it does not and why)."""
         if images and not self.shows_pictures:
             return (), f"{len(images)} image{'s' * (len(images) > 1)} that this model cannot see"
-        found, broken = [], ""
+        pictures, broken = [], ""
         for number, one in enumerate(images):
             try:
-                found.append(Picture.read(one, f"image {number}"))
+                pictures.append(Picture.read(one, f"image {number}"))
             except DataError as error:
                 broken = f"an image that cannot be shown: {first_line(error)}"
-        return tuple(found), broken
+        return tuple(pictures), broken
 
     def only(self, names: Iterable[str]) -> Toolbox:
         """The box with these tools alone, in their order here."""
@@ -153,10 +153,10 @@ class Toolbox:
 class OpenTools:
     """One episode's tools: a tool's instance is created at its first call, and released when the episode is over."""
 
-    def __init__(self, box: Toolbox, episode: str, given: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, box: Toolbox, episode: str, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self._box = box
         self._episode = episode
-        self._given = given
+        self._given = tools_kwargs
         self._instances: dict[str, str] = {}
         self._creating: dict[str, asyncio.Lock] = {}
         self.seconds = 0.0
@@ -204,11 +204,11 @@ class OpenTools:
     async def save(self) -> dict[str, Any]:
         """Tool → a snapshot of its state, of the open tools that can be saved (`snapshot` and `restore`)."""
         can = [
-            (name, one)
-            for name, one in self._instances.items()
+            (name, instance)
+            for name, instance in self._instances.items()
             if callable(getattr(self._box.tools[name], "snapshot", None))
         ]
-        return {name: await self._box.tools[name].snapshot(one) for name, one in can}  # type: ignore[attr-defined]
+        return {name: await self._box.tools[name].snapshot(instance) for name, instance in can}  # type: ignore[attr-defined]
 
     async def load(self, saved: Mapping[str, Any]) -> None:
         """Open these tools with the states that `save` returned."""
@@ -218,15 +218,16 @@ class OpenTools:
 
     async def _created(self, tool: Tool) -> str:
         """Create the episode's instance; returns its id. One whose creation fails or takes too long is released at once."""
-        asked, given = f"{self._episode}-{tool.name}", self._kwargs(tool, "create")
+        key, kwargs = f"{self._episode}-{tool.name}", self._kwargs(tool, "create")
         try:
             # verl hands them over under one name, its own tools read them by theirs
-            made = await tool.create(asked, create_kwargs=given, **given)
+            created = await tool.create(key, create_kwargs=kwargs, **kwargs)
         except BaseException:
             with contextlib.suppress(Exception):  # it may know nothing of the instance
-                await runtime.to_its_end(within(tool.release(asked, **self._kwargs(tool, "release")), END_SECONDS))
+                await runtime.to_its_end(within(tool.release(key, **self._kwargs(tool, "release")), END_SECONDS))
             raise
-        return str((made if isinstance(made, str) else made[0]) or asked)  # verl's up to 0.4 return the id alone
+        # verl's up to 0.4 return the id alone
+        return str((created if isinstance(created, str) else created[0]) or key)
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
         """The row's arguments for a tool's method. Parquet gives every row all keys: those that are None are left out."""
@@ -244,10 +245,10 @@ class OpenTools:
         if why_not:
             cut, text = "; ".join(filter(None, (cut, why_not))), f"{text}\n[{why_not}]".lstrip("\n")
         films = f"{len(response.video)} video left out" if response.video else ""
-        cut, said = "; ".join(filter(None, (cut, films))), dict(metrics or {})
-        status, why = _STATUSES.get(str(said.get("status")), "ok"), encodable(str(said.get("why", "")))
+        cut, record = "; ".join(filter(None, (cut, films))), dict(metrics or {})
+        status, why = _STATUSES.get(str(record.get("status")), "ok"), encodable(str(record.get("why", "")))
         given = None if reward is None else float(reward)
-        answer = (status, text, given, cut, why, said, call.tool_call_id, pictures)
+        answer = (status, text, given, cut, why, record, call.tool_call_id, pictures)
         return ToolCall(call.name, call.arguments, *answer)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
@@ -268,13 +269,13 @@ class OpenTools:
             tool = self._box.tools[name]
             with self._noting(f"calc_reward of {name}"):
                 asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                found = await within(asked, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
-                if isinstance(found, Score):
-                    self.scores[name] = found.to_json()
-                total = float(found.value if isinstance(found, Score) else found)
+                reward = await within(asked, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
+                if isinstance(reward, Score):
+                    self.scores[name] = reward.to_json()
+                total = float(reward.value if isinstance(reward, Score) else reward)
                 if not math.isfinite(total):
                     raise ValueError(f"the tool's reward of the episode is {total}, not a finite number")
-                if not isinstance(found, Score) or found.scored:
+                if not isinstance(reward, Score) or reward.scored:
                     rewards[name] = total
             with self._noting(f"release of {name}"):
                 await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)

@@ -87,12 +87,12 @@ class GymInteraction(BaseInteraction):
             action = self._chosen(last_message(messages), getattr(env, "action_space", None))
         except ValueError as error:
             return False, f"This is no action: {error}", 0.0, {"action": None}
-        found = await self._run(env.step, action)
-        if not isinstance(found, tuple) or len(found) not in (4, 5):
+        outcome = await self._run(env.step, action)
+        if not isinstance(outcome, tuple) or len(outcome) not in (4, 5):
             expected = "a tuple (observation, reward, terminated, truncated, info)"
             what = f"the result of the environment's step in interaction {self.name!r}"
-            raise ForeignError(what, expected=expected, found=describe(found))
-        observation, reward, *ended, info = found
+            raise ForeignError(what, expected=expected, found=describe(outcome))
+        observation, reward, *ended, info = outcome
         state["rewards"].append(float(reward))
         state["over"] = any(map(bool, ended))
         names = ("terminated", "truncated") if len(ended) == 2 else ("done",)
@@ -262,11 +262,11 @@ class VerifiersInteraction(BaseInteraction):
         heard = [*before, reply]
         if await self._over(heard, state):
             return True, "", await self.calculate_score(instance_id), _extra(state)
-        found = await maybe_awaited(self.env.env_response(heard, state))
-        if isinstance(found, tuple):
-            found, changed = found
+        response = await maybe_awaited(self.env.env_response(heard, state))
+        if isinstance(response, tuple):
+            response, changed = response
             state = self._instances[instance_id] = changed or state
-        answers = _messages(found if found is not None else state.get("final_env_response"))
+        answers = _messages(response if response is not None else state.get("final_env_response"))
         state["completion"] = [*state["completion"], *answers]
         text = "\n".join(last_message([one], one["role"]) for one in answers)
         if state.get("final_env_response") is not None or await self._over([*heard, *answers], state):
@@ -280,10 +280,10 @@ class VerifiersInteraction(BaseInteraction):
             return 0.0
         if state.get("reward") is None:
             given = {key: state.get(key) for key in ("prompt", "completion", "answer", "task", "info")}
-            found = await maybe_awaited(_by_name(self.env.rubric.score_rollout, {"state": state, **given}))
+            result = await maybe_awaited(_by_name(self.env.rubric.score_rollout, {"state": state, **given}))
             if state.get("reward") is None:  # the older form returns it
-                state["reward"] = float(getattr(found, "reward", found))
-                state["metrics"] = dict(getattr(found, "metrics", {}) or {})
+                state["reward"] = float(getattr(result, "reward", result))
+                state["metrics"] = dict(getattr(result, "metrics", {}) or {})
         return float(state["reward"])
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -337,7 +337,7 @@ def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     info = kwargs.get("info") or {}
     times = SimpleNamespace(start=time.time(), end=0.0, spans=[])
     names = ("generation", "setup", "scoring", "env", "model")
-    given = {
+    fields = {
         "prompt": _messages(kwargs.get("prompt")),
         "answer": kwargs.get("answer", ""),
         "info": json.loads(info) if isinstance(info, str) else dict(info),
@@ -345,8 +345,8 @@ def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "example_id": kwargs.get("example_id", 0),
     }
     return {
-        **given,
-        "input": dict(given),
+        **fields,
+        "input": dict(fields),
         **{name: [] for name in ("completion", "trajectory", "responses")},
         **dict.fromkeys(("reward", "metrics", "error", "final_env_response")),
         **dict.fromkeys(("is_completed", "is_truncated"), False),
@@ -366,11 +366,11 @@ class _Message(dict[str, Any]):
             raise AttributeError(f"the message has no key {name!r}") from None
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(chat: Any) -> list[dict[str, Any]]:
     """Messages as dicts, from text, dicts, or objects with `role` and `content`."""
-    if isinstance(given, str):
-        return [_Message(role="user", content=given)]
-    listed: Sequence[Any] = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    if isinstance(chat, str):
+        return [_Message(role="user", content=chat)]
+    listed: Sequence[Any] = chat if isinstance(chat, list | tuple) else [] if chat is None else [chat]
     plain = [one if isinstance(one, Mapping) else {"role": str(one.role), "content": one.content} for one in listed]
     return [_Message(one) for one in plain]
 
@@ -388,11 +388,11 @@ def _reset(env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
     return found if pair else (found, {})
 
 
-def _by_name(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+def _by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call a function with those of the arguments that it takes."""
     wanted = inspect.signature(function).parameters
     everything = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
-    return function(**{key: value for key, value in given.items() if everything or key in wanted})
+    return function(**{key: value for key, value in arguments.items() if everything or key in wanted})
 
 
 ENDPOINT = "let the environment play by itself: it asks an OpenAI endpoint, which agents.Harness serves it"
@@ -498,12 +498,12 @@ def _trace(task: Any, prompt: Any, turns: Sequence[Mapping[str, Any]]) -> Any:
     """An episode as a trace of verifiers."""
     vf = import_module("verifiers.v1")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    made = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
-    said = [(str(one["role"]), one.get("content"), False) for one in chat]
-    said += [(str(one["role"]), one.get("text"), one["role"] == "assistant") for one in turns]
+    kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
+    messages = [(str(one["role"]), one.get("content"), False) for one in chat]
+    messages += [(str(one["role"]), one.get("text"), one["role"] == "assistant") for one in turns]
     nodes = []
-    for place, (role, text, sampled) in enumerate(said):
-        message = made[role](content=text) if role in made else vf.ToolMessage(tool_call_id=str(place), content=text)
+    for place, (role, text, sampled) in enumerate(messages):
+        message = kinds[role](content=text) if role in kinds else vf.ToolMessage(tool_call_id=str(place), content=text)
         nodes.append(vf.MessageNode(message=message, parent=place - 1 if place else None, sampled=sampled))
     about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     info = vf.AgentInfo(config=vf.AgentConfig())

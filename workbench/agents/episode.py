@@ -175,12 +175,12 @@ class Episode:
         try:
             waves = self.lock_step
             sampler = self.sampler_of(policy)
-            found = await (waves.sample(self.row, request, sampler) if waves else sampler.sample(request))
+            sample = await (waves.sample(self.row, request, sampler) if waves else sampler.sample(request))
         finally:
             self.seconds += time.perf_counter() - began
-        self.samples.append(found)
-        self.versions.append(found.version)
-        return found
+        self.samples.append(sample)
+        self.versions.append(sample.version)
+        return sample
 
     def room(self, ids: Sequence[int], policy: str | None = None) -> float:
         """How many tokens the policy's sampler can write after `ids`; infinity where its limit is not known."""
@@ -212,21 +212,23 @@ class Episode:
         """
         if output.response_logprobs is not None:
             return output
-        own = [one for one, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
-        found: list[float] = []
+        sampled = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+        log_probs: list[float] = []
         versions: list[int] = []
         for number, sample in enumerate(self.samples):
-            rest = own[len(found) :]
+            rest = sampled[len(log_probs) :]
             if rest and number not in self.told and rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
-                found += sample.log_probs[: len(rest)]
+                log_probs += sample.log_probs[: len(rest)]
                 versions += (sample.versions or (sample.version,) * len(sample.ids))[: len(rest)]
                 self.told.add(number)
-        if len(found) < len(own):
+        if len(log_probs) < len(sampled):
             what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
             expected = "response ids that are the sampled ones, in order, where the mask is 1"
             do = "give `Sample.log_probs` of what was sampled, and 0.0 where the mask is 0"
-            raise DataError(what, expected=expected, found=f"token {len(found)} of {len(own)} was not sampled", do=do)
-        drawn, by = iter(found), iter(versions)
+            raise DataError(
+                what, expected=expected, found=f"token {len(log_probs)} of {len(sampled)} was not sampled", do=do
+            )
+        drawn, by = iter(log_probs), iter(versions)
         told = tuple(next(drawn) if one else 0.0 for one in output.response_mask)
         each = tuple(next(by) if one else output.version for one in output.response_mask)
         return replace(output, response_logprobs=told, versions=each if len(set(versions)) > 1 else ())
@@ -307,10 +309,10 @@ class Transcript:
         """Change fields of the last `Turn`: `calls`, `score`, `error` and so on."""
         self.turns[-1] = replace(self.turns[-1], **changes)
 
-    def _put(self, role: str, text: str, ids: Sequence[int], log_probs: Sequence[float], own: int, cut: str) -> Turn:
+    def _put(self, role: str, text: str, ids: Sequence[int], log_probs: Sequence[float], learnt: int, cut: str) -> Turn:
         first = len(self.ids)
         self.ids += [int(one) for one in ids]
-        self.mask += [own] * len(ids)
+        self.mask += [learnt] * len(ids)
         self.log_probs += [float(one) for one in log_probs]
         self.turns.append(Turn(role, text, first, len(self.ids) - 1, cut=cut))
         return self.turns[-1]
@@ -319,19 +321,19 @@ class Transcript:
         """Policy version of each token, a tool's or user's with that of the model's before; empty where there is but one."""
         if len(set(self.versions.values())) < 2:
             return ()
-        found, now = [], next(iter(self.versions.values()))
+        versions, now = [], next(iter(self.versions.values()))
         for place in range(len(self.ids)):
-            found.append(now := self.versions.get(place, now))
-        return tuple(found)
+            versions.append(now := self.versions.get(place, now))
+        return tuple(versions)
 
     def output(self, episode: Episode, **extra: Any) -> AgentLoopOutput:
         """The episode as an `AgentLoopOutput`; `extra` is added to `turn_scores`, `tool_rewards` and `num_tool_calls`."""
-        calls = [call for one in self.turns for call in one.calls if call.ran]
-        said, heard = sum(one.role == "assistant" for one in self.turns), self.count("tool", "user")
+        calls = [call for turn in self.turns for call in turn.calls if call.ran]
+        spoken, heard = sum(turn.role == "assistant" for turn in self.turns), self.count("tool", "user")
         versions = episode.versions or [episode.sampler.version]
         metrics = {"generate_sequences": episode.seconds, "tool_calls": self.tool_seconds, "num_tool_calls": len(calls)}
         stable = {
-            "turn_scores": [one.score for one in self.turns if one.score is not None],
+            "turn_scores": [turn.score for turn in self.turns if turn.score is not None],
             "tool_rewards": [call.reward for call in calls if call.reward is not None],
             "num_tool_calls": len(calls),
         }
@@ -340,7 +342,7 @@ class Transcript:
             response_ids=tuple(self.ids),
             response_mask=tuple(self.mask),
             response_logprobs=tuple(self.log_probs),
-            num_turns=said + heard + 1,
+            num_turns=spoken + heard + 1,
             finish_reason=self.reason,
             version=versions[0],
             versions=self.token_versions(),
@@ -432,12 +434,12 @@ def with_summary(messages: Sequence[Mapping[str, Any]], summary: str) -> list[di
     return [*others, last, {"role": "user", "content": text}]
 
 
-def cut(said: Iterable[Transcript], count: int) -> list[Transcript]:
+def cut(transcripts: Iterable[Transcript], count: int) -> list[Transcript]:
     """The sequences of an episode that ends after `count` turns; behind a whole one the next has begun."""
     kept: list[Transcript] = []
-    for one in said:
-        inside = len(one.turns)
-        kept.append(one.copy() if inside <= count else one.first(count))
+    for transcript in transcripts:
+        inside = len(transcript.turns)
+        kept.append(transcript.copy() if inside <= count else transcript.first(count))
         if inside > count:
             break
         count -= inside

@@ -53,26 +53,26 @@ def _entries(
     if not isinstance(entries, list) or not entries:
         expected = f"{'a mapping or ' if alone else ''}a list under {key!r}"
         raise SettingError(f"content of yaml file {str(path)!r}", expected=expected, found=describe(entries))
-    made: list[Any] = []
+    objects: list[Any] = []
     for number, entry in enumerate(entries):
         try:
             if not isinstance(entry, Mapping):
                 raise SettingError(f"entry of {key!r}", expected="a mapping", found=describe(entry))
             with boundary(f"making this {kind}", SettingError):
-                made += make(entry)
+                objects += make(entry)
         except WorkbenchError as error:
             raise SettingError(f"{kind} {number} of {str(path)!r}: {error}") from error
-    return by_name(made, kind)
+    return by_name(objects, kind)
 
 
 def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
     """Tools (or interactions) as a dict by name. Raises `SettingError`, calling them `kind`, if two have the same name."""
-    found: dict[str, Any] = {}
-    for one in made:
-        if one.name in found:
-            raise SettingError(f"two {kind}s are named {one.name!r}", do="give one of them another name")
-        found[one.name] = one
-    return found
+    named: dict[str, Any] = {}
+    for item in made:
+        if item.name in named:
+            raise SettingError(f"two {kind}s are named {item.name!r}", do="give one of them another name")
+        named[item.name] = item
+    return named
 
 
 def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> dict[str, Any]:
@@ -124,27 +124,27 @@ def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], 
         raise SettingError("config.type of a tool", expected="native or mcp", found=describe(kind))
     if kind == "mcp":
         return list(_from_servers(entry, config, folder))
-    made: BaseTool
+    tool: BaseTool
     if issubclass(cls, PythonTool | Terminal):
         if sandbox is None:
             raise SettingError("a tool that runs code needs a sandbox", do="pass sandbox=sandbox.local() to load_tools")
-        made = cls(sandbox, config, schema)
+        tool = cls(sandbox, config, schema)
     else:  # a tool's own arguments come first (Search's corpus); the two that every tool has are given by name
-        made = cls(config=config, tool_schema=schema if schema is not None else getattr(cls, "SCHEMA", None))
+        tool = cls(config=config, tool_schema=schema if schema is not None else getattr(cls, "SCHEMA", None))
     if cls in TOOLS.values() and cls.SCHEMA is not None:
-        same_arguments(tool_schema(cls.SCHEMA), made.tool_schema)
-    return [made]
+        same_arguments(tool_schema(cls.SCHEMA), tool.tool_schema)
+    return [tool]
 
 
 def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> list[MCPTool]:
-    given = {**(entry.get("mcp") or {}), **(config.get("mcp") or {})}
-    servers = given.get("mcp_servers_config_path") or given.get("mcpServers") or config.get("mcpServers")
+    settings = {**(entry.get("mcp") or {}), **(config.get("mcp") or {})}
+    servers = settings.get("mcp_servers_config_path") or settings.get("mcpServers") or config.get("mcpServers")
     if servers is None:
-        raise SettingError("keys of an MCP tool", expected="mcp.mcp_servers_config_path", found=sorted(given))
+        raise SettingError("keys of an MCP tool", expected="mcp.mcp_servers_config_path", found=sorted(settings))
     if isinstance(servers, str):
         servers = folder / servers if (folder / servers).is_file() else Path(servers)
     timeout = float(config.get("timeout", 30.0))
-    return mcp_tools(servers, selected=given.get("tool_selected_list"), timeout=timeout)
+    return mcp_tools(servers, selected=settings.get("tool_selected_list"), timeout=timeout)
 
 
 def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequence[str | Path] = ()) -> type[Any]:
@@ -160,7 +160,7 @@ def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequenc
         return aliases[name]
     dotted, _, last = name.rpartition(".")
     if not dotted:
-        raise SettingError(unknown(kind, name, [one for one in aliases if "." not in one]))
+        raise SettingError(unknown(kind, name, [known for known in aliases if "." not in known]))
     if dotted == "__main__":
         module = sys.modules["__main__"]
     elif dotted.startswith("workbench.agents."):
@@ -168,11 +168,11 @@ def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequenc
             module = importlib.import_module(dotted)
     else:
         module = _imported(dotted, kind, roots)
-    found = getattr(module, last, None)
-    if not isinstance(found, type):
-        classes = [one for one, value in vars(module).items() if isinstance(value, type)]
+    cls = getattr(module, last, None)
+    if not isinstance(cls, type):
+        classes = [known for known, value in vars(module).items() if isinstance(value, type)]
         raise SettingError(f"class_name of a {kind}: " + unknown(f"class of module {dotted}", last, classes))
-    return found
+    return cls
 
 
 def _imported(dotted: str, kind: str, roots: Sequence[str | Path]) -> ModuleType:

@@ -94,11 +94,11 @@ class HarmonyParser(TaggedJson):
     _ANALYSIS = re.compile(r"<\|channel\|>analysis[^<]{0,64}<\|message\|>.*?(?:<\|end\|>|(?=<\|start\|>)|\Z)", re.S)
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        while found := super()._next(text, place, tools):
-            thought = self._ANALYSIS.search(text, place, found[0] + 1)
+        while call := super()._next(text, place, tools):
+            thought = self._ANALYSIS.search(text, place, call[0] + 1)
             thought = thought and self._ANALYSIS.match(text, thought.start())
             if thought is None:
-                return found
+                return call
             place = thought.end()
         return None
 
@@ -150,10 +150,10 @@ class LlamaParser(TaggedJson):
         place = 0
         while place < len(text) and (opened := self._ALONE.match(text, place)):
             try:
-                found, end = DECODER.raw_decode(text, opened.end())
+                record, end = DECODER.raw_decode(text, opened.end())
             except (ValueError, RecursionError):
                 return []
-            if not isinstance(found.get("name"), str) or not isinstance(found.get("parameters"), dict):
+            if not isinstance(record.get("name"), str) or not isinstance(record.get("parameters"), dict):
                 return []
             ended = self._END.match(text, end)
             if ended is None:
@@ -204,10 +204,10 @@ class ApertusParser(TaggedJson):
     def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
         found = loose_json(written)
         listed = found if isinstance(found, list) else []
-        if not listed or not all(isinstance(one, Mapping) and len(one) == 1 for one in listed):
+        if not listed or not all(isinstance(entry, Mapping) and len(entry) == 1 for entry in listed):
             return (FunctionCall("", as_written(written)),)
         return tuple(
-            FunctionCall(name, arguments_text(given, written)) for one in listed for name, given in one.items()
+            FunctionCall(name, arguments_text(given, written)) for entry in listed for name, given in entry.items()
         )
 
 
@@ -260,22 +260,22 @@ class Elements(FindsCalls):
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
         while opened := self._function.search(text, place):
             name = opened[1].strip()
-            given, place = self._given(text, opened.end(), parameters_of(name, tools).get("properties") or {})
+            arguments, place = self._given(text, opened.end(), parameters_of(name, tools).get("properties") or {})
             end = self._close.match(text, place)
-            if end and (given or end[0].strip()) and len(dict(given)) == len(given):
-                return opened.start(), end.end(), (FunctionCall(name, dumped(dict(given))),)
-            if given or self._parameter.match(text, place):
+            if end and (arguments or end[0].strip()) and len(dict(arguments)) == len(arguments):
+                return opened.start(), end.end(), (FunctionCall(name, dumped(dict(arguments))),)
+            if arguments or self._parameter.match(text, place):
                 stop = end.end() if end else next_mark(text, place, self._function)
                 return opened.start(), stop, (FunctionCall(name, text[opened.end() : stop].strip()),)
         return None
 
     def _given(self, text: str, place: int, properties: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], int]:
         """(the parameters from `place` on that are whole, where the last of them ends)."""
-        given: list[tuple[str, Any]] = []
+        arguments: list[tuple[str, Any]] = []
         matching: dict[int, re.Match[str]] | None = None
         stop = -1
-        while one := self._parameter.match(text, place):
-            start, schema = one.end(), properties.get(one[1].strip(), {})
+        while match := self._parameter.match(text, place):
+            start, schema = match.end(), properties.get(match[1].strip(), {})
             closed = self._behind_json(text, start, schema)
             if closed is None:
                 matching = matching_tags(self._tag, text, start) if matching is None else matching
@@ -286,9 +286,9 @@ class Elements(FindsCalls):
             if closed is None or self._outer.match(text, closed.end()):
                 break
             value = text[start : closed.start()].removeprefix(self.WRAP).removesuffix(self.WRAP)
-            given.append((one[1].strip(), self._typed(value, one, schema)))
+            arguments.append((match[1].strip(), self._typed(value, match, schema)))
             place = closed.end()
-        return given, place
+        return arguments, place
 
     def _behind_json(self, text: str, start: int, schema: Mapping[str, Any]) -> re.Match[str] | None:
         """The tag that closes a list or an object, as the schema has it, whatever tags its strings have; None for others."""
@@ -444,11 +444,11 @@ class GemmaParser(FindsCalls):
         if end < 0:  # cut short, or no such arguments
             stop = next_mark(text, opened.end(), self._OPEN)
             return opened.start(), stop, (FunctionCall(opened[1], as_written(text[opened.end() : stop])),)
-        given = arguments_text(loose_json(written), text[opened.end() : end - 1])
+        arguments = arguments_text(loose_json(written), text[opened.end() : end - 1])
         return (
             opened.start(),
             cast(re.Match[str], self._CLOSE.match(text, end)).end(),
-            (FunctionCall(opened[1], given),),
+            (FunctionCall(opened[1], arguments),),
         )
 
     def _json(self, text: str, place: int) -> tuple[str, int]:
@@ -459,15 +459,15 @@ class GemmaParser(FindsCalls):
                 parts.append(f"{dumped(''.join(filter(None, key.group(2, 3))))}:")
                 place, named = key.end(), False
                 continue
-            one = self._PART.match(text, place)
-            sign = one[3] if one else None
+            part = self._PART.match(text, place)
+            sign = part[3] if part else None
             ends = sign in ("}", "]")
-            if one is None or (value and sign != "," and not ends) or (ends and sign != closes.pop()):
+            if part is None or (value and sign != "," and not ends) or (ends and sign != closes.pop()):
                 return "", -1
             closes += {"{": "}", "[": "]"}.get(sign or "", "")
-            place = one.end() if closes else one.end(3)
+            place = part.end() if closes else part.end(3)
             named, value = sign in ("{", ",") and closes[-1] == "}", sign not in ("{", "[", ",")
-            parts.append(self._sound(one))
+            parts.append(self._sound(part))
         return "".join(parts), place
 
     @staticmethod
@@ -521,8 +521,8 @@ class PythonicParser(FindsCalls):
     def _argument_text(self, text: str, start: int) -> tuple[str, int]:
         """(the keyword arguments that begin at `start` as JSON, where their parenthesis ends, or -1 where it does not)."""
         parts, closes = ["{"], [")"]
-        for one in self._PART.finditer(text, start):
-            string, bracket, word, equals = one.groups()
+        for part in self._PART.finditer(text, start):
+            string, bracket, word, equals = part.groups()
             if bracket and bracket in "([{":
                 closes.append({"(": ")", "[": "]", "{": "}"}[bracket])
             elif bracket:
@@ -530,13 +530,13 @@ class PythonicParser(FindsCalls):
                     return "", -1
                 if not closes:
                     found = loose_json("".join([*parts, "}"]))
-                    return arguments_text(found, text[start : one.start()]), one.end()
+                    return arguments_text(found, text[start : part.start()]), part.end()
             if word and equals and len(closes) == 1:
                 parts.append(f'"{word}":')
             elif string and string[0] == "'":
                 parts.append(dumped(unescaped(string[1:-1])))
             else:
-                parts.append(PYTHON_WORDS.get(one[0], one[0]))
+                parts.append(PYTHON_WORDS.get(part[0], part[0]))
         return "", -1
 
 

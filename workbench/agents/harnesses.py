@@ -150,11 +150,11 @@ class Harness(AgentLoopBase):
                 return await self._program(session, row)
         try:
             if inspect.iscoroutinefunction(self._play) or inspect.iscoroutinefunction(type(self._play).__call__):
-                found = await self._until(session, self._play(session, dict(row)))
+                result = await self._until(session, self._play(session, dict(row)))
             else:
                 async with room.turns:
-                    found = await self._until(session, in_thread(self._play, session, dict(row)))
-            return _result(found), ""
+                    result = await self._until(session, in_thread(self._play, session, dict(row)))
+            return _result(result), ""
         except TimeoutError:
             return {}, f"the harness did not end within {self.seconds:g} s"
         except WorkbenchError:
@@ -164,23 +164,25 @@ class Harness(AgentLoopBase):
 
     async def _program(self, session: PolicySession, row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         with tempfile.TemporaryDirectory(prefix="workbench-harness-", ignore_cleanup_errors=True) as name:
-            files = {one: Path(name, one) for one in ("row.json", "result.json", "stdout", "stderr", "stdin", "work")}
+            files = {
+                file: Path(name, file) for file in ("row.json", "result.json", "stdout", "stderr", "stdin", "work")
+            }
             files["work"].mkdir()
             files["row.json"].write_text(json.dumps(plain(dict(row), describe)))
             prompt = _prompt_text(row)
             files["stdin"].write_text(prompt, errors="replace")
-            told = {
+            values = {
                 "base_url": session.base_url, "api_key": session.api_key, "model": session.model, "prompt": prompt,
                 "row": str(files["row.json"]), "result": str(files["result.json"]),
             }  # fmt: skip
             env = {
                 **os.environ, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_BASE": session.base_url,
-                "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model, "WORKBENCH_ROW": told["row"],
-                "WORKBENCH_RESULT": told["result"], **{key: _filled(one, told) for key, one in self._env.items()},
+                "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model, "WORKBENCH_ROW": values["row"],
+                "WORKBENCH_RESULT": values["result"], **{key: _filled(text, values) for key, text in self._env.items()},
             }  # fmt: skip
-            command = [_filled(one, told) for one in self._play]
+            command = [_filled(text, values) for text in self._play]
             with ExitStack() as opened:
-                pipes = [opened.enter_context(open(files[one], mode)) for one, mode in _PIPES]
+                pipes = [opened.enter_context(open(files[stream], mode)) for stream, mode in _PIPES]
                 trouble = await self._ended(session, command, pipes, env, self._folder or str(files["work"]))
             if trouble:
                 last = _tail(files["stderr"]) or _tail(files["stdout"])
@@ -309,15 +311,15 @@ def _read(result: Path, output: Path) -> dict[str, Any]:
         lines = _tail(output, _MOST_RESULT).splitlines()
         text = lines[-1] if lines else ""
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except ValueError:
         return {}
-    return _result(found) if isinstance(found, dict | int | float) else {}
+    return _result(record) if isinstance(record, dict | int | float) else {}
 
 
-def _result(found: Any) -> dict[str, Any]:
-    if isinstance(found, Mapping):
-        return dict(plain(found, describe))
-    if isinstance(found, int | float) and not isinstance(found, bool):
-        return {"reward": float(found)}
-    return {} if found is None else {"result": plain(found, describe)}
+def _result(record: Any) -> dict[str, Any]:
+    if isinstance(record, Mapping):
+        return dict(plain(record, describe))
+    if isinstance(record, int | float) and not isinstance(record, bool):
+        return {"reward": float(record)}
+    return {} if record is None else {"result": plain(record, describe)}

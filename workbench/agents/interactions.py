@@ -277,10 +277,10 @@ def select_interaction(
     (None, {}), unless one is `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or
     missing name, and for a row with kwargs where there are no users.
     """
-    given = interaction_kwargs(row)
-    if not (needed or interactions or given):
+    kwargs = interaction_kwargs(row)
+    if not (needed or interactions or kwargs):
         return None, {}
-    name = given.pop("name", None)
+    name = kwargs.pop("name", None)
     if name is None and len(interactions) == 1:
         name = next(iter(interactions))
     what = f"interaction_kwargs of {place}"
@@ -291,7 +291,7 @@ def select_interaction(
         kind = type(next(iter(interactions.values()))).__name__ if interactions else "BaseInteraction"
         why = unknown("simulated user of the agent", str(name), interactions)
         raise DataError(f"{what}: {why}; give interactions={{{str(name)!r}: {kind}()}}")
-    return interactions[name], given
+    return interactions[name], kwargs
 
 
 def checked_interactions(interactions: Any) -> dict[str, Interaction]:
@@ -311,18 +311,18 @@ def checked_interactions(interactions: Any) -> dict[str, Interaction]:
     return found
 
 
-def _check_interaction(name: Any, one: Any) -> None:
-    if isinstance(one, type):
-        do = f"make an object of it: {one.__name__}()"
-        raise SettingError("interactions", expected="objects, not classes", found=f"the class {one.__name__}", do=do)
-    kind = type(one).__name__
-    asked = getattr(one, "generate_response", None)
-    own = getattr(type(one), "generate_response", None) is not BaseInteraction.generate_response
+def _check_interaction(name: Any, user: Any) -> None:
+    if isinstance(user, type):
+        do = f"make an object of it: {user.__name__}()"
+        raise SettingError("interactions", expected="objects, not classes", found=f"the class {user.__name__}", do=do)
+    kind = type(user).__name__
+    asked = getattr(user, "generate_response", None)
+    own = getattr(type(user), "generate_response", None) is not BaseInteraction.generate_response
     if not callable(asked) or not own:
         do = "give the class `async def generate_response(self, instance_id, messages, **kwargs)`"
         raise SettingError(f"interaction {kind} has no generate_response of its own", do=do)
     for method in ("start_interaction", "generate_response", "finalize_interaction"):
-        written = getattr(one, method, None)
+        written = getattr(user, method, None)
         if not callable(written) or not_async(written):
             found = "a method that is not async" if callable(written) else "no such method"
             raise SettingError(f"interaction {kind}", expected=f"`async def {method}`", found=found)
@@ -338,16 +338,16 @@ def default_name(cls: type) -> str:
 
 def last_message(messages: Sequence[Mapping[str, Any]], role: str = "assistant") -> str:
     """The text of the last message with role `role`; empty where there is none."""
-    found = next((one.get("content") for one in reversed(messages) if one.get("role") == role), "")
-    if isinstance(found, list):  # content in parts
-        return "".join(str(part.get("text", "")) for part in found if isinstance(part, Mapping))
-    return found if isinstance(found, str) else ""
+    content = next((one.get("content") for one in reversed(messages) if one.get("role") == role), "")
+    if isinstance(content, list):  # content in parts
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
 
 
-def _checked(name: str, found: Any) -> Reply:
+def _checked(name: str, answer: Any) -> Reply:
     """An interaction's answer. Raises `ForeignError` for one of another shape."""
     try:
-        stop, text, score, extra = found if isinstance(found, tuple | list) else ()
+        stop, text, score, extra = answer if isinstance(answer, tuple | list) else ()
         # 0 or 1, or numpy's bool, from a comparison, are clear; a text such as "False" is not
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
@@ -356,7 +356,7 @@ def _checked(name: str, found: Any) -> Reply:
         return Reply(bool(stop), encodable(text), number, plain(extra or {}, describe))
     except (TypeError, ValueError, RecursionError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
-        found = f"{type(found).__name__} {describe(found)}"
+        found = f"{type(answer).__name__} {describe(answer)}"
         raise ForeignError(f"the answer of interaction {name!r}", expected=shape, found=found) from cause
 
 

@@ -283,10 +283,10 @@ def register(name: str) -> Callable[[C], C]:
 
 def agent_loop(name: str) -> type[AgentLoopBase]:
     """The agent loop class registered by this name or alias. Raises `SettingError`, with the nearest name, for others."""
-    found = _LOOPS.get(_ALIASES.get(name, name))
-    if found is None:
+    loop = _LOOPS.get(_ALIASES.get(name, name))
+    if loop is None:
         raise SettingError(unknown("registered agent loop", name, (*_LOOPS, *_ALIASES)))
-    return found
+    return loop
 
 
 class Loops:
@@ -303,22 +303,22 @@ class Loops:
         self._length = response_length
         self._alone = not isinstance(agent, Mapping)
         own = agent if isinstance(agent, str) else str(getattr(agent, "name", "") or type(agent).__name__)
-        given = dict(agent) if isinstance(agent, Mapping) else {own: agent}
-        self._loops = {_ALIASES.get(name, name): _made(one, response_length) for name, one in given.items()}
+        named = dict(agent) if isinstance(agent, Mapping) else {own: agent}
+        self._loops = {_ALIASES.get(name, name): _made(entry, response_length) for name, entry in named.items()}
         if not self._loops:
             raise SettingError("agent", expected="at least one agent loop", found="an empty mapping")
         first = next(iter(self._loops))
         self.default = first if default is None else _ALIASES.get(default, default)
-        self._found: dict[str, AgentLoopBase] = {}
+        self._by_row: dict[str, AgentLoopBase] = {}
         if self._alone and self.default not in self._loops:
             expected = f"none: the only agent, {first!r}, runs every row"
             do = "to choose by row, give agent= a mapping of names to loops"
             raise SettingError(f"default_agent {default!r}", expected=expected, do=do)
-        for name, one in given.items():
-            lacks = "" if isinstance(one, AgentLoopBase) else self._loops[_ALIASES.get(name, name)].lacks
+        for name, entry in named.items():
+            lacks = "" if isinstance(entry, AgentLoopBase) else self._loops[_ALIASES.get(name, name)].lacks
             if lacks:
                 do = "give an object: agent=ToolAgent([…], parser=…)"
-                raise SettingError(f"agent {describe(one)} has {lacks}", expected="a loop that has them", do=do)
+                raise SettingError(f"agent {describe(entry)} has {lacks}", expected="a loop that has them", do=do)
         self.named(self.default)
 
     def named(self, name: str | None, place: str = "") -> AgentLoopBase:
@@ -331,17 +331,17 @@ class Loops:
         name = self.default if name is None else _ALIASES.get(str(name), str(name))
         if name in self._loops:
             return self._loops[name]
-        if name not in self._found:
+        if name not in self._by_row:
             if name not in _LOOPS:
                 known = dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))
                 why = unknown("registered agent loop", name, known)
                 raise SettingError(f"agent_name of {place}: {why}" if place else why)
-            self._found[name] = _made(name, self._length)
-        if self._found[name].lacks:
-            what = f"rows name agent {name!r}, which has {self._found[name].lacks}"
+            self._by_row[name] = _made(name, self._length)
+        if self._by_row[name].lacks:
+            what = f"rows name agent {name!r}, which has {self._by_row[name].lacks}"
             do = f"give agent={{{name!r}: loop}}, with a loop that has them"
             raise SettingError(what, found=f"that name in {place}" if place else None, do=do)
-        return self._found[name]
+        return self._by_row[name]
 
     def describe(self) -> dict[str, Any]:
         """The settings of the loops that were given as `agent`, by name."""
@@ -353,10 +353,10 @@ def _made(agent: Any, response_length: int | None) -> AgentLoopBase:
         agent = agent_loop(agent)
     if isinstance(agent, type) and issubclass(agent, AgentLoopBase):
         try:
-            made = agent.__new__(agent)
-            made._response_length = response_length
-            made.__init__()  # type: ignore[misc]
-            return made
+            loop = agent.__new__(agent)
+            loop._response_length = response_length
+            loop.__init__()  # type: ignore[misc]
+            return loop
         except TypeError as cause:
             what = f"agent loop {agent.__name__} needs arguments"
             raise SettingError(what, found=str(cause), do=f"give an object: agent={agent.__name__}(…)") from cause
@@ -373,8 +373,8 @@ class SingleTurn(AgentLoopBase):
         """Sample one answer to the row's `raw_prompt`."""
         switches = switches_of(self.episode.sampler)
         prompt = tuple(encode(self.tokenizer, row["raw_prompt"], **switches))
-        said = Transcript(prompt, int(sampling_params["max_tokens"]))
+        transcript = Transcript(prompt, int(sampling_params["max_tokens"]))
         sample = await self.generate(prompt, sampling_params)
-        said.say(sample, self.tokenizer.decode(list(sample.ids), skip_special_tokens=True))
-        said.reason = sample.finish_reason
-        return said.output(self.episode)
+        transcript.say(sample, self.tokenizer.decode(list(sample.ids), skip_special_tokens=True))
+        transcript.reason = sample.finish_reason
+        return transcript.output(self.episode)

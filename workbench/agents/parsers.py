@@ -84,20 +84,20 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
     """
     if parser is None:
         return ReActParser() if tools and format == "react" else None
-    found = tool_parser(parser) if isinstance(parser, str) else parser
-    if isinstance(found, type) or not callable(getattr(found, "extract_tool_calls", None)):
-        do = f"make an object of it: {found.__name__}()" if isinstance(found, type) else None
+    chosen = tool_parser(parser) if isinstance(parser, str) else parser
+    if isinstance(chosen, type) or not callable(getattr(chosen, "extract_tool_calls", None)):
+        do = f"make an object of it: {chosen.__name__}()" if isinstance(chosen, type) else None
         expected = "a name, or an object with extract_tool_calls(text, tools)"
-        raise SettingError("parser", expected=expected, found=describe(found), do=do)
-    if inspect.iscoroutinefunction(found.extract_tool_calls):
+        raise SettingError("parser", expected=expected, found=describe(chosen), do=do)
+    if inspect.iscoroutinefunction(chosen.extract_tool_calls):
         expected = "extract_tool_calls(text, tools), which is not async"
         do = "verl's parsers get token ids and are async: let yours read the text"
-        raise SettingError(f"parser {type(found).__name__}", expected=expected, found="an async method", do=do)
-    if format == "react" and not isinstance(found, ReActParser):
+        raise SettingError(f"parser {type(chosen).__name__}", expected=expected, found="an async method", do=do)
+    if format == "react" and not isinstance(chosen, ReActParser):
         expected = "a ReActParser: the format tells the model to write its calls as Action lines"
         do = "leave parser= out, or give format='function_calling'"
-        raise SettingError("parser of format='react'", expected=expected, found=describe(found), do=do)
-    return found
+        raise SettingError("parser of format='react'", expected=expected, found=describe(chosen), do=do)
+    return chosen
 
 
 def calls_of(
@@ -188,10 +188,10 @@ class FindsCalls:
         content: list[str] = []
         calls: list[FunctionCall] = []
         kept = place = looked = 0
-        found = left = self._next(text, 0, tools)
-        while (mark := _MARK.search(text, place, found[0] if found else len(text))) or found:
+        call = left = self._next(text, 0, tools)
+        while (mark := _MARK.search(text, place, call[0] if call else len(text))) or call:
             if mark is None:
-                start, place, more = cast(Found, found)
+                start, place, more = cast(Found, call)
                 if more is None:
                     break
                 content.append(text[kept:start])
@@ -205,9 +205,9 @@ class FindsCalls:
                 place = closed + len(REASONING[mark[0]])
             looked += mark is None
             if len(calls) == MAX_CALLS or looked > 4 * MAX_CALLS:
-                found = None
-            elif left and (found is None or found[0] < place):
-                found = left = self._next(text, place, tools)
+                call = None
+            elif left and (call is None or call[0] < place):
+                call = left = self._next(text, place, tools)
         return "".join([*content, text[kept:]]), calls
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
@@ -268,12 +268,12 @@ class TaggedJson(FindsCalls):
             return (text[start : tag.start()], tag.end()) if tag and not tag[1] else (None, start)
         with contextlib.suppress(ValueError, RecursionError):
             begin = cast(re.Match[str], _SPACE.match(text, start)).end()
-            found, end = DECODER.raw_decode(text, begin)
-            if isinstance(found, self.KINDS):
+            value, end = DECODER.raw_decode(text, begin)
+            if isinstance(value, self.KINDS):
                 after = cast(re.Match[str], _SPACE.match(text, end)).end()
                 if closed := self.CLOSE.match(text, after):
                     return text[begin:end], closed.end()
-                if isinstance(found, list) or not _MORE.match(text, after):
+                if isinstance(value, list) or not _MORE.match(text, after):
                     return text[begin:end], end
                 sole = "\0"  # another call in the same tag
         if self.cut and not sole:
@@ -313,12 +313,12 @@ class ReActParser(FindsCalls):
     _FENCED = re.compile(r"```[\w+-]*\n.*?\n?```", re.S)
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        found = self._ACTION.search(text, place)
-        if ended := self._END.search(text, place, found.start() if found else len(text)):
+        action = self._ACTION.search(text, place)
+        if ended := self._END.search(text, place, action.start() if action else len(text)):
             return ended.start(), len(text), None
-        if found is None:
+        if action is None:
             return None
-        start = found.end()
+        start = action.end()
         fenced = self._FENCED.match(text, start)
         end, sound = fenced.end() if fenced else start, ""
         with contextlib.suppress(ValueError, RecursionError):
@@ -326,21 +326,21 @@ class ReActParser(FindsCalls):
                 end = DECODER.raw_decode(text, start)[1]
                 sound = text[start:end]
         if self.cut and not sound and text.startswith("{", start):
-            return found.start(), len(text), (FunctionCall(found[1], text[start:]),)
+            return action.start(), len(text), (FunctionCall(action[1], text[start:]),)
         stop = self._STOP.search(text, end)
         end = stop.start() if stop else len(text)
-        return found.start(), end, (FunctionCall(found[1], _input(found[1], sound or text[start:end], tools)),)
+        return action.start(), end, (FunctionCall(action[1], _input(action[1], sound or text[start:end], tools)),)
 
 
 def matching_tags(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
     """Where an opening tag ends (group 1 of `tags`; `start`: one ends there) → the closing tag that belongs to it."""
-    opened, found = [start], dict[int, re.Match[str]]()
+    opened, pairs = [start], dict[int, re.Match[str]]()
     for tag in tags.finditer(text, max(start, place)):
         if tag[1]:
             opened.append(tag.end())
         elif opened:
-            found[opened.pop()] = tag
-    return found
+            pairs[opened.pop()] = tag
+    return pairs
 
 
 def next_mark(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
@@ -358,26 +358,26 @@ def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ..
     """
     found = loose_json(written)
     listed = found if many and isinstance(found, list) else [found]
-    if not listed or not all(isinstance(one, Mapping) for one in listed):
+    if not listed or not all(isinstance(call, Mapping) for call in listed):
         named = _NAMED.match(written)
         return (FunctionCall(named[1] if named else "", as_written(written)),)
-    return tuple(_call_of(one, written) for one in listed)
+    return tuple(_call_of(call, written) for call in listed)
 
 
-def _call_of(found: Mapping[str, Any], written: str) -> FunctionCall:
-    own = found["function"] if isinstance(found.get("function"), Mapping) else found  # OpenAI's own nesting
+def _call_of(record: Mapping[str, Any], written: str) -> FunctionCall:
+    own = record["function"] if isinstance(record.get("function"), Mapping) else record  # OpenAI's own nesting
     name, given = own.get("name", own.get("tool_name")), own.get("arguments", own.get("parameters"))
-    key = found.get("id", found.get("tool_call_id"))
+    key = record.get("id", record.get("tool_call_id"))
     text = arguments_text({} if given is None else given, written)
     return FunctionCall(name if isinstance(name, str) else "", text, key if isinstance(key, str) else None)
 
 
-def arguments_text(given: Any, written: str) -> str:
+def arguments_text(arguments: Any, written: str) -> str:
     """The arguments as JSON text; as they were written, where they are not JSON."""
-    if isinstance(given, str):  # JSON inside a JSON string: some models quote twice
-        inner = loose_json(given) if given.strip() else {}
-        given = inner if isinstance(inner, Mapping) else given
-    return as_written(written) if given is None else dumped(given)
+    if isinstance(arguments, str):  # JSON inside a JSON string: some models quote twice
+        inner = loose_json(arguments) if arguments.strip() else {}
+        arguments = inner if isinstance(inner, Mapping) else arguments
+    return as_written(written) if arguments is None else dumped(arguments)
 
 
 def as_written(written: str) -> str:
@@ -385,10 +385,10 @@ def as_written(written: str) -> str:
     return written.removeprefix("\0").strip()
 
 
-def dumped(given: Any) -> str:
+def dumped(value: Any) -> str:
     """A value as JSON text that can be written to a file."""
-    text = json.dumps(given, ensure_ascii=False)
-    return json.dumps(given) if _SURROGATE.search(text) else text
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if _SURROGATE.search(text) else text
 
 
 def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -417,13 +417,13 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
     if not kinds or kinds == {"string"}:
         return text
     if kinds <= {"array", "object"}:
-        found = loose_json(text)
-        return text if found is None else found
+        value = loose_json(text)
+        return text if value is None else value
     try:
-        found = read_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
+        value = read_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
     except (ValueError, RecursionError):
         return text
-    return text if "string" in kinds and found is not None and not isinstance(found, bool | int | float) else found
+    return text if "string" in kinds and value is not None and not isinstance(value, bool | int | float) else value
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str]:
@@ -445,11 +445,11 @@ STOP = "Observation:"
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
     """The text before the first message that tells a model in ReAct's format about the tools and how to call them."""
     listed = "\n".join(
-        f"- {one['function']['name']}: {one['function'].get('description', '')} "
-        f"Arguments: {json.dumps((one['function'].get('parameters') or {}).get('properties', {}))}"
-        for one in tools
+        f"- {tool['function']['name']}: {tool['function'].get('description', '')} "
+        f"Arguments: {json.dumps((tool['function'].get('parameters') or {}).get('properties', {}))}"
+        for tool in tools
     )
-    names = ", ".join(one["function"]["name"] for one in tools)
+    names = ", ".join(tool["function"]["name"] for tool in tools)
     return (
         f"You can use these tools:\n{listed}\n\nWrite:\nThought: what to do next\nAction: one of {names}\n"
         "Action Input: the arguments as a JSON object\n\nThen an Observation is given to you. "
@@ -500,19 +500,19 @@ def read_json(text: str) -> Any:
     What readers differ in is refused, too: a name twice in an object, `NaN`, numbers that are not finite as a float, and
     more than `MAX_DEPTH` levels.
     """
-    found = json.loads(text, strict=False, object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
-    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper(found, MAX_DEPTH):
+    value = json.loads(text, strict=False, object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
+    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    return found
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    named = dict(pairs)
+    if len(named) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise ValueError(f"{twice!r} is given twice")
-    return found
+    return named
 
 
 def _finite(text: str) -> float:

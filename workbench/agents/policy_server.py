@@ -58,12 +58,12 @@ class Node:
     @property
     def path(self) -> list[Node]:
         """The answers of its sequence, from the first to itself."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     @property
     def ids(self) -> list[int]:
@@ -77,15 +77,15 @@ def chain(messages: Iterable[Message], first: str = "", *, reasoning: bool = Fal
     Equal names are equal chats but for white space around contents, the calls' ids, and how a call's JSON was written; and for
     the reasoning, unless it counts (`reasoning`).
     """
-    found: list[str] = []
+    names: list[str] = []
     name = first
-    for one in messages:
-        calls = [(call["function"]["name"], _settled(call["function"]["arguments"])) for call in _calls(one)]
-        thought = (one.get("reasoning_content") or "").strip() if reasoning else ""
-        key = json.dumps([name, one["role"], (one.get("content") or "").strip(), calls, thought])
+    for message in messages:
+        calls = [(call["function"]["name"], _settled(call["function"]["arguments"])) for call in _calls(message)]
+        thought = (message.get("reasoning_content") or "").strip() if reasoning else ""
+        key = json.dumps([name, message["role"], (message.get("content") or "").strip(), calls, thought])
         name = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
@@ -155,26 +155,26 @@ class Recording:
 
         `limit` is the longest response in tokens. `reason` is the finish reason of the last sequence, None: its last answer's.
         """
-        leaves, learnt, found = self.leaves(), set[int](), list[AgentLoopOutput]()
+        leaves, learnt, outputs = self.leaves(), set[int](), list[AgentLoopOutput]()
         for leaf in leaves:
             path = leaf.path
-            said = Transcript(path[0].heard, limit)
+            transcript = Transcript(path[0].heard, limit)
             for place, node in enumerate(path):
                 if node.parent is not None:
                     text = "\n".join(str(one.get("content") or "") for one in node.new)
-                    said.hear("tool" if node.new[-1]["role"] == "tool" else "user", text, node.heard)
-                said.say(node.sample, node.text)
+                    transcript.hear("tool" if node.new[-1]["role"] == "tool" else "user", text, node.heard)
+                transcript.say(node.sample, node.text)
                 after = path[place + 1].new if place + 1 < len(path) else ()
-                said.note(calls=_records(node.message, after))
+                transcript.note(calls=_records(node.message, after))
                 if id(node) in learnt:
-                    first = said.turns[-1].first
-                    said.mask[first:] = [0] * len(node.sample.ids)
-                    said.log_probs[first:] = [0.0] * len(node.sample.ids)
+                    first = transcript.turns[-1].first
+                    transcript.mask[first:] = [0] * len(node.sample.ids)
+                    transcript.log_probs[first:] = [0.0] * len(node.sample.ids)
                 learnt.add(id(node))
-            said.reason = reason if reason and leaf is leaves[-1] else leaf.sample.finish_reason
+            transcript.reason = reason if reason and leaf is leaves[-1] else leaf.sample.finish_reason
             own = replace(episode, versions=[node.sample.version for node in path])
-            found.append(said.output(own, **extra))
-        return found
+            outputs.append(transcript.output(own, **extra))
+        return outputs
 
 
 def _records(message: Message, after: Sequence[Message]) -> tuple[ToolCall, ...]:
@@ -243,37 +243,39 @@ class PolicyTokens:
         ]
         return {**message, "tool_calls": calls}
 
-    def message(self, asked: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int) -> tuple[dict[str, Any], str]:
+    def message(
+        self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int
+    ) -> tuple[dict[str, Any], str]:
         """(an answer as a message, the text as the model wrote it)."""
         ids = list(sample.ids)
         written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
         # special tokens are kept until all is found, because some models write calls and reasoning with them
         text = self.tokenizer.decode(written, skip_special_tokens=False)
         thought, rest = split_reasoning(text, tokens.reasoning)
-        calls = self._calls(asked, tokens, text, cut=sample.finish_reason == "length")
+        calls = self._calls(request, tokens, text, cut=sample.finish_reason == "length")
         if calls:
             assert self._parser is not None
-            rest = self._parser.extract_tool_calls(rest, asked.tools)[0].strip()
-        said: dict[str, Any] = {"content": _before(self._plain(rest), asked.sampling.get("stop", ()))}
+            rest = self._parser.extract_tool_calls(rest, request.tools)[0].strip()
+        answer: dict[str, Any] = {"content": _before(self._plain(rest), request.sampling.get("stop", ()))}
         if thought:
-            said["reasoning_content"] = self._plain(thought)
+            answer["reasoning_content"] = self._plain(thought)
         if calls:
-            said["content"] = said["content"] or None
-            said["tool_calls"] = [
+            answer["content"] = answer["content"] or None
+            answer["tool_calls"] = [
                 {
                     "id": call.tool_call_id or f"call_{derive(seed, number):016x}",
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
-                for number, call in enumerate(calls[: None if asked.parallel else 1])
+                for number, call in enumerate(calls[: None if request.parallel else 1])
             ]
-        return said, self.tokenizer.decode(ids, skip_special_tokens=True)
+        return answer, self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _calls(self, asked: ChatRequest, tokens: TurnTokens, text: str, *, cut: bool) -> list[FunctionCall]:
-        if self._parser is None or not asked.tools or not asked.calls:
+    def _calls(self, request: ChatRequest, tokens: TurnTokens, text: str, *, cut: bool) -> list[FunctionCall]:
+        if self._parser is None or not request.tools or not request.calls:
             return []
         try:
-            return calls_of(self._parser, text, asked.tools, reasoning=tokens.reasoning, cut=cut)
+            return calls_of(self._parser, text, request.tools, reasoning=tokens.reasoning, cut=cut)
         except Exception:  # noqa: BLE001 - what a model wrote is data, whatever it does to a parser: then it is text
             return []
 
@@ -291,10 +293,10 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 def _object(text: str) -> Any:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
-    return found if isinstance(found, dict) else text
+    return value if isinstance(value, dict) else text
 
 
 def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
@@ -400,31 +402,31 @@ class PolicySession:
         return reply
 
     async def _sampled(
-        self, asked: ChatRequest, parent: Node | None, taken: int, name: str, again: int
+        self, request: ChatRequest, parent: Node | None, taken: int, name: str, again: int
     ) -> tuple[Reply, list[Node]]:
         """The answers to a request that goes on after `parent`, the last of its first `taken` messages."""
         number, began = self._requests, time.monotonic()
         self._requests += 1
-        tokens, roles = self.policy.of(asked.tools)
-        new = asked.messages[taken:]
-        if parent is not None and any(one["role"] not in roles for one in new):
-            parent, new = None, asked.messages
+        tokens, roles = self.policy.of(request.tools)
+        new = request.messages[taken:]
+        if parent is not None and any(message["role"] not in roles for message in new):
+            parent, new = None, request.messages
         if parent is None:
-            heard = tokens.prompt([self.policy.for_template(one, self.recording) for one in new])
+            heard = tokens.prompt([self.policy.for_template(message, self.recording) for message in new])
         else:
-            heard = tokens.delta([dict(one) for one in new], parent.sample.ids)
+            heard = tokens.delta([dict(message) for message in new], parent.sample.ids)
         before = () if parent is None else parent.ids
         prompt = heard if parent is None else parent.path[0].heard
-        settings = self._settings(asked, self._room(len(before) + len(heard), len(prompt)))
+        settings = self._settings(request, self._room(len(before) + len(heard), len(prompt)))
         self._in_turn()
         depth = 0 if parent is None else len(parent.path)
-        samples, seeds = await self._drawn([*before, *heard], settings, asked, depth, again)
+        samples, seeds = await self._drawn([*before, *heard], settings, request, depth, again)
         nodes = []
         for sample, seed in zip(samples, seeds, strict=True):
-            said, text = self.policy.message(asked, tokens, sample, seed)
+            said, text = self.policy.message(request, tokens, sample, seed)
             nodes.append(Node(parent, tuple(heard), tuple(new), name, number, sample, said, text))
         self._record(nodes, began)
-        answers = [Answer(one.message, _ended(one), len(one.sample.ids), one.sample) for one in nodes]
+        answers = [Answer(node.message, _ended(node), len(node.sample.ids), node.sample) for node in nodes]
         read = len(before) + len(heard)
         return Reply(f"chatcmpl-{seeds[0]:016x}", self.model, read, answers, self.policy.tokenizer), nodes
 
@@ -437,12 +439,12 @@ class PolicySession:
             self.reason = self.refused = None
 
     async def _drawn(
-        self, ids: Sequence[int], settings: SamplingSettings, asked: ChatRequest, depth: int, again: int
+        self, ids: Sequence[int], settings: SamplingSettings, request: ChatRequest, depth: int, again: int
     ) -> tuple[list[Sample], list[int]]:
         """(the samples, their seeds); what the engine raises is kept as `failure`, too."""
         read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
-        first = derive(self.episode.seed(depth), read, asked.seed, again)
-        seeds = [derive(first, place) if place else first for place in range(asked.n)]
+        first = derive(self.episode.seed(depth), read, request.seed, again)
+        seeds = [derive(first, place) if place else first for place in range(request.n)]
         try:
             samples = list(await asyncio.gather(*(self.episode.draw(ids, settings, seed) for seed in seeds)))
         except Exception as cause:
@@ -477,10 +479,10 @@ class PolicySession:
         why = f"This model's maximum context length is passed: {why}"
         raise Refusal(400, why, "context_length_exceeded", "messages")
 
-    def _settings(self, asked: ChatRequest, room: int) -> SamplingSettings:
-        given = dict(asked.sampling if self.sampling is None else self.sampling)
-        given["stop"] = tuple(dict.fromkeys((*given.get("stop", ()), *asked.sampling["stop"])))
-        return SamplingSettings(**{**given, "max_tokens": min(asked.max_tokens or room, room)})
+    def _settings(self, request: ChatRequest, room: int) -> SamplingSettings:
+        given = dict(request.sampling if self.sampling is None else self.sampling)
+        given["stop"] = tuple(dict.fromkeys((*given.get("stop", ()), *request.sampling["stop"])))
+        return SamplingSettings(**{**given, "max_tokens": min(request.max_tokens or room, room)})
 
     def sequences(self, reason: str | None = None, **extra: Any) -> list[AgentLoopOutput]:
         """The episode so far, as a rollout's outputs (`Recording.sequences`); `extra` is added to each."""
@@ -606,7 +608,7 @@ def endpoint(
     `/v1/models`. A client's `tools` are told by the chat template, which must show them, or with `tools_in="system"` in the
     system message (see `ToolAgent`). Who can reach the server: see `base.loopback.serving`.
     """
-    made = Endpoint(engine, parser, model, tools_in)
-    with serving(made.answer, name="workbench-policy", port=port, refusal=refused, connections=WORKING) as address:
-        made.address = address
-        yield made
+    policy = Endpoint(engine, parser, model, tools_in)
+    with serving(policy.answer, name="workbench-policy", port=port, refusal=refused, connections=WORKING) as address:
+        policy.address = address
+        yield policy

@@ -195,8 +195,8 @@ class AgentLoopOutput:
         extra = {**(extra_fields or {}), **self.extra}
         object.__setattr__(self, "extra", extra)
         object.__setattr__(self, "extra_fields", extra)
-        given = () if self.response_logprobs is None else ("response_logprobs",)
-        for name in ("prompt_ids", "response_ids", "response_mask", *given, "turns"):
+        recorded = () if self.response_logprobs is None else ("response_logprobs",)
+        for name in ("prompt_ids", "response_ids", "response_mask", *recorded, "turns"):
             value = getattr(self, name)
             if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
                 raise DataError(f"{name} of {what}", expected="a sequence", found=describe(value))
@@ -204,7 +204,7 @@ class AgentLoopOutput:
         if not self.prompt_ids:
             raise DataError(f"prompt_ids of {what}", expected="at least one token id", found="none")
         ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs or ()))
-        if ids != mask or (given and ids != log_probs):
+        if ids != mask or (recorded and ids != log_probs):
             found = f"{ids} response ids, {mask} mask values, {log_probs} log-probs"
             raise DataError(
                 what, expected="response_ids, response_mask and response_logprobs of one length", found=found
@@ -217,7 +217,7 @@ class AgentLoopOutput:
         if len(self.response_ids) <= limit:
             return self
         why = f"cut: the response has {len(self.response_ids)} tokens, and max_tokens is {limit}"
-        turns = [replace(one, first=min(one.first, limit), last=min(one.last, limit - 1)) for one in self.turns]
+        turns = [replace(turn, first=min(turn.first, limit), last=min(turn.last, limit - 1)) for turn in self.turns]
         if turns:
             turns[-1] = replace(turns[-1], cut="; ".join(filter(None, (turns[-1].cut, why))))
         columns = ("response_ids", "response_mask", "response_logprobs", "versions")
@@ -241,12 +241,12 @@ def call_of(output: AgentLoopOutput) -> tuple[int, int]:
     return int(mark.get("turn", 0)), int(mark.get("number", 0))
 
 
-def sequences(found: Any, place: str) -> Sequences:
+def sequences(result: Any, place: str) -> Sequences:
     """What the agent loop called `place` returned, one output or several. Raises `ForeignError` for anything else."""
-    several = tuple(found) if isinstance(found, list | tuple) else (found,)
+    several = tuple(result) if isinstance(result, list | tuple) else (result,)
     if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
         raise ForeignError(
-            f"{place}: " + message("expected an AgentLoopOutput, or a list of them", found=describe(found))
+            f"{place}: " + message("expected an AgentLoopOutput, or a list of them", found=describe(result))
         )
     return several
 
@@ -355,18 +355,18 @@ def _plain(value: Any, otherwise: Otherwise) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, Mapping):
-        named = {_name(name): _plain(one, otherwise) for name, one in value.items()}
+        named = {_name(name): _plain(item, otherwise) for name, item in value.items()}
         if len(named) < len(value):
             raise TypeError(f"two keys of a {type(value).__name__} have the same text: {describe(list(value))}")
         return named
     if isinstance(value, list | tuple):
-        return [_plain(one, otherwise) for one in value]
+        return [_plain(item, otherwise) for item in value]
     if isinstance(value, Set):
-        listed = [_plain(one, otherwise) for one in value]
+        listed = [_plain(item, otherwise) for item in value]
         try:
             return sorted(listed)
         except TypeError:  # of several kinds
-            return sorted(listed, key=lambda one: (type(one).__name__, str(one)))
+            return sorted(listed, key=lambda item: (type(item).__name__, str(item)))
     return _unusual(value, otherwise)
 
 

@@ -91,13 +91,13 @@ class EpisodeStepper(Shown):
         self._now, self._fits = self._loop.start(sampling, **row), True
         self._outputs: Sequences | None = recorded
         if recorded is not None:
-            episode.others = [one for one in recorded if call_of(one) != (0, 0)]
-            main = [one for one in recorded if call_of(one) == (0, 0)]
-            said = [_transcript(self._now.transcript, one) for one in main]
-            self._now, self._fits = self._at(said), False
+            episode.others = [output for output in recorded if call_of(output) != (0, 0)]
+            main = [output for output in recorded if call_of(output) == (0, 0)]
+            transcripts = [_transcript(self._now.transcript, output) for output in main]
+            self._now, self._fits = self._at(transcripts), False
             self._now.state = AgentState.TERMINATED
-            pairs = zip(said, main, strict=True)
-            episode.versions = [one.version for made, one in pairs for _ in range(made.count("assistant"))]
+            pairs = zip(transcripts, main, strict=True)
+            episode.versions = [output.version for made, output in pairs for _ in range(made.count("assistant"))]
 
     # --- the episode so far ---------------------------------------------------------------
 
@@ -194,17 +194,17 @@ class EpisodeStepper(Shown):
         self._do(lambda: self._put(texts, said, end), samples=said is not None and not end)
         return self
 
-    async def _put(self, texts: Sequence[str], said: Sample | None, end: bool) -> None:
+    async def _put(self, texts: Sequence[str], sample: Sample | None, end: bool) -> None:
         """Make these texts the next turn; `said` are the model's words as tokens, where it is the model's turn."""
         if self._now.state is AgentState.PENDING:
             await self._loop.advance(self._now)
         if self.next_role is None:  # its user could not start
             pass
-        elif said is not None:
+        elif sample is not None:
             await self._opened(always=self._now.user is not None)
             if end:
-                self._loop.episode.versions.append(said.version)
-            whole = said if end else await self._continued(said)
+                self._loop.episode.versions.append(sample.version)
+            whole = sample if end else await self._continued(sample)
             self._now.state = await self._loop.spoken(self._now, whole, edited=True)
         else:
             self._now.state = self._answered(texts)
@@ -232,18 +232,18 @@ class EpisodeStepper(Shown):
         If a simulated user's turn is replaced, the score that came with it is kept. If `say` raises, nothing changes.
         """
         kept = self._now, self._outputs, self._fits
-        said = self.turns
+        turns = self.turns
         self.back(turn)
         try:
             self.say(text, end=end)
         except SettingError:
             self._now, self._outputs, self._fits = kept
             raise
-        if said[turn:] and said[turn].role == "user":
+        if turns[turn:] and turns[turn].role == "user":
             where, place = next(
                 (one, turn - 1 - before) for one, before in self._spans() if turn - 1 < before + len(one.turns)
             )
-            where.turns[place] = replace(where.turns[place], score=said[turn - 1].score, extra=said[turn - 1].extra)
+            where.turns[place] = replace(where.turns[place], score=turns[turn - 1].score, extra=turns[turn - 1].extra)
         return self
 
     def fork(self) -> EpisodeStepper:
@@ -267,12 +267,12 @@ class EpisodeStepper(Shown):
         """
         require(isinstance(n, int) and n >= 1, "n", expected="a whole number ≥ 1", found=n)
         start = self.fork().back(len(self.turns) if turn is None else turn)
-        made, said = [start.fork() for _ in range(n)], sum(one.role == "assistant" for one in start.turns)
-        for number, one in enumerate(made):
-            one._loop.episode.branches += ((said, number),)
+        forks, spoken = [start.fork() for _ in range(n)], sum(one.role == "assistant" for one in start.turns)
+        for number, one in enumerate(forks):
+            one._loop.episode.branches += ((spoken, number),)
         with self._lent():
-            runtime.run_all(EpisodeStepper.finished, made)
-        return tuple(made)
+            runtime.run_all(EpisodeStepper.finished, forks)
+        return tuple(forks)
 
     async def finished(self) -> Sequences:
         """`run` for many at once: await the episode's end; returns its sequences. Released where it is cancelled or breaks."""
@@ -411,22 +411,22 @@ class EpisodeStepper(Shown):
         return self._loop.answered(self._now, records)
 
     def _by_hand(self, text: str, end: bool) -> Sample:
-        said = self._now.transcript
+        transcript = self._now.transcript
         ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not 0 < len(ids) < said.room:
-            room, found = f"1 to {said.room - 1} tokens", f"{len(ids)} tokens"
+        if not 0 < len(ids) < transcript.room:
+            room, found = f"1 to {transcript.room - 1} tokens", f"{len(ids)} tokens"
             do = "shorten it, or raise max_tokens"
             raise SettingError("text of the model's turn", expected=room, found=found, do=do)
         ids += (self.tokenizer.eos_token_id,) if end else ()
         with self._lent():
-            log_probs = self._log_probs(*self._loop.read(said), ids)
+            log_probs = self._log_probs(*self._loop.read(transcript), ids)
             return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
 
-    async def _continued(self, said: Sample) -> Sample:
+    async def _continued(self, sample: Sample) -> Sample:
         """The model's turn, continued from its beginning that was written by hand."""
-        (context, pixels), room = self._loop.read(self._now.transcript), self._now.transcript.room - len(said.ids)
-        more = await self._loop.generate((*context, *said.ids), self._now.sampling, pixels=pixels, max_tokens=room)
-        whole = (*said.ids, *more.ids), (*said.log_probs, *more.log_probs)
+        (context, pixels), room = self._loop.read(self._now.transcript), self._now.transcript.room - len(sample.ids)
+        more = await self._loop.generate((*context, *sample.ids), self._now.sampling, pixels=pixels, max_tokens=room)
+        whole = (*sample.ids, *more.ids), (*sample.log_probs, *more.log_probs)
         return Sample(*whole, more.finish_reason, more.version)
 
 
@@ -519,10 +519,10 @@ class Tree(Shown):
     @classmethod
     def of(cls, recorded: EpisodeStepper, drawn: Mapping[int, Sequence[EpisodeStepper]], batch: DataProto) -> Tree:
         """The tree of an episode and its continuations by turn; `batch` has the scored rows of all, in this order."""
-        starts = [(turn, one) for turn in sorted(drawn) for one in drawn[turn]]
-        leaves, numbers = (recorded, *(one for _, one in starts)), (-1, *(turn for turn, _ in starts))
+        starts = [(turn, leaf) for turn in sorted(drawn) for leaf in drawn[turn]]
+        leaves, numbers = (recorded, *(leaf for _, leaf in starts)), (-1, *(turn for turn, _ in starts))
         tokens = torch.tensor([0, *(recorded.turns[turn].first for turn, _ in starts)])
-        lengths = torch.tensor([len(only_sequence(one.outputs).response_ids) for one in leaves])
+        lengths = torch.tensor([len(only_sequence(leaf.outputs).response_ids) for leaf in leaves])
         root = torch.zeros(len(leaves), dtype=torch.long)
         nodes = node_numbers(root, tokens, lengths, root)
         wide = torch.zeros(len(leaves), batch["responses"].shape[1], dtype=torch.long)
@@ -574,11 +574,11 @@ class Tree(Shown):
         return Estimate(rewards[0], 0.0, 1) if rewards else Estimate(math.nan, math.nan, 0)
 
     def _nodes(self) -> Iterator[TreeNode]:
-        said, points = self.leaves[0].turns, self.points
+        recorded, points = self.leaves[0].turns, self.points
         below = [row for row in range(len(self.leaves))]
         nothing = Estimate(math.nan, math.nan, 0)
         trunk, number = 0, 0
-        yield TreeNode(0, None, 0, said[: points[0]], tuple(below), self.value(points[0]), nothing, True)
+        yield TreeNode(0, None, 0, recorded[: points[0]], tuple(below), self.value(points[0]), nothing, True)
         for point, until in zip(points, (*points[1:], None), strict=True):
             drawn, before = self._drawn(point), self.value(point)
             for row in drawn:
@@ -591,5 +591,5 @@ class Tree(Shown):
             number += 1
             value = self._recorded() if until is None else self.value(until)
             below = [0, *(row for row in below if self.starts[row] > point)]
-            yield TreeNode(number, trunk, point, said[point:until], tuple(below), value, value.minus(before), True)
+            yield TreeNode(number, trunk, point, recorded[point:until], tuple(below), value, value.minus(before), True)
             trunk = number

@@ -124,14 +124,14 @@ class TurnTokens:
     ) -> tuple[tuple[int, ...], Seen]:
         """`delta` for messages whose parts `{"type": "image"}` stand for `pictures`, and what the model reads of these."""
         images = [one.image(f"image {number} of a tool's answer") for number, one in enumerate(pictures)]
-        found: dict[str, Any] = {}
+        processed: dict[str, Any] = {}
 
         def encoded(text: str) -> tuple[int, ...]:
-            ids, found["pixels"] = self._processor.encode(text, images)
+            ids, processed["pixels"] = self._processor.encode(text, images)
             return tuple(ids)
 
         ids = self._behind(*self._unwritten(messages, wrote), wrote, encoded)
-        return ids, Seen(0, len(pictures), found["pixels"])
+        return ids, Seen(0, len(pictures), processed["pixels"])
 
     def readable(self, ids: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
         """Token ids of a response with pictures as a model reads them: where it wrote (mask 1) a picture's token itself, it
@@ -146,27 +146,27 @@ class TurnTokens:
         return self._behind(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
 
     def _behind(
-        self, said: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
+        self, ending: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
     ) -> tuple[int, ...]:
         """The token ids of a text behind the end token `said` that the model wrote.
 
         It is encoded together with it, because some tokenizers encode the beginning of a text differently.
         """
-        ids = encoded(said + text)
-        return ids if not said else ids[1:] if ids and ids[0] == int(wrote[-1]) else encoded(text)
+        ids = encoded(ending + text)
+        return ids if not ending else ids[1:] if ids and ids[0] == int(wrote[-1]) else encoded(text)
 
     def _unwritten(self, messages: Sequence[Message], wrote: Sequence[int], generation: bool = True) -> tuple[str, str]:
         """(the end token that the model wrote, or none; the text behind it, in which it is not written twice)."""
         last = int(wrote[-1]) if len(wrote) else None
         ended = last in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}
-        said = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
-        text = self.delta_text(messages, generation=generation, said=said)
-        closing = self._closing_text(messages, said) if said else ""
-        if said and text.startswith(said):  # GLM's `<|observation|>`: the model begins the next turn itself
-            closing = closing or said
-        if not said or said not in closing:
+        ending = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
+        text = self.delta_text(messages, generation=generation, said=ending)
+        closing = self._closing_text(messages, ending) if ending else ""
+        if ending and text.startswith(ending):  # GLM's `<|observation|>`: the model begins the next turn itself
+            closing = closing or ending
+        if not ending or ending not in closing:
             return "", text
-        return said, text[closing.index(said) + len(said) :]
+        return ending, text[closing.index(ending) + len(ending) :]
 
     def delta_text(self, messages: Sequence[Message], *, generation: bool = True, said: str = "") -> str:
         """The text that the template writes after an assistant's answer, for `messages` and the generation prompt.
@@ -198,7 +198,7 @@ class TurnTokens:
         return self._wants_call and bool(messages) and messages[0]["role"] == "tool"
 
     def _behind_call(
-        self, earlier: Sequence[Message], messages: Sequence[Message], said: str, *, generation: bool = True
+        self, earlier: Sequence[Message], messages: Sequence[Message], ending: str, *, generation: bool = True
     ) -> tuple[str, str]:
         """What the template writes after the calls that `messages` answer: (whether or not they follow, all of it).
 
@@ -209,7 +209,7 @@ class TurnTokens:
         whole = self._render([*earlier, _calling(messages), *messages], generation=generation)
         common, place = _common(alone, whole), -1
         start = len(_common(alone, self._render(earlier, generation=False)))
-        for end in filter(None, (said, self._tokenizer.eos_token)):
+        for end in filter(None, (ending, self._tokenizer.eos_token)):
             place = common.rfind(end, start) if place < 0 else place
         if place < 0:  # the last special token, where nothing but space is behind it
             last = max(self._tokenizer.all_special_tokens, key=lambda one: common.rfind(one, start), default="")
@@ -218,13 +218,13 @@ class TurnTokens:
             raise DataError(f"the chat template of {self._name} ends a turn of calls otherwise where answers follow")
         return common[place:], whole[place:]
 
-    def _closing_text(self, messages: Sequence[Message], said: str = "") -> str:
+    def _closing_text(self, messages: Sequence[Message], ending: str = "") -> str:
         """What the template writes after an answer, before the message that follows; kept per role."""
         if self._plain:
             return ""
         if self._calls_before(messages):
-            messages = [self._with_id(one, number) for number, one in enumerate(messages)]
-            return self._behind_call([_ASKED], messages, said, generation=False)[0]
+            messages = [self._with_id(message, number) for number, message in enumerate(messages)]
+            return self._behind_call([_ASKED], messages, ending, generation=False)[0]
         role = str(messages[0]["role"]) if messages else ""
         if role not in self._closing:
             alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)

@@ -193,11 +193,11 @@ class ToolAgent(AgentLoopBase):
         """The agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
         parser = type(self._parser).__name__ if self._parser else None
         own = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
-        found = {**super().describe(), **own, **self._history.settings}
+        settings = {**super().describe(), **own, **self._history.settings}
         if self.sub_agents:
-            found["sub_agents"] = {name: one.describe() for name, one in self.sub_agents.items()}
+            settings["sub_agents"] = {name: one.describe() for name, one in self.sub_agents.items()}
         usual = {"max_tool_calls": None, "tools_in": "template"}  # runs of before there were these go on
-        return {name: value for name, value in found.items() if name not in usual or value != usual[name]}
+        return {name: value for name, value in settings.items() if name not in usual or value != usual[name]}
 
     def __repr__(self) -> str:
         parts = [f"{self.name}: {', '.join((*self._box.tools, *self._interactions)) or 'no tools'}"]
@@ -293,18 +293,18 @@ class ToolAgent(AgentLoopBase):
     def _offered(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that a row's `tool_config` lists as `available_tools`, or all."""
         extra = row.get("extra_info")
-        found = row.get("tool_config") or (extra.get("tool_config") if isinstance(extra, Mapping) else None) or {}
+        config = row.get("tool_config") or (extra.get("tool_config") if isinstance(extra, Mapping) else None) or {}
         what = f"tool_config of {self._place}"
-        if not isinstance(found, Mapping):
-            raise DataError(what, expected="{available_tools: […], tool_format: …}", found=describe(found))
-        asked = {str(key): value for key, value in found.items() if value is not None}
-        for key in asked:
+        if not isinstance(config, Mapping):
+            raise DataError(what, expected="{available_tools: […], tool_format: …}", found=describe(config))
+        terms = {str(key): value for key, value in config.items() if value is not None}
+        for key in terms:
             if key not in ("available_tools", "tool_format"):
                 raise DataError(f"{what}: " + unknown("key of it", key, ("available_tools", "tool_format")))
-        if asked.get("tool_format", self.format) != self.format:
+        if terms.get("tool_format", self.format) != self.format:
             do = "give rows of the other format an agent of their own (agent_name)"
-            raise DataError(f"tool_format in {what}", expected=self.format, found=describe(asked["tool_format"]), do=do)
-        names = asked.get("available_tools", list(self._box.tools))
+            raise DataError(f"tool_format in {what}", expected=self.format, found=describe(terms["tool_format"]), do=do)
+        names = terms.get("available_tools", list(self._box.tools))
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise DataError(f"available_tools in {what}", expected="a list of names", found=describe(names))
         for name in (names := list(names)):
@@ -361,13 +361,13 @@ class ToolAgent(AgentLoopBase):
 
     def sequences(self, episode: EpisodeState, **extra: Any) -> Sequences:
         """The sequences of an episode so far; `extra` is the last one's."""
-        found, versions = [], list(self.episode.versions)
-        for said in episode.said:
-            last, number = said is episode.transcript, said.count("assistant")
+        outputs, versions = [], list(self.episode.versions)
+        for transcript in episode.said:
+            last, number = transcript is episode.transcript, transcript.count("assistant")
             own, versions = (versions, []) if last else (versions[:number], versions[number:])
             of = replace(self.episode, versions=own, seconds=self.episode.seconds if last else 0.0)
-            found.append(said.output(of, **(extra if last else {})))
-        return (*sorted(self.episode.others, key=call_of), *found)
+            outputs.append(transcript.output(of, **(extra if last else {})))
+        return (*sorted(self.episode.others, key=call_of), *outputs)
 
     async def close(self, episode: EpisodeState) -> dict[str, float]:
         """Release an episode's tools and simulated user; returns tool name → reward. A second call does nothing."""
@@ -388,18 +388,18 @@ class ToolAgent(AgentLoopBase):
 
     async def spoken(self, episode: EpisodeState, sample: Sample, *, edited: bool = False) -> AgentState:
         """Append the model's turn, sampled or written by hand (`edited`); returns the next state."""
-        said = episode.transcript
+        transcript = episode.transcript
         text = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
         short = sample.finish_reason == "length"
-        said.say(sample, text, cut=f"cut short at {len(sample.ids)} tokens" if short else "")
+        transcript.say(sample, text, cut=f"cut short at {len(sample.ids)} tokens" if short else "")
         if edited:
-            said.note(edited=True)
+            transcript.note(edited=True)
         episode.calls = [] if is_asked(episode.turns[-2:-1]) else self.parsed(episode, sample.ids)
-        said.reason = sample.finish_reason
-        if is_asked(episode.turns[-2:-1]) and said.reason != "abort":
+        transcript.reason = sample.finish_reason
+        if is_asked(episode.turns[-2:-1]) and transcript.reason != "abort":
             return self._next(episode, with_summary(episode.first, outside_reasoning(text).strip()))
-        if said.reason == "abort" or said.room <= 0:
-            return await self._ended(episode, "abort" if said.reason == "abort" else "length")
+        if transcript.reason == "abort" or transcript.room <= 0:
+            return await self._ended(episode, "abort" if transcript.reason == "abort" else "length")
         if self._at_a_limit(episode):
             return await self._ended(episode, "turns" if episode.calls or episode.user else None)
         if episode.calls:
@@ -439,13 +439,13 @@ class ToolAgent(AgentLoopBase):
 
     def chat(self, episode: EpisodeState, count: int | None = None) -> list[dict[str, Any]]:
         """The prompt and the first `count` turns (None: all), as a simulated user reads them."""
-        turns, found = episode.turns[:count], list(episode.first)
+        turns, messages = episode.turns[:count], list(episode.first)
         for place, (turn, summary) in enumerate(zip(turns, summaries(turns), strict=True)):
             if turn.role == "tool":
-                found += self.messages([call for call in turns[place - 1].calls if call.ran])
+                messages += self.messages([call for call in turns[place - 1].calls if call.ran])
             elif not summary:
-                found.append({"role": turn.role, "content": self._history.heard(turn)})
-        return found
+                messages.append({"role": turn.role, "content": self._history.heard(turn)})
+        return messages
 
     def replied(self, episode: EpisodeState, text: str) -> AgentState:
         """Append the simulated user's reply; returns the next state."""
@@ -459,43 +459,43 @@ class ToolAgent(AgentLoopBase):
         cut: str,
         pictures: Sequence[Picture] = (),
     ) -> AgentState:
-        said = episode.transcript
-        last = said.turns[-1]
-        wrote = said.ids[last.first : last.last + 1]
-        told = (
+        transcript = episode.transcript
+        last = transcript.turns[-1]
+        wrote = transcript.ids[last.first : last.last + 1]
+        delta = (
             self.tokens.pictured_delta(messages, wrote, pictures)
             if pictures
             else (self.tokens.delta(messages, wrote), None)
         )
-        ids, seen = told
-        if asking := self._history.is_full(len(said.context) + len(ids)):
+        ids, seen = delta
+        if asking := self._history.is_full(len(transcript.context) + len(ids)):
             messages = self._history.asking(messages)
             ids = self.tokens.delta(messages, wrote)
         text, state = "\n".join(str(text_of(one["content"])) for one in messages), AgentState.GENERATING
         by_template = self._history.kind == "template"
         chat = [*episode.messages, *self._written(episode), *messages] if by_template else []
-        if chat and self._rewrites(chat, said.context):
-            said.hear(role, text, (), cut=cut)  # its tokens are in the next prompt
+        if chat and self._rewrites(chat, transcript.context):
+            transcript.hear(role, text, (), cut=cut)  # its tokens are in the next prompt
             state = self._next(episode, chat)
-        elif not said.hear(role, text, ids, cut=cut, seen=seen):
-            said.reason, state = "length", AgentState.TERMINATED
+        elif not transcript.hear(role, text, ids, cut=cut, seen=seen):
+            transcript.reason, state = "length", AgentState.TERMINATED
         if asking:
-            mark_asked(said)
+            mark_asked(transcript)
         return state
 
     def _written(self, episode: EpisodeState) -> list[dict[str, Any]]:
         """The turns of the present sequence as messages for the template, the model's as they were written."""
-        said, found = episode.transcript, []
-        for place, turn in enumerate(said.turns):
-            ids = said.ids[turn.first : turn.last + 1]
+        transcript, messages = episode.transcript, []
+        for place, turn in enumerate(transcript.turns):
+            ids = transcript.ids[turn.first : turn.last + 1]
             if turn.role == "tool":
-                found += self.messages([call for call in said.turns[place - 1].calls if call.ran])
+                messages += self.messages([call for call in transcript.turns[place - 1].calls if call.ran])
             elif turn.role == "user":
-                found.append({"role": "user", "content": turn.text})
+                messages.append({"role": "user", "content": turn.text})
             else:
                 text = self.tokenizer.decode(ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids)
-                found.append({"role": "assistant", "content": text})
-        return found
+                messages.append({"role": "assistant", "content": text})
+        return messages
 
     def _rewrites(self, chat: Sequence[Mapping[str, Any]], context: Sequence[int]) -> bool:
         """Whether the template's text of the chat goes on otherwise than the tokens that were read and written."""
@@ -514,7 +514,7 @@ class ToolAgent(AgentLoopBase):
     def at(self, episode: EpisodeState, said: Sequence[Transcript]) -> EpisodeState:
         """The state of an episode of which exactly these sequences, in order, are there; tools and user are `episode`'s."""
         now = replace(episode, past=[], messages=episode.first, transcript=said[0], errors=[], calls=[])
-        for one in said[1:]:
+        for part in said[1:]:
             turns, last = now.turns, now.transcript.turns[-1]
             if last.role == "assistant":
                 chat = with_summary(now.first, outside_reasoning(last.text).strip())
@@ -524,7 +524,7 @@ class ToolAgent(AgentLoopBase):
                 kept = replace(now, transcript=now.transcript.first(len(now.transcript.turns) - 1))
                 asked = is_asked(turns[-1:])
                 chat = [*now.messages, *self._written(kept), *(self._history.asking(of) if asked else of)]
-            now = replace(now, past=[*now.past, Part(now.messages, now.transcript)], messages=chat, transcript=one)
+            now = replace(now, past=[*now.past, Part(now.messages, now.transcript)], messages=chat, transcript=part)
         turns = now.transcript.turns
         now.state = AgentState.GENERATING
         if turns and is_asked(now.turns[-2:-1]):
@@ -549,17 +549,19 @@ class ToolAgent(AgentLoopBase):
 
     async def _ended(self, episode: EpisodeState, reason: str | None) -> AgentState:
         """At a limit: calls are not run, a simulated user still scores the turn, and its answer is not appended."""
-        said = episode.transcript
+        transcript = episode.transcript
         if reason is not None:
-            said.reason = reason
+            transcript.reason = reason
         if episode.calls:
-            said.note(calls=tuple(not_run(call, "not run") for call in episode.calls))
+            transcript.note(calls=tuple(not_run(call, "not run") for call in episode.calls))
         elif episode.user is not None and reason != "abort":
             stop, text = await self._asked_user(episode)
-            if stop and said.reason == "turns":
-                said.reason = "stop"
+            if stop and transcript.reason == "turns":
+                transcript.reason = "stop"
             elif text:
-                said.note(cut="; ".join(filter(None, (said.turns[-1].cut, f"the user's answer was left out: {text}"))))
+                transcript.note(
+                    cut="; ".join(filter(None, (transcript.turns[-1].cut, f"the user's answer was left out: {text}")))
+                )
         return AgentState.TERMINATED
 
     def _broken(self, episode: EpisodeState, why: str) -> AgentState:

@@ -144,10 +144,10 @@ def _parsed(value: Any, place: str) -> Any:
 
 
 def _gsm8k(record: Mapping[str, Any], place: str) -> _Task:
-    made = to_row(record, split="", place=place)
+    row = to_row(record, split="", place=place)
     question, answer = record["question"], record["answer"]
     extra = {"question": question, "answer": answer}
-    return _Task(question=question, truth=made["reward_model"]["ground_truth"], extra=extra)
+    return _Task(question=question, truth=row["reward_model"]["ground_truth"], extra=extra)
 
 
 def _math(record: Mapping[str, Any], place: str) -> _Task:
@@ -216,15 +216,15 @@ def _livecodebench(record: Mapping[str, Any], place: str) -> _Task:
 
 def _cases(record: Mapping[str, Any], name: str, place: str) -> list[Any]:
     """A list of cases, as JSON text or packed as LiveCodeBench packs it; [] where there is none."""
-    found = record.get(name) or []
-    if isinstance(found, str) and not found.lstrip().startswith("["):
-        found = _unpacked(found, place)
-    found = _parsed(found, place)
-    if not isinstance(found, list) or not all(
-        isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in found
+    cases = record.get(name) or []
+    if isinstance(cases, str) and not cases.lstrip().startswith("["):
+        cases = _unpacked(cases, place)
+    cases = _parsed(cases, place)
+    if not isinstance(cases, list) or not all(
+        isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in cases
     ):
-        raise DataError(place, expected="a list of {input, output, testtype}", found=describe(found))
-    return found
+        raise DataError(place, expected="a list of {input, output, testtype}", found=describe(cases))
+    return cases
 
 
 def _unpacked(text: str, place: str) -> str:

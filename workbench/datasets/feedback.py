@@ -37,7 +37,7 @@ STEP = "data_step"
 
 
 class Recorded(Composite):
-    """Rows that learn from steps. Subclasses say what a line means (`_take`) and which lines a step gives (`_found`)."""
+    """Rows that learn from steps. Subclasses say what a line means (`_take`) and which lines a step gives (`_lines`)."""
 
     learns = True
 
@@ -59,7 +59,7 @@ class Recorded(Composite):
     def _take(self, step: int, line: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _found(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -106,7 +106,7 @@ class Recorded(Composite):
     def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
         """Take in a step's scored batch and its last one; `record` writes it. Returns metrics."""
         metrics, counts = self._base.learn(step, batches), Counter[str]()
-        for found in self._found(step, batches, counts):
+        for found in self._lines(step, batches, counts):
             self._unwritten.append(self._add({STEP: step, **found}))
         self._rows = self._present()
         return {**metrics, **{f"data/{name}": float(number) for name, number in counts.items()}}
@@ -177,7 +177,7 @@ class Growing(Recorded):
 
     # --- what a step adds -----------------------------------------------------------------------
 
-    def _found(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
         counts.update(dict.fromkeys(("new_rows", "new_rows_refused", "new_rows_repeated"), 0))
         for record, parent in _offered(batches):
             try:
@@ -320,7 +320,7 @@ class Adaptive(Recorded):
         for row, mean in line["rewards"].items():
             self._seen.setdefault(int(row), []).append((step, float(mean)))
 
-    def _found(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
         for known in self._sure.values():
             del known[step + self._lag :]  # drawn before this was known
         means = _means(batches)
@@ -351,7 +351,7 @@ class Adaptive(Recorded):
         chance: float = self._settings["outside"]
         return self._inside(row, step) or derive(seed, "outside", row, draw) < chance * 2**63
 
-    def _asked(self, asks: np.ndarray, seed: int) -> tuple[np.ndarray, list[Drawn]]:
+    def _with_retries(self, asks: np.ndarray, seed: int) -> tuple[np.ndarray, list[Drawn]]:
         """[M, 2]: what the steps ask of the base, which is more than they take; and the rows of the last step."""
         known = self._sure.setdefault(seed, [])
         same = [size == tried for (_, size), (tried, _) in zip(asks.tolist(), known, strict=False)]
@@ -380,10 +380,10 @@ class Adaptive(Recorded):
         return every, [*chosen, *passed, *again][:size]
 
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
-        return self._asked(asks, seed)[1]
+        return self._with_retries(asks, seed)[1]
 
     def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
-        return {"base": self._base._position(self._asked(asks, seed)[0], seed), **self._known(asks)}
+        return {"base": self._base._position(self._with_retries(asks, seed)[0], seed), **self._known(asks)}
 
     def _further(self, size: int, step: int, seed: int) -> list[int]:
         found = self._base._further(4 * size, step, seed)

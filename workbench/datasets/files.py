@@ -36,21 +36,21 @@ def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
     `~` is the home folder. Raises `DataError` for a pattern that no file matches, and for a folder without data files, with
     files of several kinds, or of several splits. Paths of files are not checked here: `read` does that.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for given in [path] if isinstance(path, str | Path) else path:
-        one = Path(given).expanduser()
-        if _is_folder(one):
-            found += _inside(one)
+        place = Path(given).expanduser()
+        if _is_folder(place):
+            files += _inside(place)
             continue
-        if not any(sign in str(one) for sign in "*?") or os.path.exists(one):
-            found.append(one)
+        if not any(sign in str(place) for sign in "*?") or os.path.exists(place):
+            files.append(place)
             continue
-        folder = Path(one.anchor)
-        matched = sorted(each for each in folder.glob(str(one.relative_to(folder))) if each.suffix in SUFFIXES)
+        folder = Path(place.anchor)
+        matched = sorted(each for each in folder.glob(str(place.relative_to(folder))) if each.suffix in SUFFIXES)
         if not matched:
-            raise DataError(f"no file matches {str(one)!r}")
-        found += matched
-    return found
+            raise DataError(f"no file matches {str(place)!r}")
+        files += matched
+    return files
 
 
 def _is_folder(path: Path) -> bool:
@@ -175,15 +175,15 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    made = {name: array for name, cells in columns.items() if (array := _exact(cells)) is not None}
-    texts = {name: text for name, cells in columns.items() if name not in made and (text := _json(cells)) is not None}
-    made |= {name: pa.array(text, pa.string()) for name, text in texts.items()}
-    table, target = pa.table({name: made[name] for name in columns if name in made}), io.BytesIO()
+    arrays = {name: array for name, cells in columns.items() if (array := _exact(cells)) is not None}
+    texts = {name: text for name, cells in columns.items() if name not in arrays and (text := _json(cells)) is not None}
+    arrays |= {name: pa.array(text, pa.string()) for name, text in texts.items()}
+    table, target = pa.table({name: arrays[name] for name in columns if name in arrays}), io.BytesIO()
     about = {_AS_JSON: json.dumps(list(texts)), _CRC32: str(_crc32(table.to_pylist()))}
     pq.write_table(table.replace_schema_metadata(about), target, compression="zstd")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, target.getvalue())
-    return [name for name in columns if name not in made]
+    return [name for name in columns if name not in arrays]
 
 
 def _exact(cells: Sequence[Any]) -> Any:
@@ -191,11 +191,11 @@ def _exact(cells: Sequence[Any]) -> Any:
     import pyarrow as pa
 
     try:
-        found = pa.array(cells)
-        same = "struct<>" not in str(found.type) and _text(found.to_pylist()) == _text(cells)
+        array = pa.array(cells)
+        same = "struct<>" not in str(array.type) and _text(array.to_pylist()) == _text(cells)
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         return None
-    return found if same else None
+    return array if same else None
 
 
 def _json(cells: Sequence[Any]) -> list[str] | None:

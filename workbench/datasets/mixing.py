@@ -146,28 +146,28 @@ class Mix(Composite):
                 raise DataError(what, found=found, do="take fewer steps, another weight, or exhausted='cycle'")
         return list(counts.T)
 
-    def _asked(self, asks: np.ndarray, seed: int) -> list[tuple[Rows, np.ndarray, int]]:
+    def _asks_of_parts(self, asks: np.ndarray, seed: int) -> list[tuple[Rows, np.ndarray, int]]:
         """Each part with what it is asked for, and its own seed."""
         each = zip(self.weights, self._parts, self._counts(asks, seed), strict=True)
         return [(part, with_sizes(asks, counts), derive(seed, "part", name)) for name, part, counts in each]
 
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
-        parts = enumerate(self._asked(asks, seed))
+        parts = enumerate(self._asks_of_parts(asks, seed))
         drawn = [one for number, (part, its, own) in parts for one in self._shifted(number, part._drawn(its, own))]
         return shuffled(drawn, derive(seed, "mixed"), len(asks))
 
     def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
-        asked = self._asked(asks, seed)
+        asked = self._asks_of_parts(asks, seed)
         return {name: part._position(its, own) for name, (part, its, own) in zip(self.weights, asked, strict=True)}
 
     def _further(self, size: int, step: int, seed: int) -> list[int]:
-        asked = enumerate(self._asked(np.array([[step, size]]), seed))
-        found = [
+        parts = enumerate(self._asks_of_parts(np.array([[step, size]]), seed))
+        rows = [
             self._offsets[number] + index
-            for number, (part, its, own) in asked
+            for number, (part, its, own) in parts
             for index in part._further(int(its[0, 1]), step, own)
         ]
-        return shuffled(found, seed, 1)
+        return shuffled(rows, seed, 1)
 
 
 class Stages(Composite):
@@ -274,12 +274,12 @@ def mix(
             found = f"{strange[0]!r} on one side alone"
             raise DataError("weights of the mix", expected=f"one for each of {', '.join(named)}", found=found)
         weights = [weights[name] for name in named]
-    given = [len(part) for part in named.values()] if weights is None else list(weights)
-    good = all(isinstance(one, int | float | np.number) and not isinstance(one, bool) for one in given)
-    if len(given) != len(named) or not good or not all(0 < one < math.inf for one in given):
+    shares = [len(part) for part in named.values()] if weights is None else list(weights)
+    good = all(isinstance(share, int | float | np.number) and not isinstance(share, bool) for share in shares)
+    if len(shares) != len(named) or not good or not all(0 < share < math.inf for share in shares):
         expected = f"{len(named)} finite numbers above 0, one for each of {', '.join(named)}"
         raise DataError("weights of the mix", expected=expected, found=weights)
-    return Mix(named, [one / max(given) for one in given], exhausted)
+    return Mix(named, [share / max(shares) for share in shares], exhausted)
 
 
 def _named(parts: Any) -> dict[str, Rows]:
@@ -307,17 +307,17 @@ def stages(parts: Sequence[tuple[Rows, int | None]]) -> Rows:
     Example:
         >>> rows = wb.datasets.stages([(easy, 100), (medium, 100), (hard, None)])  # doctest: +SKIP
     """
-    given = list(parts)
-    for number, one in enumerate(given):
+    listed = list(parts)
+    for number, pair in enumerate(listed):
         what = f"stage {number}"
-        if not isinstance(one, tuple | list) or len(one) != 2:
-            raise DataError(what, expected="a pair: rows, number of steps", found=describe(one))
-        check_part(one[0], f"{what}: its rows")
-        endless = one[1] is None and number == len(given) - 1
-        whole = isinstance(one[1], int) and not isinstance(one[1], bool) and one[1] >= 1
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DataError(what, expected="a pair: rows, number of steps", found=describe(pair))
+        check_part(pair[0], f"{what}: its rows")
+        endless = pair[1] is None and number == len(listed) - 1
+        whole = isinstance(pair[1], int) and not isinstance(pair[1], bool) and pair[1] >= 1
         if not endless and not whole:
             expected = "a whole number ≥ 1; None for the last stage alone"
-            raise DataError(f"{what}: its steps", expected=expected, found=one[1])
-    if not given:
+            raise DataError(f"{what}: its steps", expected=expected, found=pair[1])
+    if not listed:
         raise DataError("stages", expected="at least one", found="none")
-    return Stages([(rows, steps) for rows, steps in given])
+    return Stages([(rows, steps) for rows, steps in listed])

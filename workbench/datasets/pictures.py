@@ -133,10 +133,10 @@ def _size(data: bytes, place: str) -> tuple[int, int]:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as found:
-            width, height = found.size
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
             if width * height <= MOST_PIXELS:
-                found.verify()
+                image.verify()
                 return width, height
     except Exception as cause:  # as many kinds of error as formats
         what, expected = f"{place} cannot be read", f"a picture ({', '.join(FORMATS)})"
@@ -196,36 +196,39 @@ def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tupl
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
         return prompt, []
-    found: list[Any] = []
-    said = [
-        {**turn, "content": _parts(turn["content"], found, bool(beside))}
+    values: list[Any] = []
+    turns = [
+        {**turn, "content": _parts(turn["content"], values, bool(beside))}
         if isinstance(turn, Mapping) and "content" in turn
         else turn
         for turn in prompt
     ]
     waiting = [
-        (f"picture {number} of column {name!r} of {place}", one)
+        (f"picture {number} of column {name!r} of {place}", picture)
         for name, many in beside.items()
-        for number, one in enumerate(many)
+        for number, picture in enumerate(many)
     ]
-    if found.count(None) != len(waiting):
+    if values.count(None) != len(waiting):
         columns = " and ".join(f"column {name!r}" for name in beside) or f"a column {IMAGES!r}"
         expected = f"one {PLACE} in a text, or one part {{'type': 'image'}}, for each picture"
-        counts = f"{len(waiting)} pictures and {found.count(None)} places for them"
+        counts = f"{len(waiting)} pictures and {values.count(None)} places for them"
         raise DataError(f"{columns} of {place}", expected=expected, found=counts)
     column = iter(waiting)
-    each = [next(column) if one is None else (f"picture {number} of {place}", one) for number, one in enumerate(found)]
-    return said, [Picture.read(one, where) for where, one in each]
+    each = [
+        next(column) if picture is None else (f"picture {number} of {place}", picture)
+        for number, picture in enumerate(values)
+    ]
+    return turns, [Picture.read(picture, where) for where, picture in each]
 
 
-def _parts(content: Any, found: list[Any], beside: bool) -> Any:
+def _parts(content: Any, values: list[Any], beside: bool) -> Any:
     """A message's content with its pictures as parts; their values are added to `found`, None where they are a column's."""
     if isinstance(content, str) and beside and PLACE in content:
         first, *rest = [{"type": "text", "text": text} for text in content.split(PLACE)]
         content = [first, *(part for text in rest for part in ({"type": "image"}, text))]
     if not _pictured(content):
         return content
-    found += [_value(part) for part in content if _pictured([part])]
+    values += [_value(part) for part in content if _pictured([part])]
     clean = [{"type": "image"} if _pictured([part]) else _plain_part(part) for part in content]
     return [part for part in clean if part != {"type": "text", "text": ""}]
 

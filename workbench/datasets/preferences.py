@@ -70,11 +70,11 @@ class Sample:
         """The preferred answers: by the rating `label`, or as the data say."""
         if label is None:
             return self.best
-        rated = [one.scores.get(label) for one in self.answers]
-        if len(rated) < 2 or any(one is None for one in rated):
+        rated = [answer.scores.get(label) for answer in self.answers]
+        if len(rated) < 2 or any(rating is None for rating in rated):
             return None
-        most = max(one for one in rated if one is not None)
-        return tuple(place for place, one in enumerate(rated) if one == most)
+        most = max(rating for rating in rated if rating is not None)
+        return tuple(place for place, rating in enumerate(rated) if rating == most)
 
     def ordered(self, order: Sequence[int]) -> Sample:
         """The sample with its answers in another order, or with some of them."""
@@ -112,25 +112,25 @@ class Samples(Shown, Sequence[Sample]):
     def split(self, test: float = 0.1, seed: int = 0) -> tuple[Samples, Samples]:
         """(train, held out): the share `test` of the questions, the same ones each time, is held out with all its samples."""
         require(0 < test < 1, "test", expected="a share in (0, 1)", found=test)
-        order = sorted({one.key for one in self}, key=lambda key: derive(seed, "held out", key))
+        order = sorted({sample.key for sample in self}, key=lambda key: derive(seed, "held out", key))
         held = set(order[: math.ceil(test * len(order))])
         if len(held) == len(order):
             raise DataError("cannot split the samples", expected="two questions or more", found=len(order))
-        return self.filter(lambda one: one.key not in held), self.filter(lambda one: one.key in held)
+        return self.filter(lambda sample: sample.key not in held), self.filter(lambda sample: sample.key in held)
 
     def pairs(self, label: str | None = None) -> Samples:
         """Each two answers of a sample of which something is said, as a sample of their own: of two preferred ones none."""
-        found = []
-        for one in self:
-            places = [(i, j) for i in range(len(one.answers)) for j in range(i + 1, len(one.answers))]
+        pairs = []
+        for sample in self:
+            places = [(i, j) for i in range(len(sample.answers)) for j in range(i + 1, len(sample.answers))]
             for pair in places:
-                two = one.ordered(pair)
+                two = sample.ordered(pair)
                 best = two.preferred(label)
-                tied = best is not None and len(best) == 2 and len(one.answers) > 2
+                tied = best is not None and len(best) == 2 and len(sample.answers) > 2
                 if best and not tied:
-                    name = one.id if len(places) == 1 else f"{one.id}:{pair[0]}-{pair[1]}"
-                    found.append(replace(two, best=best, id=name))
-        return self._like(found)
+                    name = sample.id if len(places) == 1 else f"{sample.id}:{pair[0]}-{pair[1]}"
+                    pairs.append(replace(two, best=best, id=name))
+        return self._like(pairs)
 
     @property
     def labels(self) -> dict[str, int]:
@@ -143,24 +143,24 @@ class Samples(Shown, Sequence[Sample]):
 
         return pd.DataFrame(
             {
-                **{"id": one.id, "category": one.category, "question": one.question, "answer": answer.text},
-                **{"model": answer.model, "preferred": None if one.best is None else place in one.best},
+                **{"id": sample.id, "category": sample.category, "question": sample.question, "answer": answer.text},
+                **{"model": answer.model, "preferred": None if sample.best is None else place in sample.best},
                 **answer.scores,
             }
-            for one in self
-            for place, answer in enumerate(one.answers)
+            for sample in self
+            for place, answer in enumerate(sample.answers)
         )
 
     def lines(self) -> list[tuple[str, str]]:
         """(label, value) pairs, as text and HTML show them."""
         pairs = [
-            ("samples", f"{len(self):,} of {len({one.key for one in self}):,} questions"),
+            ("samples", f"{len(self):,} of {len({sample.key for sample in self}):,} questions"),
             ("read as", self.read_as),
             ("source", self.source),
-            ("answers", _counts(Counter(len(one.answers) for one in self))),
+            ("answers", _counts(Counter(len(sample.answers) for sample in self))),
             ("ratings", ", ".join(f"{name} {_ratings(self, name)}" for name in self.labels)),
-            ("preferred", _counts(Counter(_said(one) for one in self))),
-            ("categories", _counts(Counter(one.category for one in self if one.category))),
+            ("preferred", _counts(Counter(_preference(sample) for sample in self))),
+            ("categories", _counts(Counter(sample.category for sample in self if sample.category))),
         ]
         return [(name, value) for name, value in pairs if value]
 
@@ -176,12 +176,14 @@ def _ratings(samples: Samples, name: str) -> str:
     return f"{min(found):g} to {max(found):g} (mean {sum(found) / len(found):.3g})"
 
 
-def _said(one: Sample) -> str:
-    if one.best is None:
+def _preference(sample: Sample) -> str:
+    if sample.best is None:
         return "not said"
-    if len(one.best) == len(one.answers):
+    if len(sample.best) == len(sample.answers):
         return "tie"
-    return f"{_ordinal(one.best[0])} answer" if len(one.best) == 1 else f"{len(one.best)} of {len(one.answers)}"
+    if len(sample.best) > 1:
+        return f"{len(sample.best)} of {len(sample.answers)}"
+    return f"{_ordinal(sample.best[0])} answer"
 
 
 def _ordinal(place: int) -> str:
@@ -207,12 +209,12 @@ def samples(x: Any, *, limit: int | None = None) -> Samples:
     """
     if isinstance(x, Samples):
         return x if limit is None else x[:limit]
-    found: list[Sample] = []
+    listed: list[Sample] = []
     sources: list[str] = []
     form: Form | None = None
     for source, _, records in parts(x):
         sources.append(source)
-        for number, record in enumerate(islice(records, None if limit is None else limit - len(found))):
+        for number, record in enumerate(islice(records, None if limit is None else limit - len(listed))):
             place = f"{source or 'samples'}, row {number}"
             cells = {name: cell for name, cell in cells_of(record, place).items() if cell is not None}
             form = form or _form(cells, place)
@@ -220,10 +222,10 @@ def samples(x: Any, *, limit: int | None = None) -> Samples:
                 expected = f"{form.name}, as the rows before it"
                 raise DataError(f"fields of {place}", expected=expected, found=", ".join(cells))
             with boundary(f"{place}, read as {form.name}", DataError):
-                found.append(form.read(cells, place, len(found)))
-    if not found or form is None:
+                listed.append(form.read(cells, place, len(listed)))
+    if not listed or form is None:
         raise DataError(f"no samples in {', '.join(filter(None, sources)) or 'an empty list'}")
-    return Samples(found, ", ".join(filter(None, sources)), form.name)
+    return Samples(listed, ", ".join(filter(None, sources)), form.name)
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,11 @@ class Form:
 
 
 def _form(cells: Record, place: str) -> Form:
-    found = next((form for form in FORMS if form.fits(cells)), None)
-    if found is None:
+    chosen = next((form for form in FORMS if form.fits(cells)), None)
+    if chosen is None:
         known = "; ".join(f"{form.name} ({', '.join(form.fields)})" for form in FORMS)
         raise DataError(f"fields of {place}", expected=f"those of a known form: {known}", found=", ".join(cells))
-    return found
+    return chosen
 
 
 # --- forms ----------------------------------------------------------------------------------------
@@ -256,12 +258,12 @@ def _sample(
     """A sample of a record; what is not `used` is its metadata."""
     if any(not isinstance(one.text, str) for one in answers) or not answers:
         raise DataError(f"answers of {place}", expected="texts", found=describe([one.text for one in answers]))
-    said = tuple(MappingProxyType(turn) for turn in chat(prompt, f"prompt of {place}"))
+    turns = tuple(MappingProxyType(turn) for turn in chat(prompt, f"prompt of {place}"))
     named = {*used, *_IDS, "source", *_CATEGORIES}
     kept = {name: cell for name, cell in cells.items() if name not in named}
     return Sample(
         id=str(next((cells[name] for name in _IDS if name in cells), number)),
-        prompt=said,
+        prompt=turns,
         answers=tuple(answers),
         best=None if best is None else tuple(best),
         category=str(next((cells[name] for name in _CATEGORIES if name in cells), "")),
@@ -276,12 +278,12 @@ _CATEGORIES = ("task_category", "subset", "domain", "category")
 
 def _numbers(cells: Any, *without: str) -> dict[str, float]:
     """The fields of a mapping that are numbers, or texts of numbers."""
-    found = {}
+    ratings = {}
     for name, cell in (cells or {}).items():
         value = finite(cell)
         if value is not None and name not in without:
-            found[str(name)] = value
-    return found
+            ratings[str(name)] = value
+    return ratings
 
 
 def finite(cell: Any) -> float | None:
@@ -294,24 +296,26 @@ def finite(cell: Any) -> float | None:
 
 
 def _listed(cell: Any, place: str) -> list[Any]:
-    found = json.loads(cell) if isinstance(cell, str) else cell
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+    value = json.loads(cell) if isinstance(cell, str) else cell
+    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise DataError(place, expected="a list of objects, or JSON text of one", found=describe(cell))
-    return found
+    return value
 
 
 def _data_sample(cells: Record, place: str, number: int) -> Sample:
-    said = [{"role": one["role"], "content": one["content"]} for one in _listed(cells["input"], f"input of {place}")]
+    turns = [
+        {"role": turn["role"], "content": turn["content"]} for turn in _listed(cells["input"], f"input of {place}")
+    ]
     metadata = object_of(cells.get("metadata"), f"metadata of {place}") or {}
     outputs = _listed(cells["output"], f"output of {place}")
-    judged = [_gallery_answer(one.get("answer") or {}, place) for one in outputs]
+    judged = [_gallery_answer(output.get("answer") or {}, place) for output in outputs]
     preferred = [at for at, (_, chosen) in enumerate(judged) if chosen]
     told = metadata.get("preferred")
     best: Any = {"A": (0,), "B": (1,), "tie": (0, 1)}.get(told) if told is not None else preferred or None
     cells = {**cells, "source": cells.get("source") or metadata.get("source") or ""}
     flat = {**{name: one for name, one in cells.items() if name != "metadata"}, **metadata}
     answers = [answer for answer, _ in judged]
-    return _sample(flat, place, number, said, answers, best, ("input", "output", "preferred", "created_at"))
+    return _sample(flat, place, number, turns, answers, best, ("input", "output", "preferred", "created_at"))
 
 
 def _gallery_answer(answer: Record, place: str) -> tuple[Answer, bool]:
@@ -328,27 +332,27 @@ def _helpsteer_pair(cells: Record, place: str, number: int) -> Sample:
     """`preference_strength` and `overall_preference` are above 0 where the second answer is better."""
     names = ("response_1", "response_2") if "response_1" in cells else ("response1", "response2")
     strength = next((name for name in ("preference_strength", "overall_preference") if name in cells), None)
-    found = None if strength is None else finite(cells[strength])
-    best = None if found is None else (0, 1) if found == 0 else (1,) if found > 0 else (0,)
+    lead = None if strength is None else finite(cells[strength])
+    best = None if lead is None else (0, 1) if lead == 0 else (1,) if lead > 0 else (0,)
     prompt = cells.get("prompt", cells.get("context"))
-    margin = {} if found is None else {"margin": abs(found)}
+    margin = {} if lead is None else {"margin": abs(lead)}
     used = ("prompt", "context", *names)
     return _sample({**cells, **margin}, place, number, prompt, [Answer(cells[one]) for one in names], best, used)
 
 
 def _ultra_feedback(cells: Record, place: str, number: int) -> Sample:
     answers = []
-    for one in _listed(cells["completions"], f"completions of {place}"):
+    for completion in _listed(cells["completions"], f"completions of {place}"):
         notes = {
             name: (note[0] if isinstance(note, list) and note else note).get("Rating")
-            for name, note in (one.get("annotations") or {}).items()
+            for name, note in (completion.get("annotations") or {}).items()
             if isinstance(note, Mapping | list) and note
         }
         scores = {
             **_numbers(notes),
-            **_numbers({name: one.get(name) for name in ("overall_score", "fine-grained_score")}),
+            **_numbers({name: completion.get(name) for name in ("overall_score", "fine-grained_score")}),
         }
-        answers.append(Answer(one["response"], scores, one.get("model") or ""))
+        answers.append(Answer(completion["response"], scores, completion.get("model") or ""))
     return _sample(cells, place, number, cells["instruction"], answers, None, ("instruction", "completions"))
 
 

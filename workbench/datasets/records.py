@@ -175,51 +175,51 @@ class _Roles:
         extra = object_of(kept.pop("extra_info", None), f"extra_info of {place}") or {}
         gone = {CHAT, "completion"} if self.answer == "completion" else {CHAT}
         if self.gsm8k:
-            made, gone = to_row(kept, index=index, split="", place=place), {"question", "answer"}
-            kept = {"ability": made["ability"], "reward_model": made["reward_model"], **kept}
-            extra = {**made["extra_info"], **extra}
+            built, gone = to_row(kept, index=index, split="", place=place), {"question", "answer"}
+            kept = {"ability": built["ability"], "reward_model": built["reward_model"], **kept}
+            extra = {**built["extra_info"], **extra}
         text = isinstance(row[self.prompt], str)
-        given, kept = _with_pictures(row[self.prompt], kept, place)
+        prompt, kept = _with_pictures(row[self.prompt], kept, place)
         refuse_media(kept, place, self.how)
-        said, told = self._said(given, "reward_model" in kept, f"{self.prompt} of {place}")
-        _refuse_placeholders(said, {**row, **extra}, place)
-        judged = self._judged(kept, row, told, place)
+        turns, answer = self._chat_and_answer(prompt, "reward_model" in kept, f"{self.prompt} of {place}")
+        _refuse_placeholders(turns, {**row, **extra}, place)
+        judged = self._judged(kept, row, answer, place)
         if not text:
             gone.add(self.prompt)
         gone |= _RESERVED.intersection({self.prompt, self.answer or CHAT})
-        made = {CHAT: given if self.how.raw else said}
-        made["data_source"] = self._source(kept.pop("data_source", None), place)
-        made |= {} if judged is None else {"reward_model": judged}
-        made |= {"extra_info": extra, **{name: cell for name, cell in kept.items() if name not in gone}}
-        return made | ({"prompt_is_text": True} if not self.how.raw and is_text(given, said[-1:]) else {})
+        built = {CHAT: prompt if self.how.raw else turns}
+        built["data_source"] = self._source(kept.pop("data_source", None), place)
+        built |= {} if judged is None else {"reward_model": judged}
+        built |= {"extra_info": extra, **{name: cell for name, cell in kept.items() if name not in gone}}
+        return built | ({"prompt_is_text": True} if not self.how.raw and is_text(prompt, turns[-1:]) else {})
 
     def _source(self, name: Any, place: str) -> str:
         if not isinstance(name, str | None):
             raise DataError(f"data_source of {place}", expected="a name (text)", found=describe(name))
         return name or (GSM8K if self.gsm8k else self.how.data_source)
 
-    def _said(self, given: Any, judged: bool, place: str) -> tuple[list[dict[str, Any]], str | None]:
+    def _chat_and_answer(self, prompt: Any, judged: bool, place: str) -> tuple[list[dict[str, Any]], str | None]:
         """The prompt as a chat; and, unless the row is `judged` otherwise, the answer that messages end in."""
         system, raw = self.how.system, self.how.raw
-        if raw and (system is not None or not isinstance(given, str)):
+        if raw and (system is not None or not isinstance(prompt, str)):
             expected = "a text, and no system=: with raw=True there is no chat"
-            raise DataError(place, expected=expected, found=describe(given))
-        said, told = _turns(_message(given), place) if raw else chat(given, place), None
-        if self.prompt != CHAT and self.answer is None and not judged and said[-1]["role"] == "assistant":
-            told = said.pop()["content"]
+            raise DataError(place, expected=expected, found=describe(prompt))
+        turns, answer = _turns(_message(prompt), place) if raw else chat(prompt, place), None
+        if self.prompt != CHAT and self.answer is None and not judged and turns[-1]["role"] == "assistant":
+            answer = turns.pop()["content"]
         if not any(
-            turn.get("tool_calls") or isinstance(turn["content"], list) or turn["content"].strip() for turn in said
+            turn.get("tool_calls") or isinstance(turn["content"], list) or turn["content"].strip() for turn in turns
         ):
-            raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(given))
-        return _after(system, said, place), told
+            raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(prompt))
+        return _after(system, turns, place), answer
 
     def _judged(
-        self, kept: dict[str, Any], row: Mapping[str, Any], told: str | None, place: str
+        self, kept: dict[str, Any], row: Mapping[str, Any], answer: str | None, place: str
     ) -> dict[str, Any] | None:
         """How the row is scored; None where nothing says so."""
         judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
-        truth = told if self.answer is None else row.get(self.answer)
-        if self.gsm8k or (self.answer is None and told is None):
+        truth = answer if self.answer is None else row.get(self.answer)
+        if self.gsm8k or (self.answer is None and answer is None):
             return judged
         truth = spoken(truth, f"completion of {place}") if self.answer == "completion" and truth is not None else truth
         return {"style": "rule", **(judged or {}), "ground_truth": truth}
@@ -241,13 +241,13 @@ class _Roles:
         return f"{self.prompt} → prompt{text}; {truth} ({form})"
 
 
-def _after(system: str | None, said: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+def _after(system: str | None, turns: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     """A chat with a system message before it."""
     if system is None:
-        return said
-    if said[0]["role"] in ("system", "developer"):
-        raise DataError(f"{place} has a system message", found=describe(said[0]["content"]), do="leave system= out")
-    return [{"role": "system", "content": system}, *said]
+        return turns
+    if turns[0]["role"] in ("system", "developer"):
+        raise DataError(f"{place} has a system message", found=describe(turns[0]["content"]), do="leave system= out")
+    return [{"role": "system", "content": system}, *turns]
 
 
 def table_records(source: Any) -> Any:
@@ -367,10 +367,10 @@ def _empty(value: Any) -> bool:
 
 def object_of(value: Any, place: str) -> dict[str, Any] | None:
     """A dict, or None; some files have it as JSON text."""
-    found = _parsed(value) if isinstance(value, str) else value
-    if not isinstance(found, dict | None):
+    parsed = _parsed(value) if isinstance(value, str) else value
+    if not isinstance(parsed, dict | None):
         raise DataError(place, expected="an object (a dict, or JSON text of one), or nothing", found=describe(value))
-    return found
+    return parsed
 
 
 def _parsed(text: str) -> Any:
@@ -398,14 +398,14 @@ def chat(prompt: Any, place: str) -> list[dict[str, Any]]:
 
 def _read(text: str, place: str) -> list[Any]:
     """A text as a chat: the one whose JSON it is, else a user's message."""
-    found = _parsed(text) if text.lstrip()[:1] in ("[", "{") else text
+    parsed = _parsed(text) if text.lstrip()[:1] in ("[", "{") else text
     if text.lstrip()[:2] in ('"[', '"{') and text != (inner := _parsed(text)):
         return _read(inner, place)  # some data sets encode twice
-    inside = [found] if isinstance(found, Mapping) else found
-    if isinstance(inside, list) and inside and all(isinstance(one, Mapping) for one in inside):
-        if all("role" in one for one in inside):
+    inside = [parsed] if isinstance(parsed, Mapping) else parsed
+    if isinstance(inside, list) and inside and all(isinstance(part, Mapping) for part in inside):
+        if all("role" in part for part in inside):
             return inside
-        if all(one.get("type") in _PARTS for one in inside):
+        if all(part.get("type") in _PARTS for part in inside):
             return _message(inside)
     if _CHAT.match(text):
         do = "write it so; or, where this very text is meant, as [{'role': 'user', 'content': …}]"

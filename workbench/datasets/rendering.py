@@ -50,7 +50,7 @@ class Renderer:
         texts: list[str] = []
         for start in range(0, len(chats), BLOCK):
             block = [list(chat) for chat in chats[start : start + BLOCK]]
-            asked = {"template": template, "chats": block, "variables": dict(variables)}
+            request = {"template": template, "chats": block, "variables": dict(variables)}
             with self._lock:
                 child = self._running()
                 if not self._ready:
@@ -62,7 +62,7 @@ class Renderer:
                         raise DataError(what, found=cause, do=do) from cause
                     self._ready = True
                 try:
-                    answer = json.loads(child.exchange(json.dumps(asked, default=str).encode(), SECONDS))
+                    answer = json.loads(child.exchange(json.dumps(request, default=str).encode(), SECONDS))
                 except OSError as cause:
                     why = f"no text after {SECONDS:g} s" if isinstance(cause, TimeoutError) else "its process died"
                     raise DataError(f"the tokenizer's chat template could not be rendered: {why}") from cause
@@ -162,19 +162,19 @@ def bounds(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]] | str], *
         return [float("inf")] * len(chats)
     grown = 1 if words.normalizer is None else _MOST
     around: dict[tuple[str, ...], float] = {}
-    found = []
+    sizes = []
     for chat in chats:
         turns = [{"role": "", "content": chat}] if isinstance(chat, str) else chat
         if any(turn.keys() != {"role", "content"} or not isinstance(turn["content"], str) for turn in turns):
-            found.append(float("inf"))
+            sizes.append(float("inf"))
             continue
         roles = tuple(turn["role"] for turn in turns)
         if roles not in around:
             around[roles] = _around(tokenizer, roles, switches)
         texts = [turn["content"] for turn in turns]
         size = sum(len(text) if text.isascii() else grown * len(text.encode(errors="replace")) for text in texts)
-        found.append(around[roles] + size)
-    return found
+        sizes.append(around[roles] + size)
+    return sizes
 
 
 def _around(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -> float:
@@ -238,7 +238,7 @@ def encode_pictures(
 
 
 def _texts(chat: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    said = messages(chat, place)
-    if any(is_parts(turn["content"]) for turn in said):
+    turns = messages(chat, place)
+    if any(is_parts(turn["content"]) for turn in turns):
         raise DataError(f"{place} has pictures", expected="text: a tokenizer reads no other", do=OPEN)
-    return said
+    return turns

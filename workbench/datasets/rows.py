@@ -177,13 +177,13 @@ class Rows(Shown):
         for group in permutation(len(groups), seed, 0):
             taken.update(groups[group] if len(taken) < number else ())
         if not 0 < len(taken) < len(self):
-            found = f"{held_out} of {len(self)} rows with {len(groups)} different prompts"
+            there = f"{held_out} of {len(self)} rows with {len(groups)} different prompts"
             do = (
                 f"hold out fewer: a number from 1 to {len(groups) - 1}, or a share below 1"
                 if len(groups) > 1
                 else "add prompts"
             )
-            raise DataError("split into training and held-out rows", expected="rows on both sides", found=found, do=do)
+            raise DataError("split into training and held-out rows", expected="rows on both sides", found=there, do=do)
         rest = [index for index in range(len(self)) if index not in taken]
         return self.select(rest), self.select(sorted(taken))
 
@@ -214,14 +214,14 @@ class Rows(Shown):
         of its chat template. With a `reward` how many truths can ever be right under it; raises `DataError` where none can.
         """
         lengths = self.prompt_lengths(tokenizer, **switches) if tokenizer is not None else []
-        made = report(self._rows, self.columns, lengths, self.max_prompt_length)
+        summary = report(self._rows, self.columns, lengths, self.max_prompt_length)
         first = (
             ""
             if tokenizer is None or not self._rows
             else as_read(tokenizer, self._rows[0][CHAT], self._rows[0].get(IMAGES), **switches)
         )
         judged = "" if reward is None else scorable(self._rows, reward)
-        return replace(made, read_as=self.read_as, first=first, template=self._template(tokenizer), scorable=judged)
+        return replace(summary, read_as=self.read_as, first=first, template=self._template(tokenizer), scorable=judged)
 
     def _template(self, tokenizer: Any) -> str:
         if tokenizer is None:
@@ -461,7 +461,7 @@ def report(
         data_sources=dict(Counter(str(row.get("data_source")) for row in rows)),
         missing_answers=tuple(index for index, row in enumerate(rows) if not has_answer(row)),
         truths=truth_kinds(rows),
-        characters=_statistics([len(_said(row)) for row in rows]),
+        characters=_statistics([len(_prompt(row)) for row in rows]),
         pictures=sum(len(row.get(IMAGES) or ()) for row in rows),
         examples=_examples(rows),
         duplicates=_repeated(rows),
@@ -482,18 +482,18 @@ def _named(rows: Sequence[int]) -> str:
     return f"{len(rows)} (rows {[*rows[:5]]})" if rows else "none"
 
 
-def _said(row: Mapping[str, Any]) -> str:
+def _prompt(row: Mapping[str, Any]) -> str:
     """The texts of a row's prompt, a message a line."""
     chat = row[CHAT]
     return chat if isinstance(chat, str) else "\n".join(str(text_of(turn.get("content")) or "") for turn in chat)
 
 
 def _examples(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    by_length = sorted(range(len(rows)), key=lambda index: len(_said(rows[index])))
+    by_length = sorted(range(len(rows)), key=lambda index: len(_prompt(rows[index])))
     chosen = {0: "first row", 1: "second row"} if len(rows) > 1 else {0: "first row"} if rows else {}
     for name, index in (("shortest prompt", by_length[:1]), ("longest prompt", by_length[-1:])):
         chosen |= {one: f"{name} (row {one})" for one in index if one not in chosen}
-    return tuple((name, f"{_cut(_said(rows[one]))}  → {_cut(truth_of(rows[one]))}") for one, name in chosen.items())
+    return tuple((name, f"{_cut(_prompt(rows[one]))}  → {_cut(truth_of(rows[one]))}") for one, name in chosen.items())
 
 
 def _cut(value: Any, most: int = 200) -> str:
@@ -523,11 +523,13 @@ def scorable(rows: Sequence[Mapping[str, Any]], reward: Any) -> str:
         return "unknown: only workbench's own rules can be asked beforehand"
     truths = [truth_of(row) for row in rows]
     bad = {index: why for index, truth in enumerate(truths) if (why := rule.unscorable(ground_truth=truth))}
-    said = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
+    words = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
     first = "".join(f"; row {index}: {why}" for index, why in list(bad.items())[:1])
     if bad and len(bad) == len(truths):
-        raise DataError(said, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')")
-    return said + first
+        raise DataError(
+            words, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')"
+        )
+    return words + first
 
 
 _ANYTHING = "a path, a list of paths or dicts, a DataFrame, a Dataset, or another iterable of dicts"
@@ -590,20 +592,20 @@ def rows(
 
 def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]], str, str]:
     """(rows, where they are from, what their columns were read as). Raises `DataError` where there are none."""
-    made: list[dict[str, Any]] = []
-    sources, told = [], []
+    all_rows: list[dict[str, Any]] = []
+    sources, readings = [], []
     for source, changes, records in parts(x):
-        left = None if limit is None else limit - len(made)
+        left = None if limit is None else limit - len(all_rows)
         found, read_as = replace(how, **changes).read(islice(records, left), source)
-        made += found
+        all_rows += found
         sources.append(source)
-        told.append(read_as)
-        if len(made) == limit:
+        readings.append(read_as)
+        if len(all_rows) == limit:
             break
     where = ", ".join(filter(None, sources))
-    if not made:
+    if not all_rows:
         raise DataError(f"no rows in {where or 'an empty list'}")
-    return made, where, "; ".join(dict.fromkeys(filter(None, told)))
+    return all_rows, where, "; ".join(dict.fromkeys(filter(None, readings)))
 
 
 def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:

@@ -52,13 +52,13 @@ class BaseReward:
     """The settings of `reward_from` that make an equal reward, as plain values; None where they alone do not."""
 
     def __init__(self, name: str, on_failure: str = "mask") -> None:
-        found = _POLICIES.fullmatch(on_failure)
-        if found is None:
+        policy = _POLICIES.fullmatch(on_failure)
+        if policy is None:
             raise RewardError(unknown("policy for on_failure", on_failure, ("mask", "raise", "retry(n)", "value=x")))
         self.name = name
         self.on_failure = on_failure
-        self.retries = int(found[1] or 0)
-        self.failed_value = float(found[2]) if found[2] else None
+        self.retries = int(policy[1] or 0)
+        self.failed_value = float(policy[2]) if policy[2] else None
 
     @property
     def source(self) -> str | None:
@@ -102,7 +102,7 @@ class BaseReward:
     def tried(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
         """Like `judge` (or the given function in its place), but rows that fail are judged up to `retries` more times, with
         those that they are judged together with. Raises `RewardError` for a wrong number of scores."""
-        found, waiting = dict[int, Score](), list(range(len(rows)))
+        judged, waiting = dict[int, Score](), list(range(len(rows)))
         for _ in range(1 + self.retries):
             if not waiting:
                 break
@@ -111,9 +111,9 @@ class BaseReward:
                 what, expected = f"result of reward {self.name!r}", f"{len(waiting)} scores"
                 raise RewardError(what, expected=expected, found=len(scores))
             new = zip(waiting, scores, strict=True)
-            found.update((number, score) for number, score in new if number not in found or _broken(found[number]))
-            waiting = self._again(rows, [number for number in found if _broken(found[number])])
-        return [found[number] for number in range(len(rows))]
+            judged.update((number, score) for number, score in new if number not in judged or _broken(judged[number]))
+            waiting = self._again(rows, [number for number in judged if _broken(judged[number])])
+        return [judged[number] for number in range(len(rows))]
 
     def _again(self, rows: Sequence[Mapping[str, Any]], lost: list[int]) -> list[int]:
         """The rows to judge once more: the `lost` ones, and those that they are judged together with."""
@@ -163,15 +163,15 @@ def broken_episode(columns: Mapping[str, Any]) -> str:
 
 def whole_episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The columns of an episode of several sequences, for its reward: the last row's, with the turns of all of them."""
-    found = dict(rows[-1])
+    whole = dict(rows[-1])
     for name in EPISODE:
-        if name in found and len(rows) > 1:
+        if name in whole and len(rows) > 1:
             each = [row[name] for row in rows]
-            if all(isinstance(one, int) for one in each):
-                found[name] = sum(each) - (len(rows) - 1) * (name == "num_turns")  # each counts its beginning
-            elif all(isinstance(one, list) for one in each):
-                found[name] = [one for many in each for one in many]
-    return found
+            if all(isinstance(value, int) for value in each):
+                whole[name] = sum(each) - (len(rows) - 1) * (name == "num_turns")  # each counts its beginning
+            elif all(isinstance(value, list) for value in each):
+                whole[name] = [value for many in each for value in many]
+    return whole
 
 
 def whole_episodes(batch: DataProto) -> DataProto:
@@ -189,15 +189,15 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
     """The rows of a batch as dicts of plain values (see `row_view`), which reward functions take as arguments."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch if name != "score"}
     ids: list[list[int]] = [[]] * len(batch)
-    asked: list[list[int] | None] = [None] * len(batch)
+    prompts: list[list[int] | None] = [None] * len(batch)
     if "prompt_mask" in batch:
         pairs = zip(batch["prompts"].numpy(), batch["prompt_mask"].bool().numpy(), strict=True)
-        asked = [row[mask].tolist() for row, mask in pairs]
+        prompts = [row[mask].tolist() for row, mask in pairs]
     if "response_mask" in batch:
         pairs = zip(batch["responses"].numpy(), response_lengths(batch).tolist(), strict=True)
         ids = [row[:length].tolist() for row, length in pairs]
     rows = [{name: values[number] for name, values in objects.items()} for number in range(len(batch))]
-    each = zip(rows, ids, asked, strict=True)
+    each = zip(rows, ids, prompts, strict=True)
     return [row_view(columns, columns["response_text"], one, prompt) for columns, one, prompt in each]
 
 
@@ -405,18 +405,18 @@ class Signature:
 
     def binding(self, columns: Collection[str] | None = None) -> dict[str, str]:
         """Argument → what it is filled from, in words; `columns` are the names that rows have, None where not known yet."""
-        found = {}
+        filled = {}
         for name, default in self.defaults.items():
             source = self.source(name, columns or ())
             if source is not None:
-                found[name] = f"column {source[1]!r}" if source[0] == "column" else WORDS[source[1]]
+                filled[name] = f"column {source[1]!r}" if source[0] == "column" else WORDS[source[1]]
             elif self.asks(name):
-                found[name] = f"column {self.wanted(name)!r}" if columns is None else "nothing that a row has"
+                filled[name] = f"column {self.wanted(name)!r}" if columns is None else "nothing that a row has"
             else:
-                found[name] = f"{'always' if name in self.bound else 'default'} {default}"
+                filled[name] = f"{'always' if name in self.bound else 'default'} {default}"
         if self.keywords:
-            found["**kwargs"] = "every column by its name" if self.keywords == "columns" else ", ".join(_VERLS)
-        return found
+            filled["**kwargs"] = "every column by its name" if self.keywords == "columns" else ", ".join(_VERLS)
+        return filled
 
     def check(self, columns: Collection[str]) -> None:
         """Raise `RewardError`, with the line that would work, for arguments that neither a value nor `columns` can fill."""
@@ -437,16 +437,16 @@ class Signature:
         guesses = {name: _guess(self.wanted(name), known) for name in missing}
         constants = [f"{name}=…" for name, guess in guesses.items() if guess is None]
         rename = {**self.rename, **{name: guess for name, guess in guesses.items() if guess}}
-        made, function = "Reward", self.function
+        wrapper, function = "Reward", self.function
         if self.file and constants:
             function = f"load_function({', '.join([repr(self.file), repr(function), *constants])})"
         elif self.file:
-            made, function = "as_reward", repr(f"{self.file}:{function}")
+            wrapper, function = "as_reward", repr(f"{self.file}:{function}")
         elif constants:
             function = f"functools.partial({', '.join([function, *constants])})"
         if rename:
-            return f"write {made}({function}, rename={rename})"
-        return f"write {made}({function}), or rename={{{missing[0]!r}: 'a column'}}"
+            return f"write {wrapper}({function}, rename={rename})"
+        return f"write {wrapper}({function}), or rename={{{missing[0]!r}: 'a column'}}"
 
 
 def told(binding: Mapping[str, str]) -> str:
@@ -473,14 +473,14 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     """
     name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
     parameters = parameters_of(function, f"reward function {describe(function)}", RewardError).values()
-    if unnamed := [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL)]:
+    if unnamed := [arg for arg in parameters if arg.kind in (arg.POSITIONAL_ONLY, arg.VAR_POSITIONAL)]:
         what, do = f"reward function {name}: argument {unnamed[0].name!r}", "wrap it: def reward(response, …): …"
         found = f"signature {inspect.signature(function)}"
         raise RewardError(what, expected="arguments that can be given by name", found=found, do=do)
-    named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
-    defaults = {one.name: None if one.default is one.empty else describe(one.default, 40) for one in named}
+    named = [arg for arg in parameters if arg.kind is not arg.VAR_KEYWORD]
+    defaults = {arg.name: None if arg.default is arg.empty else describe(arg.default, 40) for arg in named}
     kwargs = len(named) < len(parameters)
-    if strange := [] if kwargs else [one for one in rename if one not in defaults]:
+    if strange := [] if kwargs else [arg for arg in rename if arg not in defaults]:
         raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
     batched, meant, keywords = _style({*defaults, *rename.values()})
@@ -500,18 +500,18 @@ def _constants(function: Any) -> tuple[str, frozenset[str]]:
     return os.path.relpath(path), frozenset({*bound, *inner.kwargs})
 
 
-def _style(said: Set[str]) -> tuple[bool, Mapping[str, str], str]:
+def _style(names: Set[str]) -> tuple[bool, Mapping[str, str], str]:
     """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
-    completions, ids = "completions" in said, "completion_ids" in said
+    completions, ids = "completions" in names, "completion_ids" in names
     # once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`
-    if completions and ("prompt_ids" in said or ("prompt" in said and "prompts" not in said)):
+    if completions and ("prompt_ids" in names or ("prompt" in names and "prompts" not in names)):
         return False, _AREALS, "columns"
-    if "completion" in said and said & {"state", "info", "parser"}:
+    if "completion" in names and names & {"state", "info", "parser"}:
         return False, _VERIFIERS, "columns"
-    if ids and not completions and said & {"prompt", "prompt_ids", *ALIASES["response"]}:
+    if ids and not completions and names & {"prompt", "prompt_ids", *ALIASES["response"]}:
         return False, {"completion_ids": "response_ids"}, "verl"
-    trls = completions or ids or ("prompts" in said and "queries" not in said)
-    batched = bool(said & {*_PLURALS}) and (completions or not said & {*ALIASES["response"]})
+    trls = completions or ids or ("prompts" in names and "queries" not in names)
+    batched = bool(names & {*_PLURALS}) and (completions or not names & {*ALIASES["response"]})
     return batched, _TRLS_LOGS if trls and batched else {}, "columns" if trls else "verl"
 
 
@@ -567,18 +567,18 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
         return messages
     if name == "given_completion":
         return text if is_text else messages
-    given = row["prompt_text"] if is_text else row["prompt"]
+    prompt = row["prompt_text"] if is_text else row["prompt"]
     if name == "prompt":
-        return given
+        return prompt
     length = len(row["response_ids"])
     if name == "row":
         own = {key: value for key, value in row.items() if key != "columns"}
         return {**row["columns"], **own, "response_length": length}
     if name == "sample":
-        return _sample(row, given)
+        return _sample(row, prompt)
     if name in ("rollout_info", "rollout_state"):
         info, columns = row["columns"].get("info", row["extra_info"]), row["columns"]
-        episode = {"prompt": given, "completion": text if is_text else messages, "answer": row["ground_truth"]}
+        episode = {"prompt": prompt, "completion": text if is_text else messages, "answer": row["ground_truth"]}
         return info if name == "rollout_info" else {"task": row["data_source"], **columns, **episode, "info": info}
     return row.get(name)
 
@@ -602,10 +602,10 @@ def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) ->
     try:
         results = results_of_batch(result) if batched else [result]
         if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(rows):
-            found = len(results) if hasattr(results, "__len__") else type(results).__name__
-            found = describe(results) if isinstance(results, str) else found
+            got = len(results) if hasattr(results, "__len__") else type(results).__name__
+            got = describe(results) if isinstance(results, str) else got
             what, expected = f"result of reward function {function}", f"a list of {len(rows)} rewards"
-            raise RewardError(what, expected=expected, found=found)
+            raise RewardError(what, expected=expected, found=got)
     except Exception as error:  # noqa: BLE001 - a result may be anything; its rows say what it is
         return [failed(first_line(error, 400))] * len(rows)
     return [row_score(one, function, row) for one, row in zip(results, rows, strict=True)]
@@ -622,13 +622,13 @@ def row_score(result: Any, function: str, row: int) -> Score:
 def results_of_batch(result: Any) -> Any:
     """The result of a call for many rows as a list: a tensor's or array's values, or of OpenRLHF's dict a dict per row."""
     if isinstance(result, Mapping) and "rewards" in result:
-        found = [{"score": value} for value in results_of_batch(result["rewards"])]
+        records = [{"score": value} for value in results_of_batch(result["rewards"])]
         for name, values in (result.get("extra_logs") or {}).items():
             values = results_of_batch(values)
-            if hasattr(values, "__len__") and len(values) == len(found):
-                for row, value in zip(found, values, strict=True):
+            if hasattr(values, "__len__") and len(values) == len(records):
+                for row, value in zip(records, values, strict=True):
                     row[name] = value
-        return found
+        return records
     return result.tolist() if hasattr(result, "tolist") else result
 
 
@@ -672,14 +672,14 @@ def _from_dict(result: Mapping[str, Any], function: str, row: int) -> Score:
             extra[str(name)] = value
     answer = result.get("answer", result.get("pred", main.answer))
     # a dict may name its status; any other value of `status` means nothing here
-    said = result.get("status")
+    wanted = result.get("status")
     return Score(
         value=main.value,
         parts=parts,
         extra=extra,
         answer=None if answer is None else str(answer),
         why=str(result.get("why", main.why)),
-        status=next((status for status in Status if said == status.value), main.status),
+        status=next((status for status in Status if wanted == status.value), main.status),
     )
 
 

@@ -53,8 +53,8 @@ def encode(value: Any, depth: int = 0) -> Any:
     return {"k": kind.__name__, "v": form}
 
 
-def decode(record: Any, depth: int = 0, made: dict[str, Any] = _CONTAINERS) -> Any:
-    """Decode what `encode` returned; `made` has what becomes of each kind of container.
+def decode(record: Any, depth: int = 0, kinds: dict[str, Any] = _CONTAINERS) -> Any:
+    """Decode what `encode` returned; `kinds` has what becomes of each kind of container.
 
     Raises `ValueError` for what `encode` does not write: another type tag, more levels.
     """
@@ -66,9 +66,9 @@ def decode(record: Any, depth: int = 0, made: dict[str, Any] = _CONTAINERS) -> A
     if kind in _READERS:
         return _READERS[kind](form)
     if kind == "dict":
-        return made[kind]([(decode(key, depth + 1, made), decode(item, depth + 1, made)) for key, item in form])
-    if kind in made:
-        return made[kind]([decode(item, depth + 1, made) for item in form])
+        return kinds[kind]([(decode(key, depth + 1, kinds), decode(item, depth + 1, kinds)) for key, item in form])
+    if kind in kinds:
+        return kinds[kind]([decode(item, depth + 1, kinds) for item in form])
     raise ValueError(f"unknown type tag {kind!r}")
 
 
@@ -107,20 +107,20 @@ def _values(case: dict[str, Any]) -> None:
     with open("solution.py", encoding="utf-8") as file:
         code = compile(file.read(), "solution.py", "exec")
     exec(code, space)  # noqa: S102 - the sandbox is what this file runs in
-    found = []
+    returned = []
     if "function" in case:
-        found.append(encode(_function(space, case["function"])(*case["arguments"])))
+        returned.append(encode(_function(space, case["function"])(*case["arguments"])))
     elif "calls" not in case:
-        found += [_returned(space, call) for call in _read("calls.json")]
+        returned += [_returned(space, call) for call in _read("calls.json")]
     else:
         exec(case["imports"], space)  # noqa: S102
         for call in case["calls"]:
-            found.append(encode(eval(call, space)))  # noqa: S307
-    _write({"values": found})
+            returned.append(encode(eval(call, space)))  # noqa: S307
+    _write({"values": returned})
 
 
 def _verdicts(case: dict[str, Any]) -> None:
-    found = []
+    verdicts = []
     for number, text in enumerate(case["assertions"]):
         space: dict[str, Any] = {"__name__": "verdict", "math": math}
         why, shown = "", ""
@@ -133,8 +133,8 @@ def _verdicts(case: dict[str, Any]) -> None:
             why = f"the assertion fails {str(error)[:200]}"
         except Exception as error:  # noqa: BLE001 - said to the parent
             why = f"{type(error).__name__}: {str(error)[:200]}"
-        found.append([not why, why, shown])
-    _write({"verdicts": found})
+        verdicts.append([not why, why, shown])
+    _write({"verdicts": verdicts})
 
 
 def _shown(value: Any) -> str:

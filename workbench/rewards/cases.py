@@ -77,11 +77,11 @@ def _named(tests: Mapping[str, Any]) -> str | None:
     """The name of the function to call, where it is given."""
     inner = _decoded(tests.get("metadata"))
     places = [tests, inner] if isinstance(inner, Mapping) else [tests]
-    for found in (one.get(name) for one in places for name in _NAMES):
-        if isinstance(found, str) and found.strip():
-            return found.strip()
-        if found is not None and found != "" and found == found:  # NaN is how pandas writes a missing one
-            raise DataError("the name of the function to call", expected="text", found=describe(found))
+    for function in (one.get(name) for one in places for name in _NAMES):
+        if isinstance(function, str) and function.strip():
+            return function.strip()
+        if function is not None and function != "" and function == function:  # NaN is how pandas writes a missing one
+            raise DataError("the name of the function to call", expected="text", found=describe(function))
     return None
 
 
@@ -127,32 +127,32 @@ def _setup(texts: Any, tests: Mapping[str, Any]) -> str:
 
 def _columns(tests: Mapping[str, Any], name: str | None) -> list[Case]:
     """Cases of a list of inputs beside a list of outputs; one case where they are no lists."""
-    given, wanted = (next((tests[key] for key in keys if key in tests), None) for keys in (_GIVEN, _WANTED))
-    if not (isinstance(given, list | tuple) and isinstance(wanted, list | tuple)):
+    inputs, wanted = (next((tests[key] for key in keys if key in tests), None) for keys in (_GIVEN, _WANTED))
+    if not (isinstance(inputs, list | tuple) and isinstance(wanted, list | tuple)):
         return [_pair(tests, name)]
-    if not given or len(given) != len(wanted):
-        found = f"{len(given)} inputs, {len(wanted)} outputs"
+    if not inputs or len(inputs) != len(wanted):
+        found = f"{len(inputs)} inputs, {len(wanted)} outputs"
         raise DataError("the row's test cases", expected="as many outputs as inputs, at least one", found=found)
-    pairs = enumerate(zip(given, wanted, strict=True))
+    pairs = enumerate(zip(inputs, wanted, strict=True))
     return [_at(number, lambda pair=pair: _pair(pair, name)) for number, pair in pairs]  # type: ignore[misc]
 
 
 def _pair(item: Any, name: str | None) -> Case:
     """A case of one input and one output, as `{input, output}` or as a pair."""
     if isinstance(item, Mapping):
-        given, wanted = _halves(item)
+        inputs, wanted = _halves(item)
         if item.get("testtype") == "functional" and name is None:
             raise DataError("a functional test case", expected="the function's name (func_name)", found="none")
         if item.get("testtype") == "stdin" or (isinstance(item.get("input"), Mapping) and "stdin" in item["input"]):
             name = None
     elif isinstance(item, list | tuple) and len(item) == 2:
-        given, wanted = item
+        inputs, wanted = item
     else:
         found = f"{len(item)} values" if isinstance(item, list | tuple) else describe(item)
         raise DataError("a test case", expected="{input, output} or a pair [input, output]", found=found)
     if name is not None:
-        return _call(name, given, wanted)
-    return Case("stdin", _text(given, "input"), _text(wanted, "output"))
+        return _call(name, inputs, wanted)
+    return Case("stdin", _text(inputs, "input"), _text(wanted, "output"))
 
 
 def _halves(item: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -160,10 +160,10 @@ def _halves(item: Mapping[str, Any]) -> tuple[Any, Any]:
     keys = [next((key for key in keys if key in item), None) for keys in (_GIVEN, _WANTED)]
     if None in keys:
         raise DataError("a test case", expected="input and output", found=f"keys {sorted(map(str, item))}")
-    given, wanted = (item[str(key)] for key in keys)
-    if isinstance(given, Mapping) and "stdin" in given:
-        return given["stdin"], wanted.get("stdout") if isinstance(wanted, Mapping) else wanted
-    return given, wanted
+    inputs, wanted = (item[str(key)] for key in keys)
+    if isinstance(inputs, Mapping) and "stdin" in inputs:
+        return inputs["stdin"], wanted.get("stdout") if isinstance(wanted, Mapping) else wanted
+    return inputs, wanted
 
 
 def _text(value: Any, what: str) -> str:
@@ -174,13 +174,13 @@ def _text(value: Any, what: str) -> str:
     return str(value)
 
 
-def _call(name: str, given: Any, wanted: Any) -> Case:
+def _call(name: str, value: Any, wanted: Any) -> Case:
     """Arguments are a list, one value, or text with one value a line; values in text are JSON or Python's literals."""
-    if isinstance(given, Mapping):
-        raise DataError(f"arguments of {name}", expected="a list, or text with one value a line", found=describe(given))
-    arguments = list(given) if isinstance(given, list | tuple) else [given]
-    if isinstance(given, str):
-        lines = [_meanings(line) for line in given.splitlines() if line.strip()]
+    if isinstance(value, Mapping):
+        raise DataError(f"arguments of {name}", expected="a list, or text with one value a line", found=describe(value))
+    arguments = list(value) if isinstance(value, list | tuple) else [value]
+    if isinstance(value, str):
+        lines = [_meanings(line) for line in value.splitlines() if line.strip()]
         if all(lines):  # text that is no list of values is one argument
             arguments = [line[0] for line in lines]
     # `True` is Python's value, or the text itself
@@ -264,17 +264,17 @@ class _Split(ast.NodeTransformer):
         self.bound = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
         self.bound |= {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
         first = len(self.calls)
-        made = ast.copy_location(ast.Assert(self.visit(node.test), node.msg), node)
-        safe = _compared(made.test)
+        statement = ast.copy_location(ast.Assert(self.visit(node.test), node.msg), node)
+        safe = _compared(statement.test)
         for number, call in enumerate(self.calls[first:], first):
             if f"_value_{number}" not in safe and self._hands_over(ast.parse(call, mode="eval").body):
                 raise _unsplit(call, "the test's own function, or an import, for what compares the program's value")
-        return made
+        return statement
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """The call, or the first ones of its chain, as a name."""
         root, *links = _chain(node)
-        if not self._own(root):
+        if not self._of_program(root):
             return self.generic_visit(node)
         taken = _taken(root, links)
         if any(isinstance(one, ast.Name) and one.id in self.bound for one in ast.walk(taken)):
@@ -290,7 +290,7 @@ class _Split(ast.NodeTransformer):
         setattr(rest[0], "func" if isinstance(rest[0], ast.Call) else "value", value)
         return self.generic_visit(node)
 
-    def _own(self, root: ast.AST) -> TypeGuard[ast.Name]:
+    def _of_program(self, root: ast.AST) -> TypeGuard[ast.Name]:
         """Whether it is a name of the program."""
         return isinstance(root, ast.Name) and root.id not in self.known | self.bound
 
@@ -298,7 +298,7 @@ class _Split(ast.NodeTransformer):
         """Whether a call has, beside what another function of the program returns, a value of the test's."""
         given = [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []
         calls = [[one for one in ast.walk(value) if isinstance(one, ast.Call)] for value in given]
-        roots = [[root for one in some if self._own(root := _chain(one)[0])] for some in calls]
+        roots = [[root for one in some if self._of_program(root := _chain(one)[0])] for some in calls]
         nested = [any(not root.id[:1].isupper() for root in some) for some in roots]
         return any(nested) and not all(nested)
 
@@ -336,12 +336,12 @@ def _plainly(root: ast.Name, call: ast.Call) -> bool:
 def _compared(test: ast.AST) -> set[str]:
     """The names in an assertion that are compared with a value or have a method called, and are no truth by themselves."""
     equals = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
-    found: list[ast.AST] = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
+    nodes: list[ast.AST] = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
     for node in ast.walk(test):
         if isinstance(node, ast.Compare) and all(isinstance(one, equals) for one in node.ops):
             sides = [node.left, *node.comparators]
-            found += [] if any(isinstance(getattr(one, "value", None), bool) for one in sides) else [node]
-    return {name.id for node in found for name in ast.walk(node) if isinstance(name, ast.Name)}
+            nodes += [] if any(isinstance(getattr(one, "value", None), bool) for one in sides) else [node]
+    return {name.id for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
 def _unsplit(text: str, expected: str) -> DataError:

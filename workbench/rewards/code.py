@@ -153,17 +153,17 @@ class Code:
         return left_open(why, how) if package else None
 
     def _score(self, program: str, outcomes: Sequence[Outcome]) -> Score:
-        broken = next((one for one in outcomes if one.passed is None), None)
+        broken = next((outcome for outcome in outcomes if outcome.passed is None), None)
         if broken is not None:
             return failed(broken.why)
-        right = sum(bool(one.passed) for one in outcomes)
+        right = sum(bool(outcome.passed) for outcome in outcomes)
         share = right / len(outcomes)
         value = share if self.continuous else float(share == 1.0)
         why, status = f"{right} of {len(outcomes)} cases passed", Status.SCORED
-        wrong = next((one for one in outcomes if not one.passed), None)
+        wrong = next((outcome for outcome in outcomes if not outcome.passed), None)
         if wrong is not None:
             why, status = f"{why}; first failure: {wrong.why}", status if value > 0 else wrong.status
-        records = [{name: fact for name, fact in vars(one).items() if name != "status"} for one in outcomes]
+        records = [{name: fact for name, fact in vars(outcome).items() if name != "status"} for outcome in outcomes]
         extra = {"cases": records}
         return Score(value=value, parts={"passed": share}, answer=program, why=why, status=status, extra=extra)
 
@@ -212,12 +212,12 @@ class Code:
         expected, answers = 0, Result(status="Success")
         for _ in range(_ROUNDS):
             (ran,) = await self._run([self._harness({**case.given, "answered": bool(files)}, files=files)])
-            found, calls = _from_harness(ran, "script"), ran.files.get("calls.json")
-            if found is None or len(found) != 5 or calls is None:
+            fields, calls = _from_harness(ran, "script"), ran.files.get("calls.json")
+            if fields is None or len(fields) != 5 or calls is None:
                 if files or ran.status == "SandboxError":
                     return [_unanswered(ran, _JUDGING)] * max(expected, 1)
                 raise _broken(ran.why)
-            asked, verdicts, more, ended, error = found
+            asked, verdicts, more, ended, error = fields
             if error or not asked:
                 raise _broken(error or "they call nothing of the program")
             if not files:
@@ -269,19 +269,19 @@ def _from_harness(result: Result, name: str) -> list[Any] | None:
     if body is None or len(body) > _LARGEST:
         return None
     try:
-        found = json.loads(body)[name]
+        values = json.loads(body)[name]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) else None
+    return values if isinstance(values, list) else None
 
 
 def _counted(verdicts: Sequence[tuple[bool, str]], ended: bool, expected: int) -> list[tuple[bool, str]]:
     """The verdicts of tests that come to `expected` assertions by themselves; those that were not reached have failed."""
     left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
-    found, most = [*verdicts, *left], max(expected, 1)
-    if len(found) > most:  # a program that makes a loop longer passes no more by it: what fails comes first
-        found = sorted(found, key=lambda one: one[0])[:most]
-    return found or [(False, "no assertion was reached")] * most
+    counted, most = [*verdicts, *left], max(expected, 1)
+    if len(counted) > most:  # a program that makes a loop longer passes no more by it: what fails comes first
+        counted = sorted(counted, key=lambda one: one[0])[:most]
+    return counted or [(False, "no assertion was reached")] * most
 
 
 class _Set:
@@ -318,11 +318,11 @@ _MADE = {"list": list, "tuple": tuple, "set": _Set, "frozenset": _Set, "dict": _
 
 def _met(result: Result, expected: Sequence[Any]) -> Outcome:
     """Of a call: whether its value is an expected one."""
-    found = _from_harness(result, "values")
-    if found is None:
+    values = _from_harness(result, "values")
+    if values is None:
         return _unanswered(result)
     try:
-        (value,) = [case_harness.decode(value, made=_MADE) for value in found]
+        (value,) = [case_harness.decode(value, kinds=_MADE) for value in values]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError):
         return _outcome(result, False, "what came back is not the function's value", None)
     try:
@@ -384,11 +384,11 @@ def _alike(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
-def _close(one: str, other: str) -> bool:
-    if one == other:
+def _close(ours: str, other: str) -> bool:
+    if ours == other:
         return True
-    both = _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)
-    return bool(both) and set(one + other) & set(".eE") != set() and _near(float(one), float(other))
+    both = _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(other)
+    return bool(both) and set(ours + other) & set(".eE") != set() and _near(float(ours), float(other))
 
 
 def _near(one: float, other: float) -> bool:

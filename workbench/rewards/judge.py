@@ -86,13 +86,13 @@ def parse(text: str, schema: type[V], thought: str | None = None) -> V:
     """
     thinks = (name for name, field in schema.model_fields.items() if "think" in (name, field.alias))
     values, rest = _thinking(text[-MAX_OUTPUT:], schema, thought or next(thinks, ""))
-    found = _from_json(rest)
+    record = _from_json(rest)
     for name, field in schema.model_fields.items():
-        if found is None and name not in values and (field.is_required() or f"{name}>" in rest):
+        if record is None and name not in values and (field.is_required() or f"{name}>" in rest):
             values[name] = _read(_tag(rest, name, schema), field.annotation)
     try:
         # strict for JSON; text in tags is read as its type, `7` but not `7/10`
-        return schema.model_validate({**values, **(found or {})}, strict=found is not None)
+        return schema.model_validate({**values, **(record or {})}, strict=record is not None)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what, said = f"the judge's verdict, field {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
@@ -113,15 +113,15 @@ def _thinking(text: str, schema: type[BaseModel], field: str) -> tuple[dict[str,
 def _tag(text: str, name: str, schema: type[BaseModel]) -> str:
     """The one value of a tag. Linear in the text: a pattern would be quadratic in tags that are never closed."""
     *pieces, rest = text.split(f"</{name}>")
-    found = {value.strip() for _, opened, value in (piece.partition(f"<{name}>") for piece in pieces) if opened}
+    values = {value.strip() for _, opened, value in (piece.partition(f"<{name}>") for piece in pieces) if opened}
     what = f"the tag <{name}> in the output of the judge"
     if f"<{name}>" in rest:
         do = "raise max_tokens of the judge"
         raise Unparseable(what, expected="one value", found="a tag that is not closed", do=do)
-    if len(found) != 1:
-        many = f"{len(found)} different values" if found else "no such tag"
+    if len(values) != 1:
+        many = f"{len(values)} different values" if values else "no such tag"
         raise Unparseable(what, expected="one value", found=many)
-    value = found.pop()
+    value = values.pop()
     inside = next((tag for one in schema.model_fields for tag in (f"<{one}>", f"</{one}>") if tag in value), None)
     if inside is not None:
         raise Unparseable(what, expected="a value without the tags of the verdict", found=inside)
@@ -139,18 +139,18 @@ def _from_json(text: str) -> dict[str, Any] | None:
     if not stripped.startswith("{"):
         return None
     try:
-        found = json.loads(stripped, object_pairs_hook=_once, parse_constant=_refused)
+        record = json.loads(stripped, object_pairs_hook=_once, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise Unparseable("the judge's output, which begins with {", expected="a JSON object", found=error) from error
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose names are all different: of two values none is chosen."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    named = dict(pairs)
+    if len(named) != len(pairs):
         raise ValueError("a name is there twice")
-    return made
+    return named
 
 
 def _refused(name: str) -> Any:
@@ -383,10 +383,10 @@ class Judge(BaseReward):
             text, cut = write()
             value, verdict, answer = await self.ask(text)
         except Exception as error:  # noqa: BLE001 - a judge that failed is that row's record
-            said = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
+            written = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
             wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
             lost = failed(f"no verdict: {first_line(error)}{wrote}", _traced(error), time.perf_counter() - began)
-            return lost.with_extra({"judge_prompt": text, **said})
+            return lost.with_extra({"judge_prompt": text, **written})
         fields = verdict.model_dump()
         extra: dict[str, Any] = {"judge_prompt": text, "judge_output": answer.text, "verdict": fields}
         extra |= {"judge_tokens": answer.tokens, "truncated": cut}
@@ -436,11 +436,11 @@ def scale_of(schema: type[BaseModel], scale: tuple[float, float] | None = None) 
 
 def choice_of(schema: type[BaseModel]) -> str:
     """The field of a schema that says which answer is better: `better`, `preference` or `best`. Raises `SettingError` without."""
-    found = next((name for name in ("better", "preference", "best") if name in schema.model_fields), None)
-    if found is None:
+    field = next((name for name in ("better", "preference", "best") if name in schema.model_fields), None)
+    if field is None:
         expected = "a field better, preference or best"
         raise SettingError(f"judge schema {schema.__name__}", expected=expected, found=", ".join(schema.model_fields))
-    return found
+    return field
 
 
 class PairwiseJudge(Judge):
@@ -478,11 +478,11 @@ class PairwiseJudge(Judge):
             groups.setdefault(row["uid"], []).append(number)
         pairs = [pair for numbers in groups.values() for pair in itertools.combinations(numbers, 2)]
         verdicts = runtime.run_all(lambda pair: self._pair(rows[pair[0]], rows[pair[1]]), pairs)
-        found: list[list[_Comparison]] = [[] for _ in rows]
+        comparisons: list[list[_Comparison]] = [[] for _ in rows]
         for (one, other), (share, why) in zip(pairs, verdicts, strict=True):
-            found[one].append((share, why))
-            found[other].append((None if share is None else 1.0 - share, why))
-        return [_standing(mine) for mine in found]
+            comparisons[one].append((share, why))
+            comparisons[other].append((None if share is None else 1.0 - share, why))
+        return [_standing(mine) for mine in comparisons]
 
     async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
         both = await asyncio.gather(self.compare(one, other), self.compare(other, one))
@@ -502,10 +502,10 @@ _Comparison = tuple[float | None, str]
 
 
 def _share(verdict: Any, choice: str) -> float:
-    said = str(getattr(verdict, choice)).strip().upper()
-    if said not in _SHARE:
-        raise Unparseable(f"the judge's verdict, field {choice}", expected="A, B or tie", found=said)
-    return _SHARE[said]
+    word = str(getattr(verdict, choice)).strip().upper()
+    if word not in _SHARE:
+        raise Unparseable(f"the judge's verdict, field {choice}", expected="A, B or tie", found=word)
+    return _SHARE[word]
 
 
 def _standing(mine: Sequence[_Comparison]) -> Score:

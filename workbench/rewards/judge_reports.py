@@ -101,29 +101,30 @@ class JudgeReport(Shown):
         if self.kind == "choices":
             chances = (len(one.best) / len(one.answers) * (one.category.lower() != "ties") for one in self.items)
             return "the same number", dict(enumerate(chances))
-        truths = [(one.item, self._said(one, self._truth(one.item))) for one in self.asked if one.seed == self.seeds[0]]
+        first = (vote for vote in self.asked if vote.seed == self.seeds[0])
+        truths = [(vote.item, self._label_of(vote, self._truth(vote.item))) for vote in first]
         ((most, _),) = Counter(truth for _, truth in truths).most_common(1)
         return f"always {most}", stats.item_means((item, float(truth == most)) for item, truth in truths)
 
     def _truth(self, item: int) -> Any:
         return self.items[item].grade if self.kind == "grades" else self.items[item].best
 
-    def _said(self, one: Asked, verdict: Any) -> str:
+    def _label_of(self, vote: Asked, verdict: Any) -> str:
         """A verdict or a truth as the judge would say it: `A`, `B` or `tie` in the order that it read, or a grade."""
         if verdict is None:
             return NONE
         if self.kind == "grades":
             return f"{_whole(verdict)}"
-        return TIE if len(verdict) > 1 else "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[one.order.index(min(verdict)) % 26]
+        return TIE if len(verdict) > 1 else "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[vote.order.index(min(verdict)) % 26]
 
     def _follows(self, rule: Callable[[Item, Asked], frozenset[int]]) -> Callable[[Asked], float | None]:
         """How far a verdict is that of a rule, which gives the answers that win: 1, 0 or a share; None where the rule has none."""
 
-        def agreement(one: Asked) -> float | None:
-            won = rule(self.items[one.item], one)
-            if len(won) == len(self.items[one.item].answers):
+        def agreement(vote: Asked) -> float | None:
+            won = rule(self.items[vote.item], vote)
+            if len(won) == len(self.items[vote.item].answers):
                 return None
-            return len(won & one.verdict) / len(one.verdict) if one.verdict else 0.0
+            return len(won & vote.verdict) / len(vote.verdict) if vote.verdict else 0.0
 
         return agreement
 
@@ -141,76 +142,76 @@ class JudgeReport(Shown):
     @cached_property
     def figures(self) -> dict[str, Estimate]:
         """The report's numbers by name, each with a 95 % interval over items, or the differences, its `how` says which."""
-        found: dict[str, Estimate] = {}
+        estimates: dict[str, Estimate] = {}
         if self.same_scale:
-            found["accuracy"] = stats.share(self._means(self.right).items())
-            found["accuracy among answered"] = stats.share(self._means(self.right, self.answered).items())
-            found[f"constant ({self.constant[0]})"] = stats.share(self.constant[1].items())
-            found["accuracy less the constant's"] = self._beats(self._means(self.right), self.constant[1])
-        found |= self._of_grades() if self.kind == "grades" else self._of_choices()
-        found |= self._of_orders() if self.kind == "pairs" else {}
-        found |= self._of_seeds()
-        return found | {"answered": stats.share((one.item, float(one.verdict is not None)) for one in self.asked)}
+            estimates["accuracy"] = stats.share(self._means(self.right).items())
+            estimates["accuracy among answered"] = stats.share(self._means(self.right, self.answered).items())
+            estimates[f"constant ({self.constant[0]})"] = stats.share(self.constant[1].items())
+            estimates["accuracy less the constant's"] = self._beats(self._means(self.right), self.constant[1])
+        estimates |= self._of_grades() if self.kind == "grades" else self._of_choices()
+        estimates |= self._of_orders() if self.kind == "pairs" else {}
+        estimates |= self._of_seeds()
+        return estimates | {"answered": stats.share((one.item, float(one.verdict is not None)) for one in self.asked)}
 
     def _of_grades(self) -> dict[str, Estimate]:
-        said, truth, lengths = self._columns()
-        found = {}
+        grades, truth, lengths = self._columns()
+        estimates = {}
         if self.same_scale:
             middle = median(item.grade for item in self.items)
-            found["mean absolute error"] = stats.bootstrap(stats.mean, abs(said - truth))
-            found[f"its constant ({middle:g})"] = stats.bootstrap(stats.mean, [abs(x - middle) for x in truth])
-        found["Spearman with the truth"] = stats.bootstrap(stats.spearman, said, truth)
-        found["Spearman with length"] = stats.bootstrap(stats.spearman, said, lengths)
-        return found | {"truth's Spearman with length": stats.bootstrap(stats.spearman, truth, lengths)}
+            estimates["mean absolute error"] = stats.bootstrap(stats.mean, abs(grades - truth))
+            estimates[f"its constant ({middle:g})"] = stats.bootstrap(stats.mean, [abs(x - middle) for x in truth])
+        estimates["Spearman with the truth"] = stats.bootstrap(stats.spearman, grades, truth)
+        estimates["Spearman with length"] = stats.bootstrap(stats.spearman, grades, lengths)
+        return estimates | {"truth's Spearman with length": stats.bootstrap(stats.spearman, truth, lengths)}
 
     def _columns(self) -> tuple[Any, Any, Any]:
         """Of each answered item the mean grade, the true one, and the answer's length."""
         import numpy as np
 
-        means = self._means(lambda one: one.verdict)
+        means = self._means(lambda vote: vote.verdict)
         there = [self.items[int(str(n))] for n in means]
         lengths = np.array([one.lengths[0] for one in there], float)
         return np.array(list(means.values()), float), np.array([one.grade for one in there], float), lengths
 
     def _of_choices(self) -> dict[str, Estimate]:
-        found = {"the longer": self._rule(_longest), "the shorter": self._rule(_shortest)}
-        decided = [one for one in self.answered if len(one.verdict) < len(self.items[one.item].answers)]
-        found["prefers the longer"] = stats.share(self._means(self._follows(_longest), decided).items())
+        estimates = {"the longer": self._rule(_longest), "the shorter": self._rule(_shortest)}
+        decided = [vote for vote in self.answered if len(vote.verdict) < len(self.items[vote.item].answers)]
+        estimates["prefers the longer"] = stats.share(self._means(self._follows(_longest), decided).items())
         for name, rule in (("longer", _longest), ("shorter", _shortest)):
-            there = [one for one in self.asked if rule(self.items[one.item], one) == self.items[one.item].best]
-            found[f"accuracy where the better is the {name}"] = stats.share(self._means(self.right, there).items())
-        ties = ((one.item, float(len(one.verdict) > 1)) for one in self.answered)
-        return found | {"no preference": stats.share(ties)}
+            there = [vote for vote in self.asked if rule(self.items[vote.item], vote) == self.items[vote.item].best]
+            estimates[f"accuracy where the better is the {name}"] = stats.share(self._means(self.right, there).items())
+        ties = ((vote.item, float(len(vote.verdict) > 1)) for vote in self.answered)
+        return estimates | {"no preference": stats.share(ties)}
 
     @cached_property
     def _both(self) -> list[tuple[Asked, Asked]]:
         """The two orders of each pair under each seed, where both have a verdict."""
-        found: dict[tuple[int, int], list[Asked]] = {}
+        by_seed: dict[tuple[int, int], list[Asked]] = {}
         for one in self.answered:
-            found.setdefault((one.item, one.seed), []).append(one)
-        return [(two[0], two[1]) for two in found.values() if len(two) == 2]
+            by_seed.setdefault((one.item, one.seed), []).append(one)
+        return [(two[0], two[1]) for two in by_seed.values() if len(two) == 2]
 
     def _of_orders(self) -> dict[str, Estimate]:
-        decided = [one for one in self.answered if len(one.verdict) == 1]
-        found = {"says the first": stats.share(self._means(self._follows(_first), decided).items())}
+        decided = [vote for vote in self.answered if len(vote.verdict) == 1]
+        estimates = {"says the first": stats.share(self._means(self._follows(_first), decided).items())}
         if not self._both:
-            return found
-        same = [(one.item, float(one.verdict == other.verdict)) for one, other in self._both]
-        sure = {(one.item, one.seed): self.right(one) * self.right(other) for one, other in self._both}
-        asked = dict.fromkeys((one.item, one.seed) for one in self.asked)
-        found["swap consistency"] = stats.share(same)
-        found["right in both orders"] = stats.share((key[0], sure.get(key, 0.0)) for key in asked)
+            return estimates
+        same = [(vote.item, float(vote.verdict == other.verdict)) for vote, other in self._both]
+        sure = {(vote.item, vote.seed): self.right(vote) * self.right(other) for vote, other in self._both}
+        counted = dict.fromkeys((vote.item, vote.seed) for vote in self.asked)
+        estimates["swap consistency"] = stats.share(same)
+        estimates["right in both orders"] = stats.share((key[0], sure.get(key, 0.0)) for key in counted)
         turned = [(a, b) for a, b in self._both if a.verdict != b.verdict and len(a.verdict) == len(b.verdict) == 1]
-        first = [(one.item, float(one.verdict == _first(self.items[one.item], one))) for one, _ in turned]
-        return found | {"says the first, of inconsistent pairs": stats.share(first)}
+        first = [(vote.item, float(vote.verdict == _first(self.items[vote.item], vote))) for vote, _ in turned]
+        return estimates | {"says the first, of inconsistent pairs": stats.share(first)}
 
     def _of_seeds(self) -> dict[str, Estimate]:
         if len(self.seeds) < 2:
             return {}
-        found: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        answers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         for one in self.answered:
-            found.setdefault((one.item, one.order), []).append(self._said(one, one.verdict))
-        whole = {key: said for key, said in found.items() if len(said) == len(self.seeds)}
+            answers.setdefault((one.item, one.order), []).append(self._label_of(one, one.verdict))
+        whole = {key: said for key, said in answers.items() if len(said) == len(self.seeds)}
         same = stats.share((key[0], float(len(set(said)) == 1)) for key, said in whole.items())
         kappa = Estimate(stats.fleiss_kappa(list(whole.values())), math.nan, math.nan, len(whole), "no interval")
         return {"identical between seeds": same, "Fleiss' kappa between seeds": kappa}
@@ -231,22 +232,22 @@ class JudgeReport(Shown):
         """What the figures say, in words; the first says whether the judge is better than a constant."""
         if not self.answered:
             return ("gives no verdict",)
-        found = [self._of_constant()]
+        lines = [self._of_constant()]
         if self.kind == "grades":
-            said, truth, lengths = self._columns()
+            grades, truth, lengths = self._columns()
             gap = stats.bootstrap(
-                lambda *of: abs(stats.spearman(of[0], of[2])) - stats.spearman(*of[:2]), said, truth, lengths
+                lambda *of: abs(stats.spearman(of[0], of[2])) - stats.spearman(*of[:2]), grades, truth, lengths
             )
-            found += [f"follows length (Spearman {stats.spearman(said, lengths):.2f})"] if gap.low > 0 else []
+            lines += [f"follows length (Spearman {stats.spearman(grades, lengths):.2f})"] if gap.low > 0 else []
         else:
-            found += self._biases()
-        kinds = {self._said(one, one.verdict) for one in self.answered}
+            lines += self._biases()
+        kinds = {self._label_of(one, one.verdict) for one in self.answered}
         if len(kinds) == 1 and self.kind != "choices":
-            found.append(f"always says {kinds.pop()}")
+            lines.append(f"always says {kinds.pop()}")
         elif len(kinds) == 1 and kinds == {TIE}:
-            found.append("gives every answer the same number")
+            lines.append("gives every answer the same number")
         lost = len(self.asked) - len(self.answered)
-        return tuple(found + ([f"no verdict in {lost} of {len(self.asked)}"] if lost else []))
+        return tuple(lines + ([f"no verdict in {lost} of {len(self.asked)}"] if lost else []))
 
     def _of_constant(self) -> str:
         if not self.same_scale:
@@ -271,13 +272,13 @@ class JudgeReport(Shown):
         }  # fmt: skip
         if self.kind == "pairs":
             rules |= {"position": ("the first", _first), "position ": ("the second", _second)}
-        found = []
+        lines = []
         for name, (which, rule) in rules.items():
             follows = self._means(self._follows(rule))
             if self._beats(follows, self._means(self.right)).low > 0:
                 share = stats.mean(list(self._means(self._follows(rule), self.answered).values()))
-                found.append(f"follows {name.strip()} (prefers {which} in {share:.1%})")
-        return found
+                lines.append(f"follows {name.strip()} (prefers {which} in {share:.1%})")
+        return lines
 
     @property
     def headline(self) -> str:
@@ -287,11 +288,11 @@ class JudgeReport(Shown):
     @property
     def caveats(self) -> tuple[str, ...]:
         """What limits the findings: how the judge was asked, and samples in which length tells which answer is better."""
-        found = list(self.notes)
+        lines = list(self.notes)
         for name in ("longer", "shorter") if self.kind != "grades" else ():
             if (rule := self.figures[f"the {name}"]).low > stats.mean(list(self.constant[1].values())):
-                found.append(f"In these samples the {name} answer is the better in {rule.value:.1%}.")
-        return tuple(found)
+                lines.append(f"In these samples the {name} answer is the better in {rule.value:.1%}.")
+        return tuple(lines)
 
     @property
     def trusted(self) -> bool:
@@ -305,35 +306,37 @@ class JudgeReport(Shown):
 
         if self.kind == "choices" or not self.same_scale:
             return pd.DataFrame()
-        pairs = [(self._said(one, self._truth(one.item)), self._said(one, one.verdict)) for one in self.asked]
-        said = {one for two in pairs for one in two} - {NONE}
-        known = ["A", "B", TIE] if self.kind == "pairs" else sorted(said, key=int)
+        pairs = [
+            (self._label_of(vote, self._truth(vote.item)), self._label_of(vote, vote.verdict)) for vote in self.asked
+        ]
+        classes = {name for two in pairs for name in two} - {NONE}
+        known = ["A", "B", TIE] if self.kind == "pairs" else sorted(classes, key=int)
         rows = [name for name in known if any(truth == name for truth, _ in pairs)]
         columns = [name for name in (*known, NONE) if any(name in two for two in pairs)]
         counts = Counter(pairs)
-        return pd.DataFrame([[counts[row, one] for one in columns] for row in rows], rows, columns)
+        return pd.DataFrame([[counts[row, column] for column in columns] for row in rows], rows, columns)
 
     @cached_property
     def calibration(self) -> Calibration | None:
         """Bins of confidence, and the expected calibration error; None where nothing says how sure the judge is."""
-        sure = [one for one in self.answered if not math.isnan(one.confidence) and self.same_scale]
+        sure = [vote for vote in self.answered if not math.isnan(vote.confidence) and self.same_scale]
         if sure:
             of = "stated" if self.kind != "choices" else "margin"
-            return Calibration(of, *stats.calibration([one.confidence for one in sure], list(map(self.right, sure))))
+            return Calibration(of, *stats.calibration([vote.confidence for vote in sure], list(map(self.right, sure))))
         if self.kind == "choices":
-            margins = [_margin(one) for one in self.answered]
+            margins = [_margin(vote) for vote in self.answered]
             return Calibration("size", stats.by_margin(margins, list(map(self.right, self.answered))), math.nan)
         mine = [found for found in self._by_item(self.answered).values() if found]
         if not self.same_scale or max(map(len, mine), default=0) < 2:
             return None
         agreed = list(map(self._vote, mine))
-        return Calibration("votes", *stats.calibration([one for one, _ in agreed], [right for _, right in agreed]))
+        return Calibration("votes", *stats.calibration([share for share, _ in agreed], [right for _, right in agreed]))
 
     def _by_item(self, asked: Sequence[Asked]) -> dict[int, list[Asked]]:
-        found: dict[int, list[Asked]] = {n: [] for n in range(len(self.items))}
+        groups: dict[int, list[Asked]] = {n: [] for n in range(len(self.items))}
         for one in asked:
-            found[one.item].append(one)
-        return found
+            groups[one.item].append(one)
+        return groups
 
     def _vote(self, mine: Sequence[Asked]) -> tuple[float, float]:
         """(share of an item's verdicts that say the most frequent one, its credit: the mean where several are)."""
@@ -348,20 +351,20 @@ class JudgeReport(Shown):
         """Accuracy by category of the samples, no verdict as wrong; {} where none has one. RewardBench 2's Ties by its formula."""
         if not self.same_scale:
             return {}
-        credits, found = self._means(self.right), {}
+        credits, estimates = self._means(self.right), {}
         for name in dict.fromkeys(item.category for item in self.items if item.category):
             mine = [(n, credit) for n, credit in credits.items() if self.items[int(str(n))].category == name]
-            found[name] = self._ties(name) or stats.share(mine)
-        return found
+            estimates[name] = self._ties(name) or stats.share(mine)
+        return estimates
 
     def _ties(self, name: str) -> Estimate | None:
         if self.kind != "choices" or name.lower() != "ties":
             return None
         rated: dict[str, dict[Hashable, stats.Rated]] = {"ref": {}, "tied": {}}
-        for one in self.asked:
-            item = self.items[one.item]
+        for vote in self.asked:
+            item = self.items[vote.item]
             if item.category == name and (which := re.search(r"(ref|tied):(\w+)$", item.id)):
-                rated[which[1]][which[2], one.seed] = _rated(item, one)
+                rated[which[1]][which[2], vote.seed] = _rated(item, vote)
         n = len(rated["ref"]) + len(rated["tied"])
         return Estimate(stats.ties_score(**rated), math.nan, math.nan, n, "RewardBench 2's formula") if n else None
 
@@ -381,17 +384,17 @@ class JudgeReport(Shown):
 
         return pd.DataFrame([self._line(self.items[n], found) for n, found in self._by_item(self.asked).items()])
 
-    def _line(self, item: Item, found: Sequence[Asked]) -> dict[str, Any]:
+    def _line(self, item: Item, answers: Sequence[Asked]) -> dict[str, Any]:
         graded = self.kind == "grades"
         return {
             "id": item.id, "category": item.category, "prompt": item.prompt,
             "truth": item.grade if graded else sorted(item.best),
-            "verdicts": [one.verdict if graded or one.verdict is None else sorted(one.verdict) for one in found],
-            "accuracy": stats.mean([self.right(one) for one in found]),
-            "answered": stats.mean([float(one.verdict is not None) for one in found]),
+            "verdicts": [vote.verdict if graded or vote.verdict is None else sorted(vote.verdict) for vote in answers],
+            "accuracy": stats.mean([self.right(vote) for vote in answers]),
+            "answered": stats.mean([float(vote.verdict is not None) for vote in answers]),
             "longer": _longer(item),
-            "tokens": sum(one.tokens for one in found), "seconds": sum(one.seconds for one in found),
-            "cut": any(one.cut for one in found), "why": next((one.why for one in found if one.verdict is None), ""),
+            "tokens": sum(vote.tokens for vote in answers), "seconds": sum(vote.seconds for vote in answers),
+            "cut": any(vote.cut for vote in answers), "why": next((vote.why for vote in answers if vote.verdict is None), ""),
         }  # fmt: skip
 
     def figure(self) -> Any:
@@ -470,13 +473,13 @@ def judge_report(
     label = label or ("" if any(one.best for one in known) else _only_label(known))
     kind = "pairs" if compares else "grades" if label else "choices"
     items = _items(known, kind, label, chats)
-    asked, cost = verdicts.ask(reward, items, drawn if chats else [0], orders, label)
+    answers, cost = verdicts.ask(reward, items, drawn if chats else [0], orders, label)
     notes = []
     if chats and len(drawn) > 1 and not reward.asking.temperature:  # type: ignore[attr-defined]
         notes.append("The judge is asked at temperature 0: seeds differ by the engine's own noise alone.")
     if compares and not orders:
         notes.append("Each pair is asked in one order: swap consistency is not known.")
-    return JudgeReport(str(reward), kind, items, asked, cost, label, verdicts.bounds(reward), notes)
+    return JudgeReport(str(reward), kind, items, answers, cost, label, verdicts.bounds(reward), notes)
 
 
 def _items(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:

@@ -44,10 +44,10 @@ def share(by_item: Iterable[tuple[Hashable, float]]) -> Estimate:
 
 def item_means(by_item: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
     """The mean of each item's values, of (item, value) pairs, in the order of first appearance."""
-    found: dict[Hashable, list[float]] = {}
+    groups: dict[Hashable, list[float]] = {}
     for item, value in by_item:
-        found.setdefault(item, []).append(value)
-    return {item: sum(values) / len(values) for item, values in found.items()}
+        groups.setdefault(item, []).append(value)
+    return {item: sum(values) / len(values) for item, values in groups.items()}
 
 
 def bootstrap(statistic: Callable[..., float], *columns: Sequence[float], seed: int = 0) -> Estimate:
@@ -114,13 +114,13 @@ def calibration(confidences: Sequence[float], right: Sequence[float], bins: int 
     stated, credit = np.asarray(confidences, float), np.asarray(right, float)
     edges = np.linspace(0.0, 1.0, bins + 1)
     place = np.clip(np.searchsorted(edges, stated, side="left") - 1, 0, bins - 1)
-    found, error = [], 0.0
+    filled, error = [], 0.0
     for number in np.unique(place):
         there = place == number
         confidence, accuracy, n = float(stated[there].mean()), float(credit[there].mean()), int(there.sum())
-        found.append(Bin(float(edges[number]), float(edges[number + 1]), n, confidence, accuracy))
+        filled.append(Bin(float(edges[number]), float(edges[number + 1]), n, confidence, accuracy))
         error += n / len(stated) * abs(accuracy - confidence)
-    return found, error if len(stated) else math.nan
+    return filled, error if len(stated) else math.nan
 
 
 def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -> list[Bin]:
@@ -157,12 +157,12 @@ SECOND = ("Factuality", "Focus", "Math", "Precise IF", "Safety", "Ties")
 
 def sections(accuracies: Mapping[str, float]) -> dict[str, float]:
     """RewardBench's score of each section, of accuracies by subset: their mean under `SECTIONS`. Others are left out."""
-    found = {}
+    scores = {}
     for name, weights in SECTIONS.items():
         there = {subset: weight for subset, weight in weights.items() if subset in accuracies}
         if there:
-            found[name] = sum(accuracies[one] * weight for one, weight in there.items()) / sum(there.values())
-    return found
+            scores[name] = sum(accuracies[one] * weight for one, weight in there.items()) / sum(there.values())
+    return scores
 
 
 def best_of(scores: Sequence[float], best: Iterable[int]) -> float:
@@ -204,11 +204,13 @@ def ties_score(ref: Mapping[Hashable, Rated], tied: Mapping[Hashable, Rated]) ->
     + .01·mean tanh(min gap / spread − 1), as rewardbench 0.1.4 computes it: means are over prompts in both, a spread of 0 has
     no tanh term. Unlike there an item with a missing score has no credit, and a mean of nothing is 0.
     """
-    pairs = [(ref[one], tied[one], spread) for one in ref if one in tied and (spread := tied[one].spread) is not None]
-    least = [(min(one.gap, other.gap), spread) for one, other, spread in pairs]
+    pairs = [
+        (ref[item], tied[item], spread) for item in ref if item in tied and (spread := tied[item].spread) is not None
+    ]
+    least = [(min(rated.gap, other.gap), spread) for rated, other, spread in pairs]
     terms = (
-        (0.3, [one.gap > 0 for one in tied.values()]),
-        (0.3, [one.gap > 0 for one in ref.values()]),
+        (0.3, [rated.gap > 0 for rated in tied.values()]),
+        (0.3, [item.gap > 0 for item in ref.values()]),
         (0.2, [other.gap > spread for _, other, spread in pairs]),
         (0.2, [gap > spread for gap, spread in least]),
         (0.01, [math.tanh(gap / spread - 1) for gap, spread in least if spread > 0]),

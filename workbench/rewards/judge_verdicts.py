@@ -89,12 +89,14 @@ def items_of(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]
     `whole`: the question is the whole conversation, as a chat judge reads it; else its last message.
     """
     if kind == "pairs":
-        return [_item(one, range(2), whole, best=frozenset(one.best or ())) for one in samples.pairs(label or None)]
+        return [
+            _item(sample, range(2), whole, best=frozenset(sample.best or ())) for sample in samples.pairs(label or None)
+        ]
     if kind == "choices":
-        there = (one for one in samples if one.best and len(set(one.best)) < len(one.answers))
-        return [_item(one, range(len(one.answers)), whole, best=frozenset(one.best or ())) for one in there]
-    graded = ((one, at, answer.scores.get(label)) for one in samples for at, answer in enumerate(one.answers))
-    return [_item(one, [at], whole, grade=float(grade)) for one, at, grade in graded if grade is not None]
+        there = (sample for sample in samples if sample.best and len(set(sample.best)) < len(sample.answers))
+        return [_item(sample, range(len(sample.answers)), whole, best=frozenset(sample.best or ())) for sample in there]
+    graded = ((sample, at, answer.scores.get(label)) for sample in samples for at, answer in enumerate(sample.answers))
+    return [_item(sample, [at], whole, grade=float(grade)) for sample, at, grade in graded if grade is not None]
 
 
 def _item(sample: Sample, answers: Sequence[int], whole: bool, **truth: Any) -> Item:
@@ -144,16 +146,16 @@ def ask(
     reward: BaseReward, items: Sequence[Item], seeds: Sequence[int], orders: bool, label: str
 ) -> tuple[list[Asked], Cost]:
     """The verdicts of a judge on items under each seed, and what they took."""
-    began, asked, meters = time.perf_counter(), list[Asked](), list[Metered]()
+    began, answers, meters = time.perf_counter(), list[Asked](), list[Metered]()
     for seed in seeds:
         judge, meter = seeded(reward, seed)
         meters.append(meter)
         if isinstance(judge, PairwiseJudge):
-            asked += compared(judge, items, seed, orders)
+            answers += compared(judge, items, seed, orders)
         else:
-            asked += scored(judge, items, seed, label)
+            answers += scored(judge, items, seed, label)
     totals = {name: sum(getattr(one, name) for one in meters) for name in ("calls", "prompt_tokens", "tokens")}
-    return asked, Cost(**totals, seconds=time.perf_counter() - began)
+    return answers, Cost(**totals, seconds=time.perf_counter() - began)
 
 
 def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
@@ -177,18 +179,18 @@ def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: boo
         questions += [(number, order) for order in (both if orders else [drawn])]
     pairs = [[items[number].rows[place] for place in order] for number, order in questions]
     scores = runtime.run_all(lambda rows: judge.compare(*rows), pairs)
-    found = []
+    answers = []
     for (number, order), score in zip(questions, scores, strict=True):
         won = {1.0: order[:1], 0.0: order[1:], 0.5: (0, 1)}.get(score.value) if score.scored else None
-        found.append(_asked(number, order, seed, frozenset(won) if won else None, [score], confidence=_stated(score)))
-    return found
+        answers.append(_reply(number, order, seed, frozenset(won) if won else None, [score], confidence=_stated(score)))
+    return answers
 
 
 def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> list[Asked]:
     """Verdicts of a reward on answers one by one: of several answers those with the highest number won."""
     rows = [row for item in items for row in item.rows]
     scores = iter(reward.judged(rows))
-    found = []
+    answers = []
     for number, item in enumerate(items):
         mine = list(itertools.islice(scores, len(item.rows)))
         values = tuple(score.value if _gave(score) else None for score in mine)
@@ -202,23 +204,23 @@ def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> 
             if isinstance(reward, RewardModel):  # Bradley–Terry: of two answers the margin's sigmoid
                 confidence = 1 / sum(math.exp(value - max(known)) for value in known)
         order = tuple(range(len(item.rows)))
-        found.append(_asked(number, order, seed, verdict, mine, values=values, confidence=confidence))
-    return found
+        answers.append(_reply(number, order, seed, verdict, mine, values=values, confidence=confidence))
+    return answers
 
 
 def _gave(score: Score) -> bool:
     return score.scored and score.status is not Status.COUNTED and not score.status.failed_by_model
 
 
-def _asked(
+def _reply(
     item: int, order: tuple[int, ...], seed: int, verdict: Any, scores: Sequence[Score], **further: Any
 ) -> Asked:
     lost = next((score for score in scores if not _gave(score)), None)
-    said, extras = lost or scores[0], [score.extra for score in scores]
+    shown, extras = lost or scores[0], [score.extra for score in scores]
     output = "\n\n".join(str(extra["judge_output"]) for extra in extras if extra.get("judge_output"))
     tokens = sum(int(extra.get("judge_tokens") or extra.get("rm_tokens") or 0) for extra in extras)
     facts: dict[str, Any] = {"output": output, "tokens": tokens, "cut": any(one.get("truncated") for one in extras)}
-    facts |= {"status": said.status.value, "why": said.why, "seconds": sum(score.seconds for score in scores)}
+    facts |= {"status": shown.status.value, "why": shown.why, "seconds": sum(score.seconds for score in scores)}
     return Asked(item=item, order=order, seed=seed, verdict=verdict, **facts, **further)
 
 

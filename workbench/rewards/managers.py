@@ -143,13 +143,13 @@ def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
     def column(of: Callable[[Score], Any]) -> list[Any]:
         return [of(score) for score in scores]
 
-    found = {name.removeprefix("reward_extra/"): values for name, values in extra_columns(scores).items()}
+    extras = {name.removeprefix("reward_extra/"): values for name, values in extra_columns(scores).items()}
     for name in dict.fromkeys(name for score in scores for name in score.parts):
-        found[name] = [score.parts.get(name, MISSING) for score in scores]
+        extras[name] = [score.parts.get(name, MISSING) for score in scores]
     if any(score.answer is not None for score in scores):
-        found["pred"] = column(lambda score: MISSING if score.answer is None else score.answer)
+        extras["pred"] = column(lambda score: MISSING if score.answer is None else score.answer)
     return {
-        **{name: values for name, values in found.items() if name not in RESERVED},
+        **{name: values for name, values in extras.items() if name not in RESERVED},
         "why": column(lambda score: score.why),
         "score": column(lambda score: score.value if score.scored else MISSING),
         "status": column(lambda score: score.status.value),

@@ -141,7 +141,7 @@ def principles(
     """
     for name, number in (("pairs", pairs), ("checks", checks), ("keep", keep)):
         require(number >= 1, name, expected="≥ 1", found=number)
-    known = read(samples).pairs(label).filter(lambda one: one.best is not None and len(one.best) == 1)
+    known = read(samples).pairs(label).filter(lambda sample: sample.best is not None and len(sample.best) == 1)
     proposing, held_out = known.split(0.5, seed)
     checking, last = held_out.split(0.5, seed)
     proposed, failed = _proposed(proposing[:pairs], model, asking)
@@ -159,10 +159,10 @@ def principles(
         accuracy = report.figures["accuracy"]
         candidates.append(Principle(text=text, proposals=count, accuracy=accuracy, gain=gain, kept=kept))
     plainly = _report(model, last[:checks], "", asking)
-    made = Principles(candidates, plainly, None, failed)
-    if len(made):
-        made.together = _report(model, last[:checks], made.text, asking)
-    return made
+    result = Principles(candidates, plainly, None, failed)
+    if len(result):
+        result.together = _report(model, last[:checks], result.text, asking)
+    return result
 
 
 def _with(template: str, text: str) -> str:
@@ -202,14 +202,14 @@ def lines(text: str) -> Iterator[str]:
 
 def merged(texts: Sequence[str]) -> list[tuple[str, int]]:
     """(principle, how often it was proposed): of those alike the first, the most frequent first."""
-    found: list[tuple[str, frozenset[str], int]] = []
+    groups: list[tuple[str, frozenset[str], int]] = []
     for text in texts:
         words = frozenset(re.findall(r"\w+", text.lower()))
-        shares = (len(words & other) >= ALIKE * len(words | other) for _, other, _ in found)
+        shares = (len(words & other) >= ALIKE * len(words | other) for _, other, _ in groups)
         like = next((at for at, alike in enumerate(shares) if alike), None)
         if like is None:
-            found.append((text, words, 1))
+            groups.append((text, words, 1))
         else:
-            first, own, count = found[like]
-            found[like] = first, own, count + 1
-    return sorted(((text, count) for text, _, count in found), key=lambda one: -one[1])
+            first, own, count = groups[like]
+            groups[like] = first, own, count + 1
+    return sorted(((text, count) for text, _, count in groups), key=lambda one: -one[1])

@@ -120,14 +120,14 @@ class Reward(BaseReward, Shown):
 
     def settings(self) -> dict[str, Any]:
         """The reward's settings as plain values; for a function from a file also its name and the file's hash."""
-        found = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
+        record = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
         if self.per == "group":
-            found["per"] = self.per
+            record["per"] = self.per
         if self._signature.rename:
-            found["rename"] = dict(self._signature.rename)
+            record["rename"] = dict(self._signature.rename)
         if isinstance(self._file, FileFunction):
-            found["file"] = self._file.describe()
-        return found
+            record["file"] = self._file.describe()
+        return record
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
@@ -169,17 +169,17 @@ class Reward(BaseReward, Shown):
 
     def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
         """What one call gave for these rows."""
-        found = [failed(answer.why, answer.traceback)] * len(numbers)
+        judged = [failed(answer.why, answer.traceback)] * len(numbers)
         if answer.ok:
-            found = scores_of(answer.result, self.name, numbers, self.per != "row")
-        scores = [score.timed(answer.seconds / len(numbers)) for score in found]
+            judged = scores_of(answer.result, self.name, numbers, self.per != "row")
+        scores = [score.timed(answer.seconds / len(numbers)) for score in judged]
         if self.per == "row" and answer.printed:
             return [scores[0].with_extra({"printed": answer.printed})]
         return scores
 
     def _here(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
         """In this process: one after the other; what async functions return is awaited together, each to its limit."""
-        found: dict[int, Any] = {}
+        known: dict[int, Any] = {}
         logs: dict[int, Any] = {}
         for number, arguments in enumerate(calls):
             began = time.perf_counter()
@@ -188,18 +188,18 @@ class Reward(BaseReward, Shown):
                 given, logs[number] = with_logs(copy.deepcopy(dict(arguments)))
                 result = self.function(**given)
                 waits = inspect.isawaitable(result)
-                found[number] = result if waits else Answer(True, result, seconds=time.perf_counter() - began)
+                known[number] = result if waits else Answer(True, result, seconds=time.perf_counter() - began)
             except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
-                found[number] = _failure(error, began)
-        waiting = [number for number, one in found.items() if not isinstance(one, Answer)]
+                known[number] = _failure(error, began)
+        waiting = [number for number, one in known.items() if not isinstance(one, Answer)]
         if waiting:
-            answers = runtime.run_all(lambda number: _awaited(found[number], limits[number], self._rate_limit), waiting)
-            found.update(zip(waiting, answers, strict=True))
+            answers = runtime.run_all(lambda number: _awaited(known[number], limits[number], self._rate_limit), waiting)
+            known.update(zip(waiting, answers, strict=True))
         for number, told in logs.items():
-            if told and found[number].ok:
-                result = {"rewards": found[number].result, "extra_logs": told}
-                found[number] = replace(found[number], result=result)
-        return list(found.values())
+            if told and known[number].ok:
+                result = {"rewards": known[number].result, "extra_logs": told}
+                known[number] = replace(known[number], result=result)
+        return list(known.values())
 
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:

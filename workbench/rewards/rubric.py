@@ -96,10 +96,10 @@ class Rubric(BaseReward, Shown):
         threads = ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric")
         try:
             asked = {part: threads.submit(_settled, reward, rows) for part, reward in self.parts.items()}
-            found = {part: future.result() for part, future in asked.items()}
+            settled = {part: future.result() for part, future in asked.items()}
         finally:
             threads.shutdown(wait=False)  # an interrupt does not wait for the slowest part
-        return [self._joined({part: scores[row] for part, scores in found.items()}) for row in range(len(rows))]
+        return [self._joined({part: scores[row] for part, scores in settled.items()}) for row in range(len(rows))]
 
     def _joined(self, scores: Mapping[str, Score]) -> Score:
         columns = {part: score.value for part, score in scores.items() if score.scored}
@@ -108,7 +108,7 @@ class Rubric(BaseReward, Shown):
         return replace(
             self._judged(scores),
             parts=columns,
-            extra={"parts": {part: _said(score) for part, score in scores.items()}},
+            extra={"parts": {part: _summary(score) for part, score in scores.items()}},
             answer=next((score.answer for score in scores.values() if score.answer is not None), None),
             seconds=max(score.seconds for score in scores.values()),
         )
@@ -195,7 +195,7 @@ def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Scor
     return reward.settle(scores) if reward.on_failure == "raise" or reward.failed_value is not None else scores
 
 
-def _said(score: Score) -> dict[str, Any]:
+def _summary(score: Score) -> dict[str, Any]:
     facts = score.to_json()
     shown = {name: facts[name] for name in ("value", "status", "answer", "why")}
     return {**shown, "extra": facts["extra"]} if score.extra else shown

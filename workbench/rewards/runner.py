@@ -90,14 +90,14 @@ class FileFunction:
         # a file that imports nothing of its package needs none of it, which may not be importable here
         alone = f"workbench_reward_{self.path.stem}"
         module = f"{self.package}.{self.path.stem}" if self.package and self.inside else alone
-        functions = {name: one.record() for name, one in kwargs.items() if isinstance(one, FileFunction)}
+        functions = {name: value.record() for name, value in kwargs.items() if isinstance(value, FileFunction)}
         return {
             "path": str(self.path),
             "root": str(self.path.parents[inside]),
             "module": module.removesuffix(".__init__"),
             "name": self.__name__,
             "text": self.text,
-            "kwargs": {name: one for name, one in kwargs.items() if name not in functions},
+            "kwargs": {name: value for name, value in kwargs.items() if name not in functions},
             "functions": functions,
             "construct": self.construct,
         }
@@ -198,26 +198,26 @@ class Written(str):
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, given: Mapping[str, Any]) -> inspect.Signature:
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, bound: Mapping[str, Any]) -> inspect.Signature:
     """From the syntax tree; a name without a visible signature is taken to have verl's arguments."""
     kinds = inspect.Parameter
     if node is None:
-        return inspect.Signature([kinds(name, kinds.KEYWORD_ONLY) for name in _VERL if name not in given])
-    own = node.args
-    plain = [*own.posonlyargs, *own.args]
-    pairs = [*zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)]
+        return inspect.Signature([kinds(name, kinds.KEYWORD_ONLY) for name in _VERL if name not in bound])
+    args = node.args
+    plain = [*args.posonlyargs, *args.args]
+    pairs = [*zip(plain[len(plain) - len(args.defaults) :], args.defaults, strict=True)]
     pairs += [
-        (arg, default) for arg, default in zip(own.kwonlyargs, own.kw_defaults, strict=True) if default is not None
+        (arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is not None
     ]
     optional = {arg.arg: Written(ast.unparse(default)) for arg, default in pairs}
     groups: list[tuple[Any, Sequence[ast.arg | None]]] = [
-        (kinds.POSITIONAL_ONLY, own.posonlyargs),
-        (kinds.POSITIONAL_OR_KEYWORD, own.args),
-        (kinds.VAR_POSITIONAL, [own.vararg]),
-        (kinds.KEYWORD_ONLY, own.kwonlyargs),
-        (kinds.VAR_KEYWORD, [own.kwarg]),
+        (kinds.POSITIONAL_ONLY, args.posonlyargs),
+        (kinds.POSITIONAL_OR_KEYWORD, args.args),
+        (kinds.VAR_POSITIONAL, [args.vararg]),
+        (kinds.KEYWORD_ONLY, args.kwonlyargs),
+        (kinds.VAR_KEYWORD, [args.kwarg]),
     ]
-    found = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in given]
+    found = [kinds(arg.arg, kind) for kind, several in groups for arg in several if arg and arg.arg not in bound]
     found = [one.replace(default=optional[one.name]) if one.name in optional else one for one in found]
     return inspect.Signature(found, __validate_parameters__=False)
 
@@ -399,15 +399,15 @@ class Pool:
             body = bodies[number]
             if isinstance(body, Answer):
                 return body
-            asked, answer = HERE.enter("reward"), None
+            activity, answer = HERE.enter("reward"), None
             try:
                 async with places, slot():
-                    HERE.begin(asked)
+                    HERE.begin(activity)
                     worker = self._idle.pop() if self._idle else None
                     answer = await in_thread(lambda: self._answer(worker, body, seconds[number]))
                 return answer
             finally:
-                HERE.end(asked, "done" if answer is not None and answer.ok else "raised")
+                HERE.end(activity, "done" if answer is not None and answer.ok else "raised")
 
         try:
             return runtime.run_all(ask, range(len(calls)))
@@ -529,17 +529,17 @@ def _heard(worker: Child, limit: float | None) -> bytearray:
     imports, left, most = limit is None, [limit or 0.0, START_SECONDS], 2 * MAX_RESULT
     while True:
         began = time.monotonic()
-        found = worker.started(left[1], most) if imports else worker.exchange(None, max(left[0], 0.0), most)
+        frame = worker.started(left[1], most) if imports else worker.exchange(None, max(left[0], 0.0), most)
         left[imports] -= time.monotonic() - began
-        if found[TOKEN:] not in (IMPORTS, IMPORTED):
-            return found
-        imports = found[TOKEN:] == IMPORTS
+        if frame[TOKEN:] not in (IMPORTS, IMPORTED):
+            return frame
+        imports = frame[TOKEN:] == IMPORTS
 
 
 def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
     """The worker's answer; whatever else comes closes the worker."""
     try:
-        found = _heard(worker, limit)
+        frame = _heard(worker, limit)
     except Stuck as error:
         return Answer(False, None, f"what the function loads or imports has no end: {error}")
     except TimeoutError:
@@ -549,9 +549,9 @@ def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
     except OSError:
         return Answer(False, None, f"the worker process ended with {worker.how()}")
     try:
-        if found[:TOKEN] != token:
+        if frame[:TOKEN] != token:
             raise ValueError("the answer to another call")
-        return Answer(*json.loads(found[TOKEN:], object_hook=_score))
+        return Answer(*json.loads(frame[TOKEN:], object_hook=_score))
     except Exception as error:  # noqa: BLE001 - it is that row's failure
         worker.close()
         return Answer(False, None, f"the worker process sent what is no answer: {first_line(error)}")

@@ -165,11 +165,11 @@ def _named(functions: Any) -> dict[str, BaseReward]:
     if isinstance(functions, Mapping):
         return {str(name): as_reward(function) for name, function in functions.items()}
     several = functions if isinstance(functions, list | tuple) else [functions]
-    found: dict[str, BaseReward] = {}
+    named: dict[str, BaseReward] = {}
     for reward in map(as_reward, several):
-        same = sum(name.rstrip("'") == reward.name for name in found)
-        found[reward.name + "'" * same] = reward
-    return found
+        same = sum(name.rstrip("'") == reward.name for name in named)
+        named[reward.name + "'" * same] = reward
+    return named
 
 
 def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
@@ -193,19 +193,19 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
     if isinstance(batch, DataProto):
         return row_views(batch)
     if isinstance(completions, str | Path):
-        found: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
+        saved: Iterable[Any] = [record for path in files.find(completions) for record in files.read(path)]
     else:
-        found = records.table_records(completions)
-    return [_row(record, number) for number, record in enumerate(found)]
+        saved = records.table_records(completions)
+    return [_row(record, number) for number, record in enumerate(saved)]
 
 
 def _row(record: Any, number: int) -> dict[str, Any]:
     """The view of a record; its missing cells are None, its prompt a text or a chat of text, its response a text."""
     columns = records.cells_of(record, f"completion {number}")
-    asked = next((name for name in PROMPT if columns.get(name) is not None), None)
-    if asked is not None:
-        chat = records.chat(columns[asked], f"{asked} of completion {number}")
-        columns[asked] = columns[asked] if records.is_text(columns[asked], chat) else chat
+    column = next((name for name in PROMPT if columns.get(name) is not None), None)
+    if column is not None:
+        chat = records.chat(columns[column], f"{column} of completion {number}")
+        columns[column] = columns[column] if records.is_text(columns[column], chat) else chat
     name = next((name for name in RESPONSE if isinstance(columns.get(name), str | list)), None)
     if name is None:
         if there := next((name for name in RESPONSE if name in columns), None):
@@ -220,7 +220,7 @@ def _row(record: Any, number: int) -> dict[str, Any]:
     if not isinstance(judged, Mapping):
         truth = next((columns[name] for name in TRUTH if columns.get(name) is not None), None)
         judged = {"ground_truth": truth}
-    prompt = columns[asked] if asked else None
+    prompt = columns[column] if column else None
     plain = {**columns, "reward_model": dict(judged), "raw_prompt": prompt}
     if not isinstance(prompt, list | None):
         plain |= {"raw_prompt": [{"role": "user", "content": str(prompt)}], "prompt_is_text": True}
@@ -315,13 +315,13 @@ class Pins(Shown):
             pin: Pin | None = self[which]
         else:
             wanted = which.id if isinstance(which, Pin) else which
-            pin = next((one for one in self._pins if one.id == wanted), None)
+            pin = next((held for held in self._pins if held.id == wanted), None)
         if pin is None:
             do = "`list(pins)` shows the pinned rows and their ids"
             raise DataError(f"{self.path} has no pin {describe(which)}", found=f"{len(self)} pins", do=do)
         with locked(self.path):
             there = read_pins(self.path)
-            kept = [one for one in there if one.id != pin.id]
+            kept = [held for held in there if held.id != pin.id]
             self._write(kept)
         if len(kept) == len(there):
             raise DataError(f"pin {pin.id} is no longer in {self.path}", do="it has been removed already")
@@ -508,12 +508,12 @@ def _of_batch(batch: DataProto, row: int | None) -> tuple[Mapping[str, Any], dic
     wanted = [name for name in ("responses", "response_mask", "step", "policy_version") if name in batch.batch]
     tensors = {name: batch.batch.part(name, number, number + 1) for name in wanted}
     objects = {name: batch.non_tensor_batch.part(name, number, number + 1) for name in batch.non_tensor_batch}
-    one = DataProto(tensors, objects)
-    (view,) = row_views(one)
+    single = DataProto(tensors, objects)
+    (view,) = row_views(single)
     origin = {name: batch.meta_info[name] for name in _ABOUT if batch.meta_info.get(name) is not None}
     for name in ("step", "policy_version"):
         if name in batch.batch:
-            origin[name] = one[name].item()
+            origin[name] = single[name].item()
     return view, {**origin, "row": number}
 
 
@@ -577,16 +577,16 @@ def read_pins(path: Path) -> list[Pin]:
 
     Raises `DataError` for a damaged line, and for two lines that expect different scores of one row.
     """
-    found: dict[str, tuple[str, Pin]] = {}
+    seen: dict[str, tuple[str, Pin]] = {}
     with boundary(f"reading {str(path)!r}", DataError):
         for place, raw in raw_lines(path) if path.exists() else ():
             pin = _parsed(place, raw)
-            there, other = found.get(pin.id, (place, pin))
+            there, other = seen.get(pin.id, (place, pin))
             if other.expected != pin.expected:
                 both = f"{other.expected} in {there} and {pin.expected} in {place}"
                 raise DataError("one row is pinned twice", found=both, do="delete one of the lines")
-            found[pin.id] = (place, pin)
-    return sorted((pin for _, pin in found.values()), key=order_of)
+            seen[pin.id] = (place, pin)
+    return sorted((pin for _, pin in seen.values()), key=order_of)
 
 
 def _parsed(place: str, raw: bytes) -> Pin:

@@ -150,9 +150,9 @@ class ReasoningJudge:
 
     def text(self, question: str, answers: Sequence[str]) -> str:
         """The prompt for a question and its answers."""
-        given = {"prompt": question, **self._answers(answers)}
+        quoted = {"prompt": question, **self._answers(answers)}
         if self._format is None:
-            return filled(self.template, self.schema, given, self.texts, self.without)
+            return filled(self.template, self.schema, quoted, self.texts, self.without)
         gallery = {
             "query": question,
             "enable_thinking": self.think == "template",
@@ -160,7 +160,7 @@ class ReasoningJudge:
             "examples": "",
             **self.texts,
         }
-        return str(self._format(**gallery, **{name: one for name, one in given.items() if name != "prompt"}))
+        return str(self._format(**gallery, **{name: one for name, one in quoted.items() if name != "prompt"}))
 
     def _answers(self, answers: Sequence[str]) -> dict[str, str]:
         if self.kind == "listwise":
@@ -179,18 +179,18 @@ class ReasoningJudge:
         """
         if engine is not None:
             self.check(engine)
-        found, left = [], 0
+        rows, left = [], 0
         pairs = samples.pairs(self.label) if self.kind == "pairwise" else samples
         for one in pairs:
             made = list(self._of(one, orders))
             left += not made
-            found += made
-        if not found:
+            rows += made
+        if not rows:
             what = f"no sample has {self.label!r}" if self.label else "no sample says which answer is better"
             there = ", ".join(samples.labels) or "none"
             raise DataError(what, found=f"ratings: {there}", do="name another: wb.rewards.reasoning(…, label=…)")
         more = f"; {left} samples without a truth left out" if left else ""
-        return Rows(found, source=f"{samples.source or 'samples'} ({self.kind}{more})")
+        return Rows(rows, source=f"{samples.source or 'samples'} ({self.kind}{more})")
 
     def _of(self, sample: Sample, orders: bool) -> Iterator[dict[str, Any]]:
         if self.kind == "pointwise":
@@ -274,31 +274,31 @@ class ReasoningJudge:
         if self.kind == "listwise":
             raise SettingError("a listwise judge as a reward", expected="a pointwise or pairwise one", found="listwise")
         low, high = self.scale
-        made: _Asks
+        judge: _Asks
         if self.kind == "pairwise":
-            made = _Compares(model, schema=self.schema, **asking)
+            judge = _Compares(model, schema=self.schema, **asking)
         else:
-            made = _Asks(model, schema=self.schema, value=lambda said: (said.score - low) / (high - low), **asking)
-        made.kit = self
-        return made
+            judge = _Asks(model, schema=self.schema, value=lambda said: (said.score - low) / (high - low), **asking)
+        judge.kit = self
+        return judge
 
     def read(self, output: str) -> tuple[BaseModel, Any]:
         """(verdict, what it says) of an output: a number, `A`, `B` … or `tie`. Raises `Unparseable` where there is none."""
-        made = parse(output, self.schema, self.reasons if self.think == "template" else None)
-        said = getattr(made, self.verdict)
+        verdict = parse(output, self.schema, self.reasons if self.think == "template" else None)
+        choice = getattr(verdict, self.verdict)
         if self.kind == "pointwise":
-            number = float(said)
+            number = float(choice)
             if not self.scale[0] <= number <= self.scale[1]:
                 expected = f"{self.scale[0]:g} to {self.scale[1]:g}"
                 raise Unparseable("the judge's verdict, field score", expected=expected, found=number)
-            return made, number
-        if isinstance(said, int) and not isinstance(said, bool):  # RM-Gallery's listwise verdicts count from 1
-            said = LETTERS[said - 1] if 1 <= said <= len(LETTERS) else said
-        text = str(said).strip()
+            return verdict, number
+        if isinstance(choice, int) and not isinstance(choice, bool):  # RM-Gallery's listwise verdicts count from 1
+            choice = LETTERS[choice - 1] if 1 <= choice <= len(LETTERS) else choice
+        text = str(choice).strip()
         known = text.lower() == "tie" or (len(text) == 1 and text.upper() in LETTERS)
         if not known:
             raise Unparseable(f"the judge's verdict, field {self.verdict}", expected="A, B, … or tie", found=text)
-        return made, "tie" if text.lower() == "tie" else text.upper()
+        return verdict, "tie" if text.lower() == "tie" else text.upper()
 
     def __repr__(self) -> str:
         truth = f", label={self.label!r}" if self.label else ""
@@ -334,11 +334,11 @@ class _Compares(_Asks, PairwiseJudge):
 def _kind(schema: type[BaseModel], kind: str | None) -> str:
     """The kind of a schema's verdicts, by its fields where it is not given. Raises `SettingError` where they do not say one."""
     known = {"score": "pointwise", "better": "pairwise", "preference": "pairwise", "best": "listwise"}
-    found = [known[name] for name in known if name in schema.model_fields]
-    if kind is None and len(found) != 1:
+    kinds = [known[name] for name in known if name in schema.model_fields]
+    if kind is None and len(kinds) != 1:
         expected = "one of the fields score (pointwise), better or preference (pairwise), best (listwise)"
         raise SettingError(f"schema {schema.__name__}", expected=expected, found=", ".join(schema.model_fields))
-    chosen = kind or found[0]
+    chosen = kind or kinds[0]
     require(chosen in _KINDS, "kind", expected=", ".join(_KINDS), found=chosen)
     return chosen
 
@@ -414,28 +414,28 @@ class VerdictReward(BaseReward):
         if truth is None:
             return Score(status=Status.NOT_APPLICABLE, why="the row has no truth that a verdict can be compared with")
         try:
-            made, said = self.asked.read(output)
+            verdict, choice = self.asked.read(output)
         except Unparseable as error:
             return no_answer(first_line(error, 400)).with_value(0.0, accuracy=0.0, format=0.0)
-        parts = {"accuracy": float(_right(said, truth)), "format": 1.0}
+        parts = {"accuracy": float(_right(choice, truth)), "format": 1.0}
         if self.asked.kind == "pointwise":
-            parts["error"] = abs(said - truth)
-        why = str(getattr(made, self.asked.reasons or "", ""))[:400]
-        extra = {"verdict": made.model_dump(), "truth": truth}
-        return Score(value=self._value(said, truth), parts=parts, answer=_told(said), why=why, extra=extra)
+            parts["error"] = abs(choice - truth)
+        why = str(getattr(verdict, self.asked.reasons or "", ""))[:400]
+        extra = {"verdict": verdict.model_dump(), "truth": truth}
+        return Score(value=self._value(choice, truth), parts=parts, answer=_choice_text(choice), why=why, extra=extra)
 
-    def _value(self, said: Any, truth: Any) -> float:
+    def _value(self, choice: Any, truth: Any) -> float:
         if self.asked.kind != "pointwise" or self.decay == "exact":
-            return float(_right(said, truth))
+            return float(_right(choice, truth))
         low, high = self.asked.scale
-        share = abs(said - truth) / (high - low)
+        share = abs(choice - truth) / (high - low)
         return max(0.0, 1.0 - share) if isinstance(self.decay, str) else math.exp(-self.decay * share)
 
     def __repr__(self) -> str:
         return f"VerdictReward({self.asked.schema.__name__}, {self.asked.kind}, decay={self.decay})"
 
 
-def _told(said: Any) -> str:
+def _choice_text(said: Any) -> str:
     return f"{said:g}" if isinstance(said, float) else str(said)
 
 
@@ -449,7 +449,7 @@ def _truth(row: Mapping[str, Any], kind: str) -> Any:
     return truth if isinstance(truth, str) and (truth == "tie" or (len(truth) == 1 and truth in LETTERS)) else None
 
 
-def _right(said: Any, truth: Any) -> bool:
+def _right(choice: Any, truth: Any) -> bool:
     if isinstance(truth, float):
-        return math.floor(said + 0.5) == math.floor(truth + 0.5)
-    return said in truth if isinstance(truth, list) else said == truth
+        return math.floor(choice + 0.5) == math.floor(truth + 0.5)
+    return choice in truth if isinstance(truth, list) else choice == truth

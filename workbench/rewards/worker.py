@@ -112,14 +112,14 @@ def as_before() -> Iterator[None]:
     os.umask(mask)
     with contextlib.suppress(OSError):  # it was removed
         folder = os.getcwd()
-    handlers = {one: signal.getsignal(one) for one in signal.valid_signals()}
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for one, handler in handlers.items():
-            if handler is not None and signal.getsignal(one) is not handler:
-                signal.signal(one, handler)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
         os.umask(mask)
         if dict(os.environ) != env:
             os.environ.clear()
@@ -148,7 +148,7 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
     """Call the function: (ok, result, error line, traceback, seconds, printed) as JSON. All its exceptions are caught."""
     printed = Printed(sys.stdout)
     began = time.perf_counter()
-    found: tuple[Any, ...]
+    outcome: tuple[Any, ...]
     limit = getattr(function, "processor_seconds", None)
     try:
         with contextlib.redirect_stdout(printed), as_before(), within(limit) if limit else contextlib.nullcontext():
@@ -156,17 +156,17 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
             result = function(**given)
             result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
             text = json.dumps(written({"rewards": result, "extra_logs": logs} if logs else result))
-            found = (True, None, "", None)
+            outcome = (True, None, "", None)
             if len(text) > MAX_RESULT:
                 why = f"the function's result has {len(text)} bytes; expected at most {MAX_RESULT}: return less"
-                found, text = (False, None, why, None), "null"
+                outcome, text = (False, None, why, None), "null"
             del result
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
-        found, text = (False, None, *told(error)), "null"
+        outcome, text = (False, None, *told(error)), "null"
         if limit and isinstance(error, TimeoutError):  # the response's doing: it counts as 0
-            found, text = (True, None, "", None), json.dumps({"score": 0.0, "status": "timeout", "why": str(error)})
-    rest = json.dumps([*found[2:], time.perf_counter() - began, printed.kept])
-    return f"[{json.dumps(found[0])}, {text}, {rest[1:]}".encode()
+            outcome, text = (True, None, "", None), json.dumps({"score": 0.0, "status": "timeout", "why": str(error)})
+    rest = json.dumps([*outcome[2:], time.perf_counter() - began, printed.kept])
+    return f"[{json.dumps(outcome[0])}, {text}, {rest[1:]}".encode()
 
 
 def with_logs(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -174,19 +174,19 @@ def with_logs(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, l
 
     What is told is a list with a value for each row, by its name, as in OpenRLHF's `extra_logs`.
     """
-    told: dict[str, list[Any]] = {}
+    logs: dict[str, list[Any]] = {}
 
     def log_extra(column: str, values: Any) -> None:
-        told.setdefault(column, []).extend(values)
+        logs.setdefault(column, []).extend(values)
 
     def log_metric(name: str, value: Any) -> None:
-        told[name] = [value] * len(arguments["completions"])
+        logs[name] = [value] * len(arguments["completions"])
 
     made = {function.__name__: function for function in (log_extra, log_metric)}
     return {
         name: made[name] if name in made and isinstance(value, str) and value == name else value
         for name, value in arguments.items()
-    }, told
+    }, logs
 
 
 def told(error: BaseException) -> tuple[str, str]:
@@ -275,11 +275,11 @@ def stand_in_for_verl() -> None:
     if importlib.util.find_spec("verl") is not None:
         return
     names = ("verl", "verl.workers", "verl.workers.reward_manager", "verl.workers.reward_manager.abstract")
-    made = {name: types.ModuleType(name) for name in names}
-    sys.modules.update(made)
-    vars(made["verl"])["DataProto"] = object
+    modules = {name: types.ModuleType(name) for name in names}
+    sys.modules.update(modules)
+    vars(modules["verl"])["DataProto"] = object
     for name in names[2:]:
-        vars(made[name]).update(AbstractRewardManager=object, register=lambda _: lambda kind: kind)
+        vars(modules[name]).update(AbstractRewardManager=object, register=lambda _: lambda kind: kind)
 
 
 @contextlib.contextmanager
@@ -315,7 +315,7 @@ def main(parent: Any) -> None:
 
     # beyond it Python raises `MemoryError`; address space that is only set aside, as CUDA does, does not count
     parent.limit(resource.RLIMIT_DATA, int(os.environ.pop("WORKBENCH_WORKER_MEMORY_MB")) << 20)
-    own = os.getpid()
+    pid = os.getpid()
     frame = parent.frames.get()
     parent.send(frame[:TOKEN])  # what follows is the function's own
     try:
@@ -324,17 +324,17 @@ def main(parent: Any) -> None:
             function = from_file(function)
         for name in getattr(function, "needs", ()):
             importlib.import_module(name)
-        said: list[Any] = [True, None]
+        reply: list[Any] = [True, None]
     except BaseException as error:  # noqa: BLE001 - said to the parent, which knows which function it was
-        said = [False, None, f"the function cannot be loaded in a worker: {told(error)[0]}", told(error)[1]]
+        reply = [False, None, f"the function cannot be loaded in a worker: {told(error)[0]}", told(error)[1]]
     sys.stdout.flush()
-    parent.send(frame[:TOKEN] + json.dumps(said).encode())  # where it is ready: deadlines count from here
-    while said[0]:
+    parent.send(frame[:TOKEN] + json.dumps(reply).encode())  # where it is ready: deadlines count from here
+    while reply[0]:
         frame = parent.frames.get()
         parent.send(frame[:TOKEN])
         with imports_told(parent, frame[:TOKEN]):
             body = answer(function, cloudpickle.loads(frame[TOKEN:]))
-        if os.getpid() != own:  # a fork that the function made has come back: it is not asked
+        if os.getpid() != pid:  # a fork that the function made has come back: it is not asked
             os._exit(0)
         with contextlib.suppress(OSError, ValueError):  # somebody closed it
             sys.stdout.flush()

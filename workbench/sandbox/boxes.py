@@ -21,20 +21,20 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 def make(kind: str) -> Path:
     """A new empty folder that belongs to the user that programs run as."""
-    made = Path(tempfile.mkdtemp(prefix=f"workbench-{kind}-"))
+    path = Path(tempfile.mkdtemp(prefix=f"workbench-{kind}-"))
     if os.geteuid() == 0:
-        os.chown(made, tiers.UID, tiers.UID)
-    return made
+        os.chown(path, tiers.UID, tiers.UID)
+    return path
 
 
 @contextlib.contextmanager
 def folder(kind: str) -> Iterator[Path]:
     """A new folder, removed afterwards whatever is in it."""
-    made = make(kind)
+    path = make(kind)
     try:
-        yield made
+        yield path
     finally:
-        remove(made)
+        remove(path)
 
 
 def remove(folder: Path) -> None:
@@ -53,10 +53,10 @@ def copied(folder: Path, target: Path) -> None:
     Raises `SandboxError` where something cannot be copied.
     """
     command = ["cp", "-a", "--reflink=auto", "--", str(folder), str(target)]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
-    if found.returncode:
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, errors="replace")
+    if ran.returncode:
         remove(target)
-        raise SandboxError("a folder of the sandbox could not be copied", found=found.stderr.strip()[:300])
+        raise SandboxError("a folder of the sandbox could not be copied", found=ran.stderr.strip()[:300])
 
 
 def checked(name: str) -> PurePosixPath:

@@ -97,20 +97,20 @@ class Containers:
         if chosen == self.image and self.ready:
             wanted = self.ready + 1 - len(self._ahead)
             self._ahead += [asyncio.ensure_future(self.started(chosen)) for _ in range(wanted)]
-            made = await self._ahead.pop(0)
+            workspace = await self._ahead.pop(0)
         else:
-            made = await self.started(chosen)
+            workspace = await self.started(chosen)
         try:
-            await made.write(files or {})
+            await workspace.write(files or {})
         except BaseException:
-            await made.close()
+            await workspace.close()
             raise
-        return made
+        return workspace
 
     async def started(self, image: str) -> ContainerWorkspace:
         """A new container of `image`."""
         made = ContainerWorkspace(self, f"workbench-{os.getpid()}-{os.urandom(6).hex()}")
-        await asyncio.to_thread(asked, [self.engine, *self.start(image, made.name)])
+        await asyncio.to_thread(output_of, [self.engine, *self.start(image, made.name)])
         return made
 
     def start(self, image: str, name: str) -> list[str]:
@@ -137,11 +137,11 @@ class Containers:
             line = [*_client(), self.engine, *self.command(name, command, environment)]
             ran = contained(line, b"", empty, limits, stop)
         try:
-            asked([self.engine, "exec", name, "/bin/sh", "-c", "kill -9 -1"], seconds=_KILL_SECONDS)
+            output_of([self.engine, "exec", name, "/bin/sh", "-c", "kill -9 -1"], seconds=_KILL_SECONDS)
         except SandboxError:  # no room for one more process: they go with the container, its files stay
-            asked([self.engine, "kill", name])
-            asked([self.engine, "start", name])
-        size = asked([self.engine, "container", "inspect", "--size", "--format", "{{.SizeRw}}", name])
+            output_of([self.engine, "kill", name])
+            output_of([self.engine, "start", name])
+        size = output_of([self.engine, "container", "inspect", "--size", "--format", "{{.SizeRw}}", name])
         full = ran.limit is None and int(size or 0) > self.disk_limit_mb << 20
         return replace(ran, limit="disk") if full else ran
 
@@ -177,12 +177,12 @@ class ContainerWorkspace:
     async def write(self, files: Mapping[str, bytes | str]) -> None:
         """Copy files into the working folder."""
         if files:
-            await self._asked("cp", "-", f"{self.name}:{self._all.folder}", given=_packed(files))
+            await self._engine("cp", "-", f"{self.name}:{self._all.folder}", stdin=_packed(files))
 
     async def read(self, name: str) -> bytes | None:
         """A file of the working folder; None where there is no plain file of this name."""
         try:
-            packed = await self._asked("cp", f"{self.name}:{self._all.folder}/{boxes.checked(name)}", "-")
+            packed = await self._engine("cp", f"{self.name}:{self._all.folder}/{boxes.checked(name)}", "-")
         except SandboxError:
             return None
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
@@ -192,12 +192,12 @@ class ContainerWorkspace:
 
     async def snapshot(self) -> Image:
         """Save the container's file system as an image."""
-        return Image(self._all.engine, (await self._asked("commit", self.name)).decode().strip())
+        return Image(self._all.engine, (await self._engine("commit", self.name)).decode().strip())
 
     async def restore(self, snapshot: Image) -> None:
         """Start the container anew from a snapshot."""
-        await self._asked("rm", "--force", "--volumes", self.name)
-        await self._asked(*self._all.start(snapshot.id, self.name))
+        await self._engine("rm", "--force", "--volumes", self.name)
+        await self._engine(*self._all.start(snapshot.id, self.name))
 
     async def copy(self) -> ContainerWorkspace:
         """A second container with the same file system."""
@@ -211,9 +211,9 @@ class ContainerWorkspace:
         async with self._turn:
             await asyncio.to_thread(self._left)
 
-    async def _asked(self, *arguments: str, given: bytes = b"") -> bytes:
+    async def _engine(self, *arguments: str, stdin: bytes = b"") -> bytes:
         async with self._turn:
-            return await asyncio.to_thread(asked, [self._all.engine, *arguments], given)
+            return await asyncio.to_thread(output_of, [self._all.engine, *arguments], stdin)
 
     def __repr__(self) -> str:
         return f"ContainerWorkspace({self.name!r})"
@@ -234,7 +234,7 @@ def answering(engine: str | None = None) -> str:
         try:
             if shutil.which(name) is None:
                 raise SandboxError("it is not installed")
-            asked([name, "info"], seconds=_KILL_SECONDS)
+            output_of([name, "info"], seconds=_KILL_SECONDS)
         except SandboxError as error:
             reasons.append(f"{name}: {first_line(error)}")
         else:
@@ -243,21 +243,21 @@ def answering(engine: str | None = None) -> str:
     raise SandboxError("no container engine can be used here", expected="one", found="; ".join(reasons), do=do)
 
 
-def asked(command: Sequence[str], given: bytes = b"", *, seconds: float = _SECONDS) -> bytes:
+def output_of(command: Sequence[str], stdin: bytes = b"", *, seconds: float = _SECONDS) -> bytes:
     """What an engine prints. Raises `SandboxError` where it fails or takes more than `seconds`."""
     try:
-        found = subprocess.run(command, input=given, capture_output=True, timeout=seconds, check=False)
+        ran = subprocess.run(command, input=stdin, capture_output=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired) as cause:
         raise SandboxError(f"{command[0]} {command[1]}", found=str(cause)) from cause
-    if found.returncode:
-        said = found.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"{command[0]} {command[1]} failed with exit code {found.returncode}", found=said)
-    return found.stdout
+    if ran.returncode:
+        said = ran.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxError(f"{command[0]} {command[1]} failed with exit code {ran.returncode}", found=said)
+    return ran.stdout
 
 
 def _removed(command: Sequence[str]) -> None:
     with contextlib.suppress(SandboxError):
-        asked(command)
+        output_of(command)
 
 
 def _client() -> list[str]:

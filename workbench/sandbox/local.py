@@ -206,14 +206,14 @@ class LocalSandbox(SyncDoors):
         sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self.disk_limit_mb}
         limits = Limits(seconds=seconds, **sizes)
         world = replace(self.world, environment={**self.world.environment, **environment})
-        given = stdin.encode("utf-8", "surrogatepass")
+        fed = stdin.encode("utf-8", "surrogatepass")
         with ExitStack() as stack:
             try:
                 group = stack.enter_context(memory.group(memory_mb))
             except OSError as error:
                 return Phase(status="Error", stderr=f"cannot make a control group: {error}")
             front = tiers.command(tier, group, box=box, root=root, limits=limits, world=world)
-            return contained([*front, *command], given, box, limits, stop, group)
+            return contained([*front, *command], fed, box, limits, stop, group)
 
     async def workspace(
         self, files: Mapping[str, bytes | str] | None = None, *, image: str | None = None
@@ -225,13 +225,13 @@ class LocalSandbox(SyncDoors):
         if image is not None:
             do = "use sandbox.container(), or leave the image out"
             raise SandboxError(f"image {image!r} of a workspace in the {self!r}", expected="none", found=image, do=do)
-        made = LocalWorkspace(self)
+        workspace = LocalWorkspace(self)
         try:
-            await made.write(files or {})
+            await workspace.write(files or {})
         except BaseException:
-            await made.close()
+            await workspace.close()
             raise
-        return made
+        return workspace
 
 
 class LocalWorkspace:

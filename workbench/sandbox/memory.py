@@ -89,12 +89,12 @@ class Group:
 def group(memory_mb: int) -> Iterator[Group | None]:
     """A program's control group, removed afterwards; None where this process cannot make one."""
     where = place()
-    made = Group(where, memory_mb) if where else None
+    control = Group(where, memory_mb) if where else None
     try:
-        yield made
+        yield control
     finally:
-        if made:
-            made.close()
+        if control:
+            control.close()
 
 
 @cache
@@ -119,12 +119,12 @@ def place() -> Path | None:
 def _folders(groups: str, mounts: str) -> Iterator[Path]:
     """Folders whose new subfolders are groups with memory limits, by /proc/self/cgroup and mountinfo: version 1, then 2."""
     named = dict(line.split(":", 2)[1:] for line in groups.splitlines())
-    own = {"cgroup": next((path for names, path in named.items() if "memory" in names.split(",")), None)}
-    own["cgroup2"] = named.get("")
+    paths = {"cgroup": next((path for names, path in named.items() if "memory" in names.split(",")), None)}
+    paths["cgroup2"] = named.get("")
     mounted = [(line.split(), line.partition(" - ")[2].split()) for line in mounts.splitlines()]
     for kind in ("cgroup", "cgroup2"):
         for (_, _, _, root, point, *_), (found, _, options, *_) in mounted:
-            path = own[kind]
+            path = paths[kind]
             if found != kind or path is None or not Path(path).is_relative_to(root):
                 continue
             folder = Path(point) / Path(path).relative_to(root)

@@ -155,12 +155,12 @@ def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
     Who can reach it, and what is refused: see `base.loopback.serving`.
     """
 
-    def answered(asked: Asked) -> tuple[int, Any]:
-        if asked.method == "GET":
-            return (200, "pong") if asked.path == "/v1/ping" else (404, {"detail": "Not Found"})
-        if asked.path != "/run_code":
-            return 404, {"detail": f"no such path: {asked.path[:100]!r}; expected /run_code"}
-        return answer(sandbox, asked.body)
+    def answered(request: Asked) -> tuple[int, Any]:
+        if request.method == "GET":
+            return (200, "pong") if request.path == "/v1/ping" else (404, {"detail": "Not Found"})
+        if request.path != "/run_code":
+            return 404, {"detail": f"no such path: {request.path[:100]!r}; expected /run_code"}
+        return answer(sandbox, request.body)
 
     limits: Any = {"guard": from_another_user, "connections": WORKING}
     with serving(answered, name="workbench-sandbox", port=port, **limits) as address:

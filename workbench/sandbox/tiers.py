@@ -116,12 +116,12 @@ def worlds(python: str | None, packages: bool) -> Iterator[World]:
     if python is not None:
         yield _named(python, packages)
         return
-    own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    programs = [own] if not os.access(_STANDARD, os.X_OK) else [own, _STANDARD]
-    if os.geteuid() == 0 and not all(map(_passable, Path(own).parents)):
+    ours = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    programs = [ours] if not os.access(_STANDARD, os.X_OK) else [ours, _STANDARD]
+    if os.geteuid() == 0 and not all(map(_passable, Path(ours).parents)):
         programs.reverse()  # the system's is at hand where ours lies in a folder of root's
     for program in programs:
-        if program == own or not packages or _parts(program)["version"] == _version():
+        if program == ours or not packages or _parts(program)["version"] == _version():
             yield _world(program, _sites() if packages else [])
 
 
@@ -148,10 +148,10 @@ def _world(program: str, sites: list[str], *, named: bool = False) -> World:
         parts = _parts(program)
         shown += [program, *parts["standard"], *filter(os.path.isabs, parts["objects"])]
         if _inside(parts["prefix"], homes()):
-            hidden = [one for one in parts["sites"] if one not in sites and os.path.isdir(one)]
+            hidden = [site for site in parts["sites"] if site not in sites and os.path.isdir(site)]
         else:
             shown.append(parts["prefix"])
-        used = {os.path.dirname(os.path.normpath(one)) for one in parts["objects"]}
+        used = {os.path.dirname(os.path.normpath(library)) for library in parts["objects"]}
         environment["LD_LIBRARY_PATH"] = ":".join(used.intersection(os.environ.get("LD_LIBRARY_PATH", "").split(":")))
     environment["PYTHONPATH"] = ":".join(sites)
     with_conda = [(site, Path(site).parents) for site in sites]  # its packages lean on shared libraries two folders up
@@ -476,10 +476,10 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
     if result.status != "Success":
         return [f"its probe did not run ({result.why})"]
     try:
-        found = json.loads(result.stdout)
+        escapes = json.loads(result.stdout)
     except ValueError:
         return ["its probe printed nothing that can be read"]
-    leaks = [name for name, escaped in found.items() if escaped]
+    leaks = [name for name, escaped in escapes.items() if escaped]
     if result.run and result.run.left_behind:
         leaks.append("a daemon outlives its program")
     return leaks + _held(sandbox, tier)

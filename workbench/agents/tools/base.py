@@ -51,10 +51,10 @@ in_openai_form = tool_schema
 """The same, where `tool_schema` is a parameter."""
 
 
-def _mapping(what: str, given: Any, expected: str = "a mapping") -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise SettingError(what, expected=expected, found=describe(given))
-    return given
+def _mapping(what: str, value: Any, expected: str = "a mapping") -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise SettingError(what, expected=expected, found=describe(value))
+    return value
 
 
 def _parameters(name: str, given: Any) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def _parameters(name: str, given: Any) -> dict[str, Any]:
     return {**({} if short else whole), "type": "object", "properties": plain, "required": required}
 
 
-def same_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def same_arguments(own: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     """Raise `SettingError` unless the schema `given` for a tool has the same arguments as the tool's `own` schema."""
-    wanted, found = (sorted(one["function"]["parameters"]["properties"]) for one in (own, given))
-    if wanted != found:
-        what = f"the schema of tool {given['function']['name']!r}"
-        raise SettingError(what, expected=f"the arguments {wanted}", found=found)
+    wanted, names = (sorted(one["function"]["parameters"]["properties"]) for one in (own, schema))
+    if wanted != names:
+        what = f"the schema of tool {schema['function']['name']!r}"
+        raise SettingError(what, expected=f"the arguments {wanted}", found=names)
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str | None:
@@ -302,10 +302,10 @@ class FunctionTool(BaseTool):
         if wrong := self.refusal(parameters):
             return wrong
         arguments = {key: float(value) if key in self._floats else value for key, value in parameters.items()}
-        own = inspect.iscoroutinefunction(self.function)
+        is_async = inspect.iscoroutinefunction(self.function)
         try:
             async with asyncio.timeout(self.timeout):
-                work = self.function(**arguments) if own else in_thread(self.function, **arguments)
+                work = self.function(**arguments) if is_async else in_thread(self.function, **arguments)
                 return _executed(await work)
         except Exception as cause:  # noqa: BLE001 - a foreign function; the record says what it raised
             return self.broken(cause, self.timeout)

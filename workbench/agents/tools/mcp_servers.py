@@ -61,23 +61,23 @@ class MCPServer:
         """List the tools: name, description and parameters of each. Raises `ConnectionError`, or what the client raises."""
 
         async def ask(client: Any) -> list[Any]:
-            found, cursor = [], None
+            tools, cursor = [], None
             for _ in range(MAX_PAGES):
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
+                tools += page.tools
                 if not (cursor := page.next_cursor):
                     break
-            return found
+            return tools
 
         return [
             {"name": one.name, "description": one.description or "", "parameters": _parameters(one.input_schema or {})}
-            for one in await _in_background(self._asked(ask, self.start_timeout))
+            for one in await _in_background(self._request(ask, self.start_timeout))
         ]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call one tool; returns the client's result. Raises `TimeoutError`, and whatever the client raises."""
         given = {"name": name, "arguments": dict(arguments), "read_timeout_seconds": self.timeout}
-        return await _in_background(self._asked(lambda client: client.call_tool(**given), self.timeout))
+        return await _in_background(self._request(lambda client: client.call_tool(**given), self.timeout))
 
     async def aclose(self) -> None:
         """Disconnect from the server; a command's process ends. A second call does nothing."""
@@ -87,7 +87,7 @@ class MCPServer:
         """Disconnect from the server, as `aclose` does, from code that is not async."""
         runtime.run(self._left())
 
-    async def _asked(self, ask: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
+    async def _request(self, ask: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
         try:
             async with asyncio.timeout(self.start_timeout):
                 connection = await self._reached()
@@ -158,12 +158,12 @@ class MCPTool(BaseTool):
             result = await self.server.call(self.name, parameters)
         except Exception as cause:  # noqa: BLE001 - a foreign client; the record says what it raised
             return self.broken(_first(cause), self.server.timeout)
-        text = "\n".join(one.text for one in result.content if isinstance(getattr(one, "text", None), str))
+        text = "\n".join(part.text for part in result.content if isinstance(getattr(part, "text", None), str))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             return refused(text or f"Error: {self.name} failed.", None)
-        images = [{"data": one.data, "mime_type": one.mime_type} for one in result.content if hasattr(one, "data")]
+        images = [{"data": part.data, "mime_type": part.mime_type} for part in result.content if hasattr(part, "data")]
         _, reward, record = answered(text)
         return ToolResponse(text=text, image=images or None), reward, record
 
@@ -179,12 +179,12 @@ def mcp_tools(
     reached = [MCPServer(str(name), config, timeout=timeout) for name, config in _entries(servers).items()]
     chosen: list[MCPTool] = []
     try:
-        made = [MCPTool(server, schema) for server in reached for schema in _offered(server)]
-        offered = {tool.name: tool for tool in made}
+        tools = [MCPTool(server, schema) for server in reached for schema in _offered(server)]
+        offered = {tool.name: tool for tool in tools}
         for name in selected or ():
             if name not in offered:
                 raise SettingError(unknown("tool of these MCP servers", name, offered))
-        chosen = made if selected is None else [offered[name] for name in selected]
+        chosen = tools if selected is None else [offered[name] for name in selected]
     finally:  # disconnect from servers without a chosen tool
         for server in reached:
             if all(tool.server is not server for tool in chosen):
@@ -248,8 +248,8 @@ def _first(error: Exception) -> Exception:
     return error
 
 
-def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A server's schema with every key that `check_arguments` and templates read."""
-    found = given.get("properties") or {}
+    found = schema.get("properties") or {}
     properties = {key: value if isinstance(value, Mapping) else {} for key, value in found.items()}
-    return {**given, "type": "object", "properties": properties, "required": list(given.get("required") or ())}
+    return {**schema, "type": "object", "properties": properties, "required": list(schema.get("required") or ())}

@@ -306,11 +306,11 @@ class _Reader:
 
     def next(self, *wanted: str) -> str | None:
         """The next token, if it is one of these."""
-        found = self.tokens[self.place] if self.place < len(self.tokens) else None
-        if found is None or (wanted and found not in wanted):
+        token = self.tokens[self.place] if self.place < len(self.tokens) else None
+        if token is None or (wanted and token not in wanted):
             return None
         self.place += 1
-        return found
+        return token
 
     def expect(self, sign: str) -> None:
         if self.next(sign) is None:
@@ -342,19 +342,19 @@ class _Reader:
         return value
 
     def atom(self) -> Fraction:
-        found = self.next()
-        if found is None:
+        token = self.next()
+        if token is None:
             raise CalculationError("the expression ends too early")
-        if found == "(":
+        if token == "(":
             value = self.value()
             self.expect(")")
             return value
-        if found[0].isdigit() or found[0] == ".":
-            return _number(found)
-        if found in FUNCTIONS:
-            return self.call(found)
-        known = f"; known functions: {', '.join(FUNCTIONS)}" if found[0].isalpha() or found[0] == "_" else ""
-        raise CalculationError(f"unexpected {found!r} in the expression{known}")
+        if token[0].isdigit() or token[0] == ".":
+            return _number(token)
+        if token in FUNCTIONS:
+            return self.call(token)
+        known = f"; known functions: {', '.join(FUNCTIONS)}" if token[0].isalpha() or token[0] == "_" else ""
+        raise CalculationError(f"unexpected {token!r} in the expression{known}")
 
     def call(self, name: str) -> Fraction:
         self.expect("(")

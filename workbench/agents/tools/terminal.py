@@ -57,12 +57,12 @@ class Tests:
     @classmethod
     def of(cls, given: Any) -> Tests:
         """Tests from a mapping of these fields, or its JSON text."""
-        found = from_json(given)
-        if not isinstance(found, Mapping) or not set(found) <= set(_OF_TESTS) or "command" not in found:
+        record = from_json(given)
+        if not isinstance(record, Mapping) or not set(record) <= set(_OF_TESTS) or "command" not in record:
             raise DataError(
-                "tests of a terminal", expected=f"a mapping with {', '.join(_OF_TESTS)}", found=describe(found)
+                "tests of a terminal", expected=f"a mapping with {', '.join(_OF_TESTS)}", found=describe(record)
             )
-        kept = {key: value for key, value in found.items() if value is not None}
+        kept = {key: value for key, value in record.items() if value is not None}
         for key in ("fail_to_pass", "pass_to_pass"):
             kept[key] = tuple(map(str, from_json(kept.get(key)) or ()))
         return cls(**{**kept, "files": files_of(kept.get("files"))})
@@ -115,10 +115,10 @@ class Terminal(BaseTool):
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Open the episode's file system. Raises `DataError` for bad arguments, `SandboxError` where it cannot be opened."""
         instance_id, response = await super().create(instance_id, **kwargs)
-        given = {**self.config, **self.instances.pop(instance_id)}
-        tests = None if given.get("tests") is None else Tests.of(given["tests"])
-        workspace = await self.sandbox.workspace(files_of(given.get("files")), image=given.get("image"))
-        if setup := given.get("setup"):
+        settings = {**self.config, **self.instances.pop(instance_id)}
+        tests = None if settings.get("tests") is None else Tests.of(settings["tests"])
+        workspace = await self.sandbox.workspace(files_of(settings.get("files")), image=settings.get("image"))
+        if setup := settings.get("setup"):
             result = await workspace.run(setup, seconds=max(self.timeout, 60.0))
             if result.status != "Success":
                 await workspace.close()
@@ -210,17 +210,17 @@ def _score(tests: Tests, ran: Mapping[str, Result], seconds: float) -> Score:
     failed = {name: result for name, result in ran.items() if result.status != "Success"}
     passed = ran.keys() - failed.keys()
     kinds = {"fail_to_pass": tests.fail_to_pass, "pass_to_pass": tests.pass_to_pass}
-    parts = {kind: sum(one in passed for one in names) / len(names) for kind, names in kinds.items() if names}
+    parts = {kind: sum(test in passed for test in names) / len(names) for kind, names in kinds.items() if names}
     count = len({*tests.fail_to_pass, *tests.pass_to_pass}) or 1
-    given: dict[str, Any] = {"parts": parts, "seconds": seconds}
+    facts: dict[str, Any] = {"parts": parts, "seconds": seconds}
     if len(ran) < count or any(one.limit == "time" for one in failed.values()):
-        return Score(status=Status.TIMEOUT, why=f"the tests took more than {tests.seconds:g} s", **given)
+        return Score(status=Status.TIMEOUT, why=f"the tests took more than {tests.seconds:g} s", **facts)
     if not failed:
-        return Score(value=1.0, why="all tests pass" if parts else "the test passes", **given)
+        return Score(value=1.0, why="all tests pass" if parts else "the test passes", **facts)
     last = list(failed.values())[-1]
     what = f"{len(failed)} of {count} tests fail ({_named(failed)}): " if parts else ""
     status = Status.SCORED if last.limit in (None, "output") else Status.CRASHED
-    return Score(status=status, why=f"{what}{_exit(last)}", **given)
+    return Score(status=status, why=f"{what}{_exit(last)}", **facts)
 
 
 def _named(failed: Mapping[str, Any]) -> str:
@@ -272,14 +272,14 @@ def terminal_rows(
     for index, task in enumerate(read(Path(tasks)) if isinstance(tasks, str | Path) else tasks):
         name = str(_first(task, _NAME) or index)
         try:
-            asked, kwargs = _first(task, _INSTRUCTION), _of_task(task)
-            if not isinstance(asked, str) or not asked.strip():
+            instruction, kwargs = _first(task, _INSTRUCTION), _of_task(task)
+            if not isinstance(instruction, str) or not instruction.strip():
                 raise DataError(
-                    "instruction", expected=f"a text as one of {', '.join(_INSTRUCTION)}", found=describe(asked)
+                    "instruction", expected=f"a text as one of {', '.join(_INSTRUCTION)}", found=describe(instruction)
                 )
         except DataError as error:
             raise DataError(f"task {name!r}: {error}") from error
-        chat = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": asked}]
+        chat = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": instruction}]
         extra = {"index": index, "need_tools_kwargs": True, "tools_kwargs": {tool: {"create_kwargs": kwargs}}}
         truth = {"style": "rule", "ground_truth": name}
         kept = {"data_source": data_source, "prompt": chat, "reward_model": truth, "extra_info": extra}
@@ -303,13 +303,13 @@ def _of_task(task: Mapping[str, Any]) -> dict[str, str]:
     given |= {"fail_to_pass": _listed(task, "fail_to_pass"), "pass_to_pass": _listed(task, "pass_to_pass")}
     kept = {key: value for key, value in given.items() if value}
     Tests.of(kept)
-    found = {
+    fields = {
         "files": json.dumps(files),
         "tests": json.dumps(kept),
         "image": _first(task, _IMAGE),
         "setup": task.get("setup"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _listed(task: Mapping[str, Any], name: str) -> list[str]:
@@ -332,7 +332,7 @@ def from_json(value: Any) -> Any:
 
 def files_of(given: Any) -> dict[str, str]:
     """Files as relative path → text, from a mapping (keys whose value is None are left out) or its JSON text."""
-    found = from_json(given) or {}
-    if not isinstance(found, Mapping) or not all(isinstance(one, str | None) for one in found.values()):
-        raise DataError("files", expected="relative path → text", found=describe(found))
-    return {str(name): text for name, text in found.items() if text is not None}
+    files = from_json(given) or {}
+    if not isinstance(files, Mapping) or not all(isinstance(one, str | None) for one in files.values()):
+        raise DataError("files", expected="relative path → text", found=describe(files))
+    return {str(name): text for name, text in files.items() if text is not None}

@@ -84,11 +84,11 @@ def harness() -> Callable[..., Score]:
 
     @bounded
     def scorer(agent_extra: Mapping[str, Any] | None = None) -> Score:
-        given = agent_extra or {}
-        value = _number(given.get("reward"))
+        result = agent_extra or {}
+        value = _number(result.get("reward"))
         if value is None:
-            return failed(f"the harness gave no reward; its result has {', '.join(map(str, given)) or 'nothing'}")
-        metrics = given.get("metrics")
+            return failed(f"the harness gave no reward; its result has {', '.join(map(str, result)) or 'nothing'}")
+        metrics = result.get("metrics")
         named = metrics.items() if isinstance(metrics, Mapping) else ()
         parts = {str(name): number for name, one in named if (number := _number(one)) is not None}
         return Score(value=value, parts=parts, why="as the harness said")
@@ -105,16 +105,16 @@ def by_tool(tool: str = "terminal") -> Callable[..., Score]:
 
     @bounded
     def scorer(turns: Sequence[Mapping[str, Any]] = (), agent_extra: Mapping[str, Any] | None = None) -> Score:
-        found = dict(agent_extra or {})
-        if (record := dict(found.get("tool_scores") or {}).get(tool)) is not None:
+        extra = dict(agent_extra or {})
+        if (record := dict(extra.get("tool_scores") or {}).get(tool)) is not None:
             return Score.from_json(record)
-        if tool in (totals := dict(found.get("tool_totals") or {})):
+        if tool in (totals := dict(extra.get("tool_totals") or {})):
             return Score(value=float(totals[tool]))
         calls = [call for turn in turns for call in turn.get("calls", ()) if call.get("name") == tool]
         ran = [call for call in calls if call.get("status") in ("ok", "refused", "error", "late")]
         if not ran:
             return no_answer(f"no call of {tool}")
-        errors = [str(one) for one in found.get("errors") or () if tool in str(one)]
+        errors = [str(one) for one in extra.get("errors") or () if tool in str(one)]
         return failed(f"{tool} gave no score: {(errors or [ran[-1].get('result', '')])[0]}"[:300])
 
     return scorer
@@ -136,11 +136,11 @@ def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: floa
         called = next((call for call in reversed(calls) if call.get("status") in _RUN), None)
         if called is None:
             return no_answer(f"no call of {tool}")
-        said = str(called.get("why") or called.get("result", ""))[:100]
+        output = str(called.get("why") or called.get("result", ""))[:100]
         if called["status"] in ("error", "late"):
-            return failed(f"{tool} could not be run: {said}")
+            return failed(f"{tool} could not be run: {output}")
         if called["status"] == "refused":
-            return Score(status=Status.CRASHED, why=f"the program failed: {said}")
+            return Score(status=Status.CRASHED, why=f"the program failed: {output}")
         answer = str(called.get("result", "")).strip().rpartition("\n")[2].strip()
         if _same(answer, truth, tolerance):
             return Score(value=1.0, answer=answer, why="the program printed the answer")

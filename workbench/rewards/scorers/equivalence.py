@@ -43,16 +43,16 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
     boxes = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     ways = [boxes] if strict else [ExprExtractionConfig(), LatexExtractionConfig()]
     try:
-        found = parse(text, ways, parsing_timeout=None)
-        right = bool(found) and bool(verify(gold, found, timeout_seconds=None))
+        expressions = parse(text, ways, parsing_timeout=None)
+        right = bool(expressions) and bool(verify(gold, expressions, timeout_seconds=None))
     except TimeoutError:
         raise  # the worker's, of an answer that took too long
     except Exception as error:  # noqa: BLE001 - what the library fails on is the response's, not the machinery's
         return {"score": 0.0, "status": "no_answer", "why": f"nothing that can be compared: {type(error).__name__}"}
-    if not found:
+    if not expressions:
         return {"score": 0.0, "status": "no_answer", "why": "nothing that reads as mathematics"}
     # parse gives expressions and the string that they were read from
-    answer = next((part[:200] for part in found if isinstance(part, str) and part), None)
+    answer = next((part[:200] for part in expressions if isinstance(part, str) and part), None)
     why = "equivalent" if right else f"not equivalent to {str(ground_truth)[:100]}"
     return {"score": float(right), "answer": answer, "why": why}
 
@@ -100,20 +100,20 @@ def roots(text: str) -> str:
 
 def fractions(text: str) -> str:
     """`\\frac12` → `\\frac{1}{2}`, `\\frac1{72}` → `\\frac{1}{72}`."""
-    made, *rest = text.split("\\frac")
+    written, *rest = text.split("\\frac")
     for part in rest:
-        made += "\\frac"
+        written += "\\frac"
         if not part:
             raise ValueError("the answer has a \\frac of nothing")
         if part[0] == "{":
-            made += part
+            written += part
         elif len(part) < 2:
             return text
         elif part[1] == "{":
-            made += f"{{{part[0]}}}{part[1:]}"
+            written += f"{{{part[0]}}}{part[1:]}"
         else:
-            made += f"{{{part[0]}}}{{{part[1]}}}{part[2:]}"
-    return made
+            written += f"{{{part[0]}}}{{{part[1]}}}{part[2:]}"
+    return written
 
 
 def _slash(text: str) -> str:
@@ -128,9 +128,9 @@ def _slash(text: str) -> str:
         return text
 
 
-def same(one: str, other: str) -> bool:
+def same(answer: str, other: str) -> bool:
     """Whether two answers are equal after `normalise`, or as they are where one cannot be normalised."""
     try:
-        return normalise(one) == normalise(other)
+        return normalise(answer) == normalise(other)
     except ValueError:
-        return one == other
+        return answer == other

@@ -36,10 +36,10 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 def reference_answer(worked: str) -> str:
     """The ground truth in a worked reference answer: what follows the first `#### `, without commas."""
-    found = _STRICT.search(worked)
-    if found is None:
+    match = _STRICT.search(worked)
+    if match is None:
         raise RewardError("the end of a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:]))
-    return found[1].replace(",", "")
+    return match[1].replace(",", "")
 
 
 def compute_score(

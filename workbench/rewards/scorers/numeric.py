@@ -113,11 +113,11 @@ def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bo
         alike = len(ours) == len(theirs) and (answer[0], answer[-1]) == (truth[0], truth[-1])
         options: dict[str, Any] = {"tolerance": tolerance, "lenient": lenient}
         return alike and all(same_answer(*pair, **options) for pair in zip(ours, theirs, strict=True))
-    one, other = number(answer), number(truth)
-    if one is None or other is None:
+    value, other = number(answer), number(truth)
+    if value is None or other is None:
         return same(answer, truth)
     wanted = (other, other * 100, other / 100) if lenient else (other,)
-    return any(math.isclose(one, each, rel_tol=1e-12 if each.is_integer() else tolerance) for each in wanted)
+    return any(math.isclose(value, each, rel_tol=1e-12 if each.is_integer() else tolerance) for each in wanted)
 
 
 def understood(truth: str) -> bool:
@@ -244,10 +244,10 @@ async def numina(response: str, ground_truth: str) -> Score:
         return score
     pool, threads = _workers()
     question = {"response": boxed(answer) if short else "", "ground_truth": ground_truth}
-    (found,) = await asyncio.get_running_loop().run_in_executor(threads, pool.map, [question])
-    if not found.ok:
-        return failed(f"math-verify could not be asked: {found.why}", found.traceback)
-    record = found.result
+    (reply,) = await asyncio.get_running_loop().run_in_executor(threads, pool.map, [question])
+    if not reply.ok:
+        return failed(f"math-verify could not be asked: {reply.why}", reply.traceback)
+    record = reply.result
     status = Status(record.get("status", "scored"))
     worker = Score(value=record["score"], answer=record.get("answer"), why=record["why"], status=status)
     if not worker.scored and not known:
