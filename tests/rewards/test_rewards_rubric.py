@@ -10,7 +10,7 @@ import pytest
 
 from workbench.base.errors import RewardError, SettingError
 from workbench.rewards import Ensemble, RateLimit, Reward, Rubric, Score, Status, gsm8k
-from workbench.rewards.rubric import COMBINED
+from workbench.rewards.reward import COMBINED
 from workbench.rewards.score import bounded
 from workbench.stages import Reward as RewardStage
 from workbench.testing.rewards import RewardContract, answered

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.rewards.base import BaseReward
 from workbench.rewards.code import Code, code
 from workbench.rewards.managers import MANAGERS, FileManagerReward, ManagerReward, manager_class, register
-from workbench.rewards.reward import SCORERS, Reward, as_reward, by_data_source, check_sources
-from workbench.rewards.rubric import Ensemble, Rubric
+from workbench.rewards.reward import SCORERS, Ensemble, Reward, Rubric, as_reward, by_data_source, check_sources
 from workbench.rewards.runner import FileFunction, RateLimit, load_function
 from workbench.rewards.score import MISSING, Score, Status
 from workbench.rewards.scorers import episodes, gsm8k, shaping

@@ -31,7 +31,7 @@ _DOCUMENTS = {
     "workbench.rewards.trials:Pins": "rewards:pins",
     "workbench.rewards.principle_search:Principles": "judges:principles",
     "workbench.rewards.reward:Reward": "rewards:reward",
-    "workbench.rewards.rubric:Rubric": "rewards:rubric",
+    "workbench.rewards.reward:Rubric": "rewards:rubric",
     "workbench.rewards.score:Score": "rewards:score",
     "workbench.runs.evaluate:Evaluation": "samples:evaluation",
     "workbench.runs.preflight:Preflight": "traces:preflight",
