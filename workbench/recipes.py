@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_type_hints
 
 from workbench import functional as F
-from workbench.base.config import require
-from workbench.base.errors import SettingError, message, unknown
+from workbench.base.config import refuse_unknown, require
+from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.protocol import SamplingSettings
 from workbench.stages import (
@@ -82,25 +82,25 @@ DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent")),
 }
 """The defaults of `PolicyGradientSettings`; a recipe may have others."""
-_OURS = {
-    "lr of the engine: engines.local(path, lr=…)": "actor_lr learning_rate lr",
-    "kl_coef": "beta init_kl_coef kl_loss_coef",
-    "kl_type": "kl_kind kl_loss_type kl_penalty",
-    "kl_in_reward": "use_kl_in_reward",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high epsilon_high",
-    "clip_ratio_low and clip_ratio_high": "clip_ratio cliprange epsilon",
-    "cliprange_value": "clip_value",
-    "loss_mode (the loss) or loss_agg_mode (its mean)": "loss_type",
-    "max_tokens": "max_completion_length max_new_tokens max_response_length response_length",
-    "group_size": "n n_samples_per_prompt num_generations",
-    "norm_adv_by_std": "norm_adv_by_std_in_grpo scale_rewards",
-    "ppo_epochs": "num_iterations",
-    "reference": "ref_model",
-    "reward": "reward_fn reward_funcs",
-    "critic": "value_model",
+_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "lr of the engine: engines.local(path, lr=…)": ("actor_lr", "learning_rate", "lr"),
+    "kl_coef": ("beta", "init_kl_coef", "kl_loss_coef"),
+    "kl_type": ("kl_kind", "kl_loss_type", "kl_penalty"),
+    "kl_in_reward": ("use_kl_in_reward",),
+    "clip_ratio_low": ("clip_low",),
+    "clip_ratio_high": ("clip_high", "epsilon_high"),
+    "clip_ratio_low and clip_ratio_high": ("clip_ratio", "cliprange", "epsilon"),
+    "cliprange_value": ("clip_value",),
+    "loss_mode (the loss) or loss_agg_mode (its mean)": ("loss_type",),
+    "max_tokens": ("max_completion_length", "max_new_tokens", "max_response_length", "response_length"),
+    "group_size": ("n", "n_samples_per_prompt", "num_generations"),
+    "norm_adv_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards"),
+    "ppo_epochs": ("num_iterations",),
+    "reference": ("ref_model",),
+    "reward": ("reward_fn", "reward_funcs"),
+    "critic": ("value_model",),
 }
-ELSEWHERE = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
+ELSEWHERE = {theirs: ours for ours, names in _OTHERS.items() for theirs in names}
 """Names of TRL, verl, OpenRLHF and of workbench 0.6 → the names here."""
 
 
@@ -164,11 +164,12 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
                 default = defaults.get(name, DEFAULTS[name])
                 own[name] = shared.replace(name=name, kind=shared.KEYWORD_ONLY, default=default, annotation=kind)
 
+        here = {theirs: ours for theirs, ours in ELSEWHERE.items() if theirs not in own}
+        elsewhere = {theirs: ours for theirs, ours in here.items() if ours.split(" ")[0] in own or "engine" in ours}
+
         @functools.wraps(build)
         def made(*args: P.args, **settings: P.kwargs) -> Pipeline:
-            for name in settings:
-                if name not in own:
-                    raise SettingError(_unknown(build.__name__, name, own))
+            refuse_unknown(build.__name__, settings, own, elsewhere)
             given = {name: one for name, one in settings.items() if one is not None or own[name].default is None}
             return build(*args, **{**defaults, **given})
 
@@ -176,12 +177,6 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
         return made
 
     return decorated
-
-
-def _unknown(recipe: str, name: str, known: Iterable[str]) -> str:
-    if ELSEWHERE.get(name, "").split(" ")[0] in known or "engine" in ELSEWHERE.get(name, ""):
-        return message(f"{recipe} has no setting {name!r}", do=f"in workbench it is {ELSEWHERE[name]}")
-    return unknown(f"setting of {recipe}", name, known)
 
 
 @_recipe()

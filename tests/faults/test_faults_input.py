@@ -230,8 +230,7 @@ def test_truths_that_no_answer_can_match_are_counted_before_a_run(
     assert not (tmp_path / "r").exists()
     with pytest.raises(DataError, match="0 of 8 truths"):
         wb.evaluate(engine, changed(8))
-    numbers = {name: 1 for name in ("steps", "val_samples", "keep_traces", "keep_checkpoints")}
-    plan = Plan(**numbers, batch_size=4, seed=0, test_freq=0, save_freq=0, trace_freq=0)
-    found = preflight(pipe, changed(3), None, plan, tmp_path / "r")
+    plan = Plan(steps=1, batch_size=4, run=tmp_path / "r")
+    found = preflight(pipe, changed(3), plan)
     assert "5 of 8 truths can score 1" in dict(found.findings)["truths"] and "5 of 8 truths" in caplog.text
-    assert "truths" not in dict(preflight(pipe, rows, None, plan, tmp_path / "r").findings)
+    assert "truths" not in dict(preflight(pipe, rows, plan).findings)

@@ -149,10 +149,10 @@ def test_what_is_refused_leaves_no_folder(
     ("given", "expected"), [({"epochs": 1}, 2), ({"epochs": 1.5}, 3), ({"epochs": 0.1}, 1), ({"steps": 3}, 3)]
 )
 def test_a_training_is_as_long_as_its_epochs(tiny: str, tmp_path: Path, given: Any, expected: int) -> None:
-    from workbench.jobs.train import _steps
+    from workbench.runs.settings import TrainSettings
 
     rows = wb.rows("data/arith/train.parquet", limit=5)
-    assert _steps(given.get("steps"), given.get("epochs"), rows, 2) == expected
+    assert TrainSettings(**given, batch_size=2).planned(rows).steps == expected
 
 
 def test_steps_and_epochs_are_one_or_the_other(tiny: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import inspect
 import json
 import signal
 import subprocess
@@ -225,7 +226,7 @@ def test_train_runs_beside_the_callers_loop(tiny: str, tmp_path: Path) -> None:
         ({"keep_checkpoints": 1}, "keep_checkpoints; expected ≥ 2; found 1"),
         ({"steps": 0}, "steps; expected ≥ 1"),
         ({"test_freq": -1}, "test_freq; expected ≥ 0"),
-        ({"resume": "yes"}, "resume; expected 'never' or 'auto'"),
+        ({"resume": "yes"}, "'resume'; expected 'auto' or 'never'"),
         ({"display": "always"}, "display; expected 'auto' or None"),
         ({"trackers": ["tensorbord"]}, "did you mean 'tensorboard'"),
     ],
@@ -237,6 +238,41 @@ def test_bad_arguments_are_refused_before_anything_is_written(
     with pytest.raises(SettingError, match=match):
         wb.train_blocking(pipe, rows, **{"steps": 1, "batch_size": 4, "run": tmp_path / "r", **argument})
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("call", [wb.train, wb.train_blocking], ids=["train", "train_blocking"])
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("learning_rate", r"in workbench it is lr of the engine: engines\.local\(path, lr=…\)"),
+        ("output_dir", "in workbench it is run"),
+        ("logger", "in workbench it is trackers"),
+        ("num_train_epochs", "in workbench it is epochs"),
+        ("group_size", r"in workbench it is group_size of the recipe: recipes\.grpo\(engine, group_size=…\)"),
+        ("num_generations", "in workbench it is group_size of the recipe"),
+        ("stpes", "did you mean 'steps'"),
+    ],
+)
+def test_another_librarys_name_is_answered_with_the_name_here(call: Any, name: str, match: str) -> None:
+    pipe: Any = None  # a name is refused before the pipeline is looked at
+    rows = wb.rows([{"prompt": "2 + 2?"}])
+    with pytest.raises(SettingError, match=match):
+        call(pipe, rows, **{name: 1})
+
+
+def test_both_doors_show_every_setting_with_its_type_and_default() -> None:
+    doors = [inspect.signature(door) for door in (wb.train, wb.train_blocking)]
+    assert doors[0].parameters == doors[1].parameters
+    assert doors[0].parameters["batch_size"].default == 16 and doors[0].parameters["batch_size"].annotation is int
+    assert {one.kind for one in list(doors[0].parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert [door.return_annotation.__name__ for door in doors] == ["Training", "Run"]
+
+
+def test_a_setting_is_read_as_its_type(tiny: str, tmp_path: Path) -> None:
+    pipe, rows, _ = make(tiny)
+    settings: dict[str, Any] = {"steps": "1", "batch_size": "4", "seed": "7"}  # as a command line gives them
+    run = wb.train_blocking(pipe, rows, run=tmp_path / "r", **settings)
+    assert (run.settings["train"]["steps"], run.settings["train"]["seed"]) == (1, 7)
 
 
 def test_a_run_that_breaks_says_why_and_keeps_what_it_has(tiny: str, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from workbench.datasets import Rows
 from workbench.runs.preflight import preflight
 from workbench.runs.settings import Plan
 
-NUMBERS: dict[str, Any] = dict.fromkeys(("steps", "val_samples", "keep_traces", "keep_checkpoints"), 1)
-PLAN = Plan(**NUMBERS, batch_size=2, seed=0, test_freq=0, save_freq=0, trace_freq=0)
+
+def plan(folder: Path) -> Plan:
+    return Plan(steps=1, batch_size=2, run=folder / "run")
 
 
 def alone(response: str) -> float:
@@ -85,7 +86,7 @@ def test_what_steps_to_the_advantage_passes_and_the_other_way_round(
     raw = raw and all(isinstance(row["prompt"], str) for row in records)
     rows = wb.rows(records, raw=raw)
     stepped = refusal(lambda: wb.Stepper(pipes[name], rows.batch(2)).run(until="advantage"))
-    passed = refusal(lambda: preflight(pipes[name], rows, None, PLAN, tmp_path / "run"))
+    passed = refusal(lambda: preflight(pipes[name], rows, plan(tmp_path)))
     if passed is not None and "truths can ever score" in str(passed):
         return  # it steps, but nothing can be learned from it: every row is "not applicable"
     assert (stepped is None) == (passed is None), f"stepped: {stepped}; preflight: {passed}"
@@ -106,13 +107,13 @@ def test_missing_truths_are_counted_for_a_function_that_reads_them(
 ) -> None:
     rows = Rows([{"prompt": "2+2?", "answer": "4"}, {"prompt": "3+3?"}, {"prompt": "4+4?"}])
     with caplog.at_level(logging.WARNING):
-        found = dict(preflight(pipes["with_truth"], rows, None, PLAN, tmp_path / "run").findings)["truths"]
+        found = dict(preflight(pipes["with_truth"], rows, plan(tmp_path)).findings)["truths"]
     said = "2 of 3 rows have no ground truth, which with_truth reads as 'ground_truth'; name their column: wb.rows(…, answer="
     assert said in found and said in caplog.text
-    assert "truths" not in dict(preflight(pipes["alone"], rows, None, PLAN, tmp_path / "run").findings)
+    assert "truths" not in dict(preflight(pipes["alone"], rows, plan(tmp_path)).findings)
     with pytest.raises(DataError, match="0 of 3 truths can ever score 1 by workbench/arith"):
         unanswered = [{"prompt": "2+2?", "data_source": "workbench/arith"}] * 3
-        preflight(pipes["by data_source"], Rows(unanswered), None, PLAN, tmp_path / "run")
+        preflight(pipes["by data_source"], Rows(unanswered), plan(tmp_path))
 
 
 def test_prompts_that_may_be_too_long_are_rendered_and_those_that_are_refused(
@@ -120,12 +121,12 @@ def test_prompts_that_may_be_too_long_are_rendered_and_those_that_are_refused(
 ) -> None:
     texts = [{"prompt": f"{n} " + "word " * (60 if n == 77 else 2)} for n in range(100)]
     rows = wb.rows(texts, max_prompt_length=300)
-    said = dict(preflight(pipes["alone"], rows, None, PLAN, tmp_path / "run").findings)["lengths"]
+    said = dict(preflight(pipes["alone"], rows, plan(tmp_path)).findings)["lengths"]
     assert said.startswith("300 prompt tokens + 1 response tokens") and "3 of 102 prompts rendered" in said
     with pytest.raises(
         DataError, match=r"1 of 100 prompts are too long; expected at most 100 tokens; found rows \[77\]"
     ):
-        preflight(pipes["alone"], wb.rows(texts, max_prompt_length=100), None, PLAN, tmp_path / "run")
+        preflight(pipes["alone"], wb.rows(texts, max_prompt_length=100), plan(tmp_path))
     step = next(n for n in itertools.count(1) if "77 word" in str(rows.batch(2, n)["raw_prompt"].tolist()))
     with pytest.raises(DataError, match="length of the prompt of row"):  # the rollout measures what it reads
         pipes["alone"]["rollout"](wb.rows(texts, max_prompt_length=100).batch(2, step))

@@ -431,11 +431,11 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny: str, tmp_pat
         train(make(pair), tmp_path / "r")
     pair.share_device = False
     for wrong in (0, -1, True, 1.5):
-        with pytest.raises(SettingError, match="argument max_lag"):
+        with pytest.raises(SettingError, match="max_lag"):
             train(make(pair), tmp_path / "r", max_lag=wrong)
     with pytest.raises(SettingError, match="ahead and max_lag"):
         train(make(pair), tmp_path / "r", ahead=1)
-    with pytest.raises(SettingError, match="argument stale"):
+    with pytest.raises(SettingError, match="'stale'; expected 'keep' or 'cancel'"):
         train(make(pair), tmp_path / "r", stale="drop")
     assert not (tmp_path / "r").exists()
     flow = pair.flow(4)
@@ -445,11 +445,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny: str, tmp_pat
 
 
 def test_the_preflight_says_how_rows_are_drawn(tiny: str, tmp_path: Path) -> None:
-    plan = Plan(
-        steps=2, batch_size=4, seed=0, test_freq=0, val_samples=1, save_freq=0, trace_freq=0, keep_traces=1,
-        keep_checkpoints=2, max_lag=3,
-    )  # fmt: skip
-    found = dict(preflight(make(two(tiny)), rows_of(), None, plan, tmp_path / "r").findings)["placement"]
+    plan = Plan(steps=2, batch_size=4, run=tmp_path / "r", max_lag=3)
+    found = dict(preflight(make(two(tiny)), rows_of(), plan).findings)["placement"]
     assert found.startswith("rollout, reward in a stream by LocalEngine, at most 3 versions behind")
     assert "in the middle of responses" in found and "corrected: token weights" in found
     assert "max_lag" not in Plan(**{**vars(plan), "max_lag": None}).record() and plan.record()["stale"] == "keep"

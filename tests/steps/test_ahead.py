@@ -249,12 +249,9 @@ def test_an_uncorrected_pipeline_is_warned_of(
 def test_the_preflight_says_where_rows_are_drawn(tiny: str, tmp_path: Path) -> None:
     from workbench.runs.settings import Plan
 
-    plan = Plan(
-        steps=2, batch_size=4, seed=0, test_freq=0, val_samples=1, save_freq=0, trace_freq=0, keep_traces=1,
-        keep_checkpoints=2, ahead=1,
-    )  # fmt: skip
+    plan = Plan(steps=2, batch_size=4, run=tmp_path / "r", ahead=1)
     pipe, rows = make(tiny)
-    found = dict(preflight(pipe, rows, None, plan, tmp_path / "r").findings)["placement"]
+    found = dict(preflight(pipe, rows, plan).findings)["placement"]
     assert found.startswith("rollout, reward one step ahead by LocalEngine") and "corrected: token weights" in found
 
 

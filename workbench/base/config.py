@@ -26,7 +26,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +39,17 @@ def require(condition: bool, what: str, *, expected: object, found: object, do: 
     """Raise `SettingError` unless the condition holds; `found` is shown by its repr."""
     if not condition:
         raise SettingError(what, expected=expected, found=describe(found), do=do)
+
+
+def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
+    """Raise `SettingError` for the first of `names` that is no setting of `what`: with the name here where `elsewhere` has
+    another library's, else with the nearest."""
+    known = list(known)
+    for name in names:
+        if name in elsewhere:
+            raise SettingError(f"{what} has no setting {name!r}", do=f"in workbench it is {elsewhere[name]}")
+        if name not in known:
+            raise SettingError(unknown(f"setting of {what}", name, known))
 
 
 DEPTH, SIZE = 100, 10_000_000
@@ -102,7 +113,7 @@ def coerce(name: str, value: Any, annotation: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(name, value, args)
     if origin is typing.Literal:
-        require(value in args, what, expected=f"one of {args}", found=value)
+        require(value in args, what, expected=_kind_text(annotation), found=value)
         return value
     if origin in (list, tuple):
         require(isinstance(value, list | tuple), what, expected="a list", found=value)
@@ -114,8 +125,7 @@ def coerce(name: str, value: Any, annotation: Any) -> Any:
     if annotation not in (bool, int, float, str):
         return value
     if (found := _scalar(value, annotation)) is None:
-        expected = {float: "a number", int: "a whole number"}.get(annotation, annotation.__name__)
-        raise SettingError(what, expected=expected, found=describe(value))
+        raise SettingError(what, expected=_kind_text(annotation), found=describe(value))
     return found
 
 
@@ -127,8 +137,15 @@ def _coerce_union(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
         if kind is not type(None):
             with contextlib.suppress(SettingError):  # the next member of the union may take it
                 return coerce(name, value, kind)
-    kinds_text = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-    raise SettingError(f"setting {name!r}", expected=kinds_text, found=describe(value))
+    raise SettingError(f"setting {name!r}", expected=" or ".join(map(_kind_text, kinds)), found=describe(value))
+
+
+def _kind_text(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    return {float: "a number", int: "a whole number", type(None): "None"}.get(
+        kind, getattr(kind, "__name__", str(kind))
+    )
 
 
 def _whole(value: Any) -> int | None:
@@ -246,11 +263,8 @@ class Settings:
 
         Raises `SettingError` for an unknown name, and for a value that is not of the setting's type.
         """
-        names: tuple[str, ...] = cls.field_names()
         hints = _hints(cls)  # type: ignore[arg-type] # mypy does not take a class for hashable
-        for name in parameters:
-            if name not in names:
-                raise SettingError(unknown(f"setting of {cls.__name__}", name, names))
+        refuse_unknown(cls.__name__, parameters, cls.field_names(), {})
         return cls(**{name: coerce(name, value, hints[name]) for name, value in parameters.items()})
 
     def replace(self, **changes: Any) -> Self:

@@ -9,33 +9,59 @@ import inspect
 import logging
 import os
 import signal
-import time
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from workbench.base.config import require
+from workbench import recipes
+from workbench.base.config import refuse_unknown
 from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
 from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control, on_signals
 from workbench.datasets import Rows
 from workbench.jobs.health import HealthPage, Watcher, health_page
 from workbench.replay.run import Run
-from workbench.runs.conditions import Condition, Goal, check_condition, named
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
-from workbench.runs.loop import Ending, Observer, Session, write_summary
+from workbench.runs.loop import Ending, Session, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
-from workbench.runs.settings import Plan, resolved, with_history
-from workbench.runs.streaming import STALE
-from workbench.runs.trackers import append_line, check_trackers, default_trackers
+from workbench.runs.settings import Plan, TrainSettings, resolved, with_history
+from workbench.runs.trackers import append_line
 from workbench.stages.pipeline import Pipeline
-from workbench.steps.execute import MOST
 from workbench.views.curves import panel, png
 from workbench.widgets.display import in_notebook, open_display
 
 log = logging.getLogger("workbench")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("train_batch_size", "per_device_train_batch_size", "rollout_batch_size"),
+    "epochs": ("num_train_epochs", "num_epochs", "total_epochs", "num_episodes"),
+    "eval_rows": ("eval_dataset", "val_dataset", "val_rows", "test_rows", "val_files"),
+    "experiment": ("run_name", "experiment_name"),
+    "keep_checkpoints": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "observers": ("callbacks",),
+    "patience": ("early_stopping_patience",),
+    "project": ("project_name",),
+    "resume": ("resume_from_checkpoint", "resume_mode"),
+    "rows, the second argument": ("train_dataset", "dataset", "train_files"),
+    "run": ("output_dir", "logging_dir", "default_local_dir", "save_dir", "run_folder"),
+    "save_best": ("metric_for_best_model", "load_best_model_at_end"),
+    "save_freq": ("save_steps", "save_interval"),
+    "steps": ("max_steps", "num_steps", "total_steps", "total_training_steps"),
+    "test_freq": ("eval_steps", "eval_freq", "eval_interval"),
+    "trackers": ("logger", "loggers", "report_to"),
+    "val_samples": ("num_return_sequences",),
+}
+ELSEWHERE = (
+    {name: f"{name} of the recipe: recipes.grpo(engine, {name}=…)" for name in recipes.DEFAULTS}
+    | {theirs: ours if "engine" in ours else f"{ours} of the recipe" for theirs, ours in recipes.ELSEWHERE.items()}
+    | {theirs: ours for ours, names in _OTHERS.items() for theirs in names}
+)
+"""Names of TRL, verl and OpenRLHF, and of settings that belong to a recipe or an engine → where they are here."""
 
 
 class RunStopped(RunError):
@@ -100,43 +126,35 @@ def _not_begun(what: str) -> str:
     return message(what, found="a training that has not been awaited", do=do)
 
 
-def train(
-    pipeline: Pipeline,
-    rows: Rows,
-    *,
-    steps: int | None = None,
-    epochs: float | None = None,
-    run: str | Path | None = None,
-    batch_size: int = 16,
-    seed: int = 0,
-    ahead: int = 0,
-    max_lag: int | None = None,
-    stale: str = "keep",
-    eval_rows: Rows | None = None,
-    test_freq: int = 0,
-    val_samples: int = 1,
-    save_freq: int = 0,
-    trace_freq: int = 10,
-    keep_traces: int = 3,
-    keep_checkpoints: int = 2,
-    keep_updates: int = 1024,
-    keep_val: int = 10,
-    max_recoveries: int = 3,
-    max_rollout_kl: float | None = 0.2,
-    break_if: Condition | None = None,
-    save_best: str | None = None,
-    stop_when: str | None = None,
-    patience: int = 3,
-    min_delta: float = 0.0,
-    resume: str | None = None,
-    allow_changes: Sequence[str] = (),
-    trackers: Sequence[str] | None = None,
-    project: str = "workbench",
-    experiment: str | None = None,
-    display: str | None = "auto",
-    observers: Sequence[Observer] = (),
-    health: bool | int | None = None,
-) -> Training:
+def _takes_settings(
+    settings_class: Callable[P, TrainSettings],
+) -> Callable[[Callable[[Pipeline, Rows, TrainSettings], T]], Callable[Concatenate[Pipeline, Rows, P], T]]:
+    """Makes a function of `TrainSettings` one of keyword arguments, with their types and defaults in its signature.
+
+    A name that is no setting is refused with the nearest one, or with the one here for another library's.
+    """
+
+    def decorated(
+        function: Callable[[Pipeline, Rows, TrainSettings], T],
+    ) -> Callable[Concatenate[Pipeline, Rows, P], T]:
+        @functools.wraps(function)
+        def takes(pipeline: Pipeline, rows: Rows, *_: P.args, **settings: P.kwargs) -> T:
+            refuse_unknown(function.__name__, settings, TrainSettings.field_names(), ELSEWHERE)
+            if not isinstance(rows, Rows):
+                raise DataError("rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+            return function(pipeline, rows, TrainSettings.from_parameters(settings))
+
+        first, second, _ = inspect.signature(function, eval_str=True).parameters.values()
+        shown = [first, second, *inspect.signature(settings_class, eval_str=True).parameters.values()]
+        kind = inspect.signature(function, eval_str=True).return_annotation
+        takes.__signature__ = inspect.Signature(shown, return_annotation=kind)  # type: ignore[attr-defined]
+        return takes
+
+    return decorated
+
+
+@_takes_settings(TrainSettings)
+def train(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Training:
     """Train with the stages of a pipeline; settings, metrics, traces and checkpoints are kept in a run folder.
 
     Args:
@@ -161,13 +179,13 @@ def train(
     Example:
         >>> run = await wb.train(wb.recipes.grpo(engine), rows, steps=50, run="runs/a")  # doctest: +SKIP
     """
-    return Training(functools.partial(_watched, **locals()))
+    return Training(functools.partial(_watched, pipeline, rows, settings))
 
 
-async def _watched(*, health: bool | int | None, **given: Any) -> Run:
-    """The training, with its health page where one is asked for: it is there before any work begins."""
-    with health_page(health) as page, _ending_signals():
-        return await _trained(**given, page=page)
+async def _watched(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Run:
+    """The training, with its health page where there is to be one: it is there before any work begins."""
+    with health_page(settings.health) as page, _ending_signals():
+        return await _trained(pipeline, rows, settings.planned(rows), page)
 
 
 @contextlib.contextmanager
@@ -194,62 +212,38 @@ def _ending_signals() -> Iterator[None]:
         raise SystemExit(128 + received[0]) from cause
 
 
-async def _trained(
-    pipeline: Pipeline,
-    rows: Rows,
-    *,
-    steps: int | None,
-    epochs: float | None,
-    run: str | Path | None,
-    eval_rows: Rows | None,
-    break_if: Condition | None,
-    resume: str | None,
-    allow_changes: Sequence[str],
-    trackers: Sequence[str] | None,
-    project: str,
-    experiment: str | None,
-    display: str | None,
-    observers: Sequence[Observer],
-    page: HealthPage | None,
-    **planned: Any,
-) -> Run:
-    for name, one in (("rows", rows), ("eval_rows", rows if eval_rows is None else eval_rows)):
-        if not isinstance(one, Rows):
-            raise DataError(name, expected="Rows", found=describe(one), do="make them: wb.rows(…)")
-    resume = os.environ.get("WORKBENCH_RESUME", "never") if resume is None else resume
-    trackers = default_trackers() if trackers is None else trackers
-    plan = Plan(steps=_steps(steps, epochs, rows, planned["batch_size"]), **planned)
-    _check_arguments(plan, resume, display, trackers)
-    _check_conditions(plan, eval_rows, break_if)
-    path = Path(run) if run is not None else _folder()
-    check_place(path)
-    found = preflight(pipeline, rows, eval_rows, plan, path)
-    tracking = {"trackers": list(trackers), "project": project, "experiment": experiment}
-    tracking |= {} if break_if is None else {"break_if": named(break_if)}
-    settings = resolved(pipeline, rows, plan, eval_rows, tracking, found.prompts)
+async def _trained(pipeline: Pipeline, rows: Rows, plan: Plan, page: HealthPage | None) -> Run:
+    check_place(plan.run)
+    checks = preflight(pipeline, rows, plan)
+    settings = resolved(pipeline, rows, plan, checks.prompts)
     if os.environ.get("WORKBENCH_CHECK"):
-        check_resumable(path, settings, resume, allow_changes)
-        raise Checked(repr(found))
-    with room(path), contextlib.ExitStack() as stack:
-        folder = RunFolder(path)
+        check_resumable(plan.run, settings, plan.resume, plan.allow_changes)
+        raise Checked(repr(checks))
+    with room(plan.run), contextlib.ExitStack() as stack:
+        folder = RunFolder(plan.run)
         stack.callback(folder.lock.release)
-        start = begin(folder, pipeline, rows, settings, resume=resume, allow_changes=allow_changes)
+        start = begin(folder, pipeline, rows, settings, resume=plan.resume, allow_changes=plan.allow_changes)
         if start.step > plan.steps:
-            return _nothing_to_do(path, start, plan.steps, eval_rows)
+            return _nothing_to_do(plan, start)
         if record := os.environ.get("WORKBENCH_JOB_RECORD"):
-            write_text(path / "job.json", Path(record).read_text(encoding="utf-8"))
+            write_text(plan.run / "job.json", Path(record).read_text(encoding="utf-8"))
         settings = with_history(settings, start.old, start.step, start.changes)
-        write_json(path / "settings.json", settings)
+        write_json(plan.run / "settings.json", settings)
         control = Control()
         if page is not None:
-            observers = (*observers, page.watching(Watcher(path, pipeline, control)))
-        live = open_display(plan.steps, read_metrics(folder.metrics), control, path) if display == "auto" else None
-        session = Session(folder, pipeline, found, plan, settings, start, control=control, display=live, draw=_draw)
-        ending = await session.run(observers, break_if)
-    return _result(path, ending, (*start.notes, *session.notes), break_if)
+            watcher = page.watching(Watcher(plan.run, pipeline, control))
+            plan = replace(plan, observers=(*plan.observers, watcher))
+        rows_so_far = read_metrics(folder.metrics)
+        live = open_display(plan.steps, rows_so_far, control, plan.run) if plan.display == "auto" else None
+        session = Session(
+            folder, pipeline, rows, plan, settings, start, begun=checks.begun, control=control, display=live, draw=_draw
+        )
+        ending = await session.run()
+    return _result(plan, ending, (*start.notes, *session.notes))
 
 
-def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
+@_takes_settings(TrainSettings)
+def train_blocking(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Run:
     """Train to the end, for scripts without an event loop: takes the arguments of `train`, returns the finished `Run`.
 
     Raises `SettingError` where an event loop runs, as in a notebook: there `await train(…)` trains.
@@ -257,48 +251,29 @@ def train_blocking(pipeline: Pipeline, rows: Rows, **settings: Any) -> Run:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(train(pipeline, rows, **settings))
-    what, found = (
-        "train_blocking waits for a training in the thread of an event loop",
-        "a loop that runs, as in a notebook",
-    )
-    raise SettingError(
-        what, expected="a script without one", found=found, do="run = await wb.train(…), with the same arguments"
-    )
+        return asyncio.run(_watched(pipeline, rows, settings))
+    what = "train_blocking waits for a training in the thread of an event loop"
+    do = "run = await wb.train(…), with the same arguments"
+    raise SettingError(what, expected="a script without one", found="a loop that runs, as in a notebook", do=do)
 
 
 def _draw(path: Path) -> None:
     write_bytes(path / "curves.png", png(panel(read_metrics(path / "metrics.jsonl"), title=path.name)))
 
 
-def _folder() -> Path:
-    """The folder of a training that names none: the job's for the first one in a job, then a new one."""
-    return Path(os.environ.pop("WORKBENCH_RUN", "") or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-
-
-def _steps(steps: int | None, epochs: float | None, rows: Rows, batch_size: int) -> int:
-    """The number of steps, given or as many as the epochs have; an epoch's incomplete last batch is no step."""
-    if (steps is None) == (epochs is None):
-        found = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
-        raise SettingError("how long to train", expected="steps=… or epochs=…", found=found)
-    if epochs is None:
-        return steps  # type: ignore[return-value] # one of them is given
-    positive = isinstance(epochs, int | float) and not isinstance(epochs, bool) and epochs > 0
-    require(positive, "argument epochs", expected="a number > 0", found=epochs)
-    return max(1, round(epochs * (len(rows) // batch_size)))
-
-
-def _result(path: Path, ending: Ending, notes: tuple[str, ...], limit: Any) -> Run:
+def _result(plan: Plan, ending: Ending, notes: tuple[str, ...]) -> Run:
     if ending.stopped is not None and os.environ.get("WORKBENCH_JOB"):
-        why = f"{limit.why(ending.metrics)}; " if hasattr(limit, "why") else ""
+        reason = getattr(plan.break_if, "why", None)
+        why = f"{reason(ending.metrics)}; " if reason is not None else ""
         what = f"break_if was met at step {ending.stopped.trace.step}; the run stopped before its update"
-        raise RunStopped(what, do=f"{why}the step's trace and a checkpoint of step {ending.step} are in {path}")
-    return Run(path, stopped=ending.stopped, notes=notes, trust=True)  # whoever trained it named its code
+        raise RunStopped(what, do=f"{why}the step's trace and a checkpoint of step {ending.step} are in {plan.run}")
+    return Run(plan.run, stopped=ending.stopped, notes=notes, trust=True)  # whoever trained it named its code
 
 
-def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None) -> Run:
+def _nothing_to_do(plan: Plan, start: Start) -> Run:
     """Note it; a run that was killed after its last checkpoint gets the curves and the summary that it lacks."""
-    note = f"nothing left to do: {start.step - 1} of {steps} steps are done"
+    note = f"nothing left to do: {start.step - 1} of {plan.steps} steps are done"
+    path, eval_rows = plan.run, plan.eval_rows
     append_line(note)
     if not (path / "summary.json").is_file():
         write_summary(path, eval_rows, None)
@@ -308,39 +283,3 @@ def _nothing_to_do(path: Path, start: Start, steps: int, eval_rows: Rows | None)
         except Exception as error:  # noqa: BLE001 - a picture ends nothing
             note += f"; the curves could not be drawn: {first_line(error)}"
     return Run(path, notes=(*start.notes, note))
-
-
-def _check_conditions(plan: Plan, eval_rows: Rows | None, break_if: Condition | None) -> None:
-    check_condition(break_if, validates=eval_rows is not None)
-    for setting in ("save_best", "stop_when"):
-        if (text := getattr(plan, setting)) is not None:
-            Goal.of(text, setting)
-            do = "hold some out: rows, held_out = rows.split(64); train(…, eval_rows=held_out)"
-            require(eval_rows is not None, f"{setting}={text!r}", expected="eval_rows", found=None, do=do)
-    often = plan.stop_when is None or plan.test_freq >= 1
-    require(often, "stop_when", expected="validations between steps", found="test_freq=0", do="set test_freq=10, say")
-    least = plan.min_delta
-    require(isinstance(least, int | float) and least >= 0, "argument min_delta", expected="a number ≥ 0", found=least)
-
-
-def _check_arguments(plan: Plan, resume: str, display: str | None, trackers: Sequence[str]) -> None:
-    ones = ("steps", "batch_size", "val_samples", "keep_traces", "keep_val", "patience")
-    least = {"keep_checkpoints": 2} | dict.fromkeys(ones, 1)
-    least |= dict.fromkeys(("test_freq", "save_freq", "trace_freq", "keep_updates", "max_recoveries"), 0)
-    for name, lowest in least.items():
-        found = getattr(plan, name)
-        require(isinstance(found, int) and found >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=found)
-    whole = isinstance(plan.ahead, int) and not isinstance(plan.ahead, bool)
-    require(whole and 0 <= plan.ahead <= MOST, "argument ahead", expected=f"0 or {MOST} steps", found=plan.ahead)
-    lag = plan.max_lag
-    whole = lag is None or (isinstance(lag, int) and not isinstance(lag, bool) and lag >= 1)
-    require(whole, "argument max_lag", expected="≥ 1 policy versions, or None", found=lag)
-    require(
-        not (lag and plan.ahead), "arguments ahead and max_lag", expected="one of them", found=f"ahead=1, max_lag={lag}"
-    )
-    require(plan.stale in STALE, "argument stale", expected=f"one of {', '.join(STALE)}", found=plan.stale)
-    limit = plan.max_rollout_kl
-    require(limit is None or limit > 0, "argument max_rollout_kl", expected="nats > 0, or None", found=limit)
-    require(resume in ("never", "auto"), "argument resume", expected="'never' or 'auto'", found=resume)
-    require(display in ("auto", None), "argument display", expected="'auto' or None", found=display)
-    check_trackers(trackers)

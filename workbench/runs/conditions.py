@@ -1,4 +1,4 @@
-"""A user's conditions on a training: `break_if`, the best checkpoint, and when to stop for lack of progress.
+"""What a user watches a training with: observers, `break_if`, the best checkpoint, when to stop for lack of progress.
 
 A condition sees all that is recorded for a step. What cannot be evaluated is never taken for "go on": a name that no step has
 had by the second time it is looked up, an exception, and an answer that is neither true nor false end the run, by name.
@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from workbench.base.config import require
 from workbench.base.errors import Interrupted, RunError, SettingError, describe, first_line, nearest, unknown
 from workbench.runs.folder import STEP, read_metrics, read_settings
+from workbench.steps.trace import Trace
 
 Condition = Callable[[Mapping[str, float]], bool]
 """From a step's metrics, those of held-out rows included where it validated: whether the loop stops before its update."""
@@ -23,6 +24,29 @@ BEST = "best"
 """Name of the checkpoint of `save_best`, in place of a step."""
 _HELD_OUT = "val"
 """Begins the name of a metric of a validation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """A finished training step, as `Observer.on_step` gets it."""
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    trace: Trace
+
+
+class Observer(Protocol):
+    """Watches a training loop through the methods below. An exception that one of them raises ends the loop."""
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Called before the loop; `start` is the first step to run, `steps` the last."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Called after every step."""
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Called once at the end; `error` is the exception that ended the loop early, else None."""
 
 
 class Metrics(dict[str, float]):

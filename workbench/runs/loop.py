@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, first_line
@@ -26,12 +26,11 @@ from workbench.dataproto import DataProto
 from workbench.datasets import Rows
 from workbench.runs import checkpoint, updates
 from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, push_metrics, timing_metrics
-from workbench.runs.conditions import Condition, Goal, Guard
+from workbench.runs.conditions import Goal, Guard, Observer, StepReport
 from workbench.runs.evaluate import validated
 from workbench.runs.folder import STEP, RunFolder, read_metrics, read_settings, step_folder, strict, write_json, written
 from workbench.runs.generations import keep as keep_samples
 from workbench.runs.kept_traces import Kept, keep, prune
-from workbench.runs.preflight import Preflight
 from workbench.runs.recovery import Recovery
 from workbench.runs.resume import Start, restore_rows
 from workbench.runs.settings import Plan, in_memory
@@ -52,29 +51,6 @@ def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
     """Run one training step: every stage once, in order. An exception of a stage has the trace so far as `.trace`."""
     *_, trace = phases(pipeline, batch)
     return trace
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """A finished training step, as `Observer.on_step` gets it."""
-
-    step: int
-    epoch: int
-    metrics: dict[str, float]
-    trace: Trace
-
-
-class Observer(Protocol):
-    """Watches a training loop through the methods below. An exception that one of them raises ends the loop."""
-
-    def on_start(self, start: int, steps: int) -> None:
-        """Called before the loop; `start` is the first step to run, `steps` the last."""
-
-    def on_step(self, report: StepReport) -> None:
-        """Called after every step."""
-
-    def on_end(self, error: BaseException | None) -> None:
-        """Called once at the end; `error` is the exception that ended the loop early, else None."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +77,23 @@ class Session:
         self,
         folder: RunFolder,
         pipeline: Pipeline,
-        data: Preflight,
+        rows: Rows,
         plan: Plan,
         settings: Mapping[str, Any],
         start: Start,
         *,
+        begun: str,
         control: Control,
         display: Any,
         draw: Callable[[Path], None],
     ) -> None:
         self._folder, self._plan, self._start, self._settings = folder, plan, start, settings
-        self._pipeline, self._rows, self._eval_rows, self._data = pipeline, data.rows, data.eval_rows, data
+        self._pipeline, self._rows, self._eval_rows, self._begun = pipeline, rows, plan.eval_rows, begun
         self._control, self._display, self._draw = control, display, draw
         self._began = time.perf_counter()
         past = read_metrics(folder.metrics)
-        train = settings["train"]
-        names = train["project"], train["experiment"] or folder.path.name
-        self._trackers = {f"tracker {name!r}": TRACKERS[name](folder.path, *names) for name in train["trackers"]}
+        names = plan.project, plan.experiment or folder.path.name
+        self._trackers = {f"tracker {name!r}": TRACKERS[name](folder.path, *names) for name in plan.trackers}
         self._left_out: dict[str, str] = {}
         """What only shows the run and has failed → a sentence about it."""
         for row in past:  # a resumed run's events are written again: the old files were moved aside
@@ -128,9 +104,9 @@ class Session:
         """The table of a validation's samples, until the metrics of its step are on disk."""
         self._ahead: Ahead | Stream | None = None
         if plan.max_lag:
-            told: dict[str, Any] = {"max_lag": plan.max_lag, "stale": plan.stale, "pending": start.pending}
-            told |= {"done": start.step - 1, "last": plan.steps, "size": plan.batch_size}
-            self._ahead = Stream(pipeline, self._batch, **told)
+            limits: dict[str, Any] = {"max_lag": plan.max_lag, "stale": plan.stale}
+            limits |= {"done": start.step - 1, "last": plan.steps, "size": plan.batch_size}
+            self._ahead = Stream(pipeline, self._batch, pending=start.pending, **limits)
         elif plan.ahead:
             pending = loaded(start.pending) if start.pending is not None else None
             self._ahead = Ahead(pipeline, self._batch, last=plan.steps, pending=pending)
@@ -145,12 +121,12 @@ class Session:
         self._measures: dict[str, Any] = {}
         """The metrics of the step that was done last."""
         self._past = past
-        self._begun: list[str] = settings["began"].get("in_memory", [])
+        self._in_memory: list[str] = settings["began"].get("in_memory", [])
         """What the run began with that no file but its checkpoint of step 0 has."""
         goals = {"save_best": plan.save_best, "stop_when": plan.stop_when}
         self._goals = {name: Goal.of(text, name) for name, text in goals.items() if text is not None}
 
-    async def run(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
+    async def run(self) -> Ending:
         """Restore the random generators, run the training loop, and write the summary, which says why a run ended early.
 
         Raises `CancelledError`, with the step and the checkpoint in its message, where an interrupt stopped it.
@@ -159,7 +135,7 @@ class Session:
             checkpoint.restore_rng(self._start.rng)
         watching = asyncio.create_task(self._display.watch()) if self._display is not None else None
         try:
-            ending = await self._loop([self, *observers], break_if)
+            ending = await self._loop([self, *self._plan.observers])
         except BaseException as error:
             why = await runtime.beside(self._broke, error)
             if isinstance(error, asyncio.CancelledError):
@@ -168,19 +144,20 @@ class Session:
         finally:
             if watching is not None:
                 watching.cancel()
-        why = await runtime.beside(self._finish, ending, getattr(break_if, "why", None))
+        why = await runtime.beside(self._finish, ending, getattr(self._plan.break_if, "why", None))
         if self._control.interrupted:
             raise asyncio.CancelledError(why)
         return ending
 
-    async def _loop(self, observers: Sequence[Observer], break_if: Condition | None) -> Ending:
+    async def _loop(self, observers: Sequence[Observer]) -> Ending:
         """Do the plan's steps, each in a thread beside the caller's event loop; `control` pauses or stops between two."""
         plan, control, start = self._plan, self._control, self._start.step
         error: BaseException | None = None
         try:
             for observer in observers:
                 await control.carry(observer.on_start, start, plan.steps)
-            guard = None if break_if is None else Guard(break_if, self._past, validates=self._eval_rows is not None)
+            validates = self._eval_rows is not None
+            guard = None if plan.break_if is None else Guard(plan.break_if, self._past, validates=validates)
             for step in range(start, plan.steps + 1):
                 if why := self._no_progress():
                     return Ending(step - 1, why=why)
@@ -262,7 +239,7 @@ class Session:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what was kept at the beginning, about recoveries, and about what only shows the run and has failed."""
-        begun = (self._data.begun,) if self._begun and self._start.step == 1 else ()
+        begun = (self._begun,) if self._in_memory and self._start.step == 1 else ()
         return (*begun, *self._recovery.notes, *self._left_out.values())
 
     def _showing(self, name: str, show: Callable[..., object], *args: Any) -> None:
@@ -282,9 +259,9 @@ class Session:
         self._state = self._present_state(start - 1)
         if start > 1:
             return
-        if self._begun:
+        if self._in_memory:
             self._save()
-            append_line(self._data.begun)
+            append_line(self._begun)
         if (rows := self._eval_rows) is not None and not any(row[STEP] == 0 for row in self._past):
             held_out = self._recovery.attempt(0, lambda: self._validated(rows), self._bring_back)
             self._write(0, {STEP: 0, "training/epoch": 0, **held_out})
@@ -424,7 +401,7 @@ class Session:
 
         kept: dict[str, Any] = {
             "keep": self._plan.keep_checkpoints,
-            "spared": (self._best(), 0 if self._begun else None),
+            "spared": (self._best(), 0 if self._in_memory else None),
         }
         checkpoint.write(self._folder.checkpoints, step, fill, self._state, **kept)
         return step

@@ -46,10 +46,8 @@ _measured: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Preflight(Shown):
-    """Result of `preflight`: the rows that passed the checks, and the findings as (what, sentence)."""
+    """Result of `preflight`: its findings as (what, sentence)."""
 
-    rows: Rows
-    eval_rows: Rows | None
     findings: tuple[tuple[str, str], ...] = field(default=())
     prompts: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Lengths that settings.json keeps: see `Prompts.found`."""
@@ -65,7 +63,7 @@ class Checked(RunError):
     """Raised by `train` under `workbench check` when all checks have passed; the message lists the findings."""
 
 
-def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan, path: Path) -> Preflight:
+def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
     """Check data, plan, lengths, reward function, memory and disk before training. Nothing is written, no model is run.
 
     Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that will not work.
@@ -73,8 +71,8 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     rollout: Any = pipeline.first
     _refuse_unrouted(pipeline, rollout)
     processor = processor_of(rollout.sampler)
-    prompts = Prompts(processor or rollout.sampler.tokenizer, switches_of(rollout.sampler), path)
-    parts = [part for part in (rows, eval_rows) if part is not None]
+    prompts = Prompts(processor or rollout.sampler.tokenizer, switches_of(rollout.sampler), plan.run)
+    parts = [part for part in (rows, plan.eval_rows) if part is not None]
     for part in parts if processor is None else ():
         refuse_pictures(part.views(), f"the model of {type(rollout.sampler).__name__}", of=part.source or "memory")
     for part in parts:
@@ -89,16 +87,16 @@ def preflight(pipeline: Pipeline, rows: Rows, eval_rows: Rows | None, plan: Plan
     prompt = prompts.limit(rows)
     tokens = (prompt + rollout.sampling.max_tokens) * rollout.group_size
     findings = [
-        ("data", _data(rows, eval_rows)),
+        ("data", _data(rows, plan.eval_rows)),
         *[one for one in judged if one[0] not in _LAST],
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
-        ("disk", _disk(pipeline, plan, path, tokens)),
+        ("disk", _disk(pipeline, plan, tokens)),
         *[one for one in judged if one[0] in _LAST],
     ]
-    return Preflight(rows, eval_rows, tuple(findings), prompts.found, _begun(pipeline))
+    return Preflight(tuple(findings), prompts.found, _begun(pipeline))
 
 
 def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
@@ -308,7 +306,7 @@ def _is_checked(learner: Any) -> bool:
     return bool(learner.describe().get("check_memory", True)) and not getattr(learner, "share_device", False)
 
 
-def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
+def _disk(pipeline: Pipeline, plan: Plan, tokens: int) -> str:
     """Disk space needed for the kept checkpoints, one that is being written, and the recorded updates."""
     weights = _checkpoint_bytes(pipeline)
     between = plan.save_freq or plan.steps
@@ -317,11 +315,11 @@ def _disk(pipeline: Pipeline, plan: Plan, path: Path, tokens: int) -> str:
     begun = _begun(pipeline)
     saved += bool(begun) + 2 * (plan.save_best is not None)
     need = weights * saved + updates
-    free = shutil.disk_usage(next(one for one in (path, *path.absolute().parents) if one.exists())).free
+    free = shutil.disk_usage(next(place for place in (plan.run, *plan.run.absolute().parents) if place.exists())).free
     if weights * saved > free:
         expected = f"about {gib(weights * saved)} ({saved} × {gib(weights)})"
         what, do = "has no room for the checkpoints", "free some, choose another run folder, or keep fewer checkpoints"
-        raise RunError(f"the disk of {path} {what}", expected=expected, found=f"{gib(free)} free", do=do)
+        raise RunError(f"the disk of {plan.run} {what}", expected=expected, found=f"{gib(free)} free", do=do)
     found = f"up to {gib(need)} ({saved} × {gib(weights)} checkpoint, updates {gib(updates)}); {gib(free)} free"
     return "; ".join(filter(None, (found, begun)))
 

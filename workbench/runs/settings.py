@@ -8,6 +8,7 @@ model that was only in memory) is recorded by its name alone.
 from __future__ import annotations
 
 import inspect
+import os
 import platform
 import subprocess
 import time
@@ -16,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from workbench import agents
-from workbench.base.config import Settings, settings_hash, source_of
-from workbench.base.errors import describe
+from workbench.base.config import Settings, require, settings_hash, source_of
+from workbench.base.errors import DataError, describe
 from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
 from workbench.base.secret import without_secrets
@@ -30,6 +31,8 @@ from workbench.engines.local_engine.loading import folder_of, model_files
 from workbench.engines.protocol import Described, FromFiles, Learner, SamplingSettings
 from workbench.functional import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
+from workbench.runs.conditions import Condition, Goal, Observer, check_condition, named
+from workbench.runs.trackers import check_trackers, default_trackers
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
@@ -45,32 +48,49 @@ _first_seen: WeakKeyDictionary[Pipeline, dict[str, int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The schedule of a run: its steps and batches, and how often it validates, saves and traces; see `train`."""
+class TrainSettings(Settings):
+    """The settings of `train`, checked when they are made: `SettingError` names the first one that is wrong."""
 
-    steps: int
-    batch_size: int
-    seed: int
-    test_freq: int
-    val_samples: int
-    save_freq: int
-    trace_freq: int
-    keep_traces: int
-    keep_checkpoints: int
-    keep_updates: int = 1024
-    """MiB."""
-    keep_val: int = 10
-    """Validations whose samples stay on disk."""
+    steps: int | None = None
+    """Training steps; or `epochs`."""
+    epochs: float | None = None
+    """Passes over the rows, in place of `steps`; an epoch's incomplete last batch is no step."""
+    run: str | Path | None = None
+    """The run folder; None: the job's for its first training, else one in `runs` by the time."""
+    batch_size: int = 16
+    """Prompts of a step."""
+    seed: int = 0
+    """Of the order of the rows, and of validations."""
     ahead: int = 0
     """Steps that rows are sampled ahead."""
     max_lag: int | None = None
     """Policy versions that rows of a stream may be old; None: no stream."""
-    stale: str = "keep"
-    """What is done about groups that a step cannot leave for later: one of `streaming.STALE`."""
+    stale: Literal["keep", "cancel"] = "keep"
+    """What is done about groups under way that a step of a stream cannot leave for later."""
+    eval_rows: Rows | None = None
+    """Held-out rows of the validations."""
+    test_freq: int = 0
+    """Steps between validations; 0: only before the first step and after the last."""
+    val_samples: int = 1
+    """Responses to each held-out prompt."""
+    save_freq: int = 0
+    """Steps between checkpoints; 0: only after the last."""
+    trace_freq: int = 10
+    """Steps between recorded traces; 0: only the last step's."""
+    keep_traces: int = 3
+    """Recorded traces that stay on disk."""
+    keep_checkpoints: int = 2
+    """Checkpoints that stay on disk."""
+    keep_updates: int = 1024
+    """MiB of recorded update inputs."""
+    keep_val: int = 10
+    """Validations whose samples stay on disk."""
     max_recoveries: int = 3
     """Times that work is done again whose workers were lost."""
     max_rollout_kl: float | None = 0.2
     """Nats per token; where a sampler with the learner's version is further off, the run stops."""
+    break_if: Condition | None = None
+    """Of a step's metrics: whether the run stops before its update."""
     save_best: str | None = None
     """The validation metric whose best checkpoint is kept."""
     stop_when: str | None = None
@@ -79,12 +99,97 @@ class Plan:
     """Validations without that after which the run ends."""
     min_delta: float = 0.0
     """An improvement is larger."""
+    resume: Literal["auto", "never"] | None = None
+    """Whether a folder with a run is continued or refused; None: as the job says, else it is refused."""
+    allow_changes: Sequence[str] = ()
+    """Settings, such as `engines.actor.lr`, that a resumed run may change."""
+    trackers: Sequence[str] | None = None
+    """Names of loggers beside the run folder's own files; None: tensorboard where it is installed."""
+    project: str = "workbench"
+    """The project's name there."""
+    experiment: str | None = None
+    """The run's name there; None: its folder's."""
+    display: str | None = "auto"
+    """Live curves in a notebook, or None."""
+    observers: Sequence[Observer] = ()
+    """Called around the loop and after every step."""
+    health: bool | int | None = None
+    """Whether there is a health page, or its port."""
+
+    def __post_init__(self) -> None:
+        lengths = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
+        alone = (self.steps is None) != (self.epochs is None)
+        require(alone, "how long to train", expected="steps=… or epochs=…", found=lengths)
+        positive = self.epochs is None or self.epochs > 0
+        require(positive, "argument epochs", expected="a number > 0", found=self.epochs)
+        least = dict.fromkeys(("batch_size", "val_samples", "keep_traces", "keep_val", "patience"), 1)
+        least |= dict.fromkeys(
+            ("test_freq", "save_freq", "trace_freq", "keep_updates", "max_recoveries", "min_delta"), 0
+        )
+        for name, lowest in {"keep_checkpoints": 2, **least}.items():
+            value = getattr(self, name)
+            require(value >= lowest, f"argument {name}", expected=f"≥ {lowest}", found=value)
+        require(self.steps is None or self.steps >= 1, "argument steps", expected="≥ 1", found=self.steps)
+        require(self.ahead in (0, 1), "argument ahead", expected="0 or 1 steps", found=self.ahead)
+        lag, limit = self.max_lag, self.max_rollout_kl
+        require(lag is None or lag >= 1, "argument max_lag", expected="≥ 1 policy versions, or None", found=lag)
+        clash = f"ahead=1, max_lag={lag}"
+        require(not (lag and self.ahead), "arguments ahead and max_lag", expected="one of them", found=clash)
+        require(limit is None or limit > 0, "argument max_rollout_kl", expected="nats > 0, or None", found=limit)
+        require(self.display in ("auto", None), "argument display", expected="'auto' or None", found=self.display)
+        check_trackers(self.trackers or ())
+        self._check_conditions()
+
+    def _check_conditions(self) -> None:
+        rows = self.eval_rows
+        if rows is not None and not isinstance(rows, Rows):
+            raise DataError("eval_rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+        check_condition(self.break_if, validates=rows is not None)
+        for setting in ("save_best", "stop_when"):
+            if (text := getattr(self, setting)) is not None:
+                Goal.of(text, setting)
+                do = "hold some out: rows, held_out = rows.split(64); train(…, eval_rows=held_out)"
+                require(rows is not None, f"{setting}={text!r}", expected="eval_rows", found=None, do=do)
+        often, do = self.stop_when is None or self.test_freq >= 1, "set test_freq=10, say"
+        require(often, "stop_when", expected="validations between steps", found="test_freq=0", do=do)
+
+    def planned(self, rows: Rows) -> Plan:
+        """The settings of a training on these rows, with what they leave to the environment: a job's folder, its `resume`."""
+        steps, run = self.steps, self.run
+        if self.epochs is not None:
+            steps = max(1, round(self.epochs * (len(rows) // self.batch_size)))
+        if run is None:
+            run = os.environ.pop("WORKBENCH_RUN", "") or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        return Plan(
+            **self.to_dict()
+            | {
+                "steps": steps,
+                "epochs": None,
+                "run": Path(run),
+                "resume": os.environ.get("WORKBENCH_RESUME", "never") if self.resume is None else self.resume,
+                "trackers": default_trackers() if self.trackers is None else self.trackers,
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(TrainSettings):
+    """The settings of a training, with nothing left open."""
+
+    steps: int
+    run: Path
+    resume: Literal["auto", "never"] = "never"
+    trackers: Sequence[str] = ()
 
     def record(self) -> dict[str, Any]:
-        """The schedule as plain values; the settings of a stream, and of validation metrics, only where they have an effect."""
-        without = dict.fromkeys(("max_lag", "stale"), not self.max_lag) | {"save_best": self.save_best is None}
-        without |= dict.fromkeys(("stop_when", "patience", "min_delta"), self.stop_when is None)
-        return {name: one for name, one in vars(self).items() if not without.get(name)}
+        """The settings as the plain values of settings.json; those of a stream, and of goals, only where they have an effect."""
+        without = {"epochs", "run", "eval_rows", "resume", "allow_changes", "display", "observers", "health"}
+        without |= set() if self.max_lag else {"max_lag", "stale"}
+        without |= set() if self.save_best is not None else {"save_best"}
+        without |= set() if self.stop_when is not None else {"stop_when", "patience", "min_delta"}
+        without |= set() if self.break_if is not None else {"break_if"}
+        values = self.to_dict() | {"trackers": list(self.trackers), "break_if": named(self.break_if)}
+        return {name: value for name, value in values.items() if name not in without}
 
     def due(self, every: int, step: int) -> str:
         """Why an action due every `every` steps (0: never) and after the last one is due at `step`, in words; else ''."""
@@ -93,16 +198,9 @@ class Plan:
         return "the last step" if step == self.steps else ""
 
 
-def resolved(
-    pipeline: Pipeline,
-    rows: Rows,
-    plan: Plan,
-    eval_rows: Rows | None,
-    tracking: Mapping[str, Any],
-    prompts: Mapping[str, int],
-) -> dict[str, Any]:
-    """Describe all settings of a run as plain values for settings.json; `tracking` are those of trackers, `prompts` lengths
-    that `preflight` measured."""
+def resolved(pipeline: Pipeline, rows: Rows, plan: Plan, prompts: Mapping[str, int]) -> dict[str, Any]:
+    """Describe all settings of a run as plain values for settings.json; `prompts` are lengths that `preflight` measured."""
+    held_out = plan.eval_rows
     described = {stage.name: describe_settings(stage) for stage in pipeline}
     stages = {name: settings for name, (settings, _) in described.items()}
     engines = described_engines(pipeline)
@@ -111,7 +209,7 @@ def resolved(
         "stages": stages,
         "sources": {name: source for name, (_, source) in described.items() if source},
         "engines": engines,
-        "train": {**plan.record(), **tracking},
+        "train": plan.record(),
         "pipeline": _with_files(written_down(pipeline), engines),
         "settings_hash": settings_hash(stages),
         "began": {
@@ -122,7 +220,7 @@ def resolved(
         "data_hash": rows.data_hash,
         "data": rows.source,
         "prompts": dict(prompts),
-        "eval_rows": None if eval_rows is None else {"source": eval_rows.source, "data_hash": eval_rows.data_hash},
+        "eval_rows": None if held_out is None else {"source": held_out.source, "data_hash": held_out.data_hash},
         "code": code_revision(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _VERSIONS}},
     }

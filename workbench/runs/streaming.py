@@ -49,8 +49,6 @@ from workbench.steps.trace import Phase, Trace, describe_settings, perform
 
 log = logging.getLogger("workbench")
 
-STALE = ("keep", "cancel")
-"""What is done about groups under way that a step cannot leave for later."""
 MOST_GROUPS = 256
 """Groups that are under way at once, each in a thread."""
 TOKEN_VERSIONS = "token_versions"
