@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests_recorded import OUT, train
 
 import workbench as wb
@@ -17,8 +18,7 @@ from workbench.base.errors import BatchError, CheckpointError, DataError, RunErr
 from workbench.engines.local_engine.states import read_record
 from workbench.replay.rebuild import opened
 from workbench.runs import checkpoint, updates
-from workbench.runs.folder import read_settings, step_folders, write_json
-from workbench.runs.kept_traces import read_kept
+from workbench.runs.folder import read_kept, read_settings, step_folders, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,8 +57,10 @@ def test_a_run_without_the_keys_that_came_later_opens_and_goes_on(lora: Path) ->
 
     change_settings(lora, change)
     run = wb.load_run(lora)
-    again = run.stepper(2).run().batch
-    assert again["old_log_probs"].equal(run.traces[2].batch["old_log_probs"])
+    # another processor's kernels sum in another order
+    assert len(run.stepper(2).run().batch) == len(run.traces[2].batch)
+    again = run.stepper(2, at="old_log_prob").run().batch["old_log_probs"]
+    torch.testing.assert_close(again, run.traces[2].batch["old_log_probs"], rtol=1e-5, atol=1e-5)
     run = train("lora", lora, steps=3, resume="auto")
     assert [row["training/global_step"] for row in run.rows] == [1, 2, 3]
     assert read_settings(lora)["engines"]["actor"]["head"] == "auto"
