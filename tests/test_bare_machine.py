@@ -23,9 +23,9 @@ STEPS = """
 import sys
 from importlib.util import find_spec
 import workbench as wb
-from workbench.jobs import machine, selftest
+from workbench.jobs import machine
 print([name for name in sys.argv[1:] if find_spec(name)])
-print(machine.packages().state, [selftest.step().state, selftest.push().state, selftest.saves().state])
+print(machine.packages().state, [machine.step().state, machine.push().state, machine.saves().state])
 """
 
 

@@ -53,7 +53,7 @@ LIBRARIES = {
     "anywidget": ("widgets/",),
     "tensorboard": ("runs/",),
     "prometheus_client": ("jobs/health.py",),
-    "safetensors": ("dataproto/", "engines/", "jobs/selftest.py"),
+    "safetensors": ("dataproto/", "engines/", "jobs/machine.py"),
     "pandas": ("dataproto/", "datasets/", "views/", "replay/", "runs/", "rewards/", "cluster/simulating.py"),
     "pyarrow": ("dataproto/", "datasets/"),
     "tensordict": ("dataproto/",),

@@ -37,7 +37,7 @@ from workbench.replay.run import Run, list_runs, load_run
 from workbench.rewards import Score, Status
 from workbench.runs.evaluate import Evaluation, evaluate, evaluate_file
 from workbench.stages import Outcome, Pipeline
-from workbench.stages.functions import stage
+from workbench.stages.stage import stage
 from workbench.steps.compare import compare, diverge
 from workbench.steps.stepper import Stepper
 from workbench.steps.trace import Trace

@@ -256,7 +256,7 @@ def _view(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from workbench.jobs.show import shown
+    from workbench.jobs.pages import shown
 
     how = {"step": options.step, "order": options.order, "rows": options.rows, "search": options.search}
     _say(shown(options.source, row=options.row, colour=options.tokens, **how))

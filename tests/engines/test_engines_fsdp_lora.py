@@ -19,7 +19,7 @@ from workbench.engines.fsdp_engine.folders import export
 from workbench.engines.fsdp_engine.group import Group, local_group
 from workbench.engines.local_engine.states import read_weights
 from workbench.engines.paired import Paired
-from workbench.stages.diagnostics import ExactKL
+from workbench.stages.measures import ExactKL
 from workbench.testing.engines import LikelihoodLoss
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")

@@ -15,7 +15,7 @@ from workbench.base.errors import OutOfMemory, SettingError
 from workbench.engines.local_engine import memory
 from workbench.functional.logprobs import CHUNK_BYTES
 from workbench.runs import preflight
-from workbench.steps.snapshots import Snapshots
+from workbench.steps.stepper import Snapshots
 from workbench.testing.engines import LikelihoodLoss
 
 LAYER = 5 * 128 + (3 * 4 + 2 * 2) * 32 + 4 * 384

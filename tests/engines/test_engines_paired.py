@@ -21,7 +21,7 @@ from workbench.engines.local_engine.loading import in_memory, write_to
 from workbench.engines.paired import Paired, paired
 from workbench.engines.vllm_server.process import mapped
 from workbench.engines.weights import weights_of
-from workbench.replay.stepping import late_learner
+from workbench.replay.run import late_learner
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 

@@ -26,8 +26,8 @@ from workbench.base.errors import RunError, WorkbenchError
 from workbench.base.files import crc32_of
 from workbench.engines.local_engine.loading import resolve
 from workbench.jobs.runner import job_of
-from workbench.replay.stepping import controllers
-from workbench.runs import checkpoint, generations, updates
+from workbench.replay.run import controllers
+from workbench.runs import checkpoint, evaluate, updates
 from workbench.runs.folder import write_json
 from workbench.runs.resume import check_data, check_resumable
 from workbench.runs.settings import files_crc32
@@ -61,7 +61,7 @@ def make(place: Path) -> None:
     import pandas as pd
 
     pd.DataFrame(plain).to_parquet(place / "data" / "rows.parquet")
-    generations.save(place / "data" / "written.parquet", {name: [one[name] for one in plain] for name in plain[0]})
+    evaluate.save_samples(place / "data" / "written.parquet", {name: [one[name] for one in plain] for name in plain[0]})
     pictures = [{"pixels": torch.arange(6.0)}, {}, {"pixels": torch.ones(3)}]
     wb.DataProto({"x": torch.arange(12.0).view(3, 4)}, {"inputs": pictures, "word": ["a", "b", "c"]}).save(
         place / "batch"

@@ -20,7 +20,7 @@ import workbench as wb
 from workbench import cli
 from workbench.base.errors import EngineError, SandboxError, SettingError
 from workbench.jobs import doctor as doctors
-from workbench.jobs import machine, selftest
+from workbench.jobs import machine
 from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean
 
 GIB = 1 << 30
@@ -195,8 +195,8 @@ def test_what_is_not_there_is_skipped_or_a_warning(monkeypatch: pytest.MonkeyPat
     assert machine.ray().state == SKIPPED and machine.attention().state == SKIPPED
     monkeypatch.setattr(machine, "version_of", lambda name: "2.8.3")
     assert machine.attention().state == WARNING
-    monkeypatch.setattr(selftest, "importable", lambda python: False)
-    assert selftest.vllm_engine().state == SKIPPED
+    monkeypatch.setattr(machine, "importable", lambda python: False)
+    assert machine.vllm_engine().state == SKIPPED
 
 
 # --- the self-test --------------------------------------------------------------------------------
@@ -204,10 +204,10 @@ def test_what_is_not_there_is_skipped_or_a_warning(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_this_machine_steps_pushes_and_saves() -> None:
-    for check in (selftest.step, selftest.numbers, selftest.push, selftest.saves):
+    for check in (machine.step, machine.numbers, machine.push, machine.saves):
         found = check()
         assert found.state == OK, (check.__name__, found)
-    assert "32 rows" in selftest.step().found
+    assert "32 rows" in machine.step().found
 
 
 def test_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,25 +217,25 @@ def test_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             next(engine._model.parameters()).mul_(1.01)
         return engine
 
-    opened = selftest.opened
+    opened = machine.opened
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest, "opened", off)
-        assert selftest.numbers().state == WRONG and "TF32" in selftest.numbers().do
-    monkeypatch.setattr(selftest, "push_once", lambda pair: "")  # the way that pushes nothing
-    assert selftest.push().state == WRONG and "version 0 of 1" in selftest.push().found
+        patch.setattr(machine, "opened", off)
+        assert machine.numbers().state == WRONG and "TF32" in machine.numbers().do
+    monkeypatch.setattr(machine, "push_once", lambda pair: "")  # the way that pushes nothing
+    assert machine.push().state == WRONG and "version 0 of 1" in machine.push().found
 
 
 def test_a_snapshot_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(selftest.opened()), "restore", lambda engine, kept: None)
-    found = selftest.saves()
+    monkeypatch.setattr(type(machine.opened()), "restore", lambda engine, kept: None)
+    found = machine.saves()
     assert found.state == WRONG and found.found.startswith("not as before: a snapshot")
 
 
 @pytest.mark.parametrize(("gap", "state"), [(0.9, WRONG), (float("nan"), WRONG), (0.01, OK)])
 def test_a_step_whose_log_probs_are_apart(gap: float, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selftest, "QUESTIONS", selftest.QUESTIONS[:1])
-    monkeypatch.setattr(selftest, "gap_of", lambda *given: gap)
-    assert selftest.step().state == state
+    monkeypatch.setattr(machine, "QUESTIONS", machine.QUESTIONS[:1])
+    monkeypatch.setattr(machine, "gap_of", lambda *given: gap)
+    assert machine.step().state == state
 
 
 # --- checks that hang, end their process, raise ---------------------------------------------------

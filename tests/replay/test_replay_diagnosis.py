@@ -12,8 +12,7 @@ import pytest
 import workbench as wb
 from workbench import functional as F
 from workbench.replay.audit import Audit, Disagreement
-from workbench.replay.diagnosis import diagnosed
-from workbench.replay.evidence import Evidence, Row
+from workbench.replay.diagnosis import Evidence, Row, diagnosed
 from workbench.rewards.scorers import gsm8k
 from workbench.runs.symptoms import Symptom
 

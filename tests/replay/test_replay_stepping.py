@@ -16,7 +16,7 @@ from tests_lint import lint
 import workbench as wb
 from workbench.base.errors import PipelineError, RunError
 from workbench.engines import FsdpEngine, LocalEngine, Paired
-from workbench.replay.stepping import LateLearner, Replayed
+from workbench.replay.run import LateLearner, Replayed
 from workbench.steps.compare import compare
 from workbench.steps.trace import Trace
 

@@ -25,6 +25,7 @@ from workbench.runs.folder import (
     STEP,
     RunFolder,
     held,
+    prune_traces,
     read_json,
     read_metrics,
     room,
@@ -32,7 +33,6 @@ from workbench.runs.folder import (
     step_folders,
     write_json,
 )
-from workbench.runs.kept_traces import prune
 from workbench.runs.resume import differences
 from workbench.runs.trackers import TABLE_ROWS, TRACKERS, check_trackers, progress_line, shown_samples
 from workbench.stages.measures import data_metrics
@@ -242,7 +242,7 @@ def test_only_the_last_traces_are_kept_each_whole(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         step_folder(folder.traces, step).mkdir(parents=True)
     (folder.traces / "notes").mkdir()
-    prune(folder.traces, 2)
+    prune_traces(folder.traces, 2)
     assert sorted(path.name for path in folder.traces.iterdir()) == ["notes", "step_000002", "step_000010"]
     assert list(step_folders(folder.traces)) == [2, 10]
 

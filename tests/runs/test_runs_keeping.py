@@ -11,8 +11,17 @@ import torch
 
 import workbench as wb
 from workbench.base.metrics import Mean
-from workbench.runs.folder import STEP, RunFolder, step_folder, step_folders
-from workbench.runs.kept_traces import KEEP_FLAGGED, Kept, keep, prune, read_kept
+from workbench.runs.folder import (
+    KEEP_FLAGGED,
+    STEP,
+    Kept,
+    RunFolder,
+    keep_trace,
+    prune_traces,
+    read_kept,
+    step_folder,
+    step_folders,
+)
 from workbench.runs.symptoms import SEEN, WINDOW, Watch
 from workbench.stages import Outcome
 from workbench.steps.trace import Phase, Trace
@@ -72,12 +81,12 @@ def test_what_was_due_and_what_was_flagged_are_bounded_each_by_itself(tmp_path: 
     for step in range(1, 41):
         due, flagged = ("every 10 steps" if step % 10 == 0 else ""), (("jumps",) if step % 4 == 0 else ())
         if due or flagged:
-            keep(small(step), step_folder(folder.traces, step), Kept(due=due, flagged=flagged))
-            prune(folder.traces, 2, 3)
+            keep_trace(small(step), step_folder(folder.traces, step), Kept(due=due, flagged=flagged))
+            prune_traces(folder.traces, 2, 3)
     # due: 30, 40; flagged: 32, 36 and 40, which is both
     assert list(step_folders(folder.traces)) == [30, 32, 36, 40]
     assert str(read_kept(step_folder(folder.traces, 40))) == "every 10 steps; jumps"
-    prune(folder.traces, 1, 0)
+    prune_traces(folder.traces, 1, 0)
     assert list(step_folders(folder.traces)) == [40]
     folder.lock.release()
 
@@ -85,18 +94,18 @@ def test_what_was_due_and_what_was_flagged_are_bounded_each_by_itself(tmp_path: 
 def test_a_trace_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     kept = Kept(due="every step", before={"advantage": {"value": 0.1}}, after={})
-    monkeypatch.setattr("workbench.runs.kept_traces.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("workbench.runs.folder.write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):  # ended between the trace and its reason
-        keep(small(3), step_folder(folder.traces, 3), kept)
+        keep_trace(small(3), step_folder(folder.traces, 3), kept)
     assert list(folder.traces.iterdir()) == []
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # and killed, which leaves it
     with pytest.raises(KeyboardInterrupt):
-        keep(small(3), step_folder(folder.traces, 3), kept)
+        keep_trace(small(3), step_folder(folder.traces, 3), kept)
     assert list(step_folders(folder.traces)) == [] and list(folder.traces.glob(".*.part"))
     monkeypatch.undo()
     folder.supersede(2)
     assert list(folder.traces.iterdir()) == []
-    keep(small(3), step_folder(folder.traces, 3), kept)
+    keep_trace(small(3), step_folder(folder.traces, 3), kept)
     assert read_kept(step_folder(folder.traces, 3)) == kept and Trace.load(step_folder(folder.traces, 3)).step == 3
     assert folder.supersede(2) == ["traces/step_000003"]
     folder.lock.release()

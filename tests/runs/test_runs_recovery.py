@@ -25,7 +25,7 @@ from workbench.engines.paired import paired
 from workbench.engines.workers import processes as processes_module
 from workbench.engines.workers.processes import Deadlines
 from workbench.rewards import Reward
-from workbench.runs import checkpoint, recovery
+from workbench.runs import checkpoint, loop
 
 PLAN: dict[str, Any] = {"steps": 4, "batch_size": 2, "trace_freq": 1, "keep_traces": 9, "trackers": ["jsonl"]}
 
@@ -181,7 +181,7 @@ def test_a_crash_loop_ends_with_its_error_and_the_run_can_be_resumed(
     tiny: str, tmp_path: Path, quiet: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(recovery.Recovery, "_wait", lambda self, seconds: pauses.append(seconds))
+    monkeypatch.setattr(loop.Recovery, "_wait", lambda self, seconds: pauses.append(seconds))
     with pytest.raises(WorkerLost, match="rank 1") as caught:
         train(grpo(tiny, *range(3, 99)), tmp_path / "r", save_freq=1)
     assert caught.value.__notes__[0] == (
@@ -194,7 +194,7 @@ def test_a_crash_loop_ends_with_its_error_and_the_run_can_be_resumed(
 def test_workers_that_do_not_start_again_are_tried_so_often_and_no_oftener(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "PAUSE", 0.01)
+    monkeypatch.setattr(loop, "PAUSE", 0.01)
 
     def restore(self: Any, snapshot: Any) -> None:
         raise EngineError("rank 0 of 2 did not start in time")

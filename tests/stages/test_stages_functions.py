@@ -11,7 +11,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import ColumnMissing, PipelineError, RunError, SettingError
-from workbench.stages.functions import FunctionStage
+from workbench.stages.stage import FunctionStage
 from workbench.testing.stages import StageContract
 
 

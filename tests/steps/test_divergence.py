@@ -12,8 +12,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import BatchError, ColumnMissing
-from workbench.steps.compare import diverge
-from workbench.steps.differences import Compared, Spread
+from workbench.steps.compare import Compared, Spread, diverge
 from workbench.steps.trace import Phase, Trace
 
 NAN = float("nan")

@@ -15,7 +15,7 @@ import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError, VersionMismatch
 from workbench.engines.local_engine.states import Files, LocalSnapshot, Stored
 from workbench.engines.protocol import SnapshotCost
-from workbench.steps.snapshots import Snapshots, SnapshotSettings
+from workbench.steps.stepper import Snapshots, SnapshotSettings
 
 KIB = 1 / 2**20
 """GiB of a KiB."""

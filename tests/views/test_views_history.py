@@ -12,7 +12,7 @@ from tests_lint import lint
 import workbench as wb
 from workbench.base.errors import RunError
 from workbench.rewards import Score
-from workbench.runs import generations
+from workbench.runs import evaluate
 from workbench.runs.folder import write_json
 from workbench.steps.trace import Phase
 from workbench.testing.rewards import answered
@@ -56,8 +56,8 @@ def run(tmp_path: Path) -> wb.Run:
     (tmp_path / "metrics.jsonl").write_text(rows)
     (tmp_path / "val").mkdir()
     held = drawn(4, {1: [("held", 1.0)]})
-    both = [generations.table(held, greedy) for greedy in (False, True)]
-    generations.save(tmp_path / "val" / "step_000004.parquet", generations.joined(both))
+    both = [evaluate.samples_table(held, greedy) for greedy in (False, True)]
+    evaluate.save_samples(tmp_path / "val" / "step_000004.parquet", evaluate.joined_samples(both))
     return wb.load_run(tmp_path)
 
 

@@ -38,12 +38,12 @@ CHECKS = {
     "collectives": ("workbench.jobs.machine:collectives", 120),
     "sandbox": ("workbench.jobs.machine:sandbox", 60),
     "ray": ("workbench.jobs.machine:ray", 180),
-    "step": ("workbench.jobs.selftest:step", 180),
-    "numbers": ("workbench.jobs.selftest:numbers", 120),
-    "push": ("workbench.jobs.selftest:push", 120),
-    "saves": ("workbench.jobs.selftest:saves", 120),
-    "shards": ("workbench.jobs.selftest:shards", 240),
-    "vllm": ("workbench.jobs.selftest:vllm_engine", 600),
+    "step": ("workbench.jobs.machine:step", 180),
+    "numbers": ("workbench.jobs.machine:numbers", 120),
+    "push": ("workbench.jobs.machine:push", 120),
+    "saves": ("workbench.jobs.machine:saves", 120),
+    "shards": ("workbench.jobs.machine:shards", 240),
+    "vllm": ("workbench.jobs.machine:vllm_engine", 600),
 }
 """Name → (function, seconds after which it counts as hanging: many times what it takes)."""
 START_SECONDS = 300.0

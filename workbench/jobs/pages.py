@@ -2,6 +2,10 @@
 
 A page is named by its path in the written folder (`a/step_000010/index.html`), and links are relative, so that both have the
 same. Its sections are views; one that has a widget is that widget where a server answers it, else its static form.
+
+A run as one HTML file that shows everything without a kernel, a script or a network.
+
+A run's or a dump's samples as text, for a look in a terminal: what `workbench show` prints.
 """
 
 from __future__ import annotations
@@ -13,12 +17,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from workbench.base.errors import RunError, WorkbenchError, first_line
+from workbench.base.errors import RunError, SettingError, WorkbenchError, first_line
 from workbench.base.files import write_text
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.replay.remote import is_address
-from workbench.replay.run import Run, find_runs, table
+from workbench.replay.run import Run, find_runs, load_run, table
 from workbench.runs.folder import is_run, step_files
 from workbench.runs.symptoms import Watch
 from workbench.steps.compare import compare
@@ -433,3 +437,40 @@ def write_folder(source: str | Path, output: str | Path | None = None, *, limit:
     said = f"{len(written)} pages, {size / 1e6:.1f} MB, in {target}"
     said += f"; {left} pages of older steps left out at {limit:g} MB" if left else ""
     return target, said + (f"; could not be made: {', '.join(broken)}" if broken else "")
+
+
+def shown(
+    source: str | Path,
+    *,
+    step: int | None = None,
+    order: str = "worst",
+    rows: int = 8,
+    search: str = "",
+    row: int | None = None,
+    colour: str | None = None,
+) -> str:
+    """The text forms of `views.samples` and `views.tokens` of a recorded step, or of a dump of rollouts.
+
+    Args:
+        source: a run folder, or what `compat.read_dump` reads.
+        step: a recorded step; None: the run itself (state, recorded steps, symptoms), or all steps of a dump.
+        order, rows, search: which samples, as in `views.samples`.
+        row: one sample in full; with `colour` (`advantage`, `kl`, …) its tokens, too.
+
+    Raises `RunError` for a step without a trace, `SettingError` for an order, row or colour that there is not.
+    """
+    found: Any
+    if not is_address(source) and not is_run(Path(source)):
+        found = read_dump(source, step=step)
+    else:
+        run = load_run(source)
+        if step is None and row is None:
+            return "\n\n".join(str(one) for one in (run, run.traces, run.symptoms) if one)
+        found = run.traces[max(run.traces, default=0) if step is None else step]
+    try:
+        if row is None:
+            return str(samples(found, rows, order, search=search))
+        parts = [str(samples(found).row(row)), *([str(tokens(found, row, colour))] if colour else [])]
+    except (ValueError, IndexError) as error:
+        raise SettingError(str(error)) from error
+    return "\n\n".join(parts)

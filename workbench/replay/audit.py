@@ -20,7 +20,7 @@ from typing import Any
 from workbench.base.errors import WorkbenchError
 from workbench.base.shown import Shown
 from workbench.engines.local_engine.loading import open_tokenizer
-from workbench.replay import audit_advantages, audit_correction, audit_losses, audit_stages, audit_trees
+from workbench.replay import audit_advantages, audit_losses, audit_stages
 from workbench.replay import audit_formulas as slow
 from workbench.replay.audit_formulas import Claim, Claims, Left, Lists, View
 from workbench.steps.trace import Phase, Trace
@@ -38,11 +38,11 @@ FORMULAS: Mapping[str, Callable[[View], Claims]] = {
     "baseline": audit_stages.baseline,
     "resample": audit_stages.resample,
     "turn_scores": audit_stages.turn_scores,
-    "learnt_once": audit_trees.learnt_once,
+    "learnt_once": audit_advantages.learnt_once,
     "values": audit_stages.values,
     "exact_kl": audit_stages.exact_kl,
     "influence": audit_stages.influence,
-    "rollout_correction": audit_correction.correction,
+    "rollout_correction": audit_losses.correction,
 }
 """A stage's name, or a setting that only its kind has → its formulas."""
 UNREAD = {

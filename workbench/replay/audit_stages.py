@@ -13,6 +13,7 @@ from collections.abc import Generator
 from statistics import correlation, stdev
 from typing import Any
 
+from workbench.replay.audit_advantages import trees
 from workbench.replay.audit_formulas import (
     EXACT,
     MODEL,
@@ -40,7 +41,6 @@ from workbench.replay.audit_formulas import (
     size,
     spread,
 )  # fmt: skip
-from workbench.replay.audit_trees import trees
 
 # --- rollout ------------------------------------------------------------------------------------------
 

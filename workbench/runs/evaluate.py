@@ -1,17 +1,29 @@
-"""Score a policy on prompts: held-out validation, any checkpoint by hand, or responses that a file has."""
+"""Score a policy on prompts: held-out validation, any checkpoint by hand, or responses that a file has.
+
+Generations on disk: every prompt with a sampled response, its score and why, as one parquet table.
+
+    val/step_000010.parquet      held-out samples of a validation, sampled ones first, then greedy ones
+
+Columns: `prompt` (a chat), `response`, `score` (empty where not scored), `score/status`, `score/why`, `score/answer` (extracted
+from the response), `reward/<part>`, `uid` (the prompt), `sample` (its number within the prompt), `greedy`, `response_ids`,
+and those of the data: `data_source`, `reward_model`, `extra_info`, … `compat.read_dump` reads such a file, and
+`evaluate_file` scores it again.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from workbench.base.config import require
 from workbench.base.errors import DataError, describe
 from workbench.base.files import MANIFEST
 from workbench.base.metrics import reduce
@@ -19,22 +31,78 @@ from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.sessions import alike, is_last
-from workbench.datasets import Rows
+from workbench.dataproto.sessions import alike, episodes, is_last
+from workbench.datasets import Rows, files
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
 from workbench.functional.passes import interval_over_prompts
-from workbench.rewards.base import whole_episodes
+from workbench.rewards.base import response_lengths, whole_episodes
 from workbench.rewards.reward import as_reward
-from workbench.runs import generations
 from workbench.runs.batch_metrics import by_prompt, pass_at_ks, sample_metrics
 from workbench.runs.checkpoint import verified, verify
-from workbench.runs.folder import is_run, read_settings
+from workbench.runs.folder import is_run, read_settings, step_file, step_files
 from workbench.stages.episodes import EpisodeRollout, validation_rollout
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward, of_rows, score_columns
 from workbench.stages.rollout import Rollout
 from workbench.stages.update import Update
+
+
+def samples_table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
+    """The columns of a scored batch, one cell per row; of the data's columns those that have no name of ours."""
+    rewards, scored, scores = batch["reward"].tolist(), batch["scored"].tolist(), batch["score"]
+    found: dict[str, list[Any]] = {
+        "prompt": list(batch["raw_prompt"]) if "raw_prompt" in batch else [None] * len(batch),
+        "response": list(batch["response_text"]),
+        "score": [value if there else None for value, there in zip(rewards, scored, strict=True)],
+        "score/status": [one.status.value for one in scores],
+        "score/why": [one.why for one in scores],
+        "score/answer": [one.answer for one in scores],
+        **{name: batch[name].tolist() for name in batch.batch if name.startswith(REWARD_PREFIX)},
+        "uid": list(batch["uid"]),
+        "sample": _samples(batch),
+        "greedy": [greedy] * len(batch),
+    }
+    if "response_mask" in batch:
+        pairs = zip(batch["responses"], response_lengths(batch).tolist(), strict=True)
+        found["response_ids"] = [ids[:length].tolist() for ids, length in pairs]
+    left_out = {*found, "raw_prompt", "response_text"}
+    others = [name for name in batch.non_tensor_batch if name not in left_out and not name.startswith("reward_extra/")]
+    return {**found, **{name: list(batch[name]) for name in others}}
+
+
+def _samples(batch: DataProto) -> list[int]:
+    """Each row's number among the samples of its prompt; the rows of an episode have one."""
+    seen: Counter[str] = Counter()
+    numbers = [0] * len(batch)
+    for rows in episodes(batch):
+        uid = batch["uid"][rows[0]]
+        for row in rows:
+            numbers[row] = seen[uid]
+        seen[uid] += 1
+    return numbers
+
+
+def joined_samples(tables: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+    """Several tables below each other; a cell that one lacks is None."""
+    names = dict.fromkeys(name for one in tables for name in one)
+    return {name: [cell for one in tables for cell in one.get(name, [None] * len(one["uid"]))] for name in names}
+
+
+def save_samples(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> Path:
+    """Write a table atomically, and return its path; cells that no file can hold (pictures) are left out with their column."""
+    target = Path(path).expanduser()
+    require(target.suffix == ".parquet", "file of generations", expected="a name ending in .parquet", found=str(path))
+    files.write(target, columns)
+    return target
+
+
+def keep_samples(folder: Path, step: int, columns: Mapping[str, Sequence[Any]], newest: int) -> None:
+    """Write a validation's table into `folder`, and delete all but the `newest` ones."""
+    save_samples(step_file(folder, step), columns)
+    for path in list(step_files(folder).values())[:-newest]:
+        path.unlink()
+
 
 log = logging.getLogger("workbench")
 
@@ -80,7 +148,7 @@ class Evaluation(Shown):
 
         Columns whose cells no file can hold (pictures that were opened) are left out. The file is written whole or not at all.
         """
-        return generations.save(path, generations.table(self.batch, self.greedy))
+        return save_samples(path, samples_table(self.batch, self.greedy))
 
 
 def evaluate(
@@ -199,7 +267,7 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
 def validated(
     pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """Validation metrics, and the table of its samples (`generations.table`), sampled ones first, then greedy ones.
+    """Validation metrics, and the table of its samples (`samples_table`), sampled ones first, then greedy ones.
 
     Rewards on held-out rows, sampled as in training and greedy, with seeds of their own: verl's `val-core` and `val-aux` (see
     `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`; `val/unscored` counts sampled and greedy
@@ -222,7 +290,7 @@ def validated(
         "accuracy": sampled.mean,
         "timing_s/testing": time.perf_counter() - began,
     }
-    return metrics, generations.joined([generations.table(sampled.batch, False), generations.table(greedy.batch, True)])
+    return metrics, joined_samples([samples_table(sampled.batch, False), samples_table(greedy.batch, True)])
 
 
 def _measured(pipeline: Pipeline, eval_rows: Rows, seed: int) -> dict[str, float]:

@@ -37,7 +37,7 @@ from workbench.stages.correction import CorrectionSettings
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
 from workbench.stages.stage import foreign_class
-from workbench.stages.supervised import BradleyTerry, CrossEntropy
+from workbench.stages.targets import BradleyTerry, CrossEntropy
 from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 

@@ -2,18 +2,16 @@
 
 from workbench.stages.advantage import Advantage
 from workbench.stages.correction import CorrectionSettings, RolloutCorrection
-from workbench.stages.diagnostics import ExactKL, Influence
-from workbench.stages.episodes import EpisodeRollout, validation_rollout
+from workbench.stages.episodes import EpisodeRollout, LearntOnce, TreeRollout, validation_rollout
 from workbench.stages.filtering import FilterGroups, Overlong, Resample
 from workbench.stages.log_prob import LogProb, OffPolicy, Values
+from workbench.stages.measures import ExactKL, Influence
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
 from workbench.stages.reward import Reward, TurnScores, place_turn_scores
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
-from workbench.stages.supervised import BradleyTerry, CrossEntropy
-from workbench.stages.targets import Pairs, Targets
-from workbench.stages.trees import LearntOnce, TreeRollout
+from workbench.stages.targets import BradleyTerry, CrossEntropy, Pairs, Targets
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [

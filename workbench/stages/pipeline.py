@@ -12,11 +12,10 @@ from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
 from workbench.rewards.base import EPISODE
 from workbench.stages.filtering import FilterGroups, Resample
-from workbench.stages.functions import FunctionStage
 from workbench.stages.log_prob import LogProb
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline
-from workbench.stages.stage import BaseStage, Outcome, Stage
+from workbench.stages.stage import BaseStage, FunctionStage, Outcome, Stage
 from workbench.stages.update import Update
 
 _WIDE = (Reward, FilterGroups, Resample, Baseline)

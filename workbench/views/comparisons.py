@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from workbench.replay.audit import Audit
-    from workbench.replay.causes import Finding
-    from workbench.replay.diagnosis import Diagnosis
-    from workbench.steps.compare import Comparison, RowChange
-    from workbench.steps.differences import Beside, Divergence, Spread
+    from workbench.replay.diagnosis import Diagnosis, Finding
+    from workbench.steps.compare import Beside, Comparison, Divergence, RowChange, Spread
     from workbench.steps.what_if import WhatIf
 
 _RED = "background:rgba(207,80,60,0.18);padding:0 4px;white-space:nowrap"
