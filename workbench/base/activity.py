@@ -114,42 +114,47 @@ class Activity:
 
     def enter(self, queue: str, prompt: int = 0) -> Asked:
         """A question is asked."""
-        one = Asked(queue, prompt, time.time())
+        request = Asked(queue, prompt, time.time())
         with self._lock:
             self._queues.setdefault(queue, Queue()).waiting += 1
-        return one
+        return request
 
-    def begin(self, one: Asked) -> None:
+    def begin(self, request: Asked) -> None:
         """It leaves the queue: somebody works on it."""
         with self._lock:
-            if one.began is None and not one.outcome:
-                one.began = time.time()
-                queue = self._queues[one.queue]
+            if request.began is None and not request.outcome:
+                request.began = time.time()
+                queue = self._queues[request.queue]
                 queue.waiting, queue.running = queue.waiting - 1, queue.running + 1
 
     def end(
-        self, one: Asked, outcome: str, tokens: int = 0, times: tuple[float, float] | None = None, keep: bool = False
+        self,
+        request: Asked,
+        outcome: str,
+        tokens: int = 0,
+        times: tuple[float, float] | None = None,
+        keep: bool = False,
     ) -> None:
         """It is over. `times` are when it began and had its first token, by the worker that answered; `keep` it in `requests`."""
         with self._lock:
-            queue = self._queues[one.queue]
-            if one.began is None:
+            queue = self._queues[request.queue]
+            if request.began is None:
                 queue.waiting -= 1
             else:
                 queue.running -= 1
             if times is not None:
-                one.began, one.first = times
-            one.ended, one.outcome, one.tokens = time.time(), outcome, tokens
+                request.began, request.first = times
+            request.ended, request.outcome, request.tokens = time.time(), outcome, tokens
             done = outcome == "done"
             queue.done, queue.failed = queue.done + done, queue.failed + (not done)
             if done:
-                queue.tokens, queue.prompt_tokens = queue.tokens + tokens, queue.prompt_tokens + one.prompt
-                queue.seconds += one.ended - one.asked
-                queue.begun += one.began is not None
-                queue.queue_seconds += one.began - one.asked if one.began is not None else 0.0
+                queue.tokens, queue.prompt_tokens = queue.tokens + tokens, queue.prompt_tokens + request.prompt
+                queue.seconds += request.ended - request.asked
+                queue.begun += request.began is not None
+                queue.queue_seconds += request.began - request.asked if request.began is not None else 0.0
             if keep:
                 self.left_out += len(self._requests) == self.kept
-                self._requests.append(one)
+                self._requests.append(request)
         self.progress()
 
     # --- reading ----------------------------------------------------------------------------
@@ -195,18 +200,18 @@ def recorded(sample: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Callable
         if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: engines live in ours
             there = asyncio.run_coroutine_threadsafe(asked(self, request), runtime.loop())
             return await asyncio.wrap_future(there)
-        one = HERE.enter(HERE.name_of(self), len(request.ids))
-        before, outcome, made = _present.set(one), "raised", None
+        record = HERE.enter(HERE.name_of(self), len(request.ids))
+        before, outcome, completion = _present.set(record), "raised", None
         try:
-            made = await sample(self, request)
+            completion = await sample(self, request)
             outcome = "done"
         except asyncio.CancelledError:
             outcome = "given up"
             raise
         finally:
             _present.reset(before)
-            tokens, times = (0, None) if made is None else (len(made.ids), made.times)
-            HERE.end(one, outcome, tokens, times, keep=True)
-        return made
+            tokens, times = (0, None) if completion is None else (len(completion.ids), completion.times)
+            HERE.end(record, outcome, tokens, times, keep=True)
+        return completion
 
     return asked

@@ -125,11 +125,11 @@ class Line:
             if beside >= 0:
                 poll.register(beside, select.POLLIN)
             left = None if end is None else max(end - time.monotonic(), 0.0) * 1000
-            found = {number for number, _ in poll.poll(left)} - {beside}
+            numbers = {number for number, _ in poll.poll(left)} - {beside}
             if not self._hear_beside() and beside >= 0 and self._beside is None:
                 poll.unregister(beside)
-            if found or (end is not None and time.monotonic() >= end):
-                return bool(found)
+            if numbers or (end is not None and time.monotonic() >= end):
+                return bool(numbers)
 
     def _hear_beside(self) -> int:
         """Hand on what the pipe beside holds, a block at most; returns its size."""
@@ -191,7 +191,7 @@ class Child:
         output: Callable[[bytes], None] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
-        told, tell = os.pipe()
+        listening, tell = os.pipe()
         self.log = folder / log if folder is not None else None
         self._last = last = bytearray()
         beside, written = None, os.devnull if self.log is None else str(self.log)
@@ -204,7 +204,7 @@ class Child:
                 os.set_blocking(ends[0], False)
                 beside = FileIO(ends[0]), functools.partial(_hear, last, output)
                 target = stack.enter_context(FileIO(ends[1], "wb"))
-            self.line, self._told = Line(ours, beside), FileIO(told)
+            self.line, self._told = Line(ours, beside), FileIO(listening)
             try:
                 self.process = subprocess.Popen(
                     [python, "-c", _RUN, __file__, *map(str, (theirs.fileno(), tell, file, folder or ""))],
@@ -308,16 +308,16 @@ def _hear(last: bytearray, output: Callable[[bytes], None], block: bytes) -> Non
 
 def _processor_seconds(pid: int) -> float:
     """Processor time of a process and of all below it, in clock ticks; 0 where /proc is not there."""
-    found = 0.0
+    seconds = 0.0
     with contextlib.suppress(OSError):  # it ends meanwhile
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        found = sum(map(float, fields[11:15]))
+        seconds = sum(map(float, fields[11:15]))
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += sum(map(_processor_seconds, map(int, children.read_text().split())))
-    return found
+            seconds += sum(map(_processor_seconds, map(int, children.read_text().split())))
+    return seconds
 
 
-def _close(keeper: subprocess.Popen[bytes], line: Line, told: FileIO, owner: int) -> None:
+def _close(keeper: subprocess.Popen[bytes], line: Line, pipe: FileIO, owner: int) -> None:
     if owner != os.getpid():  # a fork of the parent leaves
         return
     if keeper.returncode is None:
@@ -328,7 +328,7 @@ def _close(keeper: subprocess.Popen[bytes], line: Line, told: FileIO, owner: int
             keeper.wait(_END_SECONDS)
         end_group(keeper)
     line.close()
-    told.close()
+    pipe.close()
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
@@ -346,12 +346,12 @@ def code_of(process: subprocess.Popen[bytes]) -> int | None:
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         return process.poll()
     try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return process.poll()
-    if found is None:
+    if status is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def _words(code: int) -> str:
@@ -441,7 +441,7 @@ class Parent(Line):
             os._exit(1)
 
 
-def _serve(descriptor: str, told: str, file: str, folder: str) -> None:
+def _serve(descriptor: str, close_pipe: str, file: str, folder: str) -> None:
     """Fork the child that runs `file`, and keep it."""
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
@@ -456,11 +456,11 @@ def _serve(descriptor: str, told: str, file: str, folder: str) -> None:
     before = signal.signal(signal.SIGTERM, leave)  # so the parent asks
     child = os.fork()
     if child:
-        with open(int(told), "w") as pipe:
+        with open(int(close_pipe), "w") as pipe:
             pipe.write(str(child))
         _keep(child, end, parent, folder)
     signal.signal(signal.SIGTERM, before)
-    os.close(int(told))
+    os.close(int(close_pipe))
     os.setsid()  # not the keeper's: what stops or ends its own group leaves that
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the keeper has one thread: this does not come before the process ends
     if os.getppid() != keeper:

@@ -170,9 +170,9 @@ def _scalar(value: Any, kind: type) -> Any:
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with dotted names (`"algorithm.gamma"`), plain or mixed with nested ones, as nested dicts."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for key, value in settings.items():
-        place = found
+        place = tree
         *parents, last = str(key).split(".")
         for name in parents:
             place = place.setdefault(name, {})
@@ -180,7 +180,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
             place[last].update(value)
         else:
             place[last] = dict(value) if isinstance(value, Mapping) else value
-    return found
+    return tree
 
 
 def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
@@ -319,10 +319,10 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def remembers(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        given = dict(signature.bind(self, *args, **kwargs).arguments)
-        del given[mine.name]
-        extra = given.pop(starred[0], {}) if starred else {}
-        self._made_with = given | extra
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments[mine.name]
+        extra = arguments.pop(starred[0], {}) if starred else {}
+        self._made_with = arguments | extra
 
     return remembers
 
@@ -357,22 +357,22 @@ def _text_of(value: Any) -> str | None:
 
 def helpers(value: Any) -> list[Any]:
     """Functions and classes of `__main__` that a function or class of `__main__` uses by their names, and those that they use."""
-    found: dict[int, Any] = {id(value): value}
+    known: dict[int, Any] = {id(value): value}
     waiting = [value]
     while waiting:
-        one = _unwrapped(waiting.pop())
-        one = getattr(one, "__func__", one)
-        if not (inspect.isfunction(one) or inspect.isclass(one)):
-            one = type(one)
-        if one.__module__ != "__main__":
+        function = _unwrapped(waiting.pop())
+        function = getattr(function, "__func__", function)
+        if not (inspect.isfunction(function) or inspect.isclass(function)):
+            function = type(function)
+        if function.__module__ != "__main__":
             continue
-        functions = [one] if inspect.isfunction(one) else filter(inspect.isfunction, vars(one).values())
+        functions = [function] if inspect.isfunction(function) else filter(inspect.isfunction, vars(function).values())
         used = [vars(sys.modules["__main__"]).get(name) for each in functions for name in _names(each.__code__)]
         waiting += [
-            each for each in used if (inspect.isfunction(each) or inspect.isclass(each)) and id(each) not in found
+            each for each in used if (inspect.isfunction(each) or inspect.isclass(each)) and id(each) not in known
         ]
-        found |= {id(each): each for each in waiting if each.__module__ == "__main__"}
-    return list(found.values())[1:]
+        known |= {id(each): each for each in waiting if each.__module__ == "__main__"}
+    return list(known.values())[1:]
 
 
 def _unwrapped(value: Any) -> Any:

@@ -64,16 +64,16 @@ def check_packages(extra: str, purpose: str, modules: Container[str] | None = No
         purpose: what needs them, the beginning of the message.
         modules: check only the versions of installed packages whose modules are among these.
     """
-    for one in required(extra):
-        there = version_of(one.name)
-        if modules is not None and (there is None or one.name.replace("-", "_") not in modules):
+    for requirement in required(extra):
+        there = version_of(requirement.name)
+        if modules is not None and (there is None or requirement.name.replace("-", "_") not in modules):
             continue
         if there is None:
-            raise PackageMissing(purpose, expected=f"the package {one.name}", do=install(extra))
-        if not one.specifier.contains(there, prereleases=True):
-            needed = f"{one.name}{one.specifier}"
+            raise PackageMissing(purpose, expected=f"the package {requirement.name}", do=install(extra))
+        if not requirement.specifier.contains(there, prereleases=True):
+            needed = f"{requirement.name}{requirement.specifier}"
             do = f"pip install '{needed}', then start this process again"
-            raise PackageMissing(purpose, expected=needed, found=f"{one.name} {there}", do=do)
+            raise PackageMissing(purpose, expected=needed, found=f"{requirement.name} {there}", do=do)
 
 
 def require_package(package: str, extra: str, purpose: str) -> None:

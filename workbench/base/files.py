@@ -90,14 +90,14 @@ def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = ""
     A text without a checksum, which somebody changed by hand, is returned as it is, or refused where one is `required`.
     """
     body, _, end = text.rpartition(_SEAL)
-    stated, found = _SEALED.fullmatch(end), zlib.crc32(body.encode(errors="surrogatepass"))
+    stated, crc32 = _SEALED.fullmatch(end), zlib.crc32(body.encode(errors="surrogatepass"))
     if stated is None and not required:
         return text
-    if stated is None or int(stated[1]) != found:
+    if stated is None or int(stated[1]) != crc32:
         expected = f"crc32 {stated[1]}" if stated else "text_crc32 at its end"
         do = do or "take it from a copy"
         do += "" if required else '; if you changed it yourself, take its last key "text_crc32" out'
-        raise error(f"{place} has changed since it was written", expected=expected, found=f"crc32 {found}", do=do)
+        raise error(f"{place} has changed since it was written", expected=expected, found=f"crc32 {crc32}", do=do)
     return f"{body}}}"
 
 

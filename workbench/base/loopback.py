@@ -69,26 +69,26 @@ def is_named(host: str, names: Collection[str]) -> bool:
     return re.sub(r":[0-9]+\Z", "", host) in names
 
 
-def from_a_page(asked: Asked) -> str:
+def from_a_page(request: Asked) -> str:
     """Why a request is refused as one of a page in a browser: it has an `Origin`, or the `Host` of another name; else empty."""
-    host = asked.headers.get("Host") or ""
-    marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in asked.headers]
+    host = request.headers.get("Host") or ""
+    marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in request.headers]
     marks += [] if is_named(host, LOCAL) else [f"Host {host[:80]!r}"]
     return f"not for pages of a browser: {', '.join(marks)}" if marks else ""
 
 
-def from_another_user(asked: Asked) -> str:
+def from_another_user(request: Asked) -> str:
     """As `from_a_page`, and refused is what another user of this machine sends: for servers that run programs or spend a GPU."""
-    if asked.stranger():
+    if request.stranger():
         return f"not for other users: this server belongs to user {os.geteuid()}"
-    return from_a_page(asked)
+    return from_a_page(request)
 
 
-def from_another_page(asked: Asked) -> str:
+def from_another_page(request: Asked) -> str:
     """As `from_a_page`, but that a person may open the addresses in a browser, by hand or from the server's own pages."""
-    headers = asked.headers
+    headers = request.headers
     own = headers.get("Sec-Fetch-Site") in ("none", "same-origin")
-    return from_a_page(replace(asked, headers={"Host": headers.get("Host", "")}) if own else asked)
+    return from_a_page(replace(request, headers={"Host": headers.get("Host", "")}) if own else request)
 
 
 STILL = {
@@ -247,12 +247,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, reply: Any) -> None:
         streams = isinstance(reply, Iterator)
-        said = reply if isinstance(reply, Text) else Text("" if streams else json.dumps(reply), "application/json")
-        body = said.body.encode("utf-8", "replace")
+        text = reply if isinstance(reply, Text) else Text("" if streams else json.dumps(reply), "application/json")
+        body = text.body.encode("utf-8", "replace")
         try:
             self.send_response(status)
-            self.send_header("Content-Type", "text/event-stream" if streams else said.kind)
-            for header in (*said.headers.items(), *([("Connection", "close")] if self.close_connection else [])):
+            self.send_header("Content-Type", "text/event-stream" if streams else text.kind)
+            for header in (*text.headers.items(), *([("Connection", "close")] if self.close_connection else [])):
                 self.send_header(*header)
             self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", str(len(body)))))
             self.end_headers()

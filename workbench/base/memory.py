@@ -57,10 +57,10 @@ def forget_last_error() -> bool:
     if error is None or error is _forgotten:
         return False
     _forgotten = error  # only its lines: the frames are empty
-    frames = {id(frame): frame for one in _chain(error) for frame, _ in walk_tb(one.__traceback__)}
+    frames = {id(frame): frame for item in _chain(error) for frame, _ in walk_tb(item.__traceback__)}
     runs_on = any(frame.f_code.co_flags & _RUNS_ON for frame in frames.values())
-    held = [one for one in gc.get_objects() if type(one) in _FRAMES] if runs_on else []
-    alive = {id(getattr(one, _FRAMES[type(one)])) for one in held}  # frames of generators that will go on
+    held = [item for item in gc.get_objects() if type(item) in _FRAMES] if runs_on else []
+    alive = {id(getattr(item, _FRAMES[type(item)])) for item in held}  # frames of generators that will go on
     for number, frame in frames.items():
         if number not in alive:  # clearing a suspended coroutine would end it
             _empty(frame)
@@ -75,14 +75,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        waiting += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            waiting += one.exceptions
+        seen.add(id(link))
+        yield link
+        waiting += [link.__cause__, link.__context__]
+        if isinstance(link, BaseExceptionGroup):
+            waiting += link.exceptions
 
 
 def _empty(frame: FrameType) -> None:
@@ -137,10 +137,10 @@ def available() -> int:
 
 def total() -> int:
     """Bytes of memory that this machine has, or this process's control group may take where that is less."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
-        found = min(found, int(limit.read()))  # "max" is none
-    return found
+        size = min(size, int(limit.read()))  # "max" is none
+    return size
 
 
 def estimated(what: str, estimate: Callable[[], T], otherwise: T) -> T:
@@ -178,10 +178,10 @@ def resident() -> int:
 
 def peak(begin: bool = False) -> int:
     """Most bytes of this process that were in memory at once since the last call with `begin`; 0 where Linux does not say."""
-    found = 0
+    size = 0
     with contextlib.suppress(OSError), open("/proc/self/status") as lines:
-        found = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+        size = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
     if begin:
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as control:
             control.write("5")  # the peak is what is there now
-    return found
+    return size

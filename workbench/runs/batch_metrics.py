@@ -69,21 +69,21 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
     Generation is counted per response token, everything else per token of prompt and response. `perf/max_rss_gb` is the
     most memory that this process has had so far.
     """
-    found = {alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}
+    timings = {alias: metrics[name] for alias, name in ALIASES.items() if name in metrics}
     if "attention_mask" not in batch:
-        return found
+        return timings
     total, responses = float(batch["attention_mask"].sum()), float(response_lengths(batch).sum())
     for name in _PER_TOKEN:
-        seconds = found.get(f"timing_s/{name}", metrics.get(f"timing_s/{name}"))
+        seconds = timings.get(f"timing_s/{name}", metrics.get(f"timing_s/{name}"))
         tokens = responses if name == "gen" else total
         if seconds is not None and tokens:
-            found[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
+            timings[f"timing_per_token_ms/{name}"] = 1000 * seconds / tokens
     seconds = max(metrics["timing_s/step"], 1e-9)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
+        timings["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        timings["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
     return {
-        **found,
+        **timings,
         "perf/max_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**30,
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds,
@@ -93,15 +93,15 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
 
 def part_metrics(batch: DataProto) -> dict[str, float]:
     """Of each part of a `mix` its prompts in a step and, where there are rewards, their mean: `data/<part>/prompts`, `…/score`."""
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     parts, counted = batch.non_tensor_batch.get("data_part", ()), is_last(batch).tolist()
     for part in dict.fromkeys(filter(None, parts)):
         rows = [row for row, name in enumerate(parts) if name == part and counted[row]]
         scored = [float(batch["reward"][row]) for row in rows if "reward" in batch and batch["scored"][row]]
-        found[f"data/{part}/prompts"] = float(len({batch["uid"][row] for row in rows}))
+        means[f"data/{part}/prompts"] = float(len({batch["uid"][row] for row in rows}))
         if scored:
-            found[f"data/{part}/score"] = fmean(scored)
-    return found
+            means[f"data/{part}/score"] = fmean(scored)
+    return means
 
 
 def sample_metrics(batch: DataProto) -> dict[str, float]:
@@ -117,19 +117,19 @@ def sample_metrics(batch: DataProto) -> dict[str, float]:
     by_source: dict[str, list[dict[str, tuple[list[float], list[Any]]]]] = {}
     for (source, _), rows in by_prompt(batch).items():
         by_source.setdefault(source, []).append(_variables(batch, rows))
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for source, prompts in by_source.items():
         every = {name: [prompt[name] for prompt in prompts] for name in prompts[0]}
         if not any(values for values, _ in every.get("acc_success_only", [])):  # this source has no accuracy
             every = {name: values for name, values in every.items() if not name.startswith("acc")}
         for name, pairs in every.items():
             core = name == ("acc" if "acc" in every else "reward")
-            found |= _of_variable(pairs, f"{source}/{name}", core)
+            metrics |= _of_variable(pairs, f"{source}/{name}", core)
         passes = pass_at_ks([values for values, _ in every["reward"]])
-        found |= {f"val-aux/{source}/reward/pass@{k}": value for k, value in passes.items()}
+        metrics |= {f"val-aux/{source}/reward/pass@{k}": value for k, value in passes.items()}
     if "num_turns" in batch:
-        found |= reduce([spread("val-aux/num_turns", torch.tensor([float(one) for one in batch["num_turns"]]))])
-    return found
+        metrics |= reduce([spread("val-aux/num_turns", torch.tensor([float(one) for one in batch["num_turns"]]))])
+    return metrics
 
 
 def by_prompt(batch: DataProto) -> dict[tuple[str, str], list[int]]:
@@ -148,45 +148,45 @@ def _variables(batch: DataProto, rows: Sequence[int]) -> dict[str, tuple[list[fl
     """Variable → values and extracted answers of a prompt's scored rows."""
     scored = [row for row in rows if batch["scored"][row]]
     answers = [getattr(batch["score"][row], "answer", None) for row in scored] if "score" in batch else []
-    found = {"reward": ([float(batch["reward"][row]) for row in scored], answers)}
+    variables = {"reward": ([float(batch["reward"][row]) for row in scored], answers)}
     for column in batch.columns:
         if column.startswith(REWARD_PREFIX):
             every = [float(batch[column][row]) for row in scored]
-            found[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if math.isfinite(one)], answers)
-    if "acc" in found:
-        there, _ = found["acc_success_only"] = found["acc"]
-        found["acc"] = ([*there, *[0.0] * (len(rows) - len(there))], answers)
-    return found
+            variables[column.removeprefix(REWARD_PREFIX)] = ([one for one in every if math.isfinite(one)], answers)
+    if "acc" in variables:
+        there, _ = variables["acc_success_only"] = variables["acc"]
+        variables["acc"] = ([*there, *[0.0] * (len(rows) - len(there))], answers)
+    return variables
 
 
 def _of_variable(prompts: Sequence[tuple[list[float], list[Any]]], name: str, core: bool) -> dict[str, float]:
     """Each metric's mean over the prompts that have it; of the core variable those of the most samples are core."""
     each = [_of_prompt(*pair) for pair in prompts if pair[0]]
     most = max((len(values) for values, _ in prompts), default=0)
-    found = {}
+    metrics = {}
     for key in dict.fromkeys(key for one in each for key in one):
         place = "val-core" if core and key.startswith(("mean", "best", "maj")) and f"@{most}" in key else "val-aux"
-        found[f"{place}/{name}/{key}"] = fmean(one[key] for one in each if key in one)
-    return found
+        metrics[f"{place}/{name}/{key}"] = fmean(one[key] for one in each if key in one)
+    return metrics
 
 
 def _of_prompt(values: list[float], answers: list[Any]) -> dict[str, float]:
     """mean@N, std@N, best@n, worst@n and maj@n of one prompt's N values."""
-    found = {f"mean@{len(values)}": fmean(values)}
+    statistics = {f"mean@{len(values)}": fmean(values)}
     if len(values) == 1:
-        return found
-    found[f"std@{len(values)}"] = pstdev(values)
+        return statistics
+    statistics[f"std@{len(values)}"] = pstdev(values)
     voted = len(answers) == len(values) and None not in answers
     tensor = torch.tensor(values, dtype=torch.float64)
     for n in sizes(len(values)):
         drawn = {"best": best_of(tensor, n), "worst": best_of(tensor, n, worst=True)}
         drawn |= {"maj": majority(answers, tensor, n)} if voted else {}
-        found |= {
+        statistics |= {
             f"{kind}@{n}/{what}": x
             for kind, pair in drawn.items()
             for what, x in zip(("mean", "std"), pair, strict=True)
         }
-    return found
+    return statistics
 
 
 def pass_at_ks(rewards: Sequence[Sequence[float]]) -> dict[int, float]:

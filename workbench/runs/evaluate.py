@@ -51,7 +51,7 @@ from workbench.stages.update import Update
 def samples_table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
     """The columns of a scored batch, one cell per row; of the data's columns those that have no name of ours."""
     rewards, scored, scores = batch["reward"].tolist(), batch["scored"].tolist(), batch["score"]
-    found: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         "prompt": list(batch["raw_prompt"]) if "raw_prompt" in batch else [None] * len(batch),
         "response": list(batch["response_text"]),
         "score": [value if there else None for value, there in zip(rewards, scored, strict=True)],
@@ -65,10 +65,10 @@ def samples_table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
     }
     if "response_mask" in batch:
         pairs = zip(batch["responses"], response_lengths(batch).tolist(), strict=True)
-        found["response_ids"] = [ids[:length].tolist() for ids, length in pairs]
-    left_out = {*found, "raw_prompt", "response_text"}
+        columns["response_ids"] = [ids[:length].tolist() for ids, length in pairs]
+    left_out = {*columns, "raw_prompt", "response_text"}
     others = [name for name in batch.non_tensor_batch if name not in left_out and not name.startswith("reward_extra/")]
-    return {**found, **{name: list(batch[name]) for name in others}}
+    return {**columns, **{name: list(batch[name]) for name in others}}
 
 
 def _samples(batch: DataProto) -> list[int]:
@@ -250,7 +250,10 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
     prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in groups.items()}
     means = {key: _mean(values) for key, values in prompts.items() if values}
     sources = dict.fromkeys(source for source, _ in prompts)
-    passes = {one: pass_at_ks([values for (source, _), values in prompts.items() if source == one]) for one in sources}
+    passes = {
+        source_name: pass_at_ks([values for (source, _), values in prompts.items() if source == source_name])
+        for source_name in sources
+    }
     return Evaluation(
         mean=_mean(list(means.values())),
         interval=interval_over_prompts([values for values in prompts.values() if values]),
@@ -258,7 +261,10 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
         samples=max(map(len, groups.values())),
         greedy=greedy,
         unscored=int((~batch["scored"] & is_last(batch)).sum()),
-        by_source={one: _mean([mean for (source, _), mean in means.items() if source == one]) for one in sources},
+        by_source={
+            source_name: _mean([mean for (source, _), mean in means.items() if source == source_name])
+            for source_name in sources
+        },
         pass_at_k={source: found for source, found in passes.items() if found},
         batch=batch,
     )
@@ -296,12 +302,12 @@ def validated(
 def _measured(pipeline: Pipeline, eval_rows: Rows, seed: int) -> dict[str, float]:
     """The metrics of the update's loss on held-out rows, as `val/<metric>`; no weight changes."""
     update = next(stage for stage in pipeline if isinstance(stage, Update))
-    found = []
+    measures = []
     for batch in eval_rows.in_order(256, seed):
         for stage in itertools.takewhile(lambda one: one is not update, pipeline):
             batch = stage(batch).batch
-        found.append(update.measure(batch))
-    return {f"val/{name.rpartition('/')[2]}": value for name, value in reduce(found).items()}
+        measures.append(update.measure(batch))
+    return {f"val/{name.rpartition('/')[2]}": value for name, value in reduce(measures).items()}
 
 
 def _mean(values: list[float]) -> float:

@@ -104,11 +104,11 @@ class Recovery:
 
     def _lost(self, error: BaseException) -> bool:
         """Whether an error, or what it was raised from, says that workers were lost; a time-out does where they are gone."""
-        told = (error, error.__cause__, error.__context__)
+        errors = (error, error.__cause__, error.__context__)
         if isinstance(error, Interrupted):
             return False
-        late = any(isinstance(one, TimeoutError) for one in told)
-        return any(isinstance(one, WorkerLost) for one in told) or (late and self.gone())
+        late = any(isinstance(one, TimeoutError) for one in errors)
+        return any(isinstance(one, WorkerLost) for one in errors) or (late and self.gone())
 
     def gone(self) -> bool:
         """Whether processes that held a learner's weights are gone."""
@@ -174,7 +174,7 @@ class Recovery:
         `before_last` is called when the state of the step before is there. Returns what was done, in words. Raises `RunError`
         where neither checkpoints nor recorded updates reach there.
         """
-        base, said = self._restored(step, step - 1 if before_last is not None else step)
+        base, origin = self._restored(step, step - 1 if before_last is not None else step)
         for number in range(base + 1, step + 1):
             if number == step and before_last is not None:
                 before_last()
@@ -182,7 +182,7 @@ class Recovery:
             self._pipeline.load_state(update.controllers)
         self._pipeline.load_state(state["controllers"])
         checkpoint.restore_rng(state["rng"])
-        return f"{said} and {step - base} updates" if step > base else said
+        return f"{origin} and {step - base} updates" if step > base else origin
 
     def _restored(self, step: int, most: int) -> tuple[int, str]:
         """Restore the newest state up to step `most` from which all updates up to `step` are recorded; its step and name."""
@@ -616,10 +616,10 @@ class Session:
             step = self._save()
         except Exception as error:  # noqa: BLE001 - a full disk, say
             return f"; it could not be kept: {first_line(error)}"
-        found = checkpoint.steps(self._folder.checkpoints)
-        if step is None and not found:
+        steps = checkpoint.steps(self._folder.checkpoints)
+        if step is None and not steps:
             return f"; no checkpoint yet{note}"
-        return f"; checkpoint {found[-1]}, go on with resume='auto'{note}"
+        return f"; checkpoint {steps[-1]}, go on with resume='auto'{note}"
 
     def _end_draw(self, last: int) -> str:
         """End the sampling of rows ahead when the loop has ended; an interrupt does not wait long for it."""
@@ -659,7 +659,7 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None) -> No
     """Write summary.json from the files of the run folder: steps, seconds, why the run stopped, and held-out rewards before
     and after. It comes before the picture of the curves, which may fail."""
     rows = read_metrics(path / "metrics.jsonl")
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "steps": rows[-1][STEP] if rows else 0,
         "seconds": round(sum(row.get("timing_s/step", 0.0) + row.get("timing_s/testing", 0.0) for row in rows), 2),
         "stopped": stopped,
@@ -667,13 +667,13 @@ def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None) -> No
     }
     held = [row for row in rows if row.get("val/reward") is not None]
     for when, row in zip(("before", "after"), (*held[:1], *held[-1:]), strict=False):
-        found[f"reward_{when}"] = row["val/reward"]
-        found[f"interval_{when}"] = [row["val/reward_low"], row["val/reward_high"]]
-        found[f"greedy_{when}"] = row["val/greedy"]
-    found["settings_hash"] = (settings := read_settings(path)).get("settings_hash")
-    found["checkpoints"] = checkpoint.steps(path / "checkpoints")
+        summary[f"reward_{when}"] = row["val/reward"]
+        summary[f"interval_{when}"] = [row["val/reward_low"], row["val/reward_high"]]
+        summary[f"greedy_{when}"] = row["val/greedy"]
+    summary["settings_hash"] = (settings := read_settings(path)).get("settings_hash")
+    summary["checkpoints"] = checkpoint.steps(path / "checkpoints")
     if best := settings["train"].get("save_best"):
-        found["best"], found["best_value"], _ = Goal.of(best, "save_best").progress(rows)
+        summary["best"], summary["best_value"], _ = Goal.of(best, "save_best").progress(rows)
     places = ("metrics.jsonl", "tensorboard", "traces", "updates", "checkpoints", "val", "curves.png", "notebook.ipynb")
-    found["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
-    write_json(path / "summary.json", found)
+    summary["paths"] = {name.split(".")[0]: str(path / name) for name in places if (path / name).exists()}
+    write_json(path / "summary.json", summary)

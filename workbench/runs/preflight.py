@@ -88,13 +88,13 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
     tokens = (prompt + rollout.sampling.max_tokens) * rollout.group_size
     findings = [
         ("data", _data(rows, plan.eval_rows)),
-        *[one for one in judged if one[0] not in _LAST],
+        *[finding for finding in judged if finding[0] not in _LAST],
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
         ("disk", _disk(pipeline, plan, tokens)),
-        *[one for one in judged if one[0] in _LAST],
+        *[finding for finding in judged if finding[0] in _LAST],
     ]
     return Preflight(tuple(findings), prompts.found, _begun(pipeline))
 
@@ -146,11 +146,11 @@ def _unscorable(reward: Any, rows: Rows) -> str:
     """What is known of rows that a reward cannot score: a sentence, or "". Raises `DataError` where it can score none."""
     if note := reward.check_rows(rows.views()):
         return str(note)
-    asked = next((name for name, source in reward.binding.items() if source == WORDS["ground_truth"]), None)
-    without = sum(not has_answer(row) for row in rows.views()) if asked else 0
+    argument = next((name for name, source in reward.binding.items() if source == WORDS["ground_truth"]), None)
+    without = sum(not has_answer(row) for row in rows.views()) if argument else 0
     if not without:
         return ""
-    said = f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {asked!r}"
+    said = f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {argument!r}"
     return f"{said}; name their column: wb.rows(…, answer='column')"
 
 
@@ -186,14 +186,14 @@ class Prompts:
     def longest(self, rows: Rows, above: int = 0) -> int:
         """Number of tokens of the longest prompt, or `above` where none is longer; 0 for no rows."""
         key = _hash(rows.data_hash, self._kind, above)
-        found = self._known.get(key) if self._kind else None
-        if found is None:
+        length = self._known.get(key) if self._kind else None
+        if length is None:
             near = rows[rows.may_exceed(above, self._tokenizer, **self._switches)]
-            found = max([above, *near.prompt_lengths(self._tokenizer, **self._switches)])
+            length = max([above, *near.prompt_lengths(self._tokenizer, **self._switches)])
             self._seen, self._rendered = self._seen + len(rows), self._rendered + len(near)
         if self._kind:
-            self._known[key] = self.found[key] = _measured[key] = found
-        return found
+            self._known[key] = self.found[key] = _measured[key] = length
+        return length
 
     @property
     def told(self) -> str:
@@ -237,20 +237,20 @@ def _placement(pipeline: Pipeline, plan: Plan) -> str:
     """Where rows are sampled ahead, and whether the loss corrects for their older weights."""
     if not (plan.ahead or plan.max_lag):
         return "each step samples its rows with the weights that it updates"
-    asked = f"max_lag={plan.max_lag}" if plan.max_lag else f"ahead={plan.ahead}"
-    sampler = execute.sampler_of(pipeline, asked).sampler
+    setting = f"max_lag={plan.max_lag}" if plan.max_lag else f"ahead={plan.ahead}"
+    sampler = execute.sampler_of(pipeline, setting).sampler
     if plan.max_lag:
         drawn = ", ".join(one.name for one in streamed(pipeline) if one is not None)
         turn = "in the middle of responses" if isinstance(sampler, Renewable) else "when it has answered what is out"
-        found = f"{drawn} in a stream by {type(sampler).__name__}, at most {plan.max_lag} versions behind; it takes new weights {turn}; no draw can be repeated"
+        placement = f"{drawn} in a stream by {type(sampler).__name__}, at most {plan.max_lag} versions behind; it takes new weights {turn}; no draw can be repeated"
     else:
         drawn = ", ".join(execute.drawn_stages(pipeline).names)
-        found = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
+        placement = f"{drawn} one step ahead by {type(sampler).__name__}, one version behind; a step can be done again as far as that sampler repeats its tokens"
     if how := execute.correction(pipeline):
-        return f"{found}; corrected: {how}"
-    found += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
-    log.warning("%s: %s", asked, found)
-    return found
+        return f"{placement}; corrected: {how}"
+    placement += "; NOT corrected: PPO's ratio does not see how old the rows are, take recipes.with_rollout_correction(pipeline, 'decoupled_token_is')"
+    log.warning("%s: %s", setting, placement)
+    return placement
 
 
 def _lengths(rollout: Any, prompt: int, prompts: Prompts, rows: Rows) -> str:
@@ -280,20 +280,20 @@ def _memory(pipeline: Pipeline, tokens: int) -> str:
 
 def _devices(pipeline: Pipeline, tokens: int) -> str:
     """The needs of the engines on each device are added up, as estimated, and where that leaves a doubt as measured."""
-    learners = [one for one in pipeline.learners().values() if isinstance(one, Estimates)]
-    told = []
-    for device in {one.memory_needed(0)[0]: None for one in learners}:
-        there = [one for one in learners if one.memory_needed(0)[0] == device]
-        free = min(one.memory_free() for one in there)
+    learners = [learner for learner in pipeline.learners().values() if isinstance(learner, Estimates)]
+    needs = []
+    for device in {learner.memory_needed(0)[0]: None for learner in learners}:
+        there = [learner for learner in learners if learner.memory_needed(0)[0] == device]
+        free = min(learner.memory_free() for learner in there)
         need, how = _needed(there, tokens, False), "about"
         if need * SURE > free:
             need, how = _needed(there, tokens, True), "measured"
-        if need > free and all(_is_checked(one) for one in there):
+        if need > free and all(_is_checked(learner) for learner in there):
             what, roles = f"training would need about {gib(need)} more on {device}", ", ".join(pipeline.learners())
             expected = f"at most the {gib(free)} that are free, for {roles} together"
             raise OutOfMemory(what, expected=expected, do=ADVICE)
-        told.append(f"{how} {gib(need)} more on {device}, {gib(free)} free")
-    return "; ".join(told) or "the engines do not say"
+        needs.append(f"{how} {gib(need)} more on {device}, {gib(free)} free")
+    return "; ".join(needs) or "the engines do not say"
 
 
 def _needed(learners: Sequence[Any], tokens: int, measured: bool) -> int:

@@ -55,18 +55,18 @@ _DEFAULTS = FsdpSettings().to_dict()
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """List settings that differ as `lr: 0.001 → 0.002`, nested names joined by dots; of texts the first differing line."""
-    found = []
+    changes = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, f"{prefix}{key}.")
+            changes += differences(a, b, f"{prefix}{key}.")
         elif json.dumps(a, default=str) != json.dumps(b, default=str):
             if isinstance(a, str) and isinstance(b, str):
                 lines = list(zip_longest(a.splitlines(), b.splitlines(), fillvalue=""))
                 if len(lines) > 1:
                     a, b = next(((one.strip(), two.strip()) for one, two in lines if one != two), (a, b))
-            found.append(f"{prefix}{key}: {_short(a)} → {_short(b)}")
-    return found
+            changes.append(f"{prefix}{key}: {_short(a)} → {_short(b)}")
+    return changes
 
 
 def _short(value: Any) -> str:
@@ -88,32 +88,32 @@ def begin(
     been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings, model files
     or data differ from the run's, or weights cannot be restored; `CheckpointError` where all checkpoints are damaged.
     """
-    old, changes, said = check_resumable(folder.path, settings, resume, allow_changes)
+    old, changes, warnings = check_resumable(folder.path, settings, resume, allow_changes)
     if resume == "never":
         restore_rows(folder, pipeline, rows, 0, settings, fresh=True)
         return Start(1, notes=tuple(filter(None, (folder.lock.note,))))
-    found = checkpoint.latest(folder.checkpoints, clean=True)
-    if found.path is None and not found.refused and (why := _had_checkpoint(folder.path, old)):
+    newest = checkpoint.latest(folder.checkpoints, clean=True)
+    if newest.path is None and not newest.refused and (why := _had_checkpoint(folder.path, old)):
         do = "put checkpoints/ back from a copy, or choose another run folder"
         raise RunError(f"{folder.path} has no checkpoint, and starting over would lose the run", found=why, do=do)
-    if found.path is None and found.refused:
+    if newest.path is None and newest.refused:
         what = f"no checkpoint of {folder.path} can be used, and starting over would lose the run"
         do = "move the folder checkpoints/ away to start over, or choose another run folder"
-        raise CheckpointError(what, found="; ".join(found.notes), do=do)
+        raise CheckpointError(what, found="; ".join(newest.notes), do=do)
     if _has_begun(old, allow_changes):
-        _refuse_other_weights(folder.path, pipeline, old or {}, settings, over=found.path is None)
-    notes = tuple(note for note in (folder.lock.note, *said, *found.notes) if note)
-    learned = restore_rows(folder, pipeline, rows, found.step, settings)
-    if found.path is None:
+        _refuse_other_weights(folder.path, pipeline, old or {}, settings, over=newest.path is None)
+    notes = tuple(note for note in (folder.lock.note, *warnings, *newest.notes) if note)
+    learned = restore_rows(folder, pipeline, rows, newest.step, settings)
+    if newest.path is None:
         pipeline.load_state((old or {}).get("began", {}).get("controllers", {}))
         return Start(1, None, (*notes, *_superseded(folder, -1, learned)), changes, old)
-    state = _restore(found.path, pipeline, rows, settings, allow_changes)
-    if found.step >= settings["train"]["steps"]:
-        return Start(found.step + 1, None, notes, changes, old)
-    aside, lost = _superseded(folder, found.step, learned), lost_rows(folder.path, found.step)
-    notes = (*notes, f"resumed after step {found.step}", *aside, *lost)
-    pending = found.path / checkpoint.PENDING
-    return Start(found.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
+    state = _restore(newest.path, pipeline, rows, settings, allow_changes)
+    if newest.step >= settings["train"]["steps"]:
+        return Start(newest.step + 1, None, notes, changes, old)
+    aside, lost = _superseded(folder, newest.step, learned), lost_rows(folder.path, newest.step)
+    notes = (*notes, f"resumed after step {newest.step}", *aside, *lost)
+    pending = newest.path / checkpoint.PENDING
+    return Start(newest.step + 1, state["rng"], notes, changes, old, pending if pending.is_dir() else None)
 
 
 def _had_checkpoint(run: Path, old: Mapping[str, Any] | None) -> str:
@@ -222,12 +222,12 @@ def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
 def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The recorded settings of engines; those that there were not yet have their defaults."""
     nested = {
-        name: _with_new_settings(one, new[name])
-        for name, one in old.items()
-        if isinstance(one, Mapping) and isinstance(new.get(name), Mapping)
+        name: _with_new_settings(value, new[name])
+        for name, value in old.items()
+        if isinstance(value, Mapping) and isinstance(new.get(name), Mapping)
     }
     since = {**_DEFAULTS, "files_crc32": new.get("files_crc32")}  # of models by hub names there was none before
-    return {name: one for name, one in since.items() if name in new} | dict(old) | nested
+    return {name: value for name, value in since.items() if name in new} | dict(old) | nested
 
 
 def _restore(
@@ -271,19 +271,21 @@ def check_data(state: Mapping[str, Any], rows: Rows, plan: Mapping[str, Any]) ->
 def _of_ours(new: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """A run's source texts; where the new pipeline has a function of this package, the record of it instead: its text
     changes with every version of the package."""
-    made, now = (
+    was, now = (
         {one["name"]: one["arguments"] if one["class"] else {} for one in part.get("pipeline", [])}
         for part in (settings, new)
     )
-    found = {stage: dict(texts) for stage, texts in (settings.get("sources") or {}).items()}
+    texts_of = {stage: dict(texts) for stage, texts in (settings.get("sources") or {}).items()}
     for stage, texts in new["sources"].items():
         for key in texts:
             argument = now.get(stage, {}).get(key, "of the stage itself")
             ours = argument is None or (isinstance(argument, dict) and {"function", "reward", "of"} & argument.keys())
-            if ours and key in found.get(stage, {}):
-                there = made.get(stage, {}).get(key)
-                found[stage][key] = {k: v for k, v in there.items() if k != "of"} if isinstance(there, dict) else there
-    return found
+            if ours and key in texts_of.get(stage, {}):
+                there = was.get(stage, {}).get(key)
+                texts_of[stage][key] = (
+                    {k: v for k, v in there.items() if k != "of"} if isinstance(there, dict) else there
+                )
+    return texts_of
 
 
 def _only_moved(name: str, engines: Mapping[str, Any]) -> bool:
@@ -341,9 +343,9 @@ _KEPT = "weights that no file had"
 def _frozen(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The frozen models of a recorded pipeline, by stage and argument: the checksum of their files, where that is known."""
     every = (
-        (f"{one['name']}.{key}", value)
-        for one in settings.get("pipeline", [])
-        for key, value in one["arguments"].items()
+        (f"{record['name']}.{key}", value)
+        for record in settings.get("pipeline", [])
+        for key, value in record["arguments"].items()
     )
     models = {name: value["frozen"] for name, value in every if isinstance(value, dict) and "frozen" in value}
-    return {name: _KEPT if "kept" in one else one.get("files_crc32") for name, one in models.items()}
+    return {name: _KEPT if "kept" in record else record.get("files_crc32") for name, record in models.items()}

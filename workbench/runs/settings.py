@@ -256,13 +256,13 @@ def described_engines(pipeline: Pipeline) -> dict[str, Any]:
 
     A resumed run makes the frozen reference from the same files.
     """
-    found = {}
+    records = {}
     for role, learner in pipeline.learners().items():
         record = dict(learner.describe()) if isinstance(learner, Described) else {}
         if record.get("path") and (path := folder_of(record["path"])).is_dir():
             record["files_crc32"] = files_crc32(path)
-        found[role] = record
-    return found
+        records[role] = record
+    return records
 
 
 def files_crc32(model: Path) -> int:
@@ -297,11 +297,15 @@ def first_seen(pipeline: Pipeline) -> dict[str, int]:
 def in_memory(pipeline: Pipeline) -> dict[str, Any]:
     """The models of a pipeline whose weights no file has, by the names under which a checkpoint of step 0 keeps them:
     learners by role, and frozen ones such as a reference that was made of a policy in training."""
-    arguments = [one for stage in pipeline for one in getattr(stage, "made_with", {}).values()]
-    frozen = {id(one): one for one in arguments if isinstance(one, FromFiles) and not isinstance(one, Learner)}
-    named = {f"{_FROZEN}{number}": one for number, one in enumerate(frozen.values())} | pipeline.learners()
-    in_files = {name: one.as_loaded() if isinstance(one, FromFiles) else not one.version for name, one in named.items()}
-    return {name: one for name, one in named.items() if not in_files[name]}
+    arguments = [model for stage in pipeline for model in getattr(stage, "made_with", {}).values()]
+    frozen = {
+        id(model): model for model in arguments if isinstance(model, FromFiles) and not isinstance(model, Learner)
+    }
+    named = {f"{_FROZEN}{number}": model for number, model in enumerate(frozen.values())} | pipeline.learners()
+    in_files = {
+        name: model.as_loaded() if isinstance(model, FromFiles) else not model.version for name, model in named.items()
+    }
+    return {name: model for name, model in named.items() if not in_files[name]}
 
 
 # --- the pipeline -------------------------------------------------------------------------------
@@ -346,13 +350,13 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
     roles = {id(one): name for name, one in (in_memory(pipeline) | pipeline.learners()).items()}
     records = []
     for stage in pipeline:
-        made: Mapping[str, Any] = getattr(stage, "made_with", {})
+        arguments: Mapping[str, Any] = getattr(stage, "made_with", {})
         records.append(
             {
                 "name": stage.name,
                 "class": type(stage).__name__ if type(stage).__module__.startswith(OURS) else None,
                 **_own_class(stage),
-                "arguments": {name: _argument(stage, name, value, roles) for name, value in made.items()},
+                "arguments": {name: _argument(stage, name, value, roles) for name, value in arguments.items()},
                 "reads": list(stage.reads),
                 "optional": list(getattr(stage, "optional", ())),
                 "writes": list(stage.writes),
@@ -390,10 +394,10 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
         return _model(value, roles[id(value)])
     if type(value) in MADE_AGAIN:
         word, arguments = MADE_AGAIN[type(value)]
-        given = {key: _plain(one, roles) for key, one in arguments(value).items()}
+        given = {key: _plain(part, roles) for key, part in arguments(value).items()}
         return {word: type(value).__name__, WORDS[word]: given}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"mapping": {key: _plain(one, roles) for key, one in value.items()}}
+        return {"mapping": {key: _plain(part, roles) for key, part in value.items()}}
     return _reward(value) if isinstance(value, BaseReward) else _named(value)
 
 

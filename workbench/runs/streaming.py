@@ -126,20 +126,20 @@ class Waiting:
         path.mkdir(parents=True)
         records = [
             {
-                "place": one.place,
-                "born": one.born,
-                "uid": str(one.start["uid"][0]),
-                "seconds": list(one.seconds),
+                "place": group.place,
+                "born": group.born,
+                "uid": str(group.start["uid"][0]),
+                "seconds": list(group.seconds),
                 "metrics": {
-                    key: [type(metric).__name__, *vars(metric).values()] for key, metric in one.metrics.items()
+                    key: [type(metric).__name__, *vars(metric).values()] for key, metric in group.metrics.items()
                 },
             }
-            for one in self.groups
+            for group in self.groups
         ]
         write_json(path / "stream.json", {"next": self.next, "again": list(self.again.items()), "groups": records})
         if self.groups:
-            _together([one.start for one in self.groups]).save(path / "start")
-            joined(_alike([_scored(one) for one in self.groups])).save(path / "rows")
+            _together([group.start for group in self.groups]).save(path / "start")
+            joined(_alike([_scored(group) for group in self.groups])).save(path / "rows")
 
     @classmethod
     def load(cls, path: Path) -> Waiting:
@@ -150,14 +150,14 @@ class Waiting:
         if record["groups"]:
             start, rows = (_read(path / name) for name in ("start", "rows"))
             uids, prompts = list(rows["uid"]), list(start["uid"])
-            for one in record["groups"]:
-                own = torch.tensor([uid == one["uid"] for uid in uids])
-                first = start.select_idxs(torch.tensor([prompts.index(one["uid"])]))
-                metrics = {key: _KINDS[kind](*values) for key, (kind, *values) in one["metrics"].items()}
-                seconds = (float(one["seconds"][0]), float(one["seconds"][1]))
-                batch = rows.select_idxs(own)
+            for entry in record["groups"]:
+                chosen_rows = torch.tensor([uid == entry["uid"] for uid in uids])
+                first = start.select_idxs(torch.tensor([prompts.index(entry["uid"])]))
+                metrics = {key: _KINDS[kind](*values) for key, (kind, *values) in entry["metrics"].items()}
+                seconds = (float(entry["seconds"][0]), float(entry["seconds"][1]))
+                batch = rows.select_idxs(chosen_rows)
                 scores = _of_episodes(batch) if "score" in batch else ()
-                made = Group(one["place"], one["born"], 0, first, batch=batch.without("score") if scores else batch)
+                made = Group(entry["place"], entry["born"], 0, first, batch=batch.without("score") if scores else batch)
                 groups.append(replace(made, scores=scores, seconds=seconds, metrics=metrics))
         return cls(record["next"], {int(place): int(tries) for place, tries in record["again"]}, groups)
 
@@ -356,10 +356,10 @@ class Stream:
 
     def _judged(self, reward: Reward, batch: DataProto) -> list[Score]:
         """The scores of one group's rows, or episodes."""
-        function, asked = reward.function, whole_episodes(batch) if reward.sessions else batch
+        function, rows = reward.function, whole_episodes(batch) if reward.sessions else batch
         with self.judging, boundary(f"stage {reward.name!r}"):
-            function.check_signature(asked.columns)
-            return function.judged(row_views(asked))
+            function.check_signature(rows.columns)
+            return function.judged(row_views(rows))
 
     def _choose(self, step: int) -> list[Group] | None:
         """The groups that a step takes; None while it has to wait. Cancels what holds it up, where that was asked for."""
@@ -371,15 +371,19 @@ class Stream:
             raise error
         finished = list(self._finished.values())
         while True:
-            out = [self._deadline(one) for one in (*finished, *self._under_way.values())]
+            out = [self._deadline(each_group) for each_group in (*finished, *self._under_way.values())]
             out += [self._fresh + self._lag + 1] * len(self._again)
-            order = chosen([self._deadline(one) for one in finished], out, step, self._size)
+            order = chosen([self._deadline(each_group) for each_group in finished], out, step, self._size)
             if order is not None:
                 return [finished[place] for place in order]
-            old = [one for one in self._under_way.values() if not one.tries and one.born < self._fresh]
+            old = [
+                each_group
+                for each_group in self._under_way.values()
+                if not each_group.tries and each_group.born < self._fresh
+            ]
             if self._stale == "keep" or len(finished) < self._size or not old:
                 return None
-            oldest = min(old, key=lambda one: (one.born, one.place))
+            oldest = min(old, key=lambda each_group: (each_group.born, each_group.place))
             oldest.draw.cancel()
             self._counts["cancelled"] += 1
             self._begin(oldest.place, oldest.tries + 1)
@@ -387,26 +391,26 @@ class Stream:
     def _deadline(self, group: Group) -> int:
         return group.born + self._lag + 1
 
-    def _made(self, batch: DataProto, groups: list[Group], waited: float, told: dict[str, float]) -> Trace:
+    def _made(self, batch: DataProto, groups: list[Group], waited: float, stale_metrics: dict[str, float]) -> Trace:
         """The phases of a step's rollout and reward, as if it had drawn these groups itself."""
         meta = {"step": int(batch.meta_info["step"]), "epoch": batch.meta_info["epoch"]}
-        start = _signed(_together([one.start for one in groups]).with_meta(**meta), meta["step"])
-        parts = [_batch(one) for one in groups]
+        start = _signed(_together([group.start for group in groups]).with_meta(**meta), meta["step"])
+        parts = [_batch(group) for group in groups]
         rolled = _signed(joined(_alike(_numbered(parts))).with_meta(**meta), meta["step"])
         rows = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(part) for part in parts]))
         wrote = tuple(name for name in rolled.columns if name in self._rollout.writes or name not in start)
         settings, source = describe_settings(self._rollout)
-        sampling, judging = (max(one.seconds[part] for one in groups) for part in (0, 1))
+        sampling, judging = (max(group.seconds[part] for group in groups) for part in (0, 1))
         sampling = max(sampling, waited - judging)
-        told |= {"timing_s/overlapped": sampling + judging - waited}
-        metrics = reduce([joined_metrics(one.metrics for one in groups)]) | _of_versions(rolled) | told
+        stale_metrics |= {"timing_s/overlapped": sampling + judging - waited}
+        metrics = reduce([joined_metrics(group.metrics for group in groups)]) | _of_versions(rolled) | stale_metrics
         marked = {**settings, DRAWN: self._lag}
         what: dict[str, Any] = {"wrote": wrote, "metrics": metrics, "settings": marked, "source": source, "rows": rows}
         trace = Trace(start, (Phase(stage=self._rollout.name, batch=rolled, seconds=sampling, **what),))
         if self._reward is None:
             return trace
         reward = copy.copy(self._reward)  # the stage itself scores other groups meanwhile
-        with reward.given(lambda: [score for one in groups for score in one.scores]):
+        with reward.given(lambda: [score for group in groups for score in group.scores]):
             phase = perform(reward, rolled)
         return trace.add(replace(phase, seconds=judging, settings={**phase.settings, DRAWN: self._lag}))
 
@@ -482,12 +486,12 @@ def _numbered(parts: Sequence[DataProto]) -> list[DataProto]:
     """Batches whose episodes are numbered on through all of them, where an episode may be several rows."""
     if not any(SESSION in part for part in parts):
         return list(parts)
-    found, first = [], 0
+    renumbered, first = [], 0
     for part in parts:
         own = list(part[SESSION]) if SESSION in part else list(range(len(part)))
-        found.append(part.with_columns({SESSION: [first + one for one in own]}))
+        renumbered.append(part.with_columns({SESSION: [first + one for one in own]}))
         first += max(own, default=-1) + 1
-    return found
+    return renumbered
 
 
 def _signed(batch: DataProto, step: int) -> DataProto:

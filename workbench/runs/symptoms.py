@@ -88,10 +88,10 @@ def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
 
 
 def _causes(batch: Any) -> Iterator[str]:
-    asked = list(batch["reward_model"]) if "reward_model" in batch else []
-    without = sum(1 for one in asked if not (one or {}).get("ground_truth"))
+    truths = list(batch["reward_model"]) if "reward_model" in batch else []
+    without = sum(1 for one in truths if not (one or {}).get("ground_truth"))
     if without:
-        yield f"{without} of {len(asked)} rows have no ground truth"
+        yield f"{without} of {len(truths)} rows have no ground truth"
     scores = list(batch["score"]) if "score" in batch else []
     unread = sum(1 for score in scores if getattr(score, "answer", None) is None and score.scored)
     if scores and unread > len(scores) / 2:
@@ -239,12 +239,14 @@ class Watch:
         if not check:
             return []
         rows = [*self._first, *self._last]
-        found = {one.name: one for one in symptoms(rows) if not one.steps or rows[-1][STEP] in one.steps}
-        begun = [one for name, one in found.items() if name not in self._there]
-        for name, one in found.items():
+        present = {
+            symptom.name: symptom for symptom in symptoms(rows) if not symptom.steps or rows[-1][STEP] in symptom.steps
+        }
+        begun = [symptom for name, symptom in present.items() if name not in self._there]
+        for name, symptom in present.items():
             # a symptom of single steps names them; of the others the window moves on while they last
-            self._seen[name] = one if one.steps else replace(one, since=self._seen.get(name, one).since)
-        self._there = set(found)
+            self._seen[name] = symptom if symptom.steps else replace(symptom, since=self._seen.get(name, symptom).since)
+        self._there = set(present)
         return begun
 
     @property

@@ -66,12 +66,12 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
 def _narrow(columns: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The columns with integers in as few bytes as their values need, and the dtypes that they had."""
     kinds = {name: str(values.dtype).removeprefix("torch.") for name, values in columns.items()}
-    found = dict(columns)
+    narrowed = dict(columns)
     for name, values in columns.items():
         if values.dtype == torch.int64 and values.numel():
             fits = (kind for kind in (torch.uint8, torch.int32) if _fits(values, torch.iinfo(kind)))
-            found[name] = values.to(next(fits, torch.int64))
-    return found, kinds
+            narrowed[name] = values.to(next(fits, torch.int64))
+    return narrowed, kinds
 
 
 def _fits(values: torch.Tensor, limits: torch.iinfo) -> bool:

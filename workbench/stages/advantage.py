@@ -224,17 +224,17 @@ class Advantage(BaseStage):
 
 def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
     """Argument → input name, for every argument that names an input. Raises `PipelineError` for an unknown argument."""
-    asked = {}
+    arguments = {}
     for argument, parameter in parameters_of(estimator, f"estimator {describe(estimator)}", PipelineError).items():
         base = argument.removesuffix("_BT").removesuffix("_B")
         if argument in settings or parameter.kind is parameter.VAR_KEYWORD:
             continue
         if base in INPUTS:
-            asked[argument] = base
+            arguments[argument] = base
         elif parameter.default is parameter.empty:
             name = getattr(estimator, "__name__", repr(estimator))
             raise PipelineError(f"argument of estimator {name}: " + unknown("known input", argument, INPUTS))
-    return asked
+    return arguments
 
 
 def group_numbers(uids: Any) -> torch.Tensor:

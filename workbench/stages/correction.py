@@ -20,17 +20,17 @@ from workbench.functional.correction import LEVELS, REJECTIONS, Band, corrected
 from workbench.stages.stage import BaseStage, Outcome
 
 
-def read_band(what: str, given: Any) -> Band:
+def read_band(what: str, value: Any) -> Band:
     """(lower, upper) of a threshold: a number, (lower, upper), or either as verl's text: `"2.0"`, `"0.5_5.0"`.
 
     Raises `SettingError`, naming `what`, unless all are finite and > 0 and lower ≤ upper.
     """
-    pair = isinstance(given, tuple | list) and len(given) == 2
-    parts = given.split("_") if isinstance(given, str) else list(given) if pair else [given]
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    parts = value.split("_") if isinstance(value, str) else list(value) if pair else [value]
     numbers = [_number(part) for part in parts]
     fits = len(numbers) <= 2 and all(0 < one < math.inf for one in numbers) and numbers[0] <= numbers[-1]
     expected = "a finite number > 0, or lower and upper, '0.5_5.0' or (0.5, 5.0), with lower ≤ upper"
-    require(fits, what, expected=expected, found=given)
+    require(fits, what, expected=expected, found=value)
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
 
 
@@ -43,17 +43,17 @@ def _number(part: Any) -> float:
     return math.nan
 
 
-def _rejection_band(kind: str, given: Any) -> Band:
+def _rejection_band(kind: str, value: Any) -> Band:
     """The band of one kind of rejection; both bounds for k1, where verl takes a lone upper one's reciprocal as the lower."""
     if kind not in REJECTIONS:
         raise SettingError(unknown("kind of rejection (rollout_rs)", str(kind), REJECTIONS))
     what = f"rollout_rs_threshold of {kind}"
-    lower, upper = read_band(what, given)
+    lower, upper = read_band(what, value)
     if kind.endswith("k1"):
         lone = "≥ 1 where it stands alone (the lower bound is then 1/upper), or lower and upper: '0.5_2.0'"
-        require(lower is not None or upper >= 1, what, expected=lone, found=given)
+        require(lower is not None or upper >= 1, what, expected=lone, found=value)
         return (1 / upper if lower is None else lower), upper
-    require(lower is None, what, expected="one upper bound: k2 and k3 are never negative", found=given)
+    require(lower is None, what, expected="one upper bound: k2 and k3 are never negative", found=value)
     return None, upper
 
 
@@ -69,17 +69,17 @@ def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
         do = "the mapping has the thresholds: set rollout_rs_threshold=None with it"
         what = "rollout_rs_threshold beside a mapping of kinds"
         require(threshold is None, what, expected="None", found=threshold, do=do)
-        return {kind: _rejection_band(kind, one) for kind, one in kinds.items()}
+        return {kind: _rejection_band(kind, text) for kind, text in kinds.items()}
     if kinds is None:
         do = "name the kinds in rollout_rs, or leave the threshold out"
         require(threshold is None, "rollout_rs_threshold without rollout_rs", expected="None", found=threshold, do=do)
         return {}
-    named = [one.strip() for one in kinds.split(",") if one.strip()] if isinstance(kinds, str) else []
+    named = [text.strip() for text in kinds.split(",") if text.strip()] if isinstance(kinds, str) else []
     require(bool(named), "rollout_rs", expected="kinds separated by commas, a mapping or None", found=kinds)
     named = list(dict.fromkeys(named))
     parts: list[Any] = [threshold]
     if isinstance(threshold, str):
-        parts = [one.strip() for one in threshold.split(",") if one.strip()]
+        parts = [text.strip() for text in threshold.split(",") if text.strip()]
     count = f"one threshold, or one for each of {', '.join(named)}"
     fits = threshold is not None and len(parts) in (1, len(named))
     require(fits, "rollout_rs_threshold", expected=count, found=threshold)
@@ -146,13 +146,13 @@ class CorrectionSettings(Settings):
         if not trainer.is_cpu:  # the metrics ask for dozens of numbers: the columns come to the host in one copy
             trainer, rollout, inside = torch.stack([trainer, rollout, mask.to(trainer.dtype)]).cpu()
             mask = inside.to(mask.dtype)
-        made = corrected(trainer, rollout, mask, **self.arguments())
-        columns = {"rollout_is_weights": made.weights, "loss_mask": made.mask if self.rollout_rs else None}
+        correction = corrected(trainer, rollout, mask, **self.arguments())
+        columns = {"rollout_is_weights": correction.weights, "loss_mask": correction.mask if self.rollout_rs else None}
         metrics: dict[str, Metric] = {}
-        for name, one in made.metrics.items():
-            kinds: dict[str, Metric] = {"max": Max(one.value), "min": Min(one.value)}
-            metrics[f"rollout_corr/{name}"] = kinds.get(one.kind, Mean.of(one.value, one.weight))
-        return {name: sent(one, device) for name, one in columns.items() if one is not None}, metrics
+        for name, value in correction.metrics.items():
+            kinds: dict[str, Metric] = {"max": Max(value.value), "min": Min(value.value)}
+            metrics[f"rollout_corr/{name}"] = kinds.get(value.kind, Mean.of(value.value, value.weight))
+        return {name: sent(value, device) for name, value in columns.items() if value is not None}, metrics
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -201,10 +201,10 @@ class RolloutCorrection(BaseStage):
         )
         self.bypass_mode = bypass_mode
         if bypass_mode:
-            what, asked = "bypass_mode of the stage", " and ".join(self.correction.writes)
+            what, columns = "bypass_mode of the stage", " and ".join(self.correction.writes)
             do = "take recipes.with_rollout_correction(pipeline, …), or give them to PolicyLoss(bypass=…)"
             expected = "neither weights nor rejection: both need the trainer's log-probs, which the loss has"
-            require(not asked, what, expected=expected, found=asked, do=do)
+            require(not columns, what, expected=expected, found=columns, do=do)
         self.reads = ("rollout_log_probs", "response_mask") + (("old_log_probs",) if not bypass_mode else ())
         self.writes = ("old_log_probs",) if bypass_mode else self.correction.writes
         self.optional = ("loss_mask",) if "loss_mask" in self.writes else ()

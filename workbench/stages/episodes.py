@@ -278,12 +278,12 @@ class EpisodeRollout(Rollout):
         columns = columns_of([output.prompt_ids for output in outputs], samples, self._pad_id, masks)
         columns["response_text"] = self._texts(outputs)
         if self.policies:
-            columns[POLICY] = [one.policy or self.policy for one in outputs]
+            columns[POLICY] = [episode.policy or self.policy for episode in outputs]
         if any(output.seen for output in outputs):
             columns[PIXELS] = [pixels_of(output.seen) for output in outputs]
         each = [_objects(output) for output in outputs]
         several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
-        return {**columns, **{name: [one[name] for one in each] for name in each[0]}, **several}
+        return {**columns, **{name: [episode[name] for episode in each] for name in each[0]}, **several}
 
     def _texts(self, outputs: Sequence[AgentLoopOutput]) -> list[str]:
         """Each sequence decoded, by the tokenizer of whoever wrote it."""
@@ -313,16 +313,16 @@ def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
     """
     calls = [call for output in outputs for turn in output.turns for call in turn.calls]
     pictures = sum(one.count for output in outputs for one in output.seen if one.first >= 0)
-    found: dict[str, Metric] = {"agent_loop/images": Count(pictures)} if pictures else {}
+    metrics: dict[str, Metric] = {"agent_loop/images": Count(pictures)} if pictures else {}
     unseen = sum("this model cannot see" in call.cut for call in calls)
-    found |= {"agent_loop/images_unseen": Count(unseen)} if unseen else {}
-    found |= {
+    metrics |= {"agent_loop/images_unseen": Count(unseen)} if unseen else {}
+    metrics |= {
         "agent_loop/errors": Count(sum(bool(output.extra.get("errors")) for output in outputs)),
         "agent_loop/tool_errors": Count(sum(call.status in ("error", "late") for call in calls)),
     }
     for name in ("generate_sequences", "tool_calls", "num_tool_calls"):
-        found |= spread(f"agent_loop/{name}", torch.tensor([output.metrics.get(name, 0.0) for output in outputs]))
-    return found | spread("agent_loop/num_turns", torch.tensor([output.num_turns for output in outputs]))
+        metrics |= spread(f"agent_loop/{name}", torch.tensor([output.metrics.get(name, 0.0) for output in outputs]))
+    return metrics | spread("agent_loop/num_turns", torch.tensor([output.num_turns for output in outputs]))
 
 
 def episode_number(batch: DataProto, row: int) -> int:
@@ -341,7 +341,7 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
     prompt = batch["prompts"][row][batch["prompt_mask"][row].bool()]
     width = batch["responses"].shape[1]
     length = int(batch["attention_mask"][row, -width:].sum())
-    own, extra = {name: batch[name][row] for name in _STABLE}, batch["agent_extra"][row]
+    columns, extra = {name: batch[name][row] for name in _STABLE}, batch["agent_extra"][row]
     return AgentLoopOutput(
         prompt_ids=tuple(prompt.tolist()),
         response_ids=tuple(batch["responses"][row, :length].tolist()),
@@ -351,9 +351,9 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
         finish_reason=str(batch["finish_reason"][row]),
         version=int(batch["policy_version"][row]),
         versions=tuple(batch["token_versions"][row, :length].tolist()) if "token_versions" in batch else (),
-        metrics={"num_tool_calls": own["num_tool_calls"]},
+        metrics={"num_tool_calls": columns["num_tool_calls"]},
         turns=tuple(Turn.from_dict(turn) for turn in batch["turns"][row]),
-        extra={**own, **{name: one for name, one in extra.items() if name != "pictures"}},
+        extra={**columns, **{name: one for name, one in extra.items() if name != "pictures"}},
         seen=_seen(extra.get("pictures") or (), batch[PIXELS][row] if PIXELS in batch else {}),
         policy=batch[POLICY][row] if POLICY in batch else None,
     )
@@ -361,12 +361,12 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
 
 def _seen(parts: Sequence[Mapping[str, Any]], pixels: Mapping[str, torch.Tensor]) -> tuple[Seen, ...]:
     """A row's inputs for pictures, divided among the turns again."""
-    found, done = list[Seen](), dict.fromkeys(pixels, 0)
+    pictures, done = list[Seen](), dict.fromkeys(pixels, 0)
     for part in parts:
         own = {name: pixels[name][done[name] : done[name] + size] for name, size in part["sizes"].items()}
         done |= {name: done[name] + size for name, size in part["sizes"].items()}
-        found.append(Seen(int(part["first"]), int(part["count"]), own))
-    return tuple(found)
+        pictures.append(Seen(int(part["first"]), int(part["count"]), own))
+    return tuple(pictures)
 
 
 def _objects(output: AgentLoopOutput) -> dict[str, Any]:
@@ -486,12 +486,14 @@ class TreeRollout(EpisodeRollout):
         turns: Mapping[int, int],
     ) -> Outcome:
         """The outcome with the column `nodes`, and numbers of what is shared."""
-        starts = [outputs[one].turns[turns[row]].first if turns.get(row) else 0 for row, one in enumerate(sources)]
-        own = [row if not start else one for row, (one, start) in enumerate(zip(sources, starts, strict=True))]
-        columns = self._columns([(one,) for one in outputs])
-        lengths = torch.tensor([len(one.response_ids) for one in outputs])
+        starts = [
+            outputs[source].turns[turns[row]].first if turns.get(row) else 0 for row, source in enumerate(sources)
+        ]
+        roots = [row if not start else source for row, (source, start) in enumerate(zip(sources, starts, strict=True))]
+        columns = self._columns([(source,) for source in outputs])
+        lengths = torch.tensor([len(source.response_ids) for source in outputs])
         nodes = torch.zeros_like(columns["responses"])
-        numbers = node_numbers(torch.tensor(own), torch.tensor(starts), lengths, rows)
+        numbers = node_numbers(torch.tensor(roots), torch.tensor(starts), lengths, rows)
         nodes[:, : numbers.shape[1]] = numbers
         columns["nodes"] = nodes
         shared = torch.arange(nodes.shape[1]) < torch.tensor(starts)[:, None]
@@ -509,30 +511,31 @@ class TreeRollout(EpisodeRollout):
         """Branch → its first turn that is drawn."""
         drawn = {row: source for row, source in enumerate(sources) if row != source}
         certain = self._entropies(outputs) if self.branch_turns == "entropy" and drawn else {}
-        meta, found = batch.meta_info, {}
+        meta, chosen = batch.meta_info, {}
         for row, source in drawn.items():
             turns = enumerate(outputs[source].turns)
             may = [place for place, one in turns if place and one.role == "assistant" and one.last >= one.first]
             if not may:
-                found[row] = 0
+                chosen[row] = 0
             elif self.branch_turns == "entropy":
-                found[row] = max(may, key=certain[source].__getitem__)
+                chosen[row] = max(may, key=certain[source].__getitem__)
             elif self.branch_turns == "every":
-                found[row] = may[(row % self.group_size - self.whole) % self.branches % len(may)]
+                chosen[row] = may[(row % self.group_size - self.whole) % self.branches % len(may)]
             else:
                 name = (meta.get("seed", 0), "branch", meta.get("step", 0), batch["uid"][row // self.group_size])
-                found[row] = random.Random(derive(*name, row % self.group_size)).choice(may)
-        return found
+                chosen[row] = random.Random(derive(*name, row % self.group_size)).choice(may)
+        return chosen
 
     def _entropies(self, outputs: Mapping[int, AgentLoopOutput]) -> dict[int, list[float]]:
         """Each turn's mean entropy, of the whole episodes."""
-        columns = DataProto.from_single_dict(self._columns([(one,) for one in outputs.values()]))
+        columns = DataProto.from_single_dict(self._columns([(turn,) for turn in outputs.values()]))
         temperature = self.sampling.temperature or 1.0
         model: Any = self.sampler
         entropy = model.compute_log_probs(columns, want=("entropy",), temperature=temperature)["entropy"]
         return {
             row: [
-                float(line[one.first : one.last + 1].mean()) if one.last >= one.first else 0.0 for one in output.turns
+                float(line[turn.first : turn.last + 1].mean()) if turn.last >= turn.first else 0.0
+                for turn in output.turns
             ]
             for (row, output), line in zip(outputs.items(), entropy, strict=True)
         }

@@ -100,12 +100,12 @@ class FilterGroups(BaseStage):
             kept.append(more.select_idxs(signal))
             sampled.append(_told(more, signal))
             batches += 1
-        found = _prompts(kept)
+        prompts = _prompts(kept)
         metrics: dict[str, Metric] = {
             "train/num_gen_batches": Count(batches),
-            "filter_groups/kept": Count(min(found, wanted)),
-            "filter_groups/dropped": Count(wanted * batches - found),
-            "filter_groups/surplus": Count(max(found - wanted, 0)),
+            "filter_groups/kept": Count(min(prompts, wanted)),
+            "filter_groups/dropped": Count(wanted * batches - prompts),
+            "filter_groups/surplus": Count(max(prompts - wanted, 0)),
         }
         full = [part for part in kept if len(part)]
         if not full:
@@ -195,17 +195,17 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
 
 def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
     """The batches, each with every part and extra that the reward gave in any."""
-    given = {
+    columns = {
         name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
     }
-    return [part.with_columns(_without(part, given)) for part in parts]
+    return [part.with_columns(_without(part, columns)) for part in parts]
 
 
-def _without(part: DataProto, given: Mapping[str, Any]) -> dict[str, Any]:
+def _without(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of `given` that a part of the batch lacks, with nothing in them."""
     return {
         name: torch.full((len(part),), float("nan")) if isinstance(one, torch.Tensor) else [MISSING] * len(part)
-        for name, one in given.items()
+        for name, one in columns.items()
         if name not in part
     }
 

@@ -94,11 +94,11 @@ class LogProb(BaseStage):
 
         Judged from the column's `Origin`; the weights by their `state_id`, so that a column that was on disk is of unknown ones.
         """
-        made, mine = batch.origins.get(self.column), self.signature(batch)
-        if made is None or made.state_id is None or made.state_id != mine.state_id:
+        origin, mine = batch.origins.get(self.column), self.signature(batch)
+        if origin is None or origin.state_id is None or origin.state_id != mine.state_id:
             return False
         extras = [{"entropy": entropy, "sum_pi_squared": pi} for entropy in (True, False) for pi in (True, False)]
-        return made.settings in [settings_hash({**self.settings(), **extra}) for extra in extras]
+        return origin.settings in [settings_hash({**self.settings(), **extra}) for extra in extras]
 
 
 class Values(BaseStage):

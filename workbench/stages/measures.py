@@ -65,21 +65,21 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
         "response_length_non_aborted": lengths[lengths > 0],
         "prompt_length": batch["prompt_mask"].sum(-1),
     }
-    found = mean("response/aborted_ratio", lengths == 0)
+    metrics = mean("response/aborted_ratio", lengths == 0)
     for name, values in every.items():
-        found |= spread(name, values)
+        metrics |= spread(name, values)
         limit = longest[name.split("_")[0]]
-        found |= mean(f"{name}/clip_ratio", values >= limit) if limit is not None else {}
+        metrics |= mean(f"{name}/clip_ratio", values >= limit) if limit is not None else {}
     if "finish_reason" in batch:
-        found |= mean("response/cut_ratio", torch.tensor([one == "length" for one in batch["finish_reason"]]))
+        metrics |= mean("response/cut_ratio", torch.tensor([one == "length" for one in batch["finish_reason"]]))
     for name, column in (("num_turns", "num_turns"), ("tool_call_counts", "num_tool_calls")):
         if column in batch:
-            found |= spread(name, torch.tensor([float(value) for value in batch[column]]))
+            metrics |= spread(name, torch.tensor([float(value) for value in batch[column]]))
     if "num_turns" in batch:
-        found |= spread("model_tokens", batch["response_mask"].sum(-1))
+        metrics |= spread("model_tokens", batch["response_mask"].sum(-1))
     if SESSION in batch:
-        found |= spread("agent_loop/sequences", torch.tensor([float(len(rows)) for rows in episodes(batch)]))
-    return found
+        metrics |= spread("agent_loop/sequences", torch.tensor([float(len(rows)) for rows in episodes(batch)]))
+    return metrics
 
 
 def row_scores(batch: DataProto, tokens: Tensor) -> Tensor:
@@ -98,11 +98,11 @@ def score_metrics(batch: DataProto) -> dict[str, Metric]:
     rows = scored & (response_lengths(batch) > 0)
     names = {"critic/score": "token_level_scores", "critic/rewards": "token_level_rewards"}
     sums = {name: row_scores(batch, batch[column])[rows] for name, column in names.items() if column in batch}
-    found = {name: value for prefix, values in sums.items() for name, value in spread(prefix, values).items()}
+    metrics = {name: value for prefix, values in sums.items() for name, value in spread(prefix, values).items()}
     scores = sums["critic/score"].double()  # min and max say little of rewards that are 0 or 1
-    if "critic/score/mean" in found:
-        found["critic/score/std"] = Mean.of(scores.std(correction=0).item(), len(scores))
-    return found | (mean("reward/mean", batch["reward"][scored]) if "reward" in batch else {})
+    if "critic/score/mean" in metrics:
+        metrics["critic/score/std"] = Mean.of(scores.std(correction=0).item(), len(scores))
+    return metrics | (mean("reward/mean", batch["reward"][scored]) if "reward" in batch else {})
 
 
 def counted_tokens(batch: DataProto) -> Tensor:
@@ -119,19 +119,19 @@ def counted_tokens(batch: DataProto) -> Tensor:
 def advantage_metrics(batch: DataProto) -> dict[str, Metric]:
     """`critic/advantages/…`, `critic/returns/…` and, with a critic, `critic/values/…` and `critic/vf_explained_var`."""
     mask = counted_tokens(batch)
-    own = mask.reshape(-1).nonzero().squeeze(-1)
-    advantages = spread("critic/advantages", batch["advantages"].reshape(-1)[own])
-    found: dict[str, Metric] = {**advantages}
+    counted = mask.reshape(-1).nonzero().squeeze(-1)
+    advantages = spread("critic/advantages", batch["advantages"].reshape(-1)[counted])
+    metrics: dict[str, Metric] = {**advantages}
     if batch["returns"] is batch["advantages"]:
-        found |= {name.replace("advantages", "returns"): value for name, value in advantages.items()}
+        metrics |= {name.replace("advantages", "returns"): value for name, value in advantages.items()}
     else:
-        found |= spread("critic/returns", batch["returns"].reshape(-1)[own])
+        metrics |= spread("critic/returns", batch["returns"].reshape(-1)[counted])
     if "values" in batch:
-        found |= spread("critic/values", batch["values"].reshape(-1)[own])
+        metrics |= spread("critic/values", batch["values"].reshape(-1)[counted])
         explained = float(explained_variance(batch["values"], batch["returns"], mask))
         if math.isfinite(explained):
-            found["critic/vf_explained_var"] = Mean.of(explained)
-    return found
+            metrics["critic/vf_explained_var"] = Mean.of(explained)
+    return metrics
 
 
 class _Objective:
@@ -222,13 +222,13 @@ class ExactKL(BaseStage):
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B rows with the exact KL out."""
         mask = batch["response_mask"]
-        found = self._engine.full_kl(batch.select(scored_columns(batch)), self._reference, self.temperature)
+        full_kl = self._engine.full_kl(batch.select(scored_columns(batch)), self._reference, self.temperature)
         metrics: dict[str, Metric] = {
-            "actor/full_kl": Mean.of(float(masked_mean(found, mask)), float(mask.sum())),
-            "actor/full_kl_max": Max(float((found * mask).max())),
+            "actor/full_kl": Mean.of(float(masked_mean(full_kl, mask)), float(mask.sum())),
+            "actor/full_kl_max": Max(float((full_kl * mask).max())),
         }
         if "old_log_probs" in batch and "ref_log_prob" in batch:
             for kind in ("k1", "k3"):
                 estimate = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], kind)
                 metrics[f"actor/full_kl_{kind}"] = Mean.of(float(masked_mean(estimate, mask)), float(mask.sum()))
-        return Outcome(self.written(batch, {"full_kl": found}), metrics)
+        return Outcome(self.written(batch, {"full_kl": full_kl}), metrics)

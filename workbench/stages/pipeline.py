@@ -225,19 +225,19 @@ class LeftToUpdate(BaseStage):
         return Outcome(batch) if self._update.is_on_policy(batch) else self._stage(batch)
 
 
-def _made(what: str, given: Any) -> Stage:
+def _made(what: str, stage: Any) -> Stage:
     """A stage as it is, and for a class of `wb.stage` the one with its defaults. Raises `PipelineError` for anything else."""
     do: str | None = None
-    if inspect.isclass(given):
-        if issubclass(given, FunctionStage):
-            return given()
-        do = f"construct it: {given.__name__}(…)"
-    elif isinstance(given, Stage):
-        return given
-    elif callable(given):
-        name = getattr(given, "__name__", "my_stage")
+    if inspect.isclass(stage):
+        if issubclass(stage, FunctionStage):
+            return stage()
+        do = f"construct it: {stage.__name__}(…)"
+    elif isinstance(stage, Stage):
+        return stage
+    elif callable(stage):
+        name = getattr(stage, "__name__", "my_stage")
         do = f"put this line above `def {name}`: @wb.stage(reads=(…,), writes=(…,))"
-    raise PipelineError(what, expected="a stage object", found=describe(given), do=do)
+    raise PipelineError(what, expected="a stage object", found=describe(stage), do=do)
 
 
 def _left_to_update(stages: Sequence[Stage]) -> tuple[LogProb, Update] | None:
@@ -247,10 +247,10 @@ def _left_to_update(stages: Sequence[Stage]) -> tuple[LogProb, Update] | None:
             if isinstance(update, Update) and isinstance(stage, LogProb) and update.replaces(stage):
                 between, columns = stages[early + 1 : place], {*stage.writes, "sampler_logprob_diff"}
                 touched = {*_used(update)} - {"old_log_probs"} | {
-                    x for one in between for x in (*_used(one), *one.writes)
+                    x for member in between for x in (*_used(member), *member.writes)
                 }
-                moved = any(one.updates and update.learners()[0] in one.learners() for one in between)
-                if not (columns & touched or moved or any(isinstance(one, _WIDE) for one in between)):
+                moved = any(member.updates and update.learners()[0] in member.learners() for member in between)
+                if not (columns & touched or moved or any(isinstance(member, _WIDE) for member in between)):
                     return stage, update
     return None
 

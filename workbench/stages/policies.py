@@ -75,21 +75,23 @@ class OfPolicy(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, the same rows out, those of the policy with the stage's columns."""
-        rows = torch.tensor([one == self.policy for one in batch[POLICY]]).nonzero()[:, 0]
+        rows = torch.tensor([value == self.policy for value in batch[POLICY]]).nonzero()[:, 0]
         if not len(rows):
-            found = f"rows of {', '.join(sorted({str(one) for one in batch[POLICY]}))}"
+            found = f"rows of {', '.join(sorted({str(value) for value in batch[POLICY]}))}"
             do = "let the agent loop return a sequence of this policy in each episode"
             raise PipelineError(f"stage {self.name!r}: no row of policy {self.policy!r}", found=found, do=do)
-        own = batch.select_idxs(rows)
-        outcome = self.stage(own)
-        if outcome.rows is not None or len(outcome.batch) != len(own):
+        selected = batch.select_idxs(rows)
+        outcome = self.stage(selected)
+        if outcome.rows is not None or len(outcome.batch) != len(selected):
             what = f"stage {self.stage.name!r} moves rows, which cannot be done for one policy"
             raise PipelineError(what, expected="a stage that keeps them", found=describe(self.stage))
-        made = {name: outcome.batch[name] for name in outcome.batch.columns if not unchanged(name, own, outcome.batch)}
-        columns = {name: _among(batch, rows, name, values) for name, values in made.items()}
+        changed = {
+            name: outcome.batch[name] for name in outcome.batch.columns if not unchanged(name, selected, outcome.batch)
+        }
+        columns = {name: _among(batch, rows, name, values) for name, values in changed.items()}
         prefix = "" if self.first else f"{self.policy}/"
         metrics = {
-            prefix + name.removeprefix("actor/").removeprefix(prefix): one for name, one in outcome.metrics.items()
+            prefix + name.removeprefix("actor/").removeprefix(prefix): value for name, value in outcome.metrics.items()
         }
         return Outcome(self.written(batch, columns), outcome.metrics if self.first else metrics)
 

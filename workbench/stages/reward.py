@@ -81,16 +81,19 @@ class Reward(BaseStage):
 
     def __call__(self, batch: DataProto) -> Outcome:
         """B rows in, B scored rows out."""
-        asked = whole_episodes(batch) if self.sessions else batch
-        scores = self._reward.score(asked) if self._early is None else self._reward.settle(self._early())
-        if len(scores) != len(asked):
-            expected, found = f"{len(asked)}, one per {'row' if asked is batch else 'episode'}", f"{len(scores)}"
+        scored_rows = whole_episodes(batch) if self.sessions else batch
+        scores = self._reward.score(scored_rows) if self._early is None else self._reward.settle(self._early())
+        if len(scores) != len(scored_rows):
+            expected, found = (
+                f"{len(scored_rows)}, one per {'row' if scored_rows is batch else 'episode'}",
+                f"{len(scores)}",
+            )
             raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=found)
         mask, once = batch["response_mask"], score_columns(scores)
         large = {float(score.value) for score in scores if abs(score.value) >= 2**24}
         if len(set(torch.tensor([*large]).tolist())) < len(large):
             log.warning("rewards above 16,777,216 differ, and are equal in float32, which rewards are: divide them")
-        columns = once if asked is batch else score_columns(of_rows(batch, scores))
+        columns = once if scored_rows is batch else score_columns(of_rows(batch, scores))
         columns = {"token_level_scores": on_last_token(columns["reward"], mask), **columns}
         written = self.written(batch, columns)
         return Outcome(written, {**score_metrics(written), **self._metrics(once, scores, mask)})

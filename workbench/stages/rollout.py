@@ -255,10 +255,10 @@ def columns_of(
 
 def _experts(samples: Sequence[Sample], attention: Tensor) -> dict[str, Tensor]:
     """The column `routed_experts` [B, S+T, L, k], where samples have them."""
-    found = next((sample.experts for sample in samples if sample.experts is not None), None)
-    if found is None:
+    example = next((sample.experts for sample in samples if sample.experts is not None), None)
+    if example is None:
         return {}
-    whole = found.new_full((*attention.shape, *found.shape[1:]), -1)
+    whole = example.new_full((*attention.shape, *example.shape[1:]), -1)
     for row, sample in enumerate(samples):
         if sample.experts is not None:
             whole[row, attention[row].bool()] = sample.experts

@@ -119,23 +119,25 @@ class BaseStage(Remembering, Stage):
         sampling, `clip_ratio_high` of an update's loss). Raises `PipelineError` for a name that the stage does not have.
         """
         _, *parameters = inspect.signature(type(self).__init__).parameters.values()
-        own = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
-        made = {**self.made_with, **{name: value for name, value in changes.items() if name in own}}
-        given = {name: made.get(name, getattr(self, name, None)) for name in own}
+        accepted = [settings.name for settings in parameters if settings.kind is not inspect.Parameter.VAR_KEYWORD]
+        arguments = {**self.made_with, **{name: value for name, value in changes.items() if name in accepted}}
+        given = {name: arguments.get(name, getattr(self, name, None)) for name in accepted}
         nested = {name: value for name, value in given.items() if isinstance(value, Settings)}
         inner: dict[str, dict[str, Any]] = {}
-        for name in sorted(changes.keys() - {*own}):
-            holder = next((held for held, one in nested.items() if name in one.field_names()), None)
-            if name in made or (holder is None and len(own) < len(parameters)):  # with **keywords the constructor knows
-                made[name] = changes[name]
+        for name in sorted(changes.keys() - {*accepted}):
+            holder = next((held for held, settings in nested.items() if name in settings.field_names()), None)
+            if name in arguments or (
+                holder is None and len(accepted) < len(parameters)
+            ):  # with **keywords the constructor knows
+                arguments[name] = changes[name]
             elif holder is not None:
                 inner.setdefault(holder, {})[name] = changes[name]
             else:
-                fields = [field for one in nested.values() for field in one.field_names()]
-                raise PipelineError(unknown(f"setting of stage {self.name!r}", name, [*own, *fields]))
-        for holder, one in inner.items():  # all of its changes at once: one alone may be impossible
-            made[holder] = nested[holder].replace(**one)
-        return type(self)(**made)
+                fields = [field for settings in nested.values() for field in settings.field_names()]
+                raise PipelineError(unknown(f"setting of stage {self.name!r}", name, [*accepted, *fields]))
+        for holder, settings in inner.items():  # all of its changes at once: one alone may be impossible
+            arguments[holder] = nested[holder].replace(**settings)
+        return type(self)(**arguments)
 
     def written(self, batch: DataProto, columns: Mapping[str, Any]) -> DataProto:
         """`batch` with these columns added, each with the stage's `signature` as its `Origin`."""
@@ -290,28 +292,30 @@ def _settings(function: Callable[..., Any]) -> list[inspect.Parameter]:
         raise SettingError(what, expected="a plain function", found=describe(function))
     parameters = parameters_of(function, what)
     others = [*parameters.values()][1:]
-    named = all(one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) for one in others)
+    named = all(parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) for parameter in others)
     if not (parameters and named):
         expected = "the batch, then settings with names: (batch, power=1.0)"
         found = f"{function.__name__}{inspect.signature(function)}"
         raise SettingError(what, expected=expected, found=found)
-    if taken := [one.name for one in others if hasattr(FunctionStage, one.name) or one.name == "source"]:
+    if taken := [
+        parameter.name for parameter in others if hasattr(FunctionStage, parameter.name) or parameter.name == "source"
+    ]:
         found, do = f"a setting called {taken[0]!r}", "give it another name: every stage has an attribute of that one"
         raise SettingError(what, found=found, do=do)
-    return [one.replace(kind=one.KEYWORD_ONLY) for one in others]
+    return [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in others]
 
 
 def _constructor(name: str, settings: Sequence[inspect.Parameter]) -> Callable[..., None]:
     """`__init__` with these settings as keyword arguments, kept as attributes."""
     known = {one.name: one.default for one in settings}
 
-    def __init__(self: Any, **given: Any) -> None:
-        for one in given:
-            if one not in known:
-                raise SettingError(unknown(f"setting of stage {name!r}", one, known))
-        values = {**known, **given}
-        if lacking := [one for one, value in values.items() if value is inspect.Parameter.empty]:
-            do = f"{name}({', '.join(f'{one}=…' for one in lacking)})"
+    def __init__(self: Any, **settings: Any) -> None:
+        for setting in settings:
+            if setting not in known:
+                raise SettingError(unknown(f"setting of stage {name!r}", setting, known))
+        values = {**known, **settings}
+        if lacking := [setting for setting, value in values.items() if value is inspect.Parameter.empty]:
+            do = f"{name}({', '.join(f'{setting}=…' for setting in lacking)})"
             raise SettingError(f"stage {name!r} lacks {', '.join(lacking)}, which have no default", do=do)
         vars(self).update(values)
 

@@ -54,12 +54,12 @@ class CrossEntropy(Settings):
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """The loss of one micro-batch, the mean −log π of its target tokens (`nll`, nats), and the column of `writes`."""
-        mask, found = loss_mask(rows), outputs["log_probs"]
+        mask, log_probs = loss_mask(rows), outputs["log_probs"]
         tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
-        loss = aggregate(-found, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
-        kept = (found * rows["response_mask"]).detach()
+        loss = aggregate(-log_probs, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
+        kept = (log_probs * rows["response_mask"]).detach()
         return LossOutput(
-            loss, {"actor/nll": _mean(masked_sum(-found, mask), mask.sum().double())}, {"new_log_probs": kept}
+            loss, {"actor/nll": _mean(masked_sum(-log_probs, mask), mask.sum().double())}, {"new_log_probs": kept}
         )
 
 
@@ -142,21 +142,21 @@ class Given(Rollout):
 
     def _text(self, row: Mapping[str, Any], column: str, place: str) -> str:
         """A row's text. Raises `DataError` where it has none, or it is no text."""
-        found = cell(row, column)
-        said = found[-1].get("content") if isinstance(found, list) and found and isinstance(found[-1], dict) else found
-        if isinstance(said, str) and said.strip():  # of messages the last one's content
-            return said
-        do = "name its column" if found is None else "leave such rows out"
-        raise DataError(f"{column} of {place}", expected="a text that is not empty", found=describe(found), do=do)
+        value = cell(row, column)
+        text = value[-1].get("content") if isinstance(value, list) and value and isinstance(value[-1], dict) else value
+        if isinstance(text, str) and text.strip():  # of messages the last one's content
+            return text
+        do = "name its column" if value is None else "leave such rows out"
+        raise DataError(f"{column} of {place}", expected="a text that is not empty", found=describe(value), do=do)
 
     def _ids(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Token ids of each text and EOS. Raises `DataError` for one that is too long."""
         tokenizer = self.sampler.tokenizer
         ended = [text.removesuffix(tokenizer.eos_token) + tokenizer.eos_token for text in texts]
-        made = [list(ids) for ids in tokenizer(ended, add_special_tokens=False)["input_ids"]]
-        for ids, place in zip(made, places, strict=True):
+        token_ids = [list(ids) for ids in tokenizer(ended, add_special_tokens=False)["input_ids"]]
+        for ids, place in zip(token_ids, places, strict=True):
             self._refuse_long(ids, place)
-        return made
+        return token_ids
 
     def _refuse_long(self, ids: Sequence[int], place: str) -> None:
         if len(ids) > self.sampling.max_tokens:
@@ -167,10 +167,10 @@ class Given(Rollout):
 def cell(row: Mapping[str, Any], column: str) -> Any:
     """What a row has in a column; `a.b` is the key b of the dict in a. None where it is not there."""
     name, *keys = column.split(".")
-    found = row.get(name)
+    value = row.get(name)
     for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _places(batch: DataProto) -> list[str]:
@@ -245,10 +245,10 @@ class Targets(Given):
         begun = render(tokenizer, [whole[:at] for at in answers], **switches)
         ids, mask = [], []
         for number, at in enumerate(answers):
-            own = str(whole[at]["content"]).removesuffix(tokenizer.eos_token) + tokenizer.eos_token
-            pieces = [(own, 1)]
+            answer = str(whole[at]["content"]).removesuffix(tokenizer.eos_token) + tokenizer.eos_token
+            pieces = [(answer, 1)]
             if number + 1 < len(begun):
-                before, after = begun[number] + own, begun[number + 1]
+                before, after = begun[number] + answer, begun[number + 1]
                 if not after.startswith(before):
                     what = f"every_turn for {place}"
                     do = "leave every_turn out: the last answer alone is then the target"
@@ -328,10 +328,10 @@ class Pairs(Given):
         for column, texts in zip((self.chosen, self.rejected), answers, strict=True):
             self._ids(texts, [f"{column} of {place}" for place in places])
         begun, _ = self._encode(batch, None)
-        said = [text for pair in zip(*answers, strict=True) for text in pair]
+        both = [text for pair in zip(*answers, strict=True) for text in pair]
         rows = torch.arange(len(batch)).repeat_interleave(2)
         prompts, responses, end = [], [], self._pad_id
-        for row, text in zip(rows.tolist(), said, strict=True):
+        for row, text in zip(rows.tolist(), both, strict=True):
             chat = batch["raw_prompt"][row]
             asked = text_of(chat[-1]["content"]) if isinstance(chat, list) else chat
             whole, _ = self._reader.text_for({"prompt": chat, "prompt_text": asked, "response": text})
@@ -342,17 +342,17 @@ class Pairs(Given):
             )
             prompts.append(ids[:at])
             responses.append(([*ids[at:], end], [*[0] * (len(ids) - at), 1]))
-        columns = {**_columns(prompts, responses, end), "response_text": said}
+        columns = {**_columns(prompts, responses, end), "response_text": both}
         cells = ({name: batch[name][row] for name in self.reads} for row in range(len(batch)))
         margins = [self._margin(one, place) for one, place in zip(cells, places, strict=True)]
         columns[MARGIN] = torch.tensor(margins, dtype=torch.float32).repeat_interleave(2)
         return self._finished(batch, columns, rows)
 
     def _margin(self, row: Mapping[str, Any], place: str) -> float:
-        found = 0.0 if self.margin is None else cell(row, self.margin)
-        if isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found):
-            return float(found)
-        raise DataError(f"{self.margin} of {place}", expected="a finite number", found=describe(found))
+        margin = 0.0 if self.margin is None else cell(row, self.margin)
+        if isinstance(margin, int | float) and not isinstance(margin, bool) and math.isfinite(margin):
+            return float(margin)
+        raise DataError(f"{self.margin} of {place}", expected="a finite number", found=describe(margin))
 
 
 _WHOLE = 1 << 30

@@ -326,12 +326,12 @@ class Update(BaseStage):
 
     def settings(self) -> dict[str, Any]:
         """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""
-        told = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
+        settings = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
         if not self.recompute_old_log_probs:  # as in the records of before, whose runs may be resumed
-            del told["recompute_old_log_probs"]
-        nested = {key: one.to_dict() for key, one in told.items() if isinstance(one, Settings)}
+            del settings["recompute_old_log_probs"]
+        nested = {key: one.to_dict() for key, one in settings.items() if isinstance(one, Settings)}
         inner = {f"{key}.{name}": value for key, one in nested.items() for name, value in one.items()}
-        return {key: value for key, value in told.items() if key not in nested} | inner
+        return {key: value for key, value in settings.items() if key not in nested} | inner
 
     @property
     def role(self) -> str:
@@ -344,20 +344,22 @@ class Update(BaseStage):
         early = batch.meta_info.get("step", 0) < self.from_step
         if not early:
             self._refuse_unscored(batch)
-        own = self._on_policy if self.is_on_policy(batch) else None
-        batch, told = self._scored(batch, {}) if own is None else (batch, {})
+        on_policy = self._on_policy if self.is_on_policy(batch) else None
+        batch, metrics_of_scoring = self._scored(batch, {}) if on_policy is None else (batch, {})
         if early:
-            return Outcome(self.written(batch, self._unchanged(batch)), {**told, f"{self.role}/skipped": Mean(1.0)})
+            return Outcome(
+                self.written(batch, self._unchanged(batch)), {**metrics_of_scoring, f"{self.role}/skipped": Mean(1.0)}
+            )
         signature = self._scoring.signature(batch)  # of the weights that have not moved yet
-        columns = self._unchanged(batch) if own is None else {}
-        steps, counted = self._passes(batch, own or self._loss, columns)
-        if own is not None:
-            batch, told = self._scored(batch, columns, signature)
+        columns = self._unchanged(batch) if on_policy is None else {}
+        steps, counted = self._passes(batch, on_policy or self._loss, columns)
+        if on_policy is not None:
+            batch, metrics_of_scoring = self._scored(batch, columns, signature)
             columns = columns or self._unchanged(batch)
         if steps:
             self._learner.commit()
         metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
-        return Outcome(self.written(batch, columns), told | metrics | counted)
+        return Outcome(self.written(batch, columns), metrics_of_scoring | metrics | counted)
 
     def _passes(
         self, batch: DataProto, loss: _Loss, columns: dict[str, Tensor]
@@ -514,14 +516,14 @@ def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
     A step without a token of a mean is left out of it.
     """
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for key in dict.fromkeys(key for step in steps for key in step):
         every = [step[key] for step in steps if key in step]
-        measured = [one for one in every if not isinstance(one, Mean) or one.weight] or every
+        measured = [metric for metric in every if not isinstance(metric, Mean) or metric.weight] or every
         extreme = isinstance(every[0], Max | Min)
-        means = Mean(sum(one.result() for one in measured), len(measured))
-        found[key] = join({key: one} for one in every)[key] if extreme else means
-    return found
+        means = Mean(sum(metric.result() for metric in measured), len(measured))
+        metrics[key] = join({key: metric} for metric in every)[key] if extreme else means
+    return metrics
 
 
 def _refuse_nonfinite(rows: DataProto, names: Iterable[str]) -> None:

@@ -142,11 +142,11 @@ def opened(side: Any, what: str, expected: str) -> Trace | DataProto:
         if (folder / "meta.json").is_file():
             return DataProto.load(folder)
         raise BatchError(f"nothing to compare at {folder}", expected="a folder with trace.json or meta.json")
-    found = side if isinstance(side, DataProto) else getattr(side, "trace", side)
-    if not isinstance(found, Trace | DataProto):
+    record = side if isinstance(side, DataProto) else getattr(side, "trace", side)
+    if not isinstance(record, Trace | DataProto):
         advice = "take one of its recorded steps: run.traces[step]" if hasattr(side, "traces") else None
         raise BatchError(f"an argument of {what}()", expected=expected, found=type(side).__name__, do=advice)
-    return found
+    return record
 
 
 @dataclass(frozen=True)
@@ -298,17 +298,19 @@ def _tensors(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor, how: How, 
 
 def _objects(x: np.ndarray, y: np.ndarray, pair: Pair, how: How) -> Divergence | None:
     every = [difference(one, two, how) for one, two in zip(x, y, strict=True)]
-    found = [(number, cells) for number, cells in enumerate(every) if cells is not None]
-    if not found:
+    differing = [(number, cells) for number, cells in enumerate(every) if cells is not None]
+    if not differing:
         return None
-    number, cells = found[0]
+    number, cells = differing[0]
     row, other = pair.row(number)
     a, b = cells[1:]
     character = None
     if isinstance(a, str) and isinstance(b, str):
         equal = min(len(a), len(b))
         character = next((n for n in range(equal) if a[n] != b[n]), equal)
-    return Divergence(why="values", row=row, other_row=other, character=character, rows=len(found), **cells._asdict())
+    return Divergence(
+        why="values", row=row, other_row=other, character=character, rows=len(differing), **cells._asdict()
+    )
 
 
 def _first(laid: Laid, unequal: torch.Tensor, counts: torch.Tensor | None, flat: bool) -> Divergence:
@@ -338,16 +340,16 @@ def extent(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
     if x.dtype == y.dtype and torch.equal(x, y):
         return 0, 0.0
     rows, largest = 0, 0.0
-    for one, two in zip(x.split(block(x)), y.split(block(x)), strict=True):
-        unequal = one != two
+    for ours, theirs in zip(x.split(block(x)), y.split(block(x)), strict=True):
+        unequal = ours != theirs
         if not unequal.any():
             continue
-        apart = (one.double() - two.double()).abs()
+        apart = (ours.double() - theirs.double()).abs()
         top = apart.max().item()
         if top != top:  # NaN equals NaN, and is infinitely far from a number
-            unequal &= ~(one.isnan() & two.isnan())
+            unequal &= ~(ours.isnan() & theirs.isnan())
             top = apart[unequal].nan_to_num(nan=math.inf).max().item() if unequal.any() else 0.0
-        rows += int(unequal.reshape(len(one), -1).any(-1).sum())
+        rows += int(unequal.reshape(len(ours), -1).any(-1).sum())
         largest = max(largest, top)
     return rows, largest
 
@@ -431,15 +433,15 @@ class Laid:
             batch.batch.part(name, at, at + 1)[0].tolist() if name in batch.batch else None
             for batch, at in zip(self.pair.batches, self.pair.row(row), strict=True)
         ]
-        found = []
+        neighbours = []
         for near in range(max(place - _AROUND, 0), min(place + _AROUND + 1, len(self.places[0]))):
             if shown is not None and not shown[near]:
                 continue
             at = [int(places[near]) for places in self.places]
             tokens = [None if ids[side] is None or at[side] < 0 else ids[side][at[side]] for side in (0, 1)]
             values, differs = self.values(row, near, []), bool(unequal[near].any())
-            found.append(Beside(self.position(near), (tokens[0], tokens[1]), *values, differs, near == place))
-        return tuple(found)
+            neighbours.append(Beside(self.position(near), (tokens[0], tokens[1]), *values, differs, near == place))
+        return tuple(neighbours)
 
 
 def lay(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor) -> Laid | None:
@@ -625,11 +627,11 @@ def _rows(a: DataProto, b: DataProto) -> list[RowChange]:
             changed |= (values[1] - values[0]).abs() > 0
     uids = a["uid"] if "uid" in a else range(len(a))
     lists = [None if values is None else [one.tolist() for one in values] for values in pairs]
-    found = []
+    changes = []
     for row in changed.nonzero()[:, 0].tolist():
         reward, advantage = (None if values is None else (values[0][row], values[1][row]) for values in lists)
-        found.append(RowChange(row=row, uid=uids[row], reward=reward, advantage=advantage))
-    return found
+        changes.append(RowChange(row=row, uid=uids[row], reward=reward, advantage=advantage))
+    return changes
 
 
 def _per_row(a: DataProto, b: DataProto, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -694,19 +696,21 @@ def diverge(
     walk = _Walk(sides, How(rtol=rtol, atol=atol), columns, everywhere)
     kinds: Counter[str] = Counter()
     phases: set[str | None] = set()
-    found, place, every = Divergence(), 0, walk.every()
-    for number, kind, one in every:
-        if not one.identical:
-            found, place = one, number
+    divergence, place, every = Divergence(), 0, walk.every()
+    for number, kind, candidate in every:
+        if not candidate.identical:
+            divergence, place = candidate, number
             break
         kinds[kind] += 1
-        phases.add(one.phase)
-    compared = Compared(len(phases - {START, None, found.phase}), kinds["column"], kinds["metric"])
-    if found.identical:
-        return replace(found, notes=tuple(walk.notes), compared=compared)
-    uid = walk.uid(place, found.row) if found.uid is None else found.uid
-    notes = (*walk.notes, *walk.weights(place, found.column or ""))
-    return replace(found, uid=uid, notes=notes, compared=compared, further=(one for _, _, one in every))
+        phases.add(candidate.phase)
+    compared = Compared(len(phases - {START, None, divergence.phase}), kinds["column"], kinds["metric"])
+    if divergence.identical:
+        return replace(divergence, notes=tuple(walk.notes), compared=compared)
+    uid = walk.uid(place, divergence.row) if divergence.uid is None else divergence.uid
+    notes = (*walk.notes, *walk.weights(place, divergence.column or ""))
+    return replace(
+        divergence, uid=uid, notes=notes, compared=compared, further=(candidate for _, _, candidate in every)
+    )
 
 
 class _Walk:
@@ -721,53 +725,55 @@ class _Walk:
         """Yields all that is compared, in order."""
         rows: Divergence | None = None
         order_reported = False
-        for number, (one, two, later) in enumerate(self._pairs):
-            if one is None or two is None:
-                yield from self._alone(number, one, two)
+        for number, (ours, theirs, later) in enumerate(self._pairs):
+            if ours is None or theirs is None:
+                yield from self._alone(number, ours, theirs)
                 continue
             if later and not order_reported and self.columns is None:
                 order_reported = True
                 order = [" ".join(phase.stage for phase in side[1:]) for side in self.sides]
-                yield number, "phase", Divergence(why="order", phase=one.stage, first=order[0], second=order[1])
-            self._note(*(_taken_over(one, two) or _settings(one, two)), *(_facts(one, two) if number == 0 else ()))
-            pair = aligned(one.batch, two.batch)
+                yield number, "phase", Divergence(why="order", phase=ours.stage, first=order[0], second=order[1])
+            self._note(
+                *(_taken_over(ours, theirs) or _settings(ours, theirs)), *(_facts(ours, theirs) if number == 0 else ())
+            )
+            pair = aligned(ours.batch, theirs.batch)
             self._note(pair.note)
             if pair.found is not None and pair.found != rows:
-                phase = one.stage or _writer("uid", one.batch, two.batch)
+                phase = ours.stage or _writer("uid", ours.batch, theirs.batch)
                 yield number, "rows", replace(pair.found, phase=phase, column="uid")
             rows = pair.found
-            yield from self._columns(number, one, two, pair)
-            yield from self._metrics(number, one, two)
+            yield from self._columns(number, ours, theirs, pair)
+            yield from self._metrics(number, ours, theirs)
 
-    def _alone(self, number: int, one: Phase | None, two: Phase | None) -> Iterator[_Seen]:
-        there = one or two
+    def _alone(self, number: int, ours: Phase | None, theirs: Phase | None) -> Iterator[_Seen]:
+        there = ours or theirs
         if there is not None and any(map(self._wanted, there.wrote)):
-            first, second = (phase and phase.stage for phase in (one, two))
+            first, second = (phase and phase.stage for phase in (ours, theirs))
             rows = len(there.batch)
             yield number, "phase", Divergence(why="phase", phase=there.stage, first=first, second=second, rows=rows)
 
-    def _columns(self, number: int, one: Phase, two: Phase, pair: Pair) -> Iterator[_Seen]:
-        for name in filter(self._wanted, dict.fromkeys((*one.wrote, *two.wrote))):
+    def _columns(self, number: int, ours: Phase, theirs: Phase, pair: Pair) -> Iterator[_Seen]:
+        for name in filter(self._wanted, dict.fromkeys((*ours.wrote, *theirs.wrote))):
             first, second = (stored_as(batch, name) for batch in pair.batches)
             both = first is not None and second is not None
             if both and first != second:
                 self._note(f"{name}: {first} → {second}")
-            found = None
+            divergence = None
             if name != "uid" or not both:  # the rows were aligned by it
-                found = column_difference(name, pair, self.how, everywhere=self.everywhere)
-            phase = one.stage or _writer(name, one.batch, two.batch)
-            yield number, "column", replace(found or Divergence(), phase=phase, column=name)
+                divergence = column_difference(name, pair, self.how, everywhere=self.everywhere)
+            phase = ours.stage or _writer(name, ours.batch, theirs.batch)
+            yield number, "column", replace(divergence or Divergence(), phase=phase, column=name)
 
-    def _metrics(self, number: int, one: Phase, two: Phase) -> Iterator[_Seen]:
-        for key in dict.fromkeys((*one.metrics, *two.metrics)) if self.columns is None else ():
+    def _metrics(self, number: int, ours: Phase, theirs: Phase) -> Iterator[_Seen]:
+        for key in dict.fromkeys((*ours.metrics, *theirs.metrics)) if self.columns is None else ():
             if key.startswith((*_TIMES, _TAKEN_OVER)):
                 continue
-            found = Divergence(phase=one.stage, column=key)
-            a, b = one.metrics.get(key), two.metrics.get(key)
+            divergence = Divergence(phase=ours.stage, column=key)
+            a, b = ours.metrics.get(key), theirs.metrics.get(key)
             if a is None or b is None or not self.how.numbers(a, b):
                 largest = abs(a - b) if a is not None and b is not None else float("inf")
-                found = replace(found, why="metric", first=a, second=b, largest=largest)
-            yield number, "metric", found
+                divergence = replace(divergence, why="metric", first=a, second=b, largest=largest)
+            yield number, "metric", divergence
 
     def _wanted(self, name: str) -> bool:
         return self.columns is None or name in self.columns
@@ -839,35 +845,35 @@ def _check_names(sides: tuple[Side, Side], columns: Sequence[str] | None) -> Non
 def _pairs(a: Side, b: Side) -> Iterator[tuple[Phase | None, Phase | None, bool]]:
     """Phases by name, in the first's order; None where a side has no such phase; and whether the second has it later."""
     names, waiting = {phase.stage for phase in a}, list(b)
-    for one in a:
+    for ours in a:
         while waiting and waiting[0].stage not in names:
             yield None, waiting.pop(0), False
-        place = next((n for n, other in enumerate(waiting) if other.stage == one.stage), None)
+        place = next((n for n, other in enumerate(waiting) if other.stage == ours.stage), None)
         if place is None:
-            yield one, None, False
+            yield ours, None, False
         else:
-            yield one, waiting.pop(place), place > 0
+            yield ours, waiting.pop(place), place > 0
     yield from ((None, other, False) for other in waiting)
 
 
 # --- what may explain it ------------------------------------------------------------------------
 
 
-def _taken_over(one: Phase, two: Phase) -> list[str]:
+def _taken_over(ours: Phase, theirs: Phase) -> list[str]:
     """A note where one side did not run the stage but has the recorded outputs; its settings are then the placeholder's."""
-    key = f"{_TAKEN_OVER}{one.stage}"
-    if (key in one.metrics) == (key in two.metrics):
+    key = f"{_TAKEN_OVER}{ours.stage}"
+    if (key in ours.metrics) == (key in theirs.metrics):
         return []
-    return [f"{one.stage}: not run again, its recorded outputs were used; replace({one.stage!r}, …) runs it"]
+    return [f"{ours.stage}: not run again, its recorded outputs were used; replace({ours.stage!r}, …) runs it"]
 
 
-def _settings(one: Phase, two: Phase) -> Iterator[str]:
-    for key in dict.fromkeys((*one.settings, *two.settings)):
-        a, b = (_said(phase.settings, key) for phase in (one, two))
+def _settings(ours: Phase, theirs: Phase) -> Iterator[str]:
+    for key in dict.fromkeys((*ours.settings, *theirs.settings)):
+        a, b = (_said(phase.settings, key) for phase in (ours, theirs))
         if a != b:
-            yield f"{one.stage}.{key}: {a} → {b}"
-        elif one.source.get(key, "") != two.source.get(key, "") and key in one.source and key in two.source:
-            yield f"{one.stage}.{key}: another source under the same name, {a}"
+            yield f"{ours.stage}.{key}: {a} → {b}"
+        elif ours.source.get(key, "") != theirs.source.get(key, "") and key in ours.source and key in theirs.source:
+            yield f"{ours.stage}.{key}: another source under the same name, {a}"
 
 
 def _facts(one: Phase, two: Phase) -> Iterator[str]:

@@ -141,15 +141,15 @@ def _overlapped(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
                     streaming.end()
                 trace = trace.add(rolled)
                 yield trace
-                found = beside.submit(_streamed, reward, streaming, trace.batch)
+                scoring = beside.submit(_streamed, reward, streaming, trace.batch)
             elif isinstance(stage, Reward):
                 reward = stage
-                found = beside.submit(perform, reward, trace.batch)
+                scoring = beside.submit(perform, reward, trace.batch)
             else:
                 trace = trace.add(perform(stage, trace.batch))
                 yield trace
                 continue
-            for grown in _beside(trace, reward, found, stages):
+            for grown in _beside(trace, reward, scoring, stages):
                 trace = grown
                 yield trace
 
@@ -160,13 +160,13 @@ def _streamed(reward: Any, streaming: StreamingReward, batch: DataProto) -> Phas
         return perform(reward, batch)
 
 
-def _beside(trace: Trace, reward: Stage, found: Future[Phase], stages: list[Stage]) -> Iterator[Trace]:
+def _beside(trace: Trace, reward: Stage, scoring: Future[Phase], stages: list[Stage]) -> Iterator[Trace]:
     """Runs stages that do not read the reward while it works; yields the reward's phase first, then theirs."""
     batch, done = trace.batch, []
     while stages and _independent(stages[0], reward, batch):
         done.append(perform(stages.pop(0), batch))
         batch = done[-1].batch
-    scored = found.result()
+    scored = scoring.result()
     trace = trace.add(scored)
     yield trace
     columns = scored.delta()
@@ -192,7 +192,7 @@ def drawn_stages(pipeline: Pipeline) -> Pipeline:
     return Pipeline(stages[:count], overlap=pipeline.overlap, given=pipeline.given)
 
 
-def sampler_of(pipeline: Pipeline, asked: str = "ahead=1") -> PinnedWeights:
+def sampler_of(pipeline: Pipeline, setting: str = "ahead=1") -> PinnedWeights:
     """The engine of the rollout that a pipeline begins with; its sampler can keep older weights than the learner's.
 
     Raises `SettingError`, which names the setting `asked`, for any other: rows sampled while the weights change would belong
@@ -202,8 +202,10 @@ def sampler_of(pipeline: Pipeline, asked: str = "ahead=1") -> PinnedWeights:
     engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, Given) else None
     found = f"a pipeline that begins with stage {first.name!r}"
     if getattr(first, "policies", None):
-        do = f"leave out {asked}"
-        raise SettingError(f"{asked} with several policies", expected="one: the others' weights are not pinned", do=do)
+        do = f"leave out {setting}"
+        raise SettingError(
+            f"{setting} with several policies", expected="one: the others' weights are not pinned", do=do
+        )
     if isinstance(engine, PinnedWeights):
         if not engine.share_device:
             return engine
@@ -211,8 +213,8 @@ def sampler_of(pipeline: Pipeline, asked: str = "ahead=1") -> PinnedWeights:
     elif engine is not None:
         found = f"{type(engine).__name__}, which samples with the weights that it learns"
     expected = "a pipeline that begins with a rollout by a sampler with weights and a device of its own"
-    do = f"pass an engines.paired(learner, sampler), each with its own model, or leave out {asked}"
-    raise SettingError(f"{asked} is not possible with this pipeline", expected=expected, found=found, do=do)
+    do = f"pass an engines.paired(learner, sampler), each with its own model, or leave out {setting}"
+    raise SettingError(f"{setting} is not possible with this pipeline", expected=expected, found=found, do=do)
 
 
 def correction(pipeline: Pipeline) -> str | None:

@@ -93,12 +93,12 @@ class Price:
         return any(self.cost[:3])
 
     def __str__(self) -> str:
-        told = [f"{gib(self.cost.memory)} of {gib(self.free.memory)} free"] if self.cost.memory else []
+        costs = [f"{gib(self.cost.memory)} of {gib(self.free.memory)} free"] if self.cost.memory else []
         if self.cost.disk:
-            told.append(f"{gib(self.cost.disk)} of {gib(self.free.disk)} free on the disk of {self.cost.folder}")
-        if (count := self.cost.updates) or not told:
-            told.append(f"no copy: going back does {count} update{'s' * (count != 1)} again")
-        return " and ".join(told)
+            costs.append(f"{gib(self.cost.disk)} of {gib(self.free.disk)} free on the disk of {self.cost.folder}")
+        if (count := self.cost.updates) or not costs:
+            costs.append(f"no copy: going back does {count} update{'s' * (count != 1)} again")
+        return " and ".join(costs)
 
 
 class Holder(Protocol):
@@ -129,18 +129,18 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that all kept states take together; what they share is counted once."""
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for one in self._all():
-            found |= {place: tensor.nbytes for place, tensor in one.tensors().items()}
-        return sum(found.values())
+            sizes |= {place: tensor.nbytes for place, tensor in one.tensors().items()}
+        return sum(sizes.values())
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of the files of all kept states together."""
-        found: dict[Any, int] = {}
+        sizes: dict[Any, int] = {}
         for one in self._all():
-            found |= one.on_disk()
-        return sum(found.values())
+            sizes |= one.on_disk()
+        return sum(sizes.values())
 
     def price(self, learner: Learner, tokens: int = 0) -> Price:
         """What keeping the learner's present state would take; nothing where it is kept.
@@ -212,19 +212,19 @@ class Snapshots:
         kind = self._kinds[id(learner)] = self._kinds.get(id(learner)) or self._kind(learner, tokens)
         folder = self._settings.snapshot_folder
         price = self._priced(learner, kind, tokens)
-        said = f"keeping the weights of {name!r} (version {learner.version}) takes"
+        purpose = f"keeping the weights of {name!r} (version {learner.version}) takes"
         if not price.fits and folder is not None and price.cost.memory:
             kind = "disk" if kind == "memory" else kind  # a replay begins from a file
             price = self._priced(learner, kind, tokens, folder)
         while not price.fits and (oldest := self._oldest(price)) is not None:
             held, state_id = oldest
-            log.warning("%s %s: the oldest kept state is dropped", said, price)
+            log.warning("%s %s: the oldest kept state is dropped", purpose, price)
             del held[state_id]
             price = self._priced(learner, kind, tokens, price.cost.folder)
         if not price.fits:
             raise _no_room(name, price)
         if price:
-            log.info("%s %s", said, price)
+            log.info("%s %s", purpose, price)
         with memory_errors(f"keeping the weights of {name!r}", gib(price.cost.memory), "snapshot_memory"):
             return learner.snapshot(kind, price.cost.folder)
 
@@ -551,18 +551,20 @@ class Stepper(Shown):
         if stage.name not in self._trace.names:
             raise PipelineError("no episodes yet: the rollout has not run", do=f"run(until={stage.name!r}) first")
         phase, before = self._trace[stage.name], self._trace.before(stage.name)
-        numbers = [one.number for one in episodes if isinstance(one, EpisodeStepper)]
+        numbers = [episode.number for episode in episodes if isinstance(episode, EpisodeStepper)]
         if len(set(numbers)) < len(episodes):
             expected = "episodes as s.episode(row) returns them, at most one for each row (or episode)"
             raise PipelineError("arguments of with_episodes", expected=expected, found=episodes)
-        for one in episodes:
-            what = f"the episode of row {one.row}"
-            if one.next_role is not None:
-                raise PipelineError(f"{what} is not over", found=f"{one.next_role} turn next", do="run() it first")
-            if one.row >= len(phase.batch) or one.uid != phase.batch["uid"][one.row]:
-                raise PipelineError(f"{what} is of another batch", do=f"make it from this stepper: episode({one.row})")
-        outcome = stage.rewritten(before, phase.batch, {one.number: one.outputs for one in episodes})
-        settings = {**phase.settings, "edited_rows": ", ".join(str(one.row) for one in episodes)}
+        for episode in episodes:
+            what = f"the episode of row {episode.row}"
+            if episode.next_role is not None:
+                raise PipelineError(f"{what} is not over", found=f"{episode.next_role} turn next", do="run() it first")
+            if episode.row >= len(phase.batch) or episode.uid != phase.batch["uid"][episode.row]:
+                raise PipelineError(
+                    f"{what} is of another batch", do=f"make it from this stepper: episode({episode.row})"
+                )
+        outcome = stage.rewritten(before, phase.batch, {episode.number: episode.outputs for episode in episodes})
+        settings = {**phase.settings, "edited_rows": ", ".join(str(episode.row) for episode in episodes)}
         metrics = {**phase.metrics, **reduce([outcome.metrics])}
         changed = replace(phase, batch=outcome.batch, metrics=metrics, settings=settings, rows=outcome.rows)
         position = self._trace.names.index(stage.name)
@@ -603,15 +605,15 @@ class Stepper(Shown):
                 what, found = "this episode is not over", f"{recorded.next_role} turn next"
                 raise PipelineError(what, found=found, do="run() it first")
             recorded.run()
-        model = [place for place, one in enumerate(recorded.turns) if one.role == "assistant"]
+        model = [place for place, number in enumerate(recorded.turns) if number.role == "assistant"]
         if isinstance(turns, str):
             require(turns == "all", "turns", expected="numbers of turns, or 'all'", found=turns)
             turns = model
         chosen = [*turns, *([turn] if turn is not None else [])] or [0]
-        drawn = {one: recorded.branch(one, n) for one in dict.fromkeys(chosen)}
+        drawn = {number: recorded.branch(number, n) for number in dict.fromkeys(chosen)}
         outputs = [
-            (only_sequence(one.outputs),)
-            for one in (recorded, *(one for place in sorted(drawn) for one in drawn[place]))
+            (only_sequence(number.outputs),)
+            for number in (recorded, *(number for place in sorted(drawn) for number in drawn[place]))
         ]
         stage = self._pipeline["reward"] if reward is None else Reward(reward)
         return Tree.of(recorded, drawn, stage(recorded.batch_of(outputs)).batch)
@@ -694,12 +696,12 @@ def outdated(pipeline: Pipeline) -> list[str]:
     Checked are each stage's class and the functions and objects among its settings, down into rewards and their parts.
     A cell that was run again unchanged, or whose name is gone, is not reported.
     """
-    found = []
+    warnings = []
     for stage in pipeline:
         if _redefined(type(stage)):
             name = type(stage).__qualname__
             do = f"make a new {name}(…) and replace({stage.name!r}, …) with it"
-            found.append(f"{stage.name} is of an earlier definition of {name}: {do}")
+            warnings.append(f"{stage.name} is of an earlier definition of {name}: {do}")
         settings = tuple(stage.settings().values())
         # a function that the stage is built around can replace it; a part of something needs that made anew
         around = list(_within(settings, 3))
@@ -707,8 +709,8 @@ def outdated(pipeline: Pipeline) -> list[str]:
             name = one.__qualname__
             by = name if inspect.isfunction(one) and any(each is one for each in around) else "…"
             do = f"replace({stage.name!r}, {by}) uses the new one"
-            found.append(f"{stage.name} was made with an earlier definition of {name}: {do}")
-    return list(dict.fromkeys(found))
+            warnings.append(f"{stage.name} was made with an earlier definition of {name}: {do}")
+    return list(dict.fromkeys(warnings))
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:
@@ -747,8 +749,8 @@ def _redefined(held: Any) -> bool:
     if now is None or now is held:
         return False
     # a decorator of ours may have put an object around it: what counts is the function inside
-    named = [one for one in _within(now, _DEPTH) if one.__qualname__ == held.__qualname__]
-    if not named or any(one is held for one in named):
+    named = [candidate for candidate in _within(now, _DEPTH) if candidate.__qualname__ == held.__qualname__]
+    if not named or any(candidate is held for candidate in named):
         return False
     text = source_of(held)
-    return text is None or all(source_of(one) != text for one in named)
+    return text is None or all(source_of(candidate) != text for candidate in named)

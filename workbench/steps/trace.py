@@ -178,10 +178,10 @@ class Trace(Shown):
         for record in records:
             delta = DataProto.load(claims.inside(folder, record["folder"]))
             with claims.reading(folder / record["folder"], RunError):
-                made = _restored(trace.batch, delta, record)
+                phase = _restored(trace.batch, delta, record)
             if record["dropped"]:
-                made = replace(made, dropped=DataProto.load(claims.inside(folder, record["folder"] + _DROPPED)))
-            trace = trace.add(made)
+                phase = replace(phase, dropped=DataProto.load(claims.inside(folder, record["folder"] + _DROPPED)))
+            trace = trace.add(phase)
         return trace
 
 
@@ -235,24 +235,24 @@ def completed(trace: Trace) -> Trace:
 
     Other traces are returned as they are, and those in which rows were dropped between stage and update.
     """
-    found = _left_to_update(trace)
-    if found is None:
+    places = _left_to_update(trace)
+    if places is None:
         return trace
-    phases, (first, last) = list(trace), found
+    phases, (first, last) = list(trace), places
     update = phases[last]
-    signed = {name: one for name, one in update.batch.origins.items() if one.stage == update.stage}
+    signed = {name: value for name, value in update.batch.origins.items() if value.stage == update.stage}
     names = tuple(name for name in signed if writer_of(name) == "old_log_prob")
     for place in range(first, last):
         batch = phases[place].batch
         for name in names:
             batch = batch.with_columns({name: update.batch[name]}, origin=signed[name])
         phases[place] = replace(phases[place], batch=batch)
-    stage, told = phases[first], {key: one for key, one in update.metrics.items() if of_log_probs(key)}
+    stage, log_prob_metrics = phases[first], {key: value for key, value in update.metrics.items() if of_log_probs(key)}
     settings = {**stage.settings, COMPUTED_BY: update.stage}
     wrote = tuple(dict.fromkeys((*stage.wrote, *names)))
-    phases[first] = replace(stage, wrote=wrote, metrics={**stage.metrics, **told}, settings=settings)
+    phases[first] = replace(stage, wrote=wrote, metrics={**stage.metrics, **log_prob_metrics}, settings=settings)
     left = tuple(name for name in update.wrote if name not in names)
-    others = {key: one for key, one in update.metrics.items() if key not in told}
+    others = {key: value for key, value in update.metrics.items() if key not in log_prob_metrics}
     phases[last] = replace(update, wrote=left, metrics=others)
     return Trace(trace.start, tuple(phases))
 
@@ -274,7 +274,7 @@ def _left_to_update(trace: Trace) -> tuple[int, int] | None:
     return None
 
 
-def perform(stage: Stage, batch: DataProto, told: dict[str, Any] | None = None) -> Phase:
+def perform(stage: Stage, batch: DataProto, metrics_of_stage: dict[str, Any] | None = None) -> Phase:
     """Run one stage on one batch and return the `Phase` that records what it did.
 
     `told` gets the stage's metrics as they can be joined with those of other batches.
@@ -305,8 +305,8 @@ def perform(stage: Stage, batch: DataProto, told: dict[str, Any] | None = None) 
     if unwritten := [name for name in stage.writes if name not in outcome.batch]:
         found, do = f"only {', '.join(outcome.batch.columns)}", "write them, or take them out of the stage's `writes`"
         raise PipelineError(f"stage {stage.name!r} did not write the columns {unwritten}", found=found, do=do)
-    if told is not None:
-        told.update(outcome.metrics)
+    if metrics_of_stage is not None:
+        metrics_of_stage.update(outcome.metrics)
     after = outcome.batch
     if outcome.rows is not None:  # every column is a new object, so what the stage declares counts
         wrote = [name for name in after.columns if name in stage.writes or name not in batch]

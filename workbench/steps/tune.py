@@ -124,12 +124,12 @@ def _run(
     stepper: Stepper, learners: Mapping[str, Tunable], last: str | None = None
 ) -> tuple[list[Measured], tuple[str, OutOfMemory] | None]:
     """Run the phases that are left (to `last`), each measured; where memory runs out, in which phase and how."""
-    found: list[Measured] = []
-    every = list({id(one): one for one in learners.values()}.values())
-    while (name := stepper.next_stage) is not None and (not found or found[-1].phase != last):
+    measures: list[Measured] = []
+    every = list({id(learner): learner for learner in learners.values()}.values())
+    while (name := stepper.next_stage) is not None and (not measures or measures[-1].phase != last):
         memory.peak(begin=True)
-        for one in every:
-            one.peaks(begin=True)
+        for learner in every:
+            learner.peaks(begin=True)
         try:
             stepper.next()
         except OutOfMemory as error:
@@ -137,13 +137,13 @@ def _run(
                 clear_frames(each.__traceback__)  # what they hold would be missing in the next trial
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            return found, (name, error)
-        peaks = [one.peaks() for one in every]
+            return measures, (name, error)
+        peaks = [learner.peaks() for learner in every]
         own = memory.peak()
-        host = max(own + sum(one["host"] for one in peaks) - stepper.snapshots.nbytes, 0) if own else 0
-        device = max((one["device"] for one in peaks), default=0)
-        found.append(Measured(name, stepper.trace[name].seconds, host, device))
-    return found, None
+        host = max(own + sum(learner["host"] for learner in peaks) - stepper.snapshots.nbytes, 0) if own else 0
+        device = max((learner["device"] for learner in peaks), default=0)
+        measures.append(Measured(name, stepper.trace[name].seconds, host, device))
+    return measures, None
 
 
 def _phases_of(pipeline: Pipeline, learner: Any) -> list[str]:
@@ -172,19 +172,24 @@ def _tried(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]
     reached = [name for name in names if name in stepper.trace.names]
     times, host, device = list[float](), 0, 0
     with ExitStack() as stack:
-        for one in (learner, *(_references(stepper.pipeline) if role == "actor" else ())):
-            stack.enter_context(one.trying(**changes))
+        for measure in (learner, *(_references(stepper.pipeline) if role == "actor" else ())):
+            stack.enter_context(measure.trying(**changes))
         while len(times) < (REPEATS if sum(times) < SHORT else 1):
             fork = stepper.fork()
             fork._done.clear()  # it is the time that counts, not the columns
             if reached:
                 fork.back(to=reached[0])
             found, failure = _run(fork, {role: learner}, names[-1])
-            kept = [one for one in found if one.phase in names]
-            host, device = max([host, *(one.host for one in kept)]), max([device, *(one.device for one in kept)])
+            kept = [measure for measure in found if measure.phase in names]
+            host, device = (
+                max([host, *(measure.host for measure in kept)]),
+                max([device, *(measure.device for measure in kept)]),
+            )
             if failure is not None:
-                return Trial(role, changes, sum(one.seconds for one in kept), host, device, first_line(failure[1], 300))
-            times.append(sum(one.seconds for one in kept))
+                return Trial(
+                    role, changes, sum(measure.seconds for measure in kept), host, device, first_line(failure[1], 300)
+                )
+            times.append(sum(measure.seconds for measure in kept))
     return Trial(role, changes, min(times), host, device)
 
 
@@ -200,13 +205,13 @@ def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
     longest, every = int(lengths.max()), int(batch["attention_mask"].numel())
     taken = min(budget, every)  # more than the batch has changes nothing
     budgets = {max(min(int(taken * by), every), longest) for by in (0.125, 0.25, 0.5, 2, 4)} - {taken}
-    found: list[dict[str, Any]] = [{"micro_batch_tokens": one} for one in sorted(budgets, reverse=True)]
-    found.append({"gradient_checkpointing": not now["gradient_checkpointing"]})
+    candidates: list[dict[str, Any]] = [{"micro_batch_tokens": one} for one in sorted(budgets, reverse=True)]
+    candidates.append({"gradient_checkpointing": not now["gradient_checkpointing"]})
     if now["pack"] != "no":
-        found.append({"pack": "no"})
+        candidates.append({"pack": "no"})
     if gpu and now["offload"] == "none":
-        found.append({"offload": "optimizer"})
-    return found
+        candidates.append({"offload": "optimizer"})
+    return candidates
 
 
 # --- what to paste --------------------------------------------------------------------------------
@@ -227,15 +232,15 @@ def _best(trials: list[Trial]) -> dict[str, Any]:
     if not trials:
         return {}
     base, *others = trials
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in others for name in one.changes):
-        ran = [one for one in others if name in one.changes and not one.error]
-        if base.error and found:
+    changes: dict[str, Any] = {}
+    for name in dict.fromkeys(name for trial in others for name in trial.changes):
+        ran = [trial for trial in others if name in trial.changes and not trial.error]
+        if base.error and changes:
             break  # one that lets it run is enough
-        good = [one for one in ran if base.error or _saves(base, one)]
+        good = [trial for trial in ran if base.error or _saves(base, trial)]
         if good:
-            found |= min(good, key=lambda one: (one.seconds > FASTER * base.seconds, one.seconds)).changes
-    return found
+            changes |= min(good, key=lambda trial: (trial.seconds > FASTER * base.seconds, trial.seconds)).changes
+    return changes
 
 
 def _saves(base: Trial, one: Trial) -> bool:
@@ -244,16 +249,18 @@ def _saves(base: Trial, one: Trial) -> bool:
 
 
 def _lines(role: str, learner: Any, proposed: Mapping[str, Any], trials: list[Trial]) -> list[str]:
-    base, *others = [one for one in trials if one.role == role]
+    base, *others = [trial for trial in trials if trial.role == role]
     path = learner.describe().get("path", "")
     what = f"# {role}, {path}: " + (base.error or f"{base.seconds:.2f} s, peak {gib(base.peak)} as it is")
     lines = [what]
-    for one in others:
-        told = one.error or f"{base.seconds:.2f} → {one.seconds:.2f} s, peak {gib(base.peak)} → {gib(one.peak)}"
-        if proposed.items() >= one.changes.items():
-            lines.append(f"{one},  # {told}")
-        elif not one.error and base.peak and one.peak <= LESS * base.peak:
-            lines.append(f"# {one} would take less memory: {told}")
+    for trial in others:
+        outcome = (
+            trial.error or f"{base.seconds:.2f} → {trial.seconds:.2f} s, peak {gib(base.peak)} → {gib(trial.peak)}"
+        )
+        if proposed.items() >= trial.changes.items():
+            lines.append(f"{trial},  # {outcome}")
+        elif not trial.error and base.peak and trial.peak <= LESS * base.peak:
+            lines.append(f"# {trial} would take less memory: {outcome}")
     return lines if len(lines) > 1 else [f"{what}; nothing that was tried takes less"]
 
 

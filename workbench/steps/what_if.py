@@ -138,10 +138,10 @@ def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., An
     later = (
         name for one in pipeline if one.updates for name in one.writes
     )  # a loss_mask of the update's own among them
-    made = perform(stage, batch.without(*(name for name in {*stage.writes, *later} if name in batch))).batch
+    estimated = perform(stage, batch.without(*(name for name in {*stage.writes, *later} if name in batch))).batch
     if state:
         stage.load_state(state)
-    return made
+    return estimated
 
 
 class _Bench:
