@@ -105,7 +105,7 @@ def lora(folder: Path) -> None:
 
 
 def cluster(folder: Path) -> None:
-    from workbench.cluster.connecting import require_ray
+    from workbench.cluster.session import require_ray
 
     require_ray()
 

@@ -10,8 +10,7 @@ from typing import Any
 import workbench as wb
 from workbench.cluster.status import Status, WorkerLine
 from workbench.widgets.display import Block
-from workbench.widgets.layer import ClusterTable, EpisodeFace, SamplesTable, StepperFace, TokenView
-from workbench.widgets.plots import CurvePlots
+from workbench.widgets.layer import ClusterTable, CurvePlots, EpisodeFace, SamplesTable, StepperFace, TokenView
 
 THEMES = {
     "light": {"back": "#ffffff", "ink": "rgba(0,0,0,.87)"},

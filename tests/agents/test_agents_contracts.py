@@ -60,8 +60,8 @@ from workbench.base.errors import SandboxError, WorkbenchError
 from workbench.runs.settings import MADE_AGAIN
 from workbench.sandbox import LocalSandbox
 from workbench.sandbox.protocol import Phase, Program, Result
+from workbench.testing import TEXTS
 from workbench.testing.agents import InteractionContract, ParserContract, ToolContract
-from workbench.testing.borders import TEXTS
 
 
 class TestHermes(ParserContract):

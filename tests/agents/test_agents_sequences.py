@@ -23,7 +23,7 @@ from workbench.agents.protocol import sequences
 from workbench.agents.tools import load_tools
 from workbench.base.errors import SettingError
 from workbench.dataproto import DataProto
-from workbench.dataproto.sessions import episodes
+from workbench.dataproto.core import episodes
 from workbench.engines import SamplingSettings
 from workbench.stages import EpisodeRollout, Reward
 

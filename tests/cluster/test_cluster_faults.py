@@ -25,9 +25,9 @@ from tests_patience import LONG, patience, within
 from workbench import DataProto
 from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, NonFinite, SettingError, WorkerLost
-from workbench.cluster import Cluster, RayRanks, connect, connecting, discovery
-from workbench.cluster.connecting import HEAD
-from workbench.cluster.environment import Environment
+from workbench.cluster import Cluster, RayRanks, connect, discovery, session
+from workbench.cluster.ranks import Environment
+from workbench.cluster.session import HEAD
 from workbench.engines.workers.processes import Ranks
 
 pytestmark = pytest.mark.slow
@@ -393,7 +393,7 @@ def test_E12_a_dashboard_without_its_packages_is_refused_by_name(monkeypatch: py
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "opencensus" else real(name))
     with pytest.raises(SettingError, match=r"dashboard=True; .*opencensus.*; pip install 'ray\[default\]"):
-        connecting.start(Environment(), None, 1, None, True, 30.0)
+        session.start(Environment(), None, 1, None, True, 30.0)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("opencensus"), reason="no packages of Ray's dashboard: ray[default]")
@@ -402,7 +402,7 @@ def test_E12_the_dashboard_refuses_what_a_page_sends(local: Cluster) -> None:
     with connect(cpus=1, object_store_memory=100 << 20, dashboard=True) as own:
         url = next(note for note in own.notes if note.startswith("the dashboard is at ")).split(" at ")[1]
         assert url.startswith("http://127.0.0.1:")
-        token = {"Authorization": f"Bearer {connecting.known_token()}"}
+        token = {"Authorization": f"Bearer {session.known_token()}"}
         page = {"Origin": "http://evil.example", "User-Agent": "Mozilla/5.0", "Sec-Fetch-Site": "cross-site"}
         rebound = {
             "Host": "evil.example:8265",

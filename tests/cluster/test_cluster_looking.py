@@ -24,10 +24,9 @@ from workbench.base.activity import Asked
 from workbench.base.errors import EngineError, SettingError
 from workbench.cluster import Cluster, RayRanks, connect
 from workbench.cluster.actor import _nvidia_smi
-from workbench.cluster.environment import nsight_options
 from workbench.cluster.pools import Node
-from workbench.cluster.profiling import Profile
-from workbench.cluster.status import MUTE, CallLine, Logs, Status, WorkerLine
+from workbench.cluster.ranks import nsight_options
+from workbench.cluster.status import MUTE, CallLine, Logs, Profile, Status, WorkerLine
 from workbench.cluster.timeline import Event, Timeline, ordered
 from workbench.runs.loop import StepReport
 from workbench.stages import Stage

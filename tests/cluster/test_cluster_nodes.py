@@ -21,7 +21,7 @@ import pytest
 from tests_patience import LONG, patience, within
 
 from workbench.base.errors import EngineError, SettingError, WorkerLost
-from workbench.cluster import connect, connecting, discovery
+from workbench.cluster import connect, discovery, session
 
 pytestmark = pytest.mark.slow
 TOKEN = "0123456789abcdef" * 4
@@ -139,7 +139,7 @@ def test_E11_over_ray_client_a_token_that_is_wrong_or_not_there_is_said_and_nobo
         with pytest.raises(EngineError, match=told + "no token here"):
             connect(f"ray://127.0.0.1:{port}")
         monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-        connecting._probe(f"ray://127.0.0.1:{port}", patience(10))
+        session._probe(f"ray://127.0.0.1:{port}", patience(10))
         server.kill()
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))

@@ -22,11 +22,10 @@ from tests_patience import LONG, within
 
 from workbench import DataProto
 from workbench.base.errors import BatchError, EngineError, SettingError
-from workbench.cluster import connecting, discovery, plan, scatter
-from workbench.cluster.environment import Environment
+from workbench.cluster import discovery, plan, scatter, session
 from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Node
-from workbench.cluster.ranks import tail
+from workbench.cluster.ranks import Environment, tail
 from workbench.cluster.status import Status, WorkerLine
 from workbench.cluster.timeline import Event, ordered
 from workbench.cluster.transport import pack
@@ -53,14 +52,14 @@ def test_ray_is_imported_when_a_cluster_is_asked_for_and_not_before() -> None:
 def test_without_ray_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"Ray is not installed; pip install 'rl-workbench\[cluster\]'"):
-        connecting.require_ray()
+        session.require_ray()
 
 
 def test_every_wait_goes_through_the_one_wrapper() -> None:
     for path in sorted((ROOT / "workbench" / "cluster").glob("*.py")):
         for one in ast.walk(ast.parse(path.read_text())):
             if isinstance(one, ast.Call) and ast.unparse(one.func) in ("ray.get", "ray.wait"):
-                assert path.name == "waiting.py", f"{path.name}:{one.lineno}"
+                assert path.name == "transport.py", f"{path.name}:{one.lineno}"
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -377,18 +376,18 @@ def test_a_busy_machine_gets_as_long_as_it_is_given(monkeypatch: pytest.MonkeyPa
 
     def init(what: str, environment: Environment, notes: list[str], **options: Any) -> Any:
         try:
-            return services.get_node("address", "id"), os.environ[connecting._GCS_WAIT]
+            return services.get_node("address", "id"), os.environ[session._GCS_WAIT]
         except RuntimeError:
             raise EngineError("The current node timed out during startup.") from None
 
-    monkeypatch.delenv(connecting._GCS_WAIT, raising=False)
+    monkeypatch.delenv(session._GCS_WAIT, raising=False)
     monkeypatch.setattr(services, "get_node", get_node)
-    monkeypatch.setattr(connecting, "_init", init)
-    assert connecting._begin(Environment(), [], 60.0) == ("a node", "60")
-    assert len(asked) == 3 and services.get_node is get_node and connecting._GCS_WAIT not in os.environ
+    monkeypatch.setattr(session, "_init", init)
+    assert session._begin(Environment(), [], 60.0) == ("a node", "60")
+    assert len(asked) == 3 and services.get_node is get_node and session._GCS_WAIT not in os.environ
     asked.clear()
     with pytest.raises(EngineError, match=r"did not start in 0 s.*start_seconds="):
-        connecting._begin(Environment(), [], 0.0)
+        session._begin(Environment(), [], 0.0)
 
 
 DIES = """#!/bin/sh
@@ -422,10 +421,10 @@ def test_a_process_of_rays_that_has_ended_is_not_waited_for(tmp_path: Path, monk
 
     notes: list[str] = []
     monkeypatch.setattr(services, "get_node", no_node)
-    monkeypatch.setattr(connecting, "_init", init)
+    monkeypatch.setattr(session, "_init", init)
     why = r"raylet \(pid \d+\) ended: "
     with pytest.raises(EngineError, match=rf"ended, twice; expected processes that stay; found {why}") as caught:
-        connecting._begin(Environment(), notes, 3600.0)
+        session._begin(Environment(), notes, 3600.0)
     assert "start_seconds" not in str(caught.value) and len(started) == 2
     assert len(notes) == 1 and re.match(rf"{why}.*; Ray was started once more", notes[0])
     for one in started:

@@ -14,8 +14,7 @@ from tests_lint import lint
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError
-from workbench.cluster.rates import Rates, _fitted
-from workbench.cluster.simulating import Layout, Simulated, _Clock, _Replica, _Servers, simulate
+from workbench.cluster.simulating import Layout, Rates, Simulated, _Clock, _fitted, _Replica, _Servers, simulate
 from workbench.views.clusters import simulation_figure
 
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.compat.verl_account import Row, account, canonical, has_turns
+from workbench.compat.verl_account import Row, account, canonical, entries, find, has_turns, keys, known
 from workbench.compat.verl_command import Command, parsed, read_command
-from workbench.compat.verl_keys import entries, find, keys, known
 
 COMMANDS = Path(__file__).parent / "verl_commands.txt"
 NUMBERS = frozenset(

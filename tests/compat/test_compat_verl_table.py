@@ -19,7 +19,7 @@ from verl_table import METRICS, OURS, PAGE, matching, page, rows
 import workbench as wb
 from workbench import functional as F
 from workbench.base.metrics import reduce
-from workbench.compat.verl_keys import entries, keys
+from workbench.compat.verl_account import entries, keys
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import LossCounts
 from workbench.functional import balancing

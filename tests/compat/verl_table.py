@@ -1,4 +1,4 @@
-"""The table verl's metric → workbench's → the same, or how it differs; docs/verl.md is made of it, and of `compat.verl_keys`.
+"""The table verl's metric → workbench's → the same, or how it differs; docs/verl.md is made of it, and of `compat.verl_account`.
 
 A row is `verl's | ours | note`. `=` in place of ours: the same name and number, `≈`: the same up to the randomness of draws;
 `test_compat_verl_table.py` compares both beside verl. `—`: there is none, and the note says why. Any other ours is another name,
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench.compat.verl_keys import Entry, entries, keys
+from workbench.compat.verl_account import Entry, entries, keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 

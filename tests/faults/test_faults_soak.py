@@ -31,7 +31,7 @@ from test_faults_runs import alive, numbers, rows_in
 from tests_patience import LONG, within
 
 import workbench as wb
-from workbench.dataproto.same import same
+from workbench.dataproto.value import same
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).with_name("soak_driver.py")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests_patience import examples
 
 from workbench import functional as F
-from workbench.functional import blocks, masking, returns
+from workbench.functional import masking, returns
 
 Batch = dict[str, torch.Tensor]
 Result = tuple[torch.Tensor, ...]
@@ -97,16 +97,16 @@ def batches(draw: Any) -> Batch:
 def in_blocks_of(rows: int) -> Iterator[None]:
     """Everything in blocks of so few rows, on huge pages."""
     with pytest.MonkeyPatch.context() as patch:
-        whole = blocks.by_rows
+        whole = masking.by_rows
 
         def cut(formula: Any, *given_: torch.Tensor, elements: int = 0) -> Any:
             width = max(one[:1].numel() for one in given_)
             return whole(formula, *given_, elements=rows * width if given_[0].dim() > 1 else 2**20)
 
-        for module in ("losses", "masking", "kl", "returns", "advantages", "blocks"):
+        for module in ("losses", "masking", "returns", "advantages"):
             patch.setattr(f"workbench.functional.{module}.by_rows", cut)
         patch.setattr(masking, "ELEMENTS", 0)
-        patch.setattr(blocks, "LARGE", 1)
+        patch.setattr(masking, "LARGE", 1)
         yield
 
 
@@ -252,4 +252,4 @@ def test_only_what_flows_back_through_a_token_that_counts_reaches_the_log_probs(
 
 
 def test_blocks_are_larger_where_a_step_works_on_columns() -> None:
-    assert returns._ELEMENTS > blocks.ELEMENTS
+    assert returns._ELEMENTS > masking.ELEMENTS

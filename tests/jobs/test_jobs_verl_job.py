@@ -12,8 +12,7 @@ import pytest
 import workbench as wb
 from workbench.base.errors import SettingError
 from workbench.cli import main
-from workbench.compat.verl_account import canonical
-from workbench.compat.verl_keys import ESTIMATORS
+from workbench.compat.verl_account import ESTIMATORS, canonical
 from workbench.jobs.parameters import declared_parameters
 from workbench.jobs.verl_job import _planned
 from workbench.jobs.verl_plan import plan

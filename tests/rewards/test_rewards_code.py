@@ -17,7 +17,7 @@ from workbench.rewards.case_harness import decode, encode
 from workbench.rewards.cases import read_cases
 from workbench.rewards.code import extract_code, same_output, same_value
 from workbench.sandbox import LocalSandbox
-from workbench.testing import borders
+from workbench.testing import VALUES, answer
 from workbench.testing.rewards import RewardContract, answered
 
 
@@ -371,13 +371,13 @@ def test_tests_that_cannot_be_read_are_named(tests: Any, extra: dict[str, Any], 
 
 
 def test_any_tests_are_read_or_refused() -> None:
-    for value in borders.VALUES.values():
+    for value in VALUES.values():
         for tests in (value, [value, value], {"inputs": value, "outputs": value}, {"test_cases": value}, {"assert_case": [value]},
                       {"fn_name": "f", "inputs": [value], "outputs": [value]}, [{"input": value, "output": value}], {"test": value}):  # fmt: skip
-            found = borders.answer(lambda: read_cases(tests, {}))  # noqa: B023
+            found = answer(lambda: read_cases(tests, {}))  # noqa: B023
             assert isinstance(found, DataError) or found
         for extra in (value, {"test_cases": value}, {"fn_name": value}, {"metadata": value}):
-            found = borders.answer(lambda: read_cases([["1", "2"]] if extra != {"test_cases": value} else None, extra))  # noqa: B023
+            found = answer(lambda: read_cases([["1", "2"]] if extra != {"test_cases": value} else None, extra))  # noqa: B023
             assert isinstance(found, DataError) or found
 
 

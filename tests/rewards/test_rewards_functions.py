@@ -33,7 +33,7 @@ from workbench.rewards import (
     runner,
 )
 from workbench.rewards.base import as_score, row_views
-from workbench.testing.borders import VALUES
+from workbench.testing import VALUES
 from workbench.testing.rewards import RewardContract, answered
 
 BATCH = answered(["#### 4", "#### 5", "six"], ["4", "4", "6"])

@@ -20,8 +20,7 @@ from workbench.base.errors import EngineError, SettingError
 from workbench.engines.protocol import Classified
 from workbench.rewards import Judge, PairwiseJudge, Pointwise, RateLimit, RewardModel, Status, Verdict
 from workbench.rewards.judge import Unparseable, delimited, fill, instructions, parse
-from workbench.testing.rewards import RewardContract, answered
-from workbench.testing.scorers import JudgeContract
+from workbench.testing.rewards import JudgeContract, RewardContract, answered
 from workbench.views import samples
 
 

@@ -15,7 +15,7 @@ from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.stages import Advantage
 from workbench.steps.trace import describe_settings
-from workbench.testing.estimators import EstimatorContract, a_batch
+from workbench.testing.stages import EstimatorContract, a_batch
 
 STAGES: dict[str, Callable[[], Advantage]] = {
     **{

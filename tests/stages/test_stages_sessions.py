@@ -18,7 +18,7 @@ from workbench.agents import AgentLoopBase, Transcript, TurnTokens
 from workbench.base.errors import RewardError, SettingError
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
-from workbench.dataproto.sessions import alike, episodes, is_last, last_rows, row_name
+from workbench.dataproto.core import alike, episodes, is_last, last_rows, row_name
 from workbench.stages import Advantage, FilterGroups, Pipeline, Reward, Update
 from workbench.stages.filtering import joined
 from workbench.stages.stage import Outcome

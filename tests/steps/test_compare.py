@@ -11,7 +11,7 @@ import torch
 
 import workbench as wb
 from workbench.dataproto import DataProto
-from workbench.dataproto.same import unchanged
+from workbench.dataproto.value import unchanged
 from workbench.engines import Sample
 from workbench.rewards import Score
 from workbench.stages.rollout import columns_of

@@ -9,8 +9,7 @@ import pandas
 import pytest
 
 from workbench.runs.symptoms import Symptom
-from workbench.views.curve_axes import PHASES, label, smooth, thin
-from workbench.views.curves import PANEL, panel, png
+from workbench.views.curves import PANEL, PHASES, label, panel, png, smooth, thin
 
 ROWS = [
     {"training/global_step": step, "critic/score/mean": step / 10, "actor/kl_loss": 0.1, "actor/grad_norm": None}

@@ -16,8 +16,8 @@ from workbench.runs import evaluate
 from workbench.runs.folder import write_json
 from workbench.steps.trace import Phase
 from workbench.testing.rewards import answered
-from workbench.views.beside import words
 from workbench.views.document import html, text
+from workbench.views.sample_table import words
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m"
 PROMPTS = ("How many apples?", "How many pears?", f"Say {HOSTILE}")

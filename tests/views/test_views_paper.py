@@ -12,8 +12,7 @@ import pytest
 
 from workbench.base.errors import SettingError
 from workbench.runs.symptoms import Symptom
-from workbench.views.curve_axes import smooth
-from workbench.views.curves import figure, save_figure
+from workbench.views.curves import figure, save_figure, smooth
 
 ROWS = [
     {"training/global_step": step, "critic/score/mean": step / 10, "actor/kl_loss": 0.1, "timing_s/rollout": 1.0}

@@ -13,8 +13,7 @@ import workbench as wb
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
 from workbench.views import document as doc
-from workbench.views.beside import difference
-from workbench.views.sample_table import samples_table
+from workbench.views.sample_table import difference, samples_table
 from workbench.views.samples import SampleIndex, samples
 
 NAN = float("nan")

@@ -15,8 +15,8 @@ from tests_lab import in_chromium, watched_page
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError
-from workbench.views.curve_axes import memory, smooth
-from workbench.widgets.plots import CurvePlots
+from workbench.views.curves import memory, smooth
+from workbench.widgets.layer import CurvePlots
 
 
 def folder(path: Path, rows: list[dict[str, Any]]) -> wb.Run:

@@ -27,8 +27,16 @@ from workbench.rewards import Score
 from workbench.testing.rewards import answered
 from workbench.views.curves import Live
 from workbench.widgets import layer
-from workbench.widgets.layer import ClusterTable, Cover, EpisodeFace, Layer, SamplesTable, StepperFace, TokenView
-from workbench.widgets.plots import CurvePlots
+from workbench.widgets.layer import (
+    ClusterTable,
+    Cover,
+    CurvePlots,
+    EpisodeFace,
+    Layer,
+    SamplesTable,
+    StepperFace,
+    TokenView,
+)
 
 VIEW, HTML, TEXT = "application/vnd.jupyter.widget-view+json", "text/html", "text/plain"
 
@@ -137,7 +145,7 @@ def test_without_widgets_a_view_shows_its_static_form_and_one_line_that_enables_
     thing = views[name]
     for module in [one for one in sys.modules if one.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    for module in ("anywidget", "anywidget.widget", "workbench.widgets.layer", "workbench.widgets.plots"):
+    for module in ("anywidget", "anywidget.widget", "workbench.widgets.layer"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type] # its import raises ModuleNotFoundError
     (shown,) = displayed(thing, monkeypatch)

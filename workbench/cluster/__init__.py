@@ -6,9 +6,8 @@ from types import ModuleType
 from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Plan, Pool, plan
 from workbench.cluster.ranks import RayRanks
-from workbench.cluster.rates import Rates
 from workbench.cluster.session import Cluster, connect, open_engine
-from workbench.cluster.simulating import Layout, simulate
+from workbench.cluster.simulating import Layout, Rates, simulate
 from workbench.cluster.transport import Scatter, scatter
 
 __all__ = [

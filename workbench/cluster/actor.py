@@ -79,13 +79,13 @@ class Worker:
     def _end_profile(self) -> bytes:
         import tempfile
 
-        made, self.profiler = self.profiler, None
-        if made is None:
+        profiler, self.profiler = self.profiler, None
+        if profiler is None:
             return b""
-        made.stop()
+        profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json.gz")
-            made.export_chrome_trace(path)
+            profiler.export_chrome_trace(path)
             with open(path, "rb") as file:
                 return file.read()
 

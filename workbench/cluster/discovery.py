@@ -106,15 +106,15 @@ def _with_descendants(processes: Iterator[psutil.Process] | list[psutil.Process]
     """Those whose command line has all of these words, and what they have started."""
     import psutil
 
-    found: dict[int, Process] = {}
-    for one in processes:
+    members: dict[int, Process] = {}
+    for candidate in processes:
         with suppress(psutil.Error):
-            command = " ".join(one.cmdline())
-            if one.pid != os.getpid() and all(word in command for word in words):
-                for member in (one, *one.children(recursive=True)):
+            command = " ".join(candidate.cmdline())
+            if candidate.pid != os.getpid() and all(word in command for word in words):
+                for member in (candidate, *candidate.children(recursive=True)):
                     with suppress(psutil.Error):
-                        found[member.pid] = process(member.pid)
-    return list(found.values())
+                        members[member.pid] = process(member.pid)
+    return list(members.values())
 
 
 def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
@@ -122,12 +122,12 @@ def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
     import psutil
 
     until = time.monotonic() + seconds
-    while time.monotonic() < until and any(one.alive() for one in processes):
+    while time.monotonic() < until and any(process_.alive() for process_ in processes):
         time.sleep(0.05)
-    late = [one for one in processes if one.alive()]
-    for one in late:
+    late = [process_ for process_ in processes if process_.alive()]
+    for straggler in late:
         with suppress(psutil.Error):
-            psutil.Process(one.pid).kill()
+            psutil.Process(straggler.pid).kill()
     return late
 
 
@@ -159,11 +159,11 @@ def _folder() -> Path:
 def remember(session: str, processes: Sequence[Process]) -> Record:
     """Write a `Record` of a Ray session that this process started, so that its processes can be found after a crash."""
     path = _folder() / f"{session}.json"
-    made = Record(process(os.getpid()), session, tuple(processes), path)
+    record = Record(process(os.getpid()), session, tuple(processes), path)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(made), default=str), encoding="utf-8")
+    part.write_text(json.dumps(asdict(record), default=str), encoding="utf-8")
     part.replace(path)
-    return made
+    return record
 
 
 def records() -> Iterator[Record]:
@@ -207,11 +207,11 @@ def known() -> dict[str, str]:
 
 def pointed_at() -> dict[str, str]:
     """Where a cluster's address is written (`RAY_ADDRESS`, or the path of Ray's `ray_current_cluster`) → the address."""
-    found = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "")}
+    addresses = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "")}
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     with suppress(OSError, UnicodeDecodeError):
-        found[str(file)] = file.read_text(encoding="utf-8").strip()
-    return {where: address for where, address in found.items() if address}
+        addresses[str(file)] = file.read_text(encoding="utf-8").strip()
+    return {where: address for where, address in addresses.items() if address}
 
 
 def answers(address: str, seconds: float = 3.0) -> str | None:

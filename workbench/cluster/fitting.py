@@ -1,29 +1,95 @@
 """Whether a placement fits: the memory of each process in each phase of a step, before anything starts.
 
-What learning and scoring take is measured on the learner's own code without its weights (`engines.rehearsal`). The phases take
-turns, so that a process needs the most of any of them, not their sum; while the learner works, colocated vLLM sleeps.
+`Cluster.place` starts what is measured, a `Placement`. What learning and scoring take is measured on the learner's
+own code without its weights (`engines.rehearsal`). The phases take turns, so that a process needs the most of any of
+them, not their sum; while the learner works, colocated vLLM sleeps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.base.config import require
-from workbench.base.errors import SettingError
+from workbench.base.config import Settings, require
+from workbench.base.errors import SettingError, unknown
 from workbench.base.memory import gib
 from workbench.base.shown import Shown
-from workbench.cluster.placement import Placement, spread
 from workbench.cluster.pools import Node
 from workbench.engines.fsdp_engine.meshes import ranks_of
 from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
-from workbench.engines.settings import FsdpSettings
+from workbench.engines.settings import FsdpSettings, LocalSettings, VllmSettings
+
+CPU_RANKS = 2
+"""Ranks of a learner where the cluster has no GPU and `ranks` is not given."""
+ALONE = 0.9
+"""`gpu_memory_utilization` of a sampler in a pool of its own."""
+SAMPLERS: dict[str | None, type[Settings]] = {"vllm": VllmSettings, "local": LocalSettings}
+"""Engines that can sample for a placed learner, and their settings."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A learner's settings and ranks, and its samplers: how large each is, and whether they share the learner's devices."""
+
+    learner: FsdpSettings
+    ranks: int
+    gpus: bool
+    """Whether its processes have a GPU each."""
+    sampler: str | None = "vllm"
+    tensor_parallel_size: int = 1
+    apart: bool = False
+    """Whether the samplers have a pool of their own."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the sampler that were asked for."""
+
+    def __post_init__(self) -> None:
+        tp, expected = self.tensor_parallel_size, "sampler='vllm'"
+        if self.sampler is not None and self.sampler not in SAMPLERS:
+            raise SettingError(unknown("sampler", self.sampler, tuple(filter(None, SAMPLERS))))
+        require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
+        require(tp == 1 or self.sampler == "vllm", f"tensor_parallel_size={tp}", expected=expected, found=self.sampler)
+
+    @property
+    def shared(self) -> bool:
+        """Whether learner and samplers take turns on the same GPUs: the samplers sleep while the learner works."""
+        return self.gpus and not self.apart and self.sampler is not None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The samplers' settings."""
+        usual: dict[str, Any] = {}
+        if self.sampler == "vllm":
+            usual = {"tensor_parallel_size": self.tensor_parallel_size, "sleep_mode": self.shared}
+            usual |= {"gpu_memory_utilization": ALONE} if self.gpus and self.apart else {}
+        return usual | dict(self.given)
+
+    @property
+    def sampler_settings(self) -> Any:
+        """`sampling` as `VllmSettings` or `LocalSettings`; None without samplers."""
+        return None if self.sampler is None else SAMPLERS[self.sampler].from_parameters(self.sampling)
+
+
+def spread(there: Sequence[Node], size: int | None, gpus: int) -> list[int]:
+    """Processes on each node, the emptiest first; with no `gpus` each, `CPU_RANKS` of them where `size` is None."""
+    room = [int(min(one.free_gpus // gpus, one.free_cpus) if gpus else one.free_cpus) for one in there]
+    left = size if size is not None else sum(room) if gpus else min(CPU_RANKS, sum(room))
+    counts: list[int] = []
+    for free in sorted(room, reverse=True):
+        if (taken := min(free, left)) > 0:
+            counts.append(taken)
+            left -= taken
+    counts = counts or [0]
+    counts[-1] += left  # more than there is: refused by the plan, in its words
+    return counts if counts != [0] else [1]
+
+
+# --- whether it fits --------------------------------------------------------------------------------
 
 SHARE = 0.9
 """Of a process's memory that may be planned for: the rest is for a GPU's context, for buffers and fragments."""
@@ -111,11 +177,11 @@ class Fit(Shown):
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
         """What each setting that saves memory buys, alone: measured when it is first asked for."""
-        found = []
+        choices = []
         for name, arguments, cost in _further(self):
             other = self._with(**arguments)
-            found.append(Choice(name, arguments, cost, self.needed - other.needed, other.fits))
-        return tuple(found)
+            choices.append(Choice(name, arguments, cost, self.needed - other.needed, other.fits))
+        return tuple(choices)
 
     @cached_property
     def proposal(self) -> Mapping[str, Any] | None:
@@ -159,19 +225,19 @@ _NOT_PLACED = ("tokens", "nodes", "gpus", "memory", "reference", "critic")
 def _further(fit: Fit) -> list[tuple[str, dict[str, Any], str]]:
     """(name, arguments, cost) of what can save memory and is not set, the cheapest first."""
     settings, gpus = fit.placement.learner, fit.placement.gpus
-    found: list[tuple[str, dict[str, Any], str]] = []
+    savings: list[tuple[str, dict[str, Any], str]] = []
     if not settings.gradient_checkpointing:
-        found.append(("gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"))
+        savings.append(("gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"))
     length = fit.asked["tokens"]
     if settings.budget("cuda" if gpus else "cpu") > length:
-        found.append(("micro-batches of one sequence", {"micro_batch_tokens": length}, "more, smaller passes"))
+        savings.append(("micro-batches of one sequence", {"micro_batch_tokens": length}, "more, smaller passes"))
     if gpus and settings.offload == "none":
-        found.append(("moments in host memory", {"offload": "optimizer"}, "two copies of them over the bus a step"))
+        savings.append(("moments in host memory", {"offload": "optimizer"}, "two copies of them over the bus a step"))
     if gpus and settings.offload != "all":
-        found.append(("all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"))
+        savings.append(("all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"))
     if not settings.lora_rank:
-        found.append(("adapter (LoRA r=32)", {"lora_rank": 32, "offload": "none"}, "trains adapters alone"))
-    return found
+        savings.append(("adapter (LoRA r=32)", {"lora_rank": 32, "offload": "none"}, "trains adapters alone"))
+    return savings
 
 
 def fits(
@@ -201,7 +267,7 @@ def fits(
     model cannot be measured.
     """
     require(tokens > 1, "tokens", expected="≥ 2, prompt and response together", found=tokens)
-    asked = {name: one for name, one in locals().items() if name not in ("model", "settings")} | settings
+    arguments = {name: value for name, value in locals().items() if name not in ("model", "settings")} | settings
     live = [node for node in nodes if node.alive] or [Node("", "", "", True, gpus or 1, gpus, gpus or 1, gpus, 0)]
     there = any(node.gpus for node in live)
     whole = [replace(node, free_cpus=node.cpus, free_gpus=node.gpus) for node in live]
@@ -209,35 +275,35 @@ def fits(
         settings.pop(name, None)  # no matter of memory
     chosen = FsdpSettings.from_parameters(settings)
     size = ranks_of(chosen.mesh, ranks) or sum(spread(whole, None, int(there)))
-    made = Placement(chosen, size, there, sampler, tensor_parallel_size, rollout is not None, sampler_settings or {})
+    placed = Placement(chosen, size, there, sampler, tensor_parallel_size, rollout is not None, sampler_settings or {})
     have, source = (memory, "as given") if memory is not None else _memory(live if nodes else (), there)
-    phases, parameters, cached = _phases(model, made, tokens, have, reference, critic)
-    return Fit(model, asked, made, parameters, phases, have, source, cached)
+    phases, parameters, cached = _phases(model, placed, tokens, have, reference, critic)
+    return Fit(model, arguments, placed, parameters, phases, have, source, cached)
 
 
 def _phases(
-    model: Any, made: Placement, tokens: int, have: int, reference: bool, critic: bool
+    model: Any, placement: Placement, tokens: int, have: int, reference: bool, critic: bool
 ) -> tuple[tuple[Phase, ...], int, int | None]:
     """(phases of a step, parameters, tokens of cache)."""
-    kind = "cuda" if made.gpus else "cpu"
-    shape = Shape.of(made.learner.budget(kind), tokens)
-    policy = sharded(model, made.learner, made.ranks, shape, gpu=made.gpus)
-    config, settings = config_of(model, made.learner)
-    own = [] if made.gpus else [Part("process", "Python and torch", PROCESS)]
-    beside = list(own)
+    kind = "cuda" if placement.gpus else "cpu"
+    shape = Shape.of(placement.learner.budget(kind), tokens)
+    policy = sharded(model, placement.learner, placement.ranks, shape, gpu=placement.gpus)
+    config, settings = config_of(model, placement.learner)
+    runtime = [] if placement.gpus else [Part("process", "Python and torch", PROCESS)]
+    beside = list(runtime)
     if reference and not settings.lora_rank:
         beside.append(Part("reference", "weights", policy.weights))
     held = [*beside, *_held("policy", policy)]
     learn, score = [*beside, *_learning("policy", policy)], [*beside, *_scoring("policy", policy)]
     if critic:
-        values = sharded(model, made.learner, made.ranks, shape, gpu=made.gpus, head=True)
+        values = sharded(model, placement.learner, placement.ranks, shape, gpu=placement.gpus, head=True)
         turns = [[*_held("policy", policy), *_learning("critic", values)], [*learn, *_held("critic", values)]]
         learn = max(([*beside, *turns[0]], turns[1]), key=lambda parts: sum(part.size for part in parts))
         score, held = [*score, *_held("critic", values)], [*held, *_held("critic", values)]
-    sampling, cached = _sampling(made, config, policy, have)
+    sampling, cached = _sampling(placement, config, policy, have)
     phases = [Phase("score", tuple(score)), Phase("learn", tuple(learn))]
     if sampling:
-        phases.insert(0, Phase("sample", tuple([*held, *sampling] if made.shared else [*own, *sampling])))
+        phases.insert(0, Phase("sample", tuple([*held, *sampling] if placement.shared else [*runtime, *sampling])))
     return tuple(phases), policy.parameters, cached
 
 
@@ -255,20 +321,20 @@ def _scoring(role: str, found: Footprint) -> list[Part]:
 
 
 def _sampling(
-    made: Placement, config: Mapping[str, Any], policy: Footprint, have: int
+    placement: Placement, config: Mapping[str, Any], policy: Footprint, have: int
 ) -> tuple[list[Part], int | None]:
     """(what a sampler holds, tokens of its cache): vLLM's cache is what is left of its share."""
-    if made.sampler is None:
+    if placement.sampler is None:
         return [], None
-    chosen, tp = made.sampler_settings, made.tensor_parallel_size if made.gpus else 1
-    if made.sampler == "local":
+    chosen, tp = placement.sampler_settings, placement.tensor_parallel_size if placement.gpus else 1
+    if placement.sampler == "local":
         return [Part("sampler", "weights", 4 * policy.parameters)], None
-    width = 4 if chosen.dtype == "float32" or (chosen.dtype == "auto" and not made.gpus) else 2
+    width = 4 if chosen.dtype == "float32" or (chosen.dtype == "auto" and not placement.gpus) else 2
     weights = policy.parameters * width // tp
     cache = (chosen.kv_cache_memory_mb or 0) << 20
     if not cache:
-        cache = int(chosen.gpu_memory_utilization * have) - weights - GRAPHS if made.gpus else CPU_CACHE
-    graphs = [Part("sampler", "graphs", GRAPHS)] if made.gpus else []
+        cache = int(chosen.gpu_memory_utilization * have) - weights - GRAPHS if placement.gpus else CPU_CACHE
+    graphs = [Part("sampler", "graphs", GRAPHS)] if placement.gpus else []
     parts = [Part("sampler", "weights", weights), *graphs, Part("sampler", "KV cache", max(cache, 0))]
     token = _cached_token(language(config), tp) * width
     return parts, max(cache, 0) // token if token else None

@@ -12,9 +12,8 @@ from typing import Any
 from workbench.base.errors import EngineError, SettingError
 from workbench.base.shown import Shown
 from workbench.cluster import pools
-from workbench.cluster.environment import Environment
 from workbench.cluster.pools import Plan, Pool, nodes
-from workbench.cluster.ranks import RayRanks, started
+from workbench.cluster.ranks import Environment, RayRanks, started
 from workbench.cluster.timeline import Event, Timeline, ordered
 
 FREE_SECONDS = 4.0
@@ -139,14 +138,14 @@ class Session(Shown):
             if pool not in self.pools:
                 raise SettingError(f"pool {pool!r} is not held", expected=f"one of {', '.join(self.pools) or '(none)'}")
             pool = self.pools[pool]
-        there = [one for one in self.groups if one.pool is pool]
-        taken = Counter(seat for one in there for seat in one.seats)
+        there = [group for group in self.groups if group.pool is pool]
+        taken = Counter(seat for group in there for seat in group.seats)
         if any(seat >= pool.size or taken[seat] >= pool.colocated for seat in seats):
             expected = f"at most {pool.size} ranks and {pool.colocated} groups on it"
-            found = f"groups {', '.join(one.name for one in there) or 'none'}"
+            occupants = f"groups {', '.join(group.name for group in there) or 'none'}"
             do = "close a group, or hold the pool with a larger colocated="
             what = f"pool {pool.name!r} has no room for {len(seats)} workers"
-            raise SettingError(what, expected=expected, found=found, do=do)
+            raise SettingError(what, expected=expected, found=occupants, do=do)
         return pool
 
     def _room(self, size: int, cpus: float, gpus: float) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.base.errors import SettingError, WorkerLost, unknown
+from workbench.cluster.fitting import ALONE, Placement, spread
 from workbench.cluster.holding import Session
-from workbench.cluster.placement import ALONE, Placement, spread
 from workbench.cluster.pools import Pool, nodes
 from workbench.cluster.ranks import RayRanks
 from workbench.engines.fsdp_engine.engine import fsdp
@@ -81,31 +81,33 @@ def place(
     Raises `SettingError` before anything starts where there is no room or a name is unknown, `EngineError` with the worker's
     own message where an engine does not start.
     """
-    asked, tp = (str(model), sampler), tensor_parallel_size
+    identity, tp = (str(model), sampler), tensor_parallel_size
     chosen, apart = FsdpSettings.from_parameters(settings), rollout is not None
     ranks = ranks_of(chosen.mesh, ranks)
-    made = Placement(chosen, ranks or 1, False, sampler, tp, apart, sampler_settings or {})
-    _admit(cluster, learner, asked, ranks, pool, rollout)
+    placement = Placement(chosen, ranks or 1, False, sampler, tp, apart, sampler_settings or {})
+    _admit(cluster, learner, identity, ranks, pool, rollout)
     held, members = list[Pool](), None
     with ExitStack() as ends:  # what it has to end, the last first: where something fails, or with the engine
         ends.callback(_give_back, cluster, held)
         actors = _hold(cluster, pool, ranks, 2 if sampler and rollout is None else 1, 1, held)
-        made = replace(made, ranks=ranks or actors.size, gpus=actors.plan.gpus > 0)
-        group, workers = _group(cluster, actors, made, threads, scratch)
+        placement = replace(placement, ranks=ranks or actors.size, gpus=actors.plan.gpus > 0)
+        group, workers = _group(cluster, actors, placement, threads, scratch)
         ends.callback(group.close)
         if sampler is not None:
             places = _sampling_seats(cluster, actors, rollout, replicas, tp, held)
-            given = {"kind": sampler, "settings": made.sampling, "threads": threads}
-            members = _hosted(cluster, "rollout", model, _where(*places, workers if made.shared else None), **given)
+            given = {"kind": sampler, "settings": placement.sampling, "threads": threads}
+            members = _hosted(
+                cluster, "rollout", model, _where(*places, workers if placement.shared else None), **given
+            )
             ends.callback(members.close)
         engine: Any = fsdp(model, on=group, scratch=scratch, template_switches=template_switches, **settings)
         if members is not None:
             _start_all(members)
             check_tokens(engine, members)
         kept = ends.pop_all()
-    engine = engine if members is None else Placed(engine, members, made.shared and sampler == "vllm", kept)
+    engine = engine if members is None else Placed(engine, members, placement.shared and sampler == "vllm", kept)
     for one in held:
-        one.placed = asked, engine
+        one.placed = identity, engine
     return engine
 
 
@@ -168,7 +170,7 @@ def judge(
 def _admit(
     cluster: Session,
     learner: str,
-    asked: tuple[str, str | None],
+    identity: tuple[str, str | None],
     ranks: int | None,
     pool: str,
     rollout: str | None,
@@ -183,7 +185,7 @@ def _admit(
     for there in [cluster.pools[name] for name in {pool, rollout or pool} if name in cluster.pools]:
         if there.placed is not None:
             before, engine = there.placed
-            if before != asked:
+            if before != identity:
                 do = "close() that engine, or name another pool (pool=, rollout=)"
                 raise SettingError(f"pool {there.name!r} is held for another engine", found=repr(engine), do=do)
             engine.close()
@@ -218,16 +220,16 @@ def _sampling_seats(
     if rollout is not None:
         apart = _hold(cluster, rollout, replicas or (None if gpus else 1), 1, tp, held)
         if 0 < apart.plan.gpus < tp:
-            expected, found = f"{tp} GPUs a process, for tensor_parallel_size={tp}", f"{apart.plan.gpus:g}"
+            expected, shortage = f"{tp} GPUs a process, for tensor_parallel_size={tp}", f"{apart.plan.gpus:g}"
             do = f"hold it with gpus={tp}: cluster.hold({{{rollout!r}: [1]}}, gpus={tp})"
-            raise SettingError(f"pool {rollout!r}", expected=expected, found=found, do=do)
+            raise SettingError(f"pool {rollout!r}", expected=expected, found=shortage, do=do)
         return apart, [[seat] for seat in range(replicas or apart.size)]
     blocks = _blocks(actors, tp)
     count = replicas if replicas is not None else len(blocks) if gpus else 1
     if not blocks or count > len(blocks):
-        found = f"room for {len(blocks)} in pool {actors.name!r} ({actors.size} processes)"
+        shortage = f"room for {len(blocks)} in pool {actors.name!r} ({actors.size} processes)"
         do = "ask for fewer replicas, or a smaller tensor_parallel_size"
-        raise SettingError(f"no room for {count} samplers of {tp} GPUs each on one node", found=found, do=do)
+        raise SettingError(f"no room for {count} samplers of {tp} GPUs each on one node", found=shortage, do=do)
     return actors, blocks[:count]
 
 
@@ -241,17 +243,17 @@ def _blocks(pool: Pool, size: int) -> list[list[int]]:
 
 
 def _group(
-    cluster: Session, pool: Pool, made: Placement, threads: int, scratch: str | Path | None
+    cluster: Session, pool: Pool, placement: Placement, threads: int, scratch: str | Path | None
 ) -> tuple[Group, list[RayRanks]]:
     """A learner's ranks, not started, and a list whose one item are its workers from then on."""
-    ranks = made.ranks
+    ranks = placement.ranks
     apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
     if apart and scratch is None:
         expected, found = "a folder that all nodes see, for snapshots", "None, and ranks on several nodes"
         raise SettingError("scratch", expected=expected, found=found)
     workers: list[RayRanks] = []
     given: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
-    given["wait"] = made.learner.group_deadline
+    given["wait"] = placement.learner.group_deadline
 
     def start() -> Ranks:
         from workbench.engines.fsdp_engine.worker import shards  # torch's sharding, half a second of imports
@@ -270,11 +272,11 @@ def _where(pool: Pool, blocks: Sequence[Sequence[int]], learners: Sequence[RayRa
     """A sampler of several GPUs sits on the first of its seats and sees those of all the `learners` on them."""
 
     def seated(seats: Sequence[int]) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"pool": pool, "seats": seats[:1]}
+        seating: dict[str, Any] = {"pool": pool, "seats": seats[:1]}
         if learners is not None:
             seen = ",".join(str(learners[0].facts[seat]["gpus"]) for seat in seats)
-            found["env"] = {"CUDA_VISIBLE_DEVICES": seen}
-        return found
+            seating["env"] = {"CUDA_VISIBLE_DEVICES": seen}
+        return seating
 
     return [partial(seated, seats) for seats in blocks]
 

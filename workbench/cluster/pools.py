@@ -13,7 +13,7 @@ from typing import Any
 
 from workbench.base.errors import EngineError, SettingError, describe
 from workbench.base.shown import Shown
-from workbench.cluster.waiting import quietly
+from workbench.cluster.transport import quietly
 
 READY_SECONDS = 20.0
 
@@ -45,20 +45,20 @@ def nodes() -> list[Node]:
     from ray._private.state import available_resources_per_node
 
     free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-    found = []
-    for one in ray.nodes():
-        has, left = one["Resources"], free.get(one["NodeID"], {})
+    listed = []
+    for entry in ray.nodes():
+        has, left = entry["Resources"], free.get(entry["NodeID"], {})
         used, store = 0, int(has.get("object_store_memory", 0))
-        host, address, alive = one["NodeManagerHostname"], one["NodeManagerAddress"], bool(one["Alive"])
+        host, address, alive = entry["NodeManagerHostname"], entry["NodeManagerAddress"], bool(entry["Alive"])
         if alive:
             with suppress(RpcError):  # a node that does not answer now
-                said = node_stats(address, one["NodeManagerPort"], include_memory_info=False).store_stats
+                said = node_stats(address, entry["NodeManagerPort"], include_memory_info=False).store_stats
                 used, store = int(said.object_store_bytes_used), int(said.object_store_bytes_avail) or store
         cpus, free_cpus = (counts.get("CPU", 0.0) for counts in (has, left))
         gpus, free_gpus = (counts.get("GPU", 0.0) for counts in (has, left))
         room = cpus, gpus, free_cpus, free_gpus, int(has.get("memory", 0))
-        found.append(Node(one["NodeID"], host, address, alive, *room, store, used))
-    return found
+        listed.append(Node(entry["NodeID"], host, address, alive, *room, store, used))
+    return listed
 
 
 def free_text() -> str:
@@ -134,19 +134,19 @@ def _places(
     room = {node.id: [node.free_cpus, node.free_gpus] for node in nodes}
     places: dict[tuple[str, int], str] = {}
     shares = [(name, share, count) for name, counts in wanted.items() for share, count in enumerate(counts)]
-    for name, share, count in sorted(shares, key=lambda one: (-one[2], one[0], one[1])):
+    for name, share, count in sorted(shares, key=lambda lot: (-lot[2], lot[0], lot[1])):
         taken = {place for (pool, _), place in places.items() if pool == name}
         needs = (cpus * count - 1e-6, gpus * count - 1e-6)
-        fitting = [one for one, (c, g) in room.items() if one not in taken and c >= needs[0] and g >= needs[1]]
+        fitting = [host for host, (c, g) in room.items() if host not in taken and c >= needs[0] and g >= needs[1]]
         if not fitting:
             total = f"{count * cpus:g} CPUs and {count * gpus:g} GPUs" if gpus else f"{count * cpus:g} CPUs"
             others = f", apart from the pool's {len(wanted[name]) - 1} other nodes" if len(wanted[name]) > 1 else ""
-            has = [f"{one.host} has {room[one.id][0]:g} CPUs and {room[one.id][1]:g} GPUs left" for one in nodes]
+            has = [f"{node.host} has {room[node.id][0]:g} CPUs and {room[node.id][1]:g} GPUs left" for node in nodes]
             what = f"pool {name!r} needs {total} on one node for {count} processes{others}"
             found = f"{len(nodes)} nodes: {', '.join(has)}" if nodes else "no node"
             do = "ask for fewer, end what uses the nodes (cluster.status() lists it), or add a node"
             raise SettingError(what, found=found, do=do)
-        best = max(fitting, key=lambda one: (room[one][1], room[one][0]))
+        best = max(fitting, key=lambda host: (room[host][1], room[host][0]))
         room[best] = [room[best][0] - cpus * count, room[best][1] - gpus * count]
         places[name, share] = best
     return places
@@ -197,7 +197,7 @@ class Pool:
         return f"Pool {self.name!r}" + (", given back" if self.group is None else f": {self.size} processes ({seats})")
 
 
-def hold(made: Plan, colocated: int) -> dict[str, Pool]:
+def hold(plan: Plan, colocated: int) -> dict[str, Pool]:
     """Reserve the resources of a plan and wait until Ray has them; returns the pools by name.
 
     Raises `SettingError` for `colocated` below 1, `EngineError` where the resources were taken since the plan was made.
@@ -207,12 +207,12 @@ def hold(made: Plan, colocated: int) -> dict[str, Pool]:
     if colocated < 1:
         raise SettingError("colocated", expected="≥ 1, the number of groups that share a process", found=colocated)
     pools: dict[str, Pool] = {}
-    bundle = {"CPU": made.cpus} | ({"GPU": made.gpus} if made.gpus else {})
+    bundle = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
     with ExitStack() as ends:
-        for name in made.spec:
-            where = [{"ray.io/node-id": seat.node} for seat in made.of(name)]
+        for name in plan.spec:
+            where = [{"ray.io/node-id": seat.node} for seat in plan.of(name)]
             group = placement_group([bundle] * len(where), bundle_label_selector=where)
-            pools[name] = Pool(name, made, group, colocated)
+            pools[name] = Pool(name, plan, group, colocated)
             ends.callback(pools[name].give_back)
             if quietly(group.ready(), READY_SECONDS, None) is None:
                 what = f"pool {name!r} could not be reserved in {READY_SECONDS:g} s"

@@ -1,35 +1,121 @@
 """A group of workers as Ray actors: the protocol `engines.workers.processes.Ranks`, with futures and supervision in the driver.
 
-Ray restarts nothing and repeats nothing. A worker that dies, hangs past its deadline, or is left waiting for one that died takes
-its group with it, and the caller, who knows what the ranks held, makes the group anew.
+Ray restarts nothing and repeats nothing. A worker that dies, hangs past its deadline, or is left waiting for one that
+died takes its group with it, and the caller, who knows what the ranks held, makes the group anew.
+
+Ray writes a runtime environment, values and all, into its own log files. So variables do not travel in it: each
+worker sets them before it imports anything. Only what a process must have when it starts goes through Ray, and no
+secret is shown or logged.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from workbench.base.errors import EngineError, Interrupted, SettingError, WorkbenchError, WorkerLost, message
 from workbench.base.runtime import PATIENCE, check
+from workbench.base.secret import HIDDEN, SECRET
 from workbench.base.shown import Shown
 from workbench.cluster import discovery
-from workbench.cluster.environment import Environment, nsight_options
 from workbench.cluster.pools import Pool, free_text
 from workbench.cluster.timeline import Event, Timeline, ordered
-from workbench.cluster.transport import pack, read, scatter
-from workbench.cluster.waiting import Arrival, arrivals, fetch, out, quietly, reason
+from workbench.cluster.transport import Arrival, arrivals, fetch, out, pack, quietly, read, reason, scatter
 from workbench.dataproto import DataProto
 from workbench.engines.protocol import Closing
 from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines
 from workbench.steps.trace import STAGE
+
+# --- their environment ------------------------------------------------------------------------------
+
+_AT_START = re.compile(r"^(LD_|PYTHON|MALLOC_|GLIBC_|PATH$|RAY_)")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A runtime environment in two halves: what Ray is given, and the variables that workers set themselves."""
+
+    ray: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(source: str | Path | Mapping[str, Any] | None) -> Environment:
+        """Make an `Environment` of a mapping, a yaml file or None. Raises `SettingError` that never quotes a value."""
+        spec = _read(source)
+        variables = spec.pop("env_vars", None) or {}
+        if not isinstance(variables, Mapping):
+            raise SettingError("runtime_env env_vars", expected="{name: string, …}", found=type(variables).__name__)
+        odd = [name for name, value in variables.items() if not isinstance(value, str)]
+        if odd:
+            raise SettingError(f"runtime_env env_vars {', '.join(map(str, odd))}", expected="strings", do="quote them")
+        return Environment(spec, dict(variables))
+
+    def at_start(self) -> dict[str, str]:
+        """Variables that a process must have when it starts (`LD_…`, `PATH` …), without secrets, because Ray logs these."""
+        names = [name for name in self.variables if _AT_START.match(name) and not SECRET.search(name)]
+        return {name: self.variables[name] for name in names}
+
+    def joined(self, more: Mapping[str, str] | None) -> Environment:
+        """A copy with the variables of `more` added; they replace those of the same name."""
+        return Environment(self.ray, {**self.variables, **(more or {})})
+
+    def redact(self, text: str) -> str:
+        """Replace variables' values in a text by •••: from 8 characters on, from 4 if the name has KEY, TOKEN or such."""
+        for name, value in sorted(self.variables.items(), key=lambda one: -len(one[1])):
+            if len(value) >= (4 if SECRET.search(name) else 8):
+                text = text.replace(value, HIDDEN)
+        return text
+
+    def __repr__(self) -> str:
+        parts = [*sorted(self.ray), *(f"{name}={HIDDEN}" for name in sorted(self.variables))]
+        return f"Environment({', '.join(parts)})"
+
+
+def _read(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return dict(source)
+    import yaml
+
+    path = Path(source)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise SettingError(f"runtime_env {str(path)!r}", expected="a yaml file", found=error.strerror) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # the error's own text quotes the line, which may hold a secret
+        where = f"line {mark.line + 1}" if mark is not None else "the file"
+        raise SettingError(f"runtime_env {str(path)!r}", expected="valid yaml", found=f"an error in {where}") from None
+    if not isinstance(content, dict):
+        raise SettingError(f"runtime_env {str(path)!r}", expected="a mapping", found=type(content).__name__)
+    return content
+
+
+def nsight_options(nsight: str | Mapping[str, str]) -> dict[str, Any]:
+    """The `runtime_env` that runs workers under NVIDIA Nsight Systems: `"default"`, or `nsys profile` options as a mapping.
+
+    Raises `SettingError` where `nsys` is not installed on this node: Ray would start no worker, and not say why.
+    """
+    if shutil.which("nsys") is None:
+        do = "install NVIDIA Nsight Systems, or use cluster.profile(…), which does not need it"
+        raise SettingError("nsight", expected="nsys on the PATH of every node", found="none on this one", do=do)
+    if isinstance(nsight, str) and nsight != "default":
+        raise SettingError("nsight", expected="'default' or options of nsys profile", found=nsight)
+    return {"nsight": nsight if isinstance(nsight, str) else {str(name): str(value) for name, value in nsight.items()}}
+
+
+# --- groups -----------------------------------------------------------------------------------------
 
 KEPT_EVENTS = 20_000
 JOINED_SECONDS = 0.1
@@ -114,11 +200,11 @@ class RayRanks(Shown, Closing):
         sent: Any = pack(tuple(shared))
         if self.size > 1 and shared:
             sent = ray.put(sent)  # once, however many read it
-        own: list[Any] = [()] * self.size if each is None else [pack(tuple(one)) for one in each]
+        inputs: list[Any] = [()] * self.size if each is None else [pack(tuple(arguments)) for arguments in each]
         refs: dict[int, Any] = {}
         pending = self._sent(method, refs, self.deadlines.of(method) if timeout is None else timeout)
-        for rank, one in enumerate(self.actors):  # a call that is interrupted here is known, and stopped
-            refs[rank] = one.call.remote(self._number, method, own[rank], sent)
+        for rank, actor in enumerate(self.actors):  # a call that is interrupted here is known, and stopped
+            refs[rank] = actor.call.remote(self._number, method, inputs[rank], sent)
         return pending
 
     def profile(self, start: bool) -> Pending:
@@ -286,34 +372,34 @@ class Pending:
     def _collect(self) -> list[Any]:
         failure: WorkbenchError | None = None
         try:
-            for one in arrivals(self._refs, self._until, check):
-                self._keep(one)
-                if one.outcome != "done":
+            for arrival in arrivals(self._refs, self._until, check):
+                self._keep(arrival)
+                if arrival.outcome != "done":
                     failure = self._failed()
                     break
         except TimeoutError:
             self._late()
         if failure is not None:
             raise failure
-        self._group.deadlines.took(self.method, max(one.ended - one.began for one in self._got.values()))
-        return [one.value for _, one in sorted(self._got.items())]
+        self._group.deadlines.took(self.method, max(arrival.ended - arrival.began for arrival in self._got.values()))
+        return [arrival.value for _, arrival in sorted(self._got.items())]
 
-    def _keep(self, one: Arrival) -> None:
-        self._got[one.rank] = one
-        began, ended = one.began or self._sent, one.ended or time.time()
-        self._group.record(self.method, one.rank, began, ended, one.outcome, self.stage)
+    def _keep(self, arrival: Arrival) -> None:
+        self._got[arrival.rank] = arrival
+        began, ended = arrival.began or self._sent, arrival.ended or time.time()
+        self._group.record(self.method, arrival.rank, began, ended, arrival.outcome, self.stage)
 
     def _rest(self) -> list[int]:
         return [rank for rank in self._refs if rank not in self._got]
 
     def _settle(self) -> list[int]:
         """Ask the other ranks to stop and take what they answer; those that do not let go."""
-        if any(one.outcome == "lost" for one in self._got.values()):
+        if any(arrival.outcome == "lost" for arrival in self._got.values()):
             return self._rest()
         self._group.stop(self._number)
         with suppress(TimeoutError):
-            for one in arrivals({rank: self._refs[rank] for rank in self._rest()}, time.monotonic() + PATIENCE):
-                self._keep(one)
+            for arrival in arrivals({rank: self._refs[rank] for rank in self._rest()}, time.monotonic() + PATIENCE):
+                self._keep(arrival)
         return self._rest()
 
     # --- ways to fail -------------------------------------------------------------------------
@@ -321,26 +407,26 @@ class Pending:
     def _failed(self) -> WorkbenchError:
         """One rank raised or died: the call is lost, and so are ranks that wait for that one for ever. The error to raise."""
         hung = self._settle()
-        for one in self._got.values():
-            if one.outcome == "lost":
-                return self._lost(one)
+        for arrival in self._got.values():
+            if arrival.outcome == "lost":
+                return self._lost(arrival)
         after = ""
         if hung:
             names = ", ".join(map(str, hung))
             self._group.end(f"{self.method} raised on a rank, and rank {names} did not stop")
             after = f"\nrank {names} waited for that rank and was killed; the whole group was ended"
-        raised = [one for one in self._got.values() if one.outcome == "raised"]
-        one = next((one for one in raised if not _was_stopped(one)), raised[0])
-        kind, text, trace, error = one.value
+        raised = [arrival for arrival in self._got.values() if arrival.outcome == "raised"]
+        arrival = next((arrival for arrival in raised if not _was_stopped(arrival)), raised[0])
+        kind, text, trace, error = arrival.value
         redact = self._group.redact
-        said = f"{self.method} on {self._group.where(one.rank)} of group {self._group.name!r} raised {kind}: {redact(text)}"
+        said = f"{self.method} on {self._group.where(arrival.rank)} of group {self._group.name!r} raised {kind}: {redact(text)}"
         ours = type(error) if isinstance(error, WorkbenchError) else EngineError
         return ours(f"{said}{after}\n{redact(trace)}")
 
-    def _lost(self, one: Arrival) -> WorkerLost:
-        group, rank = self._group, one.rank
+    def _lost(self, arrival: Arrival) -> WorkerLost:
+        group, rank = self._group, arrival.rank
         group.end(f"rank {rank} was lost in {self.method}")
-        tail, why = group.logs(rank, LOG_LINES), group.redact(one.value)
+        tail, why = group.logs(rank, LOG_LINES), group.redact(arrival.value)
         what = f"{group.where(rank)} of group {group.name!r} died in {self.method}()"
         text = message(what, found=why, do="start the group again: cluster.ranks(…)")
         log = f"its log ends:\n{tail}" if tail else "its log is empty"
@@ -386,12 +472,12 @@ def started(
     return [remote.options(**common, **one).remote() for one in options]
 
 
-def _introduced(made: Sequence[Any], environment: Environment, until: float) -> list[dict[str, Any]]:
+def _introduced(actors: Sequence[Any], environment: Environment, until: float) -> list[dict[str, Any]]:
     """Set every worker's variables; who they are. Raises `EngineError` naming the ranks that do not come up."""
     from ray.exceptions import RayError
 
     paths = [os.path.abspath(path) for path in sys.path]
-    refs = [actor.setup.remote(dict(environment.variables), paths) for actor in made]
+    refs = [actor.setup.remote(dict(environment.variables), paths) for actor in actors]
     ranks = out(refs, until - time.monotonic())
     if ranks:
         what = f"rank {', '.join(map(str, ranks))} of {len(refs)} did not start in time"

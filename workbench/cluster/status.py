@@ -1,16 +1,22 @@
-"""A cluster as it is now: nodes, pools, workers, calls that are out, and logs."""
+"""Looks at a cluster at work: its nodes, pools, workers, calls that are out, logs, and torch's profiles of a group."""
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+from workbench.base.errors import EngineError, SettingError, WorkbenchError
 from workbench.base.shown import Shown
 from workbench.cluster.holding import Session
 from workbench.cluster.pools import Node, nodes
-from workbench.cluster.waiting import out, quietly
+from workbench.cluster.ranks import RayRanks
+from workbench.cluster.transport import out, quietly
 from workbench.engines.paired import Paired
 
 ANSWER_SECONDS = 1.0
@@ -72,26 +78,26 @@ class Status(Shown):
 
 def look(cluster: Session, asked: dict[Any, Any], again: Callable[[], Status]) -> Status:
     """Make a `Status` of the cluster, asking every worker; `asked` keeps requests that are unanswered for the next look."""
-    answers, found = _answers(cluster, asked), nodes()
-    hosts = {one.id: one.host for one in found}
+    answers, machines = _answers(cluster, asked), nodes()
+    hosts = {node.id: node.host for node in machines}
     pools, workers, calls = [], [], []
     for pool in list(cluster.pools.values()):
         seats = dict.fromkeys(hosts.get(seat.node, "a lost node") for seat in pool.plan.of(pool.name))
         pools.append((pool.name, pool.size, ", ".join(seats)))
     for group in list(cluster.groups):
         out_now = group.calls
-        calls += [CallLine(group.name, one.method, one.stage, one.seconds) for one in out_now]
+        calls += [CallLine(group.name, call.method, call.stage, call.seconds) for call in out_now]
         where = group.pool.name if group.pool is not None else ""
         for rank, (actor, fact) in enumerate(zip(group.actors, group.facts, strict=False)):
             who = (group.name, rank, fact["pid"], fact["host"], where, fact["gpus"])
-            said = answers.get(actor)
-            if said is None:
+            answer = answers.get(actor)
+            if answer is None:
                 workers.append(WorkerLine(*who, None, MUTE, len(out_now)))
                 continue
-            behind = max(len(out_now) - 1, 0) if said["doing"] else 0
-            state = said["doing"] or "idle"
-            workers.append(WorkerLine(*who, said["resident"], state, behind, said["gpu"], said["seconds"]))
-    tables = tuple(found), tuple(pools), tuple(workers), (*cluster.notes, *_pushes(cluster)), tuple(calls)
+            behind = max(len(out_now) - 1, 0) if answer["doing"] else 0
+            state = answer["doing"] or "idle"
+            workers.append(WorkerLine(*who, answer["resident"], state, behind, answer["gpu"], answer["seconds"]))
+    tables = tuple(machines), tuple(pools), tuple(workers), (*cluster.notes, *_pushes(cluster)), tuple(calls)
     return Status(cluster.title, *tables, time.time(), again)
 
 
@@ -102,14 +108,14 @@ def _pushes(cluster: Session) -> list[str]:
     return [f"weights of {one.path}, version {one.version}: {one.last_push}" for one in pairs]
 
 
-def _answers(cluster: Session, asked: dict[Any, Any]) -> dict[Any, Mapping[str, Any] | None]:
+def _answers(cluster: Session, pending: dict[Any, Any]) -> dict[Any, Mapping[str, Any] | None]:
     """Actor → its answer, or None. One that has not answered is not asked again before it has: no questions pile up."""
     # none that still starts
     actors = [actor for group in list(cluster.groups) if group.facts for actor in group.actors]
-    refs = {actor: asked.get(actor) or actor.now.remote() for actor in actors}
+    refs = {actor: pending.get(actor) or actor.now.remote() for actor in actors}
     late = [actors[place] for place in out(list(refs.values()), ANSWER_SECONDS)] if refs else []
-    asked.clear()
-    asked |= {actor: refs.pop(actor) for actor in late}
+    pending.clear()
+    pending |= {actor: refs.pop(actor) for actor in late}
     return {actor: quietly(ref, ANSWER_SECONDS, None) for actor, ref in refs.items()}
 
 
@@ -126,3 +132,87 @@ class Logs(Shown, str):
         made = Logs("\n".join(texts))
         made.parts = tuple(parts)
         return made
+
+
+log = logging.getLogger("workbench")
+
+
+# --- profiles ---------------------------------------------------------------------------------------
+
+
+class Profile(Shown):
+    """Profiles a worker group with torch's profiler: a context manager, or with `steps` an observer of a job.
+
+    Made by `Cluster.profile`. Each rank's trace goes to folder `path` on this machine, as gzipped json for Perfetto or
+    chrome://tracing.
+    """
+
+    def __init__(self, group: Callable[[], RayRanks], path: str | Path, steps: Sequence[int] = ()) -> None:
+        odd = [step for step in steps if step < 1]
+        if odd:
+            raise SettingError("steps to profile", expected="numbers from 1 on", found=odd)
+        self.path = Path(path)
+        self.steps = frozenset(steps)
+        self.files: list[Path] = []
+        """The trace files written so far, in order of rank."""
+        self._find = group
+        self._group: RayRanks | None = None
+        self._suffix = ""
+
+    def __enter__(self) -> Profile:
+        self._start("")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(quiet=kind is not None)
+
+    def on_start(self, start: int, steps: int) -> None:
+        """Observer hook before a job: record its first step, `start`, if chosen. Raises `SettingError` without `steps`."""
+        if not self.steps:
+            raise SettingError("a profile as an observer of a job", expected="steps=(…), those to record", found="none")
+        self._before(start)
+
+    def on_step(self, report: Any) -> None:
+        """Observer hook after a step (`runs.loop.StepReport`): write its traces, and record the next step if chosen."""
+        self._end(quiet=True)
+        self._before(report.step + 1)
+
+    def on_end(self, error: BaseException | None) -> None:
+        """Observer hook after the job, also after an error: write the traces of a step that is being recorded."""
+        self._end(quiet=True)
+
+    def _before(self, step: int) -> None:
+        if step not in self.steps:
+            return
+        try:
+            self._start(f"-step{step}")
+        except (WorkbenchError, TimeoutError) as error:  # a job is worth more than its profile
+            log.warning("step %d is not profiled: %s", step, error)
+
+    def _start(self, suffix: str) -> None:
+        if self._group is not None:
+            raise EngineError("this profile is already recording", do="leave its `with` block first")
+        group = self._find()
+        group.profile(True).result()
+        self._group, self._suffix = group, suffix
+
+    def _end(self, quiet: bool) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        try:
+            traces = group.profile(False).result()
+        except (WorkbenchError, TimeoutError) as error:
+            if not quiet:
+                raise
+            log.warning("the profile is lost: %s", error)
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^\w.-]", "_", group.name)
+        for rank, data in enumerate(traces):
+            stem, numbers = self.path / f"{name}-rank{rank}{self._suffix}", count(2)
+            file = Path(f"{stem}.json.gz")
+            while file.exists():  # an earlier trace stays
+                file = Path(f"{stem}-{next(numbers)}.json.gz")
+            file.write_bytes(data)
+            self.files.append(file)

@@ -58,18 +58,18 @@ class Timeline(Shown):
 
     def stages(self) -> list[tuple[str, float, float]]:
         """When each stage ran: (stage, began, ended) in seconds since the epoch; its consecutive calls are one entry."""
-        found: list[tuple[str, float, float]] = []
+        entries: list[tuple[str, float, float]] = []
         last: dict[str, int] = {}
         before = ""
         for event in (one for one in self.events if one.stage):
             stage, place = event.stage, last.get(event.stage)
-            if place is not None and (before == stage or event.began < found[place][2]):
-                found[place] = (stage, found[place][1], max(found[place][2], event.ended))
+            if place is not None and (before == stage or event.began < entries[place][2]):
+                entries[place] = (stage, entries[place][1], max(entries[place][2], event.ended))
             else:
-                last[stage] = len(found)
-                found.append((stage, event.began, event.ended))
+                last[stage] = len(entries)
+                entries.append((stage, event.began, event.ended))
             before = stage
-        return found
+        return entries
 
     def chrome(self) -> dict[str, Any]:
         """The calls in Chrome's trace format, as a dict: a process per group, a thread per rank, microseconds; the stages
@@ -79,37 +79,37 @@ class Timeline(Shown):
         lanes = sorted({(groups.index(event.group), event.rank, event.host) for event in self.events})
         start, stages = self.start, self.stages()
         lines = list(dict.fromkeys(name for name, _, _ in stages))
-        found = [_meta("process_name", place, 0, group) for place, group in enumerate(groups)]
-        found += [_meta("thread_name", place, rank, f"rank {rank} on {host}") for place, rank, host in lanes]
-        found += [_meta("process_name", len(groups), 0, "stages")] if stages else []
+        events = [_meta("process_name", place, 0, group) for place, group in enumerate(groups)]
+        events += [_meta("thread_name", place, rank, f"rank {rank} on {host}") for place, rank, host in lanes]
+        events += [_meta("process_name", len(groups), 0, "stages")] if stages else []
         for event in self.events:
             where = (groups.index(event.group), event.rank)
             span = _span(event.name, event.outcome, *where, event.began - start, event.seconds)
-            found.append(span | ({"args": {"stage": event.stage}} if event.stage else {}))
+            events.append(span | ({"args": {"stage": event.stage}} if event.stage else {}))
         for name, began, ended in stages:
-            found.append(_span(name, "stage", len(groups), lines.index(name), began - start, ended - began))
-        found += self._asked(len(groups) + 1, start)
+            events.append(_span(name, "stage", len(groups), lines.index(name), began - start, ended - began))
+        events += self._requests(len(groups) + 1, start)
         other = {"start": start, "requests_left_out": self.left_out}
-        return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": other}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
-    def _asked(self, process: int, start: float) -> list[dict[str, Any]]:
+    def _requests(self, process: int, start: float) -> list[dict[str, Any]]:
         """The requests as nestable spans of Chrome's format; the first sampler is process number `process`."""
-        samplers = list(dict.fromkeys(one.queue for one in self.requests))
-        found = [
+        samplers = list(dict.fromkeys(request.queue for request in self.requests))
+        events = [
             _meta("process_name", process + place, 0, f"requests to {name}") for place, name in enumerate(samplers)
         ]
-        for number, one in enumerate(self.requests):
-            where = {"cat": "request", "id": number, "pid": process + samplers.index(one.queue), "tid": 0}
-            args = {"prompt_tokens": one.prompt, "tokens": one.tokens, "outcome": one.outcome}
-            marks = [("b", "request", one.asked), ("e", "request", one.ended)]
-            if one.began is not None:
-                marks[1:1] = [("b", "waiting", one.asked), ("e", "waiting", one.began)]
-            if one.first is not None:
-                marks[-1:-1] = [("n", "first token", one.first)]
+        for number, request in enumerate(self.requests):
+            where = {"cat": "request", "id": number, "pid": process + samplers.index(request.queue), "tid": 0}
+            args = {"prompt_tokens": request.prompt, "tokens": request.tokens, "outcome": request.outcome}
+            marks = [("b", "request", request.asked), ("e", "request", request.ended)]
+            if request.began is not None:
+                marks[1:1] = [("b", "waiting", request.asked), ("e", "waiting", request.began)]
+            if request.first is not None:
+                marks[-1:-1] = [("n", "first token", request.first)]
             for phase, name, when in marks:
-                found.append({"ph": phase, "name": name, **where, "ts": round(1e6 * ((when or start) - start), 1)})
-            found[-1]["args"] = args
-        return found
+                events.append({"ph": phase, "name": name, **where, "ts": round(1e6 * ((when or start) - start), 1)})
+            events[-1]["args"] = args
+        return events
 
     def save(self, path: str | Path) -> Path:
         """Write the Chrome trace as json, which Perfetto and chrome://tracing open."""

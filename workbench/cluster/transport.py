@@ -1,13 +1,16 @@
 """Batches between processes: rows are shared out to the ranks of a group, and the ranks' results put together again.
 
-Tensors travel as numpy views through Ray's object store. A worker sees a batch whose columns are still in shared memory; looking
-at one copies it, so nobody can change what another reads, and a column that nobody looks at costs nothing. Torch's own pickling
-would copy everything twice.
+Tensors travel as numpy views through Ray's object store. A worker sees a batch whose columns are still in shared
+memory; looking at one copies it, so nobody can change what another reads, and a column that nobody looks at costs
+nothing. Torch's own pickling would copy everything twice. Every wait for Ray is here, too: outcomes of calls as they
+arrive, single values with a deadline, and what Ray says of a death.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,10 +18,112 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.base.errors import BatchError, EngineError
+from workbench.base.errors import BatchError, EngineError, first_line
 from workbench.dataproto import DataProto, Origin
 from workbench.dataproto.value import Lazy
 from workbench.functional.balancing import balanced, workload
+
+# --- waiting ----------------------------------------------------------------------------------------
+
+LOOK_SECONDS = 0.1
+_USED = re.compile(r"was ([\d.]+) ?GB used / ([\d.]+) ?GB")
+USERS = 5
+"""Processes that are named where Ray killed for memory."""
+COMMAND = 60
+"""Characters of each one's command."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The outcome of a call on one rank."""
+
+    rank: int
+    outcome: str
+    """`done`, `raised` (the call raised there) or `lost` (the worker is dead, or its result is lost with it)."""
+    value: Any
+    """For `done` the result; for `raised` (type, message, traceback, `WorkbenchError` or None); for `lost` the reason."""
+    began: float = 0.0
+    """Seconds since the epoch, on the worker's clock; 0 where no answer came."""
+    ended: float = 0.0
+
+
+def arrivals(refs: Mapping[int, Any], until: float, look: Callable[[], None] = lambda: None) -> Iterator[Arrival]:
+    """Yield each rank's outcome as it arrives; `look` is called every 0.1 s in which none does, and may raise.
+
+    Raises `TimeoutError` at `until` (a `time.monotonic` time) where ranks have not answered.
+    """
+    import ray
+
+    waiting = {ref: rank for rank, ref in refs.items()}
+    while waiting:
+        left = until - time.monotonic()
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(min(left, LOOK_SECONDS), 0.0))
+        if ready:
+            yield _arrival(waiting.pop(ready[0]), ready[0], until)
+        elif left > 0:
+            look()
+        else:
+            raise TimeoutError(f"no answer in time from rank {', '.join(map(str, sorted(waiting.values())))}")
+
+
+def _arrival(rank: int, ref: Any, until: float) -> Arrival:
+    import ray
+    from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayError, RayTaskError
+
+    try:
+        return Arrival(rank, *ray.get(ref, timeout=max(until - time.monotonic(), 5.0)))
+    except GetTimeoutError:  # a TimeoutError, too
+        raise
+    except RayTaskError as error:  # not the call itself: its answer could not be sent, or its arguments not be read
+        return Arrival(rank, "raised", (type(error.cause).__name__, str(error.cause), str(error), None))
+    except RayError as error:
+        # of any sudden death Ray says that it may have been the OOM killer; of its own kills it says how much was used
+        hungry = isinstance(error, OutOfMemoryError) or _USED.search(str(error)) is not None
+        return Arrival(rank, "lost", for_memory(str(error)) if hungry else reason(error))
+
+
+def out(refs: Sequence[Any], seconds: float) -> list[int]:
+    """Wait up to `seconds` for Ray object refs; returns the indices of those that are still not ready."""
+    import ray
+
+    _, late = ray.wait(list(refs), num_returns=len(refs), timeout=max(seconds, 0.0))
+    return [place for place, ref in enumerate(refs) if ref in late]
+
+
+def fetch(ref: Any, seconds: float) -> Any:
+    """The value of a Ray object ref. Raises Ray's own errors; after `seconds` one that is also a `TimeoutError`."""
+    import ray
+
+    return ray.get(ref, timeout=seconds)
+
+
+def quietly(ref: Any, seconds: float, instead: Any) -> Any:
+    """The value of a Ray object ref, or `instead` where it is not there within `seconds` or its worker is dead."""
+    from ray.exceptions import RayError
+
+    try:
+        return fetch(ref, seconds)
+    except RayError:
+        return instead
+
+
+def reason(error: BaseException) -> str:
+    """Why a worker died, in one line of Ray's error text."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if re.search("exit|killed|died", line, re.IGNORECASE)]
+    return " ".join(telling[-2:]) or first_line(error)
+
+
+def for_memory(text: str) -> str:
+    """One line about a worker that Ray killed for lack of memory: how much the node used, and which processes used most."""
+    used = _USED.search(text)
+    users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", text, re.MULTILINE)
+    most = ", ".join(f"{size} GB by {command[:COMMAND]} (pid {pid})" for pid, size, command in users[:USERS])
+    node = f"the node used {used[1]} of {used[2]} GB" if used else text.splitlines()[0][:200]
+    return f"killed for memory: {node}" + (f"; most of it: {most}" if most else "")
+
+
+# --- packing ----------------------------------------------------------------------------------------
 
 
 class Shared(Lazy):
@@ -28,9 +133,9 @@ class Shared(Lazy):
         array, dtype, shape = packed
 
         def part(start: int, stop: int) -> torch.Tensor:
-            return _own((array[start:stop], dtype, ())) if array.shape == shape else _own(packed)[start:stop]
+            return _tensor((array[start:stop], dtype, ())) if array.shape == shape else _tensor(packed)[start:stop]
 
-        super().__init__(lambda: _own(packed), shape, dtype, part)
+        super().__init__(lambda: _tensor(packed), shape, dtype, part)
         self.packed = packed
 
 
@@ -55,7 +160,7 @@ def pack(value: Any) -> Any:
         objects = {name: value.non_tensor_batch[name] for name in value.non_tensor_batch}
         return Packed(_open, tensors, objects, dict(value.meta_info), dict(value.origins))
     if type(value) is torch.Tensor:
-        return Packed(_own, _array(value))
+        return Packed(_tensor, _array(value))
     if type(value) in (tuple, list):
         return type(value)(pack(one) for one in value)
     if type(value) is dict:
@@ -86,7 +191,7 @@ def _array(tensor: torch.Tensor) -> Any:
     return array, tensor.dtype, tuple(tensor.shape)
 
 
-def _own(packed: tuple[np.ndarray, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+def _tensor(packed: tuple[np.ndarray, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
     array, dtype, shape = packed
     # arrays from shared memory are read-only; a tensor over them would be a writable alias
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -129,10 +234,10 @@ class Scatter:
         busy = [rank for rank, own in enumerate(self.own) if own]
         first = results[busy[0]] if busy else None
         kinds = list(first.values()) if isinstance(first, dict) else [first]
-        if not kinds or not all(isinstance(one, DataProto | torch.Tensor) for one in kinds):
+        if not kinds or not all(isinstance(part, DataProto | torch.Tensor) for part in kinds):
             return list(results)
         if isinstance(first, dict):
-            return {name: self.joined([one[name] if one else None for one in results]) for name in first}
+            return {name: self.joined([result[name] if result else None for result in results]) for name in first}
         kept = [self._own_rows(rank, results[rank]) for rank in busy]
         order = [torch.tensor(self.rows[rank][: self.own[rank]]) for rank in busy]
         back = torch.argsort(torch.cat(order))
@@ -162,8 +267,8 @@ def scatter(batch: DataProto, size: int, *, balance: bool = True, pad: bool = Fa
         least, more = divmod(total, size)
         ends = [least * rank + min(rank, more) for rank in range(size + 1)]
         rows = [list(range(start, stop)) for start, stop in pairwise(ends)]
-    own = tuple(map(len, rows))
+    owned = tuple(map(len, rows))
     if pad:
-        width = max(own)
+        width = max(owned)
         rows = [one + [(one or [0])[place % max(len(one), 1)] for place in range(width - len(one))] for one in rows]
-    return Scatter(tuple(map(tuple, rows)), own, total)
+    return Scatter(tuple(map(tuple, rows)), owned, total)

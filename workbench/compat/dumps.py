@@ -112,7 +112,7 @@ def read_dump(
         columns |= {**_as_written(table, len(records), _named(source)), **table}
     else:
         columns |= _judged(table, kind, columns["uid"], rewards)
-        columns |= {_own(name): values for name, values in table.items()}
+        columns |= {_own_name(name): values for name, values in table.items()}
     if tokenizer is not None:
         columns |= _tokens(columns["response_text"], tokenizer)
     one_step = steps[0] if len(set(steps)) == 1 else None
@@ -144,7 +144,7 @@ def _named(source: Any) -> str:
     return "/".join(Path(source).parts[-2:]) if isinstance(source, str | Path) else type(source).__name__
 
 
-def _own(name: str) -> str:
+def _own_name(name: str) -> str:
     """A column's own name, where ours does not mean something else."""
     return f"dump/{name}" if declared(name) and name not in _OBJECTS else name
 
@@ -156,12 +156,12 @@ def _kind(records: Sequence[Record], kind: str | None) -> str:
             raise DataError(unknown("kind of dump", str(kind), KINDS))
         return kind
     firsts = [next(group) for _, group in itertools.groupby(records, key=lambda one: one.file)]
-    found = [_detected(record) for record in firsts]
-    for record, other in zip(firsts, found, strict=True):
-        if other != found[0]:
-            both = f"{found[0]} ({firsts[0].place}) and {other} ({record.place})"
+    kinds = [_detected(record) for record in firsts]
+    for record, other in zip(firsts, kinds, strict=True):
+        if other != kinds[0]:
+            both = f"{kinds[0]} ({firsts[0].place}) and {other} ({record.place})"
             raise DataError("files of one dump must be of one kind", found=both, do="read them one by one")
-    return found[0]
+    return kinds[0]
 
 
 def _detected(record: Record) -> str:
@@ -178,7 +178,7 @@ def _detected(record: Record) -> str:
 
 def _one_per_response(records: Sequence[Record]) -> list[Record]:
     """A record for each of a prompt's responses. Raises `DataError` for lists of other lengths than the first one's."""
-    found: list[Record] = []
+    split: list[Record] = []
     number = 0
     for prompt, record in enumerate(records):
         texts = record.values["responses"]
@@ -187,8 +187,8 @@ def _one_per_response(records: Sequence[Record]) -> list[Record]:
             expected = f"a list of {number} texts, as in {records[0].place}" if number else "a list of texts"
             raise DataError(f"responses of {record.place}", expected=expected, found=describe(texts))
         one = {"uid": f"prompt {prompt}", **record.values}
-        found += [record._replace(values={**one, "responses": text, "sample": n}) for n, text in enumerate(texts)]
-    return found
+        split += [record._replace(values={**one, "responses": text, "sample": n}) for n, text in enumerate(texts)]
+    return split
 
 
 # --- texts --------------------------------------------------------------------------------------
@@ -197,18 +197,18 @@ def _one_per_response(records: Sequence[Record]) -> list[Record]:
 def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps: Sequence[int]) -> dict[str, Any]:
     """Prompt, response, group and truth; takes what it uses out of the table, but a truth that rewards may ask for by name."""
     layout = KINDS[kind]
-    found = _take(table, layout.response)
-    asked = _take(table, layout.prompt)
-    _require_text(found, places, f"a response: text in {' or '.join(layout.response)}")
+    responses = _take(table, layout.response)
+    prompts = _take(table, layout.prompt)
+    _require_text(responses, places, f"a response: text in {' or '.join(layout.response)}")
     if layout.marks:
-        _require_text(asked, places, f"a prompt: text in {layout.prompt[0]}")
+        _require_text(prompts, places, f"a prompt: text in {layout.prompt[0]}")
     columns: dict[str, Any] = {}
-    if asked:
-        pairs = zip(asked, places, strict=True)
+    if prompts:
+        pairs = zip(prompts, places, strict=True)
         columns["raw_prompt"] = [None if absent(one) else chat(one, f"prompt of {place}") for one, place in pairs]
-    pairs = zip(found, places, strict=True)
+    pairs = zip(responses, places, strict=True)
     columns["response_text"] = [spoken(one, f"response of {place}") for one, place in pairs]
-    columns["uid"] = _uids(table.pop("uid", []), asked or columns["response_text"], steps)
+    columns["uid"] = _uids(table.pop("uid", []), prompts or columns["response_text"], steps)
     if "extra_info" in table:
         table["extra_info"] = _objects(table["extra_info"], "extra_info", places)
     truths = _truths(table, layout, places)
@@ -219,10 +219,10 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
     return columns
 
 
-def _uids(own: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> list[str]:
+def _uids(names: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> list[str]:
     """The dump's own names of groups, else one for each prompt of a step."""
-    if own and all(isinstance(value, str | int) for value in own):
-        return [str(value) for value in own]
+    if names and all(isinstance(value, str | int) for value in names):
+        return [str(value) for value in names]
     texts = [one if isinstance(one, str) else json.dumps(one, sort_keys=True, default=str) for one in prompts]
     pairs = zip(steps or itertools.repeat(None), texts, strict=False)
     keys = [f"{step}\0{text}" for step, text in pairs]
@@ -276,9 +276,9 @@ def _as_written(table: dict[str, list[Any]], rows: int, named: str) -> dict[str,
             Score(
                 value=0.0 if absent(value[row]) else value[row],
                 parts={
-                    name.removeprefix(REWARD_PREFIX): one
+                    name.removeprefix(REWARD_PREFIX): part
                     for name, cells in parts.items()
-                    if not absent(one := cells[row])
+                    if not absent(part := cells[row])
                 },
                 answer=answer[row],
                 why=why[row] or "",
@@ -287,7 +287,7 @@ def _as_written(table: dict[str, list[Any]], rows: int, named: str) -> dict[str,
             for row in range(rows)
         ]
         columns = _score_columns(scores)
-        columns |= {name: torch.tensor([math.nan if absent(one) else one for one in parts[name]]) for name in parts}
+        columns |= {name: torch.tensor([math.nan if absent(n) else n for n in parts[name]]) for name in parts}
         if _present(table, "greedy"):
             columns["greedy"] = torch.tensor(table.pop("greedy"), dtype=torch.bool)
         if _present(table, "response_ids"):
@@ -303,7 +303,7 @@ _Column = list[float]
 
 def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards: Any) -> dict[str, Any]:
     """Total, parts, extras, advantage; takes what it uses out of the table."""
-    gains = {name: found for name in _ADVANTAGE if (found := _numbers(table.get(name, ())))}
+    gains = {name: column for name in _ADVANTAGE if (column := _numbers(table.get(name, ())))}
     advantage = next(iter(gains.values()), None)
     answers = table.get("answer", table.get("pred")) if kind == "verl" else None
     weights, parts = _weights(table, kind, rewards)
@@ -311,12 +311,12 @@ def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards
         table.pop(name, None)
     extra = {name: table.pop(name) for name in list(table) if name not in _OBJECTS} if kind == "verl" else {}
     alone = next((name for name in _VALUE if list(weights) == [name]), None)  # it is the total, and no part
-    shown = {name.removeprefix(REWARD_PREFIX): found for name, found in parts.items() if name != alone}
+    shown = {name.removeprefix(REWARD_PREFIX): column for name, column in parts.items() if name != alone}
     columns: dict[str, Any] = {}
     if weights:
         total = _total(table.pop("scored", [True] * len(uids)), parts, weights)
         columns |= _scores(total, shown, extra, answers, _how(weights, total, advantage, uids))
-    columns |= {f"{REWARD_PREFIX}{name}": _tensor(found) for name, found in shown.items()}
+    columns |= {f"{REWARD_PREFIX}{name}": _tensor(column) for name, column in shown.items()}
     for name, values in extra.items():
         columns[f"reward_extra/{name}"] = [MISSING if absent(one) else one for one in values]
     if advantage is not None:
@@ -353,12 +353,12 @@ def _usual(table: Mapping[str, list[Any]], kind: str, names: list[str]) -> tuple
 
 def _numbers(values: Sequence[Any]) -> _Column | None:
     """The numbers of a column; None for a column of something else, and for one without any number."""
-    found: _Column = []
+    column: _Column = []
     for value in values:
         if not absent(value) and not isinstance(value, numbers.Real):
             return None
-        found.append(math.nan if absent(value) else _float(value))
-    return None if all(map(math.isnan, found)) else found
+        column.append(math.nan if absent(value) else _float(value))
+    return None if all(map(math.isnan, column)) else column
 
 
 def _float(value: Any) -> float:
@@ -380,11 +380,11 @@ def _tensor(values: _Column) -> torch.Tensor:
 
 def _total(usable: Sequence[Any], parts: Mapping[str, _Column], weights: Mapping[str, float]) -> _Column:
     """Each row's total over the functions that judged it, as TRL sums them; NaN where none did, or the row is not usable."""
-    found: _Column = []
+    totals: _Column = []
     for row, one in enumerate(usable):
         judged = [parts[name][row] * weight for name, weight in weights.items() if not math.isnan(parts[name][row])]
-        found.append(sum(judged) if judged and one != 0 else math.nan)
-    return found
+        totals.append(sum(judged) if judged and one != 0 else math.nan)
+    return totals
 
 
 def _scores(
@@ -395,7 +395,7 @@ def _scores(
     how: str,
 ) -> dict[str, Any]:
     """`reward`, `scored` and `score` of rows with these totals."""
-    found = []
+    scores = []
     for row, value in enumerate(total):
         scored = _usable(value)
         instead = "no reward" if math.isnan(value) else f"{value} as its reward"
@@ -407,8 +407,8 @@ def _scores(
             status=Status.SCORED if scored else Status.NOT_APPLICABLE,
             extra={name: values[row] for name, values in extra.items() if not absent(values[row])},
         )
-        found.append(score)
-    return _score_columns(found)
+        scores.append(score)
+    return _score_columns(scores)
 
 
 def _score_columns(scores: list[Score]) -> dict[str, Any]:
@@ -461,14 +461,14 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
         return [_read(f"row {number}", record, 0, None) for number, record in enumerate(source)], torn
     if not isinstance(source, str | Path | list | tuple):
         raise DataError("source", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
-    found: list[Record] = []
+    records: list[Record] = []
     for number, path in enumerate(_files(source, step)):
         if path.suffix == ".jsonl" and path.is_file():
             pairs = _lines(path, torn)
         else:
             pairs = [(f"{path}, row {row}", record) for row, record in enumerate(files.read(path))]
-        found += [_read(*pair, number, _step_in(path)) for pair in pairs]
-    return found, torn
+        records += [_read(*pair, number, _step_in(path)) for pair in pairs]
+    return records, torn
 
 
 def _read(place: str, record: Any, file: int, named: int | None) -> Record:
@@ -492,40 +492,40 @@ def _step_in(path: Path) -> int | None:
 
 def _files(source: Any, step: int | None) -> list[Path]:
     """The files, by step where their names say it."""
-    found: list[Path] = []
+    paths: list[Path] = []
     with boundary(f"looking for {describe(source)}", DataError):
         for given in [source] if isinstance(source, str | Path) else source:
             path = Path(given).expanduser()
-            found += _inside(path) if path.is_dir() else files.find(given)
-    steps = {path: _step_in(path) for path in found}
+            paths += _inside(path) if path.is_dir() else files.find(given)
+    steps = {path: _step_in(path) for path in paths}
     if step is not None:
-        found = [path for path in found if steps[path] == step] or found
-    return sorted(found, key=lambda path: (math.inf if (named := steps[path]) is None else named, str(path)))
+        paths = [path for path in paths if steps[path] == step] or paths
+    return sorted(paths, key=lambda path: (math.inf if (named := steps[path]) is None else named, str(path)))
 
 
 def _inside(folder: Path) -> list[Path]:
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    found = [path for path in entries if path.suffix in (".jsonl", ".parquet") and path.is_file()]
-    if not found:
+    tables = [path for path in entries if path.suffix in (".jsonl", ".parquet") and path.is_file()]
+    if not tables:
         deeper = [path.name for path in entries if path.is_dir()]
         expected = "files such as 1.jsonl (verl) or completions_00001.parquet (TRL)"
         there = f"folders {', '.join(deeper[:8])}" if deeper else f"{len(entries)} other files"
         do = "name the folder that holds them" if deeper else None
         raise DataError(f"no dump in {str(folder)!r}", expected=expected, found=there, do=do)
-    return found
+    return tables
 
 
 def _lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
     """(place, record) of each line. Python's writers put NaN and Infinity into their JSON, so these are read."""
-    found = []
+    records = []
     for place, raw in files.raw_lines(path):
         try:
             record = json.loads(raw.decode())
             if _HALF_ESCAPED.search(raw):  # JSON can escape half a character; no file, frame or page can hold it
                 record = json.loads(_HALF.sub("\ufffd", json.dumps(record, ensure_ascii=False)))
-            found.append((place, record))
+            records.append((place, record))
         except (ValueError, RecursionError) as cause:  # ValueError: bad JSON, bad UTF-8, endless integers
             if raw.endswith(b"\n"):
                 raise DataError(f"{place} is not JSON", found=first_line(cause)) from cause
             torn.append(place)
-    return found
+    return records

@@ -53,10 +53,11 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     text, name = (_text_of(path), str(path)) if path else (str(source), "text")
     if path and path.suffix in (".yaml", ".yml"):
         return Command(_resolved(_of_yaml(path)), {}, name)
-    found = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
-    if found:
-        chosen = _chosen(found, command, name)
-        return _of_words(chosen, path.parent if path else Path(), name)._replace(suffix=_suffix(found, chosen, command))
+    commands = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
+    if commands:
+        chosen = _chosen(commands, command, name)
+        read = _of_words(chosen, path.parent if path else Path(), name)
+        return read._replace(suffix=_suffix(commands, chosen, command))
     block, left = _block(text)
     if not block:
         what = f"no verl command in {name}"
@@ -64,12 +65,12 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     return Command(_resolved(flat(block)), left, name)
 
 
-def _chosen(found: list[list[str]], command: int | None, name: str) -> list[str]:
-    if len(found) > 1 and command is None:
-        raise SettingError(f"{len(found)} commands in {name}", do=f"choose one: command=0 … {len(found) - 1}")
-    if not 0 <= (command or 0) < len(found):
-        raise SettingError("command", expected=f"0 to {len(found) - 1}", found=command)
-    return found[command or 0]
+def _chosen(commands: list[list[str]], command: int | None, name: str) -> list[str]:
+    if len(commands) > 1 and command is None:
+        raise SettingError(f"{len(commands)} commands in {name}", do=f"choose one: command=0 … {len(commands) - 1}")
+    if not 0 <= (command or 0) < len(commands):
+        raise SettingError("command", expected=f"0 to {len(commands) - 1}", found=command)
+    return commands[command or 0]
 
 
 def _suffix(several: Sequence[Sequence[str]], chosen: Sequence[str], command: int | None) -> str:
@@ -112,10 +113,10 @@ def parsed(text: str) -> Any:
 
         spaced = re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", text) if text[0] == "{" else text
         try:
-            found = yaml.safe_load(spaced)
+            content = yaml.safe_load(spaced)
         except yaml.YAMLError:
             return text
-        return flat(found) if isinstance(found, Mapping) else _typed(found)
+        return flat(content) if isinstance(content, Mapping) else _typed(content)
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         inner = text[1:-1]
         return parsed(inner) if inner[:1] == "[" else inner
@@ -171,10 +172,10 @@ _OPTIONS = {"-cp": "--config-path", "-cn": "--config-name"}
 
 
 def _of_words(words: Sequence[str], folder: Path, name: str) -> Command:
-    own, options = _overrides(words), {"--config-path": "", "--config-name": ""}
+    overrides, options = _overrides(words), {"--config-path": "", "--config-name": ""}
     settings: dict[str, Any] = {}
     left: dict[str, str] = {}
-    waiting = list(words if own is None else own)
+    waiting = list(words if overrides is None else overrides)
     while waiting:
         word = waiting.pop(0)
         option, equals, value = word.partition("=")
@@ -202,10 +203,10 @@ def _configured(options: Mapping[str, str], folder: Path, left: dict[str, str]) 
     for place in places:
         if place.is_file():
             return _of_yaml(place)
-    said = " ".join(f"{option}={value}" for option, value in options.items() if value)
+    config = " ".join(f"{option}={value}" for option, value in options.items() if value)
     if name == "ppo_megatron_trainer":  # verl's own defaults with Megatron as the engine
         return {"actor_rollout_ref.actor.strategy": "megatron"}
-    left[said] = f"no file {places[0]}: put it there, or give its settings"
+    left[config] = f"no file {places[0]}: put it there, or give its settings"
     return {}
 
 
@@ -230,10 +231,10 @@ def _mapping(text: str) -> dict[str, Any] | None:
     import yaml
 
     try:
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError:
         return None
-    return dict(found) if isinstance(found, Mapping) else None
+    return dict(content) if isinstance(content, Mapping) else None
 
 
 def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -258,16 +259,16 @@ def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _filled(value: Any, settings: Mapping[str, Any], depth: int = 0) -> Any:
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\$\{([^${}]+)\}", value)
-    if found is None or depth > 8:
+    interpolation = re.fullmatch(r"\$\{([^${}]+)\}", value)
+    if interpolation is None or depth > 8:
         return _UNSET if value.startswith(("${oc.", "${.")) else value
-    kind, colon, rest = found[1].partition(":")
+    kind, colon, rest = interpolation[1].partition(":")
     name, comma, default = (part.strip() for part in rest.partition(","))
     if kind == "oc.env":
         return _typed(default) if comma else value
     if colon and kind != "oc.select":
         return value
-    key = name if colon else found[1]
+    key = name if colon else interpolation[1]
     return _filled(settings[key], settings, depth + 1) if key in settings else _typed(default) if comma else _UNSET
 
 
@@ -367,13 +368,13 @@ class _Shell:
         if not raw:
             return None
         if (array := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=\(", raw[0])) is not None:
-            inner = [one for word in raw[1 : raw.index(")") if ")" in raw else None] for one in self._word(word)]
+            inner = [piece for word in raw[1 : raw.index(")") if ")" in raw else None] for piece in self._word(word)]
             self._arrays[array[1]] = [*(self._arrays.get(array[1], []) if array[2] else []), *inner]
             return None
         while raw and (given := re.match(r"([A-Za-z_]\w*)=(.*)", raw[0], re.DOTALL)) is not None:
             self._names[given[1]] = " ".join(self._word(given[2]))
             raw = raw[1:]
-        return [one for word in raw for one in self._word(word)] if raw else None
+        return [piece for word in raw for piece in self._word(word)] if raw else None
 
     def _word(self, raw: str) -> list[str]:
         """A raw word: quotes taken off, expanded, and split where an unquoted variable has spaces."""
@@ -403,15 +404,15 @@ class _Shell:
         return [*pieces[:-1], pieces[-1] + words[0], *words[1:]] if words else pieces
 
     def _expanded(self, text: str) -> str:
-        found, place = "", 0
+        expanded, place = "", 0
         while place < len(text):
             if text[place] == "\\" and place + 1 < len(text) and text[place + 1] in '"$\\`':
-                found, place = found + text[place + 1], place + 2
+                expanded, place = expanded + text[place + 1], place + 2
             elif (end := _expansion(text, place)) > place:
-                found, place = found + self._value(text[place:end]), end
+                expanded, place = expanded + self._value(text[place:end]), end
             else:
-                found, place = found + text[place], place + 1
-        return found
+                expanded, place = expanded + text[place], place + 1
+        return expanded
 
     def _value(self, text: str) -> str:
         """What an expansion stands for; an unknown one stands as it is written."""
@@ -420,12 +421,12 @@ class _Shell:
         if text.startswith("$("):
             return "." if text[2:-1].strip() == "pwd" else re.sub(r"\s+", "_", text)
         body = text[2:-1] if text.startswith("${") else text[1:]
-        given = re.fullmatch(r"(\w+)(:?[-=?])?(.*)", body, re.DOTALL)
-        if given is None:
+        expansion = re.fullmatch(r"(\w+)(:?[-=?])?(.*)", body, re.DOTALL)
+        if expansion is None:
             return text  # OmegaConf's own, `${data.x}`, or a form that is not read
-        if given[1] in self._names:
-            return self._names[given[1]] or (" ".join(self._word(given[3])) if given[2] else "")
-        return " ".join(self._word(given[3])) if given[2] in (":-", "-", ":=", "=") else text
+        if expansion[1] in self._names:
+            return self._names[expansion[1]] or (" ".join(self._word(expansion[3])) if expansion[2] else "")
+        return " ".join(self._word(expansion[3])) if expansion[2] in (":-", "-", ":=", "=") else text
 
     def _arithmetic(self, text: str) -> str:
         known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda one: self._names.get(one[1], one[0]), text)

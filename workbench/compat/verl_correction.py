@@ -63,10 +63,10 @@ class VerlCorrection(Settings):
 
     def correction(self) -> dict[str, Any]:
         """The settings of weights and rejection: arguments of `stages.CorrectionSettings`, which checks them."""
-        found = {name: value for name, value in self.to_dict().items() if name not in ("bypass_mode", "loss_type")}
+        settings = {name: value for name, value in self.to_dict().items() if name not in ("bypass_mode", "loss_type")}
         if self.rollout_is is None and self.rollout_is_threshold is None:  # null beside no weights is verl's as well
-            del found["rollout_is_threshold"]
-        return found
+            del settings["rollout_is_threshold"]
+        return settings
 
 
 def read_correction(given: str | Mapping[str, Any] | None = None, **settings: Any) -> VerlCorrection:
@@ -83,23 +83,23 @@ def read_correction(given: str | Mapping[str, Any] | None = None, **settings: An
     return VerlCorrection.from_parameters({**block, **settings})
 
 
-def _preset_or_text(given: str) -> Mapping[str, Any]:
+def _preset_or_text(text: str) -> Mapping[str, Any]:
     import yaml
 
-    name = given.strip().removeprefix("RolloutCorrectionConfig.").removesuffix("()")
+    name = text.strip().removeprefix("RolloutCorrectionConfig.").removesuffix("()")
     if name.isidentifier():
         if name not in PRESETS:
             raise SettingError(unknown("preset of rollout correction", name, PRESETS))
         return PRESETS[name]
     try:
-        found = yaml.safe_load(given)
-        if not isinstance(found, Mapping):
-            parts = [part.lstrip("+").partition("=") for part in shlex.split(given) if "rollout_correction." in part]
-            found = {key: yaml.safe_load(value) for key, _, value in parts}
+        block = yaml.safe_load(text)
+        if not isinstance(block, Mapping):
+            parts = [part.lstrip("+").partition("=") for part in shlex.split(text) if "rollout_correction." in part]
+            block = {key: yaml.safe_load(value) for key, _, value in parts}
     except (yaml.YAMLError, ValueError) as cause:
         raise SettingError("text of a rollout_correction block", expected="YAML", found=str(cause)) from cause
-    require(bool(found), "text of a rollout_correction block", expected="YAML, overrides or a preset", found=given)
-    return found
+    require(bool(block), "text of a rollout_correction block", expected="YAML, overrides or a preset", found=text)
+    return block
 
 
 def _block(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,26 +82,26 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
     Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour or that
     do not go together.
     """
-    given = read_block(settings)
-    asked = _asked(given, roots)
-    if impossible := [f"\n- {line}" for line in (*cannot(given), *contradictions(given, asked))]:
+    block = read_block(settings)
+    parameters = _handed_parameters(block, roots)
+    if impossible := [f"\n- {line}" for line in (*cannot(block), *contradictions(block, parameters))]:
         raise SettingError(f"these reward settings cannot be honoured here:{''.join(impossible)}")
-    function = _function(given, asked, roots)
-    scorer = _scorer(given, function, asked)
-    if isinstance(scorer, rewards.RewardModel) and given.get("reward_manager.name", "naive") == "naive":
+    function = _function(block, parameters, roots)
+    scorer = _scorer(block, function, parameters)
+    if isinstance(scorer, rewards.RewardModel) and block.get("reward_manager.name", "naive") == "naive":
         return scorer
     if tokenizer is None:
         do = "call reward_from(settings, tokenizer=engine.tokenizer)"
         raise SettingError("tokenizer of a reward manager", expected="the policy's tokenizer", found="none", do=do)
-    return VerlReward(*_manager(given, function, scorer, tokenizer, roots), tokenizer, given)
+    return VerlReward(*_manager(block, function, scorer, tokenizer, roots), tokenizer, block)
 
 
-def _manager(given: Mapping[str, Any], function: Any, scorer: Any, tokenizer: Any, roots: Any) -> tuple[Any, str]:
+def _manager(block: Mapping[str, Any], function: Any, scorer: Any, tokenizer: Any, roots: Any) -> tuple[Any, str]:
     """The manager round a scorer, and its name; one of the user's own gets the function alone."""
-    name, kwargs = given.get("reward_manager.name", "naive"), dict(given.get("reward_kwargs", {}))
-    if given.get("reward_manager.source") == "importlib":
+    name, kwargs = block.get("reward_manager.name", "naive"), dict(block.get("reward_kwargs", {}))
+    if block.get("reward_manager.source") == "importlib":
         own: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
-        return rewards.FileManagerReward(given["reward_manager.module.path"], _class(given), **own), _class(given)
+        return rewards.FileManagerReward(block["reward_manager.module.path"], _class(block), **own), _class(block)
     if function is not None and _ours(name):  # the function has its part of them already
         kwargs = {key: value for key, value in kwargs.items() if key in _PENALTY}
     # the limits of `rate_limited` are its scorer's
@@ -124,7 +124,7 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(settings, Mapping):
         raise SettingError("reward", expected="settings in a dict", found=describe(settings))
-    found: dict[str, Any] = {}
+    block: dict[str, Any] = {}
     for path, value in leaves(settings):
         name = _now(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
         group = any(known.startswith(f"{name}.") for known in BLOCK)
@@ -132,28 +132,28 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if group:
             raise SettingError(f"reward.{name}", expected="settings in a dict", found=describe(value))
-        place, key = _place(found, name)
+        place, key = _place(block, name)
         value = coerce(f"reward.{name}", value, BLOCK[name]) if name in BLOCK else value
         if place.setdefault(key, value) != value:
             both = (without_secrets(one, key) for one in (place[key], value))
             raise SettingError(f"reward.{name} is given twice", found=" and ".join(map(repr, both)))
-    return found
+    return block
 
 
-def _place(found: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+def _place(block: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
     """The dict that a setting belongs into, and its key there: `reward_kwargs.a.b` is the key b of a dict a."""
-    whole = next((one for one, kind in BLOCK.items() if kind is dict and name.startswith(f"{one}.")), name)
+    whole = next((group for group, kind in BLOCK.items() if kind is dict and name.startswith(f"{group}.")), name)
     if whole not in BLOCK:
         above, _, last = f"reward.{name}".rpartition(".")
         beside = [f"reward.{key}".removeprefix(f"{above}.") for key in BLOCK if f"reward.{key}".startswith(f"{above}.")]
         known = dict.fromkeys(key.partition(".")[0] for key in beside or BLOCK)
         raise SettingError(f"{above}: {unknown('reward setting', last, known)}")
     if whole == name:
-        return found, name
-    place = found.setdefault(whole, {})
+        return block, name
+    place = block.setdefault(whole, {})
     *inside, key = name[len(whole) + 1 :].split(".")
-    for one in inside:
-        place = place.setdefault(one, {})
+    for step in inside:
+        place = place.setdefault(step, {})
     return place, key
 
 
@@ -178,11 +178,11 @@ _VERLS: Mapping[str, Any] = {
 """verl's defaults, which a whole configuration brings along where they mean nothing."""
 
 
-def _said(given: Mapping[str, Any], *names: str) -> list[str]:
+def _beyond_defaults(block: Mapping[str, Any], *names: str) -> list[str]:
     """The settings below these names that are given, and are not what verl's configuration has anyway."""
     return [
         key
-        for key, value in given.items()
+        for key, value in block.items()
         if any(f"{key}.".startswith(f"{name}.") for name in names) and value != _VERLS.get(key, {})
     ]
 
@@ -209,33 +209,33 @@ _RULES: Sequence[tuple[str, str, str, str]] = (
 """(what is so, what is not, settings that then mean nothing, why), each of words."""
 
 
-def contradictions(given: Mapping[str, Any], asked: Collection[str] = ()) -> list[str]:
-    """Settings that mean nothing beside the others, as lines of text: none is dropped without a word. `asked` are the names
+def contradictions(block: Mapping[str, Any], parameters: Collection[str] = ()) -> list[str]:
+    """Settings that mean nothing beside the others, as lines of text: none is dropped without a word. `parameters` are the names
     that the custom function has arguments for, of `_HANDED`."""
-    name, source = (given.get(f"reward_manager.{key}", _VERLS[f"reward_manager.{key}"]) for key in ("name", "source"))
+    name, source = (block.get(f"reward_manager.{key}", _VERLS[f"reward_manager.{key}"]) for key in ("name", "source"))
     parts = {"function": "custom_reward_function.path", "service": "sandbox_fusion.url", "url": "reward_model.url"}
-    so = {word for word, key in parts.items() if key in given}
-    so |= {word for key, word in _HANDED.items() if key in asked}
-    so |= {"model"} if given.get("reward_model.enable") else set()
+    so = {word for word, key in parts.items() if key in block}
+    so |= {word for key, word in _HANDED.items() if key in parameters}
+    so |= {"model"} if block.get("reward_model.enable") else set()
     so |= {"both"} if {"model", "function"} <= so and "asking" not in so else set()
     so |= {"own", source} if source == "importlib" or not _ours(name) else {name}
-    so |= {"chat"} if given.get("reward_model.template") == "chat" else set()
+    so |= {"chat"} if block.get("reward_model.template") == "chat" else set()
     wrong = [rule for rule in _RULES if so.issuperset(rule[0].split()) and so.isdisjoint(rule[1].split())]
-    return [f"{key} {why}" for _, _, names, why in wrong for key in _said(given, *names.split())]
+    return [f"{key} {why}" for _, _, names, why in wrong for key in _beyond_defaults(block, *names.split())]
 
 
-def cannot(given: Mapping[str, Any]) -> list[str]:
+def cannot(block: Mapping[str, Any]) -> list[str]:
     """Settings that this machine cannot honour, each with what is possible, as lines of text."""
-    source = given.get("reward_manager.source", "register")
-    counts = {key: given.get(key, 1) for key in ("num_workers", "reward_model.batch_size")}
+    source = block.get("reward_manager.source", "register")
+    counts = {key: block.get(key, 1) for key in ("num_workers", "reward_model.batch_size")}
     lines = [f"{key}={value}: expected a whole number ≥ 1" for key, value in counts.items() if value < 1]
     if source not in ("register", "importlib"):
         lines.append(f"reward_manager.source={source!r}: expected register or importlib")
-    if source == "importlib" and not ("reward_manager.module.path" in given and _class(given)):
+    if source == "importlib" and not ("reward_manager.module.path" in block and _class(block)):
         lines.append(
             "reward_manager.source=importlib: needs module.path, and the class as reward_manager.name or module.name"
         )
-    names = {given.get(f"reward_manager.{key}") for key in ("name", "module.name")} - {
+    names = {block.get(f"reward_manager.{key}") for key in ("name", "module.name")} - {
         None,
         "naive",
         "custom_reward_manager",
@@ -244,14 +244,14 @@ def cannot(given: Mapping[str, Any]) -> list[str]:
         lines.append(
             "reward_manager.name and reward_manager.module.name: two classes, " + " and ".join(sorted(map(str, names)))
         )
-    if not given.get("reward_model.enable") or "reward_model.url" in given:
+    if not block.get("reward_model.enable") or "reward_model.url" in block:
         return lines  # the engine's settings are the server's
-    return lines + _cannot_model({key.removeprefix("reward_model."): value for key, value in given.items()})
+    return lines + _cannot_model({key.removeprefix("reward_model."): value for key, value in block.items()})
 
 
-def _class(given: Mapping[str, Any]) -> str:
+def _class(block: Mapping[str, Any]) -> str:
     """Name of the class of a manager of one's own: today's place, else that of the first versions."""
-    names = [given.get(f"reward_manager.{key}") for key in ("name", "module.name")]
+    names = [block.get(f"reward_manager.{key}") for key in ("name", "module.name")]
     return next((str(name) for name in names if name not in (None, "naive")), "")
 
 
@@ -277,11 +277,11 @@ def _cannot_model(model: Mapping[str, Any]) -> list[str]:
 # --- making ---------------------------------------------------------------------------------------
 
 
-def _limit(given: Mapping[str, Any]) -> rewards.RateLimit | None:
+def _limit(block: Mapping[str, Any]) -> rewards.RateLimit | None:
     """What bounds rows and texts that this process judges; None for no bound."""
-    at_once = [given[key] for key in ("num_workers", "reward_model.batch_size") if key in given]
-    limits = {key: given[key] for key in _LIMITS if key in given and key != "timeout"}
-    if given.get("reward_manager.name") == "rate_limited":
+    at_once = [block[key] for key in ("num_workers", "reward_model.batch_size") if key in block]
+    limits = {key: block[key] for key in _LIMITS if key in block and key != "timeout"}
+    if block.get("reward_manager.name") == "rate_limited":
         at_once.append(limits.pop("max_concurrent", 1))
     return rewards.RateLimit(max_concurrent=min(at_once), **limits) if at_once else None
 
@@ -297,38 +297,40 @@ _HANDED: Mapping[str, str] = {
 _PENALTY = ("max_resp_len", "overlong_buffer_cfg")
 
 
-def _asked(given: Mapping[str, Any], roots: tuple[str, ...]) -> set[str]:
+def _handed_parameters(block: Mapping[str, Any], roots: tuple[str, ...]) -> set[str]:
     """The names of `_HANDED` that the custom function has arguments for; one with `**kwargs` takes addresses and limits."""
-    if "custom_reward_function.path" not in given:
+    if "custom_reward_function.path" not in block:
         return set()
-    taken = inspect.signature(_loaded(given, roots, {})).parameters
+    taken = inspect.signature(_loaded(block, roots, {})).parameters
     every = any(one.kind is one.VAR_KEYWORD for one in taken.values())
     return {name for name in _HANDED if name in taken or (every and name != "reward_model_tokenizer")}
 
 
-def _loaded(given: Mapping[str, Any], roots: tuple[str, ...], handed: Mapping[str, Any]) -> rewards.FileFunction:
-    path, name = given["custom_reward_function.path"], given.get("custom_reward_function.name", "compute_score")
-    bound = {**handed, **given.get("custom_reward_function.reward_kwargs", {})}
+def _loaded(block: Mapping[str, Any], roots: tuple[str, ...], handed: Mapping[str, Any]) -> rewards.FileFunction:
+    path, name = block["custom_reward_function.path"], block.get("custom_reward_function.name", "compute_score")
+    bound = {**handed, **block.get("custom_reward_function.reward_kwargs", {})}
     return rewards.load_function(path, name, roots=roots, **bound)
 
 
-def _function(given: Mapping[str, Any], asked: Collection[str], roots: tuple[str, ...]) -> rewards.FileFunction | None:
+def _function(
+    block: Mapping[str, Any], parameters: Collection[str], roots: tuple[str, ...]
+) -> rewards.FileFunction | None:
     """The custom function with what it asks for: addresses of the served model and the sandbox, their tokenizer and limits."""
-    if "custom_reward_function.path" not in given:
+    if "custom_reward_function.path" not in block:
         return None
     handed: dict[str, Any] = {}
-    if given.get("reward_model.enable") and "reward_router_address" in asked:
-        handed["reward_router_address"] = urlsplit(given["reward_model.url"]).netloc
-        if "reward_model_tokenizer" in asked:
-            if "reward_model.model_path" not in given:
+    if block.get("reward_model.enable") and "reward_router_address" in parameters:
+        handed["reward_router_address"] = urlsplit(block["reward_model.url"]).netloc
+        if "reward_model_tokenizer" in parameters:
+            if "reward_model.model_path" not in block:
                 what = "reward_model_tokenizer of the custom_reward_function"
                 raise SettingError(what, expected="reward_model.model_path", found="none")
-            handed["reward_model_tokenizer"] = tokenizer_of(given["reward_model.model_path"], trust=False)[0]
-    if "sandbox_fusion.url" in given:
-        handed["sandbox_fusion_url"] = given["sandbox_fusion.url"]
-        handed["memory_limit_mb"] = given.get("sandbox_fusion.memory_limit_mb", 1024)
-        handed["concurrent_semaphore"] = _Places(_in_sandbox(given) // min(_processes(given), _in_sandbox(given)))
-    return _loaded(given, roots, {name: one for name, one in handed.items() if name in asked})
+            handed["reward_model_tokenizer"] = tokenizer_of(block["reward_model.model_path"], trust=False)[0]
+    if "sandbox_fusion.url" in block:
+        handed["sandbox_fusion_url"] = block["sandbox_fusion.url"]
+        handed["memory_limit_mb"] = block.get("sandbox_fusion.memory_limit_mb", 1024)
+        handed["concurrent_semaphore"] = _Places(_in_sandbox(block) // min(_processes(block), _in_sandbox(block)))
+    return _loaded(block, roots, {name: one for name, one in handed.items() if name in parameters})
 
 
 class _Places:
@@ -341,72 +343,72 @@ class _Places:
         return threading.Semaphore, (self.number,)
 
 
-def _in_sandbox(given: Mapping[str, Any]) -> int:
-    return int(given.get("sandbox_fusion.max_concurrent", _VERLS["sandbox_fusion.max_concurrent"]))
+def _in_sandbox(block: Mapping[str, Any]) -> int:
+    return int(block.get("sandbox_fusion.max_concurrent", _VERLS["sandbox_fusion.max_concurrent"]))
 
 
-def _processes(given: Mapping[str, Any]) -> int:
+def _processes(block: Mapping[str, Any]) -> int:
     """How many processes call a custom function."""
-    name = given.get("reward_manager.name", "naive")
-    if name == "batch" or given.get("reward_manager.source") == "importlib" or not _ours(name):
+    name = block.get("reward_manager.name", "naive")
+    if name == "batch" or block.get("reward_manager.source") == "importlib" or not _ours(name):
         return 1
-    return int(given.get("num_workers", given.get("max_concurrent", 1) if name == "rate_limited" else 8))
+    return int(block.get("num_workers", block.get("max_concurrent", 1) if name == "rate_limited" else 8))
 
 
 def _scorer(
-    given: Mapping[str, Any], function: rewards.FileFunction | None, asked: Collection[str]
+    block: Mapping[str, Any], function: rewards.FileFunction | None, parameters: Collection[str]
 ) -> BaseReward | None:
     """The rule, the reward model, or both as a rubric; None for a manager of one's own."""
-    name, model = given.get("reward_manager.name", "naive"), given.get("reward_model.enable", False)
-    if given.get("reward_manager.source") == "importlib" or not _ours(name):
+    name, model = block.get("reward_manager.name", "naive"), block.get("reward_model.enable", False)
+    if block.get("reward_manager.source") == "importlib" or not _ours(name):
         return None
-    limit = _limit(given)
+    limit = _limit(block)
     if function is not None:
-        rule, model = _by_function(given, function), model and "reward_router_address" not in asked
-    elif model and name != "prime" and "sandbox_fusion.url" not in given:
-        return _reward_model(given, limit)
+        rule, model = _by_function(block, function), model and "reward_router_address" not in parameters
+    elif model and name != "prime" and "sandbox_fusion.url" not in block:
+        return _reward_model(block, limit)
     else:
-        rule = _by_source(given, limit)
-    return rewards.Rubric({"rm": _reward_model(given, limit), "rule": rule}) if model else rule
+        rule = _by_source(block, limit)
+    return rewards.Rubric({"rm": _reward_model(block, limit), "rule": rule}) if model else rule
 
 
-def _by_function(given: Mapping[str, Any], function: rewards.FileFunction) -> BaseReward:
+def _by_function(block: Mapping[str, Any], function: rewards.FileFunction) -> BaseReward:
     """The custom function, called as the manager calls it: in how many processes, a row or a batch at a time, how long."""
-    name, processes = given.get("reward_manager.name", "naive"), _processes(given)
-    kwargs = {key: one for key, one in given.get("reward_kwargs", {}).items() if key not in _PENALTY}
-    kwargs |= {key: given[key] for key in _LIMITS if key in given}
-    kwargs["num_workers"] = min(processes, _in_sandbox(given)) if "sandbox_fusion.url" in given else processes
+    name, processes = block.get("reward_manager.name", "naive"), _processes(block)
+    kwargs = {key: one for key, one in block.get("reward_kwargs", {}).items() if key not in _PENALTY}
+    kwargs |= {key: block[key] for key in _LIMITS if key in block}
+    kwargs["num_workers"] = min(processes, _in_sandbox(block)) if "sandbox_fusion.url" in block else processes
     with boundary(f"the reward manager {name!r} with reward_kwargs {without_secrets(kwargs)}", SettingError):
         return rewards.manager_class(name)(None, 0, function, **kwargs).reward
 
 
-def _by_source(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> BaseReward:
+def _by_source(block: Mapping[str, Any], limit: rewards.RateLimit | None) -> BaseReward:
     """The scorer of a row's data source, which runs code in the sandbox where there is one."""
-    patient = {"timeout": given["timeout"]} if "timeout" in given else {}
-    if "sandbox_fusion.url" in given:
-        box = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("sandbox_fusion.")}
+    patient = {"timeout": block["timeout"]} if "timeout" in block else {}
+    if "sandbox_fusion.url" in block:
+        box = {key.partition(".")[2]: value for key, value in block.items() if key.startswith("sandbox_fusion.")}
         return rewards.by_data_source(sandbox=sandbox.RemoteSandbox(**box), rate_limit=limit, **patient)
-    if "num_workers" in given and given.get("reward_manager.name") != "rate_limited":
-        return rewards.by_data_source(in_process=False, workers=given["num_workers"])
+    if "num_workers" in block and block.get("reward_manager.name") != "rate_limited":
+        return rewards.by_data_source(in_process=False, workers=block["num_workers"])
     return rewards.by_data_source()
 
 
-def _reward_model(given: Mapping[str, Any], limit: rewards.RateLimit | None) -> rewards.RewardModel:
-    served, path = given.get("reward_model.url"), given.get("reward_model.model_path")
-    own = {key.rpartition(".")[2]: value for key, value in given.items() if key.startswith("reward_model.rollout.")}
-    lengths = {key: own.pop(key) for key in ("prompt_length", "response_length") if key in own}
+def _reward_model(block: Mapping[str, Any], limit: rewards.RateLimit | None) -> rewards.RewardModel:
+    served, path = block.get("reward_model.url"), block.get("reward_model.model_path")
+    rollout = {key.rpartition(".")[2]: value for key, value in block.items() if key.startswith("reward_model.rollout.")}
+    lengths = {key: rollout.pop(key) for key in ("prompt_length", "response_length") if key in rollout}
     model: Any
     if served:
         model = ClassifyEndpoint(served, path or "reward-model")
-    elif own.pop("name", "hf") == "vllm":
+    elif rollout.pop("name", "hf") == "vllm":
         names = {"tensor_model_parallel_size": "tensor_parallel_size"}
-        model = vllm_classifier(str(path), **{names.get(key, key): one for key, one in own.items()})
+        model = vllm_classifier(str(path), **{names.get(key, key): one for key, one in rollout.items()})
     else:
         model = local_classifier(str(path))
-    facts = [f"{key}={given[key]}" for key in ("num_workers", "reward_model.batch_size", *_LIMITS) if key in given]
+    facts = [f"{key}={block[key]}" for key in ("num_workers", "reward_model.batch_size", *_LIMITS) if key in block]
     whose = " (the server's)" if served else ""
-    facts += [f"{key}={value}{whose}" for key, value in own.items()]
-    template = given.get("reward_model.template", "question_answer" if served else "chat")
+    facts += [f"{key}={value}{whose}" for key, value in rollout.items()]
+    template = block.get("reward_model.template", "question_answer" if served else "chat")
     return rewards.RewardModel(_Asked(model, limit, facts), template=template, **lengths)
 
 

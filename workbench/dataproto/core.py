@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from workbench.base.distribution import optional
 from workbench.base.errors import BatchError, SettingError, UnionConflict, describe, message
 from workbench.base.shown import Shown
 from workbench.dataproto import io
-from workbench.dataproto.same import same
-from workbench.dataproto.value import Origin, Value, apart, check_letters, missing
+from workbench.dataproto.value import Origin, Value, apart, check_letters, missing, same
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -152,13 +152,13 @@ class DataProto(Value, Shown):
         if len(old) != len(new):
             raise BatchError("new_keys of rename", expected=f"{len(old)} new names", found=len(new))
         columns = {to: self[name] for name, to in zip(old, new, strict=True)}
-        made = {to: self._origins[name] for name, to in zip(old, new, strict=True) if name in self._origins}
+        origins = {to: self._origins[name] for name, to in zip(old, new, strict=True) if name in self._origins}
         kept = self.without(*old)
         clash = [name for name in columns if name in kept]
         if clash:
             raise BatchError("rename would overwrite columns", found=", ".join(clash), do="drop them first: without(…)")
         renamed = kept.with_columns(columns)
-        return renamed._new(renamed._raw(), origins={**renamed._origins, **made})
+        return renamed._new(renamed._raw(), origins={**renamed._origins, **origins})
 
     def union(self, other: DataProto) -> Self:
         """A batch with the columns and `meta_info` of both. What both have must agree; NaN equals NaN (unlike in verl).
@@ -169,13 +169,13 @@ class DataProto(Value, Shown):
             raise BatchError("rows of the other batch in union", expected=f"{len(self)} rows", found=len(other))
         for name in self.columns:
             if name in other and not same(self[name], other[name]):
-                found = f"written by {_stage(self, name)} and by {_stage(other, name)}"
+                writers = f"written by {_stage(self, name)} and by {_stage(other, name)}"
                 do = "drop or rename one: without(…), rename(…)"
-                raise UnionConflict(f"column {name!r} differs between the batches of union", found=found, do=do)
+                raise UnionConflict(f"column {name!r} differs between the batches of union", found=writers, do=do)
         for key, value in other.meta_info.items():
             if key in self._meta and not same(self._meta[key], value):
-                found = f"{describe(self._meta[key])} and {describe(value)}"
-                raise UnionConflict(f"meta_info {key!r} differs between the batches of union", found=found)
+                writers = f"{describe(self._meta[key])} and {describe(value)}"
+                raise UnionConflict(f"meta_info {key!r} differs between the batches of union", found=writers)
         columns = {**self._raw(), **other._raw(), **self._raw()}  # its own first, and where both have one
         meta, origins = {**self._meta, **other.meta_info}, {**other.origins, **self._origins}
         joined = self._new(columns, meta=meta, origins=origins)
@@ -392,14 +392,14 @@ class DataProto(Value, Shown):
 def _cut(name: str, values: Any, parts: int) -> Any:
     """A column whose second dim, or whose lists, are cut into equal `parts`: a row for each."""
     tensor = isinstance(values, torch.Tensor)
-    widths = set(values.shape[1:2]) if tensor else {len(one) for one in values}
+    widths = set(values.shape[1:2]) if tensor else {len(row) for row in values}
     if not widths or any(width % parts for width in widths):
         found = ", ".join(map(str, sorted(widths))) or "no second dim"
         raise BatchError(f"second dim of column {name!r}", expected=f"a multiple of {parts}", found=found)
     if tensor:
         return values.reshape(len(values) * parts, values.shape[1] // parts, *values.shape[2:])
-    sizes = [(one, len(one) // parts) for one in values]
-    return [one[part * size : (part + 1) * size] for one, size in sizes for part in range(parts)]
+    sizes = [(row, len(row) // parts) for row in values]
+    return [row[part * size : (part + 1) * size] for row, size in sizes for part in range(parts)]
 
 
 def _length(mask: torch.Tensor) -> int:
@@ -453,3 +453,64 @@ class MutableDataProto:
         tensors = {name: tensor[row] for name, tensor in self.batch.items()}
         objects = {name: cells[row] for name, cells in self.non_tensor_batch.items()}
         return DataProtoItem(tensors, objects, self.meta_info)
+
+
+# --- episodes that are several sequences: rows with one `uid` and one value of `session` ------------
+
+SESSION = "session"
+"""The column that is there where an episode of the batch is more than one row."""
+POLICY = "policy"
+"""The column that is there where several policies speak in an episode: the name of the one whose tokens a row holds."""
+
+
+def last_rows(batch: DataProto, column: str | None = SESSION) -> Tensor:
+    """For each row the number of its episode's last row: [B] int64. Without the column each row is an episode."""
+    if column is None or column not in batch:
+        return torch.arange(len(batch))
+    uids = batch["uid"] if "uid" in batch else [None] * len(batch)
+    names = list(zip(uids, batch[column], strict=True))
+    last = {name: row for row, name in enumerate(names)}
+    return torch.tensor([last[name] for name in names], dtype=torch.long)
+
+
+def is_last(batch: DataProto) -> Tensor:
+    """[B] bool: True on the last row of each episode, which stands for it where episodes are counted."""
+    return last_rows(batch) == torch.arange(len(batch))
+
+
+def episodes(batch: DataProto) -> list[list[int]]:
+    """The row numbers of each episode, in the order of their first rows."""
+    members: dict[int, list[int]] = {}
+    for row, last in enumerate(last_rows(batch).tolist()):
+        members.setdefault(last, []).append(row)
+    return list(members.values())
+
+
+def sequence_of(batch: DataProto, row: int) -> tuple[int, list[int]] | None:
+    """(number of a row's episode, rows of that episode in order); None in a batch whose rows are episodes each."""
+    if SESSION not in batch:
+        return None
+    return next((number, rows) for number, rows in enumerate(episodes(batch)) if row in rows)
+
+
+def row_name(batch: DataProto, row: int) -> str:
+    """`row 7`, or `row 7 (episode 3, sequence 2 of 3)`."""
+    sequence = sequence_of(batch, row)
+    if sequence is None:
+        return f"row {row}"
+    number, rows = sequence
+    return f"row {row} (episode {number}, sequence {rows.index(row) + 1} of {len(rows)})"
+
+
+def of_first_policy(batch: DataProto) -> DataProto:
+    """The rows of the policy that `meta_info` names as the first; all rows where there is one policy."""
+    if POLICY not in batch:
+        return batch
+    return batch.select_idxs([row for row, name in enumerate(batch[POLICY]) if name == batch.meta_info.get(POLICY)])
+
+
+def alike(parts: Sequence[DataProto]) -> list[DataProto]:
+    """Batches to concatenate: if one has the column `session`, all have it; where it was missing each row is an episode."""
+    if not any(SESSION in part for part in parts):
+        return list(parts)
+    return [part if SESSION in part else part.with_columns({SESSION: list(range(len(part)))}) for part in parts]

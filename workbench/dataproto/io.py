@@ -1,30 +1,36 @@
 """Saves and loads batches: safetensors for tensors, parquet for objects, JSON for the rest; never pickle.
 
-Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell; other objects are
-refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as rewards'
-`Score` have a registered codec. Loading reads only `meta.json`, which has checksums of all; a column is read, memory-mapped,
-and compared with them at its first use.
+Object columns are stored as arrow where every cell is of one plain type, else as tagged JSON per cell; other objects
+are refused. Of cells that are dicts of tensors each different tensor is stored once, as safetensors. Classes such as
+rewards' `Score` have a registered codec. Loading reads only `meta.json`, which has checksums of all; a column is
+read, memory-mapped, and compared with them at its first use. What a folder claims about itself is checked before
+anything is allocated, because it may come from anybody: errors are a `WorkbenchError` that names the file, and the
+limits are far above what a real batch has.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from workbench.base.errors import BatchError, describe
-from workbench.base.files import check_file, record_of, sealed
+from workbench.base.errors import BatchError, WorkbenchError, describe, first_line
+from workbench.base.files import check_file, record_of, sealed, unsealed
 from workbench.base.formats import FORMAT, check_format
-from workbench.dataproto import claims
+from workbench.base.memory import available
+from workbench.dataproto.columns import COLUMNS, check_objects, check_tensor, letter_sizes
 from workbench.dataproto.value import Lazy, Origin, Value, as_objects
 
 TENSORS, OBJECTS, INNER = "tensors.safetensors", "objects.parquet", "inner.safetensors"
@@ -32,6 +38,216 @@ _TAG = "__workbench__"
 _GROUP = 512
 _BLOCK = 512
 """Rows of a tensor that have a checksum."""
+DOCUMENT_LIMIT = 16 << 20
+"""Bytes of a JSON document (meta.json, trace.json)."""
+DAMAGED = "take it from a copy, or record the step again"
+"""What to do about a file that has changed."""
+DEPTH_LIMIT = 100
+"""Lists and dicts inside each other, in a document or a cell."""
+INNER_LIMIT = 2_000_000
+"""Lists and dicts in a document, or in all cells of a column."""
+ROWS_LIMIT = 10_000_000
+"""Rows of a batch."""
+COLUMNS_LIMIT = 10_000
+"""Columns of a batch."""
+EXPANSION = 300
+"""How many times its file's size a column of objects may decode to: equal cells are stored once, snappy saves 22 times."""
+FLOOR = 32 << 20
+"""Bytes that a column of objects may decode to, however small its file is."""
+_SNAPPY = 24
+_PACKED = {"SNAPPY", "UNCOMPRESSED"}
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|[\[{\]}]', re.DOTALL)
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""safetensors' name of a dtype; one that is not here is not compared."""
+
+# --- what a folder claims -----------------------------------------------------------------------
+
+
+@contextmanager
+def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[None]:
+    """Context manager: raises any exception inside as `error`, with `place` in the text; `FileNotFoundError` passes."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as cause:
+        if isinstance(cause, WorkbenchError) and str(place) in str(cause):
+            raise
+        raise error(f"{place} cannot be read: {first_line(cause, 400)}") from cause
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file or folder in `folder`. Raises `BatchError` for a symbolic link that leads out of `folder`."""
+    path = folder / name
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise BatchError(f"{path} is a symbolic link that leads out of its folder", do="put the file itself there")
+    return path
+
+
+def read_document(path: Path, *, strict: bool) -> dict[str, Any]:
+    """Read a JSON file as a dict; `strict` refuses NaN and infinities. Raises `BatchError`."""
+    if not path.is_file():  # neither missing nor a pipe that never ends
+        raise BatchError(f"{path} is missing, or not a regular file")
+    with path.open("rb") as file:
+        text = file.read(DOCUMENT_LIMIT + 1).decode()
+    check_text(text)
+    text = unsealed(text, path, BatchError, DAMAGED)
+    content = json.loads(text, parse_constant=_refuse) if strict else json.loads(text)
+    if not isinstance(content, dict):
+        raise BatchError(f"contents of {path}", expected="a JSON object", found=describe(content))
+    return content
+
+
+def _refuse(constant: str) -> Any:
+    raise BatchError(f"{constant} is not valid in JSON")
+
+
+def check_text(text: str) -> None:
+    """Raises `BatchError` for a document that is too long, or nested too deep."""
+    if len(text.encode(errors="surrogatepass")) > DOCUMENT_LIMIT:
+        raise BatchError("size of a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more")
+    check_depth(text)
+
+
+def check_depth(*texts: str) -> None:
+    """Raises `BatchError` for JSON that is nested too deep, or has too many lists and dicts, to be decoded safely."""
+    counts = [text.count("[") + text.count("{") for text in texts]
+    if sum(counts) > INNER_LIMIT:
+        raise BatchError("lists and dicts in a JSON document", expected=f"at most {INNER_LIMIT}", found=sum(counts))
+    for text, count in zip(texts, counts, strict=True):
+        depth = 0
+        for token in _BRACKETS.finditer(text) if count > DEPTH_LIMIT else ():
+            sign = token[0]
+            depth += (sign in "[{") - (sign in "]}")
+            if depth > DEPTH_LIMIT:
+                raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT} lists and dicts")
+
+
+def check_columns(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], objects: Mapping[str, str], rows: Any
+) -> None:
+    """Checks a saved batch's tensors (shape, dtype), objects (storage), row count. Raises `BatchError`, `ColumnInvalid`."""
+    if not _whole(rows, ROWS_LIMIT) or len(tensors) + len(objects) > COLUMNS_LIMIT:
+        found = f"{describe(rows)} rows, {len(tensors) + len(objects)} columns"
+        raise BatchError("a saved batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
+    for name, (shape, dtype) in tensors.items():
+        if not shape or not all(_whole(size, 1 << 48) for size in shape) or shape[0] != rows:
+            raise BatchError(f"shape of saved column {describe(name)}", expected=f"[{rows}, …]", found=describe(shape))
+        check_tensor(name, shape, dtype)
+    for name, kind in objects.items():
+        if kind not in ("arrow", "json", "tensors") or name in tensors:
+            expected = "arrow, json or tensors, once"
+            raise BatchError(f"kind of column {describe(name)}", expected=expected, found=describe(kind))
+        check_objects(name)
+    letter_sizes({name: shape for name, (shape, _) in tensors.items()})
+
+
+def _whole(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value <= limit
+
+
+def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """Checks each claimed shape and dtype against a safetensors file. Raises `BatchError` where they differ."""
+    from safetensors import safe_open
+
+    if not path.is_file():  # a pipe would never end
+        raise BatchError(f"{path} is missing, or not a safetensors file")
+    with safe_open(str(path), framework="pt") as file:
+        for name, (shape, dtype) in claimed.items():
+            column = file.get_slice(name)
+            stored = tuple(column.get_shape()), column.get_dtype()
+            if stored != (shape, DTYPES.get(dtype, stored[1])):
+                expected = f"{list(shape)} of {dtype}, as in meta.json"
+                found = "{} of {}".format(*stored)
+                raise BatchError(f"{path}: column {describe(name)}", expected=expected, found=found)
+
+
+def check_room(size: int, what: str) -> None:
+    """Raises `BatchError` where `size` bytes, of what `what` names, are more than half of the free memory."""
+    free = available()
+    if size > free // 2:
+        expected = f"at most half of the {free / 2**30:.1f} GiB that are free"
+        raise BatchError(f"{what} would take {size / 2**30:.1f} GiB", expected=expected)
+
+
+def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop: int) -> list[Any]:
+    """Rows `start` to `stop` (exclusive) of a parquet column. Raises `BatchError` if they exceed `budget_of` the file."""
+    import pyarrow.parquet as pq
+
+    values: list[Any] = []
+    budget = budget_of(path)
+    with pq.ParquetFile(path, memory_map=True) as file:
+        column = _column_of(file, name, kind, rows)
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        places = list(accumulate((group.num_rows for group in groups), initial=0))
+        wanted = [number for number in range(len(groups)) if places[number] < stop and places[number + 1] > start]
+        for number in wanted:
+            # a cell is at most the whole chunk unpacked, so that a piece stays below the floor
+            piece = FLOOR // (_SNAPPY * max(groups[number].column(column).total_compressed_size, 1))
+            for part in file.iter_batches(min(max(piece, 1), 512), row_groups=[number], columns=[name]):
+                budget -= part.nbytes
+                if budget < 0:
+                    raise BatchError(f"column {describe(name)} decodes to more than {EXPANSION} times its file's size")
+                values += part.column(0).to_pylist()
+    first = places[wanted[0]] if wanted else 0
+    cells = values[max(start - first, 0) : max(stop - first, 0)]
+    if len(cells) != max(min(stop, rows) - start, 0):
+        raise BatchError(f"column {describe(name)} ends within rows {start} to {stop}", expected=f"{rows} rows")
+    return cells
+
+
+def budget_of(path: Path) -> int:
+    """Bytes that one column of a parquet file may decode to."""
+    return max(FLOOR, EXPANSION * path.stat().st_size)
+
+
+def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
+    """The number of a column, checked to be as `io.save` writes them: flat, of a plain type, with snappy or uncompressed."""
+    import pyarrow as pa
+
+    schema, metadata = file.schema_arrow, file.metadata
+    number = schema.get_field_index(name)
+    if number < 0 or metadata.num_rows != rows or metadata.num_columns != len(schema):
+        stored = f"{metadata.num_rows} rows, columns {', '.join(schema.names)}"
+        raise BatchError(f"column {describe(name)} of {rows} rows is not in the file, or is nested", found=stored)
+    plain = [pa.string()] if kind != "arrow" else [pa.string(), pa.int64(), pa.bool_(), pa.float64()]
+    packed = {metadata.row_group(group).column(number).compression for group in range(file.num_row_groups)}
+    if schema.field(number).type not in [*plain, *([pa.null()] if rows == 0 else [])] or packed - _PACKED:
+        stored = f"{schema.field(number).type}, {', '.join(sorted(packed))}"
+        expected = f"a column of {' or '.join(map(str, plain))}, with snappy compression or none"
+        raise BatchError(f"parquet column {describe(name)}", expected=expected, found=stored)
+    return number
+
+
+def check_cells(name: str, values: list[Any]) -> None:
+    """Checks the cells of the declared object columns whose structure stages use. Raises `BatchError` for a wrong cell."""
+    fits = _CELLS.get(name, lambda value: True)
+    wrong = next((row for row, value in enumerate(values) if not fits(value)), None)
+    if wrong is not None:
+        raise BatchError(f"row {wrong} of column {name!r} ({COLUMNS[name].doc})", found=describe(values[wrong]))
+
+
+def _chat(value: Any) -> bool:
+    """None, a plain text, or turns whose content is a text or parts."""
+    if not isinstance(value, list):
+        return value is None or isinstance(value, str)
+    contents = [turn.get("content") if isinstance(turn, dict) else 0 for turn in value]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(isinstance(one, str | list | None) for one in contents) and all(isinstance(one, dict) for one in parts)
+
+
+_CELLS: Mapping[str, Callable[[Any], bool]] = {
+    "raw_prompt": _chat,
+    "uid": lambda value: value is None or isinstance(value, str | int | float | np.generic),
+    "reward_model": lambda value: value is None or isinstance(value, dict),
+    "score": lambda value: hasattr(value, "scored"),
+}
+
+
+# --- cells of objects ---------------------------------------------------------------------------
 
 _CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 """Tag → class, encode, decode."""
@@ -40,9 +256,6 @@ _CODECS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {}
 def register_codec(tag: str, kind: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
     """Make objects of class `kind` savable in batches: `encode` turns one into plain values, `decode` turns these back."""
     _CODECS[tag] = kind, encode, decode
-
-
-# --- cells --------------------------------------------------------------------------------------
 
 
 def encode(value: Any) -> Any:
@@ -152,7 +365,7 @@ def save(batch: Value, path: str | Path) -> Path:
             "files": {name: record_of(staging / name) for name in (OBJECTS, INNER) if (staging / name).is_file()},
         }
         text = json.dumps(document, allow_nan=False)
-        claims.check_text(text)
+        check_text(text)
         (staging / "meta.json").write_text(sealed(text))
         staging.rename(folder)
     except BaseException:
@@ -195,9 +408,9 @@ def _together(file: Path, cells: list[dict[str, str]]) -> list[dict[str, torch.T
     from safetensors import safe_open
 
     wanted = {place for cell in cells for place in cell.values()}
-    with claims.reading(file), safe_open(str(file), framework="pt") as stored:
+    with reading(file), safe_open(str(file), framework="pt") as stored:
         sizes = [8 * math.prod(stored.get_slice(place).get_shape()) for place in wanted]
-        claims.check_room(sum(sizes), "a column of tensors")
+        check_room(sum(sizes), "a column of tensors")
         found = {place: stored.get_tensor(place) for place in wanted}
     return [{key: found[place] for key, place in cell.items()} for cell in cells]
 
@@ -221,17 +434,17 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
             continue
         what, do = f"column {name!r}", f"drop the column first: without({name!r})"
         cells = [json.dumps(_encoded(what, value, do), allow_nan=False) for value in values]
-        claims.check_depth(*cells)
+        check_depth(*cells)
         columns[name] = pa.array(cells, type=pa.string())
     if inner:
         save_file(inner, str(folder / INNER))
     if columns:
         # small groups, so that reading a few rows does not decode many
-        made, path = pa.table(columns), folder / OBJECTS
-        pq.write_table(made, path, row_group_size=_GROUP)
-        if max(made.column(name).nbytes for name in columns) > claims.budget_of(path):
+        table, path = pa.table(columns), folder / OBJECTS
+        pq.write_table(table, path, row_group_size=_GROUP)
+        if max(table.column(name).nbytes for name in columns) > budget_of(path):
             # cells that repeat shrink so far that loading would take the file for a bomb: they are stored uncompressed
-            pq.write_table(made, path, row_group_size=_GROUP, use_dictionary=False, compression="none")
+            pq.write_table(table, path, row_group_size=_GROUP, use_dictionary=False, compression="none")
     return kinds
 
 
@@ -241,20 +454,20 @@ def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     folder = Path(path)
     if not (folder / "meta.json").is_file():
         raise BatchError(f"no saved batch at {folder}", expected="a folder with meta.json")
-    meta = claims.inside(folder, "meta.json")
-    with claims.reading(meta):
-        document = claims.document(meta, strict=True)
+    meta = inside(folder, "meta.json")
+    with reading(meta):
+        document = read_document(meta, strict=True)
         check_format(document.get("format"), f"batch {folder}", BatchError)
         rows, kinds = document["rows"], document["objects"]
         claimed = {name: (tuple(shape), _dtype(kind, folder)) for name, (kind, shape) in document["tensors"].items()}
-        claims.check_columns(claimed, kinds, rows)
+        check_columns(claimed, kinds, rows)
         facts = dict(decode(document["meta_info"]))
         origins = {name: Origin(**made) for name, made in document["origins"].items()}
         stored = _Stored(folder, document["blocks"], document["files"])
-    file, other = claims.inside(folder, TENSORS), claims.inside(folder, OBJECTS)
+    file, other = inside(folder, TENSORS), inside(folder, OBJECTS)
     if claimed and file.exists():  # a missing file is an error at the first use of one of its columns
-        with claims.reading(file):
-            claims.check_tensors(file, claimed)
+        with reading(file):
+            check_tensors(file, claimed)
     if kinds and other.exists() and not other.is_file():
         raise BatchError(f"{other} is not a regular file")
     tensors = {name: partial(_Stored.tensor, stored, name) for name in claimed}
@@ -270,10 +483,10 @@ def _kept(made: Origin) -> dict[str, Any]:
 
 def _dtype(name: str, folder: Path) -> torch.dtype:
     """A torch dtype by its name in a file; no other attribute of torch."""
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise BatchError(f"dtype of a column in batch {folder}", expected="a dtype of torch", found=describe(name))
-    return found
+    return dtype
 
 
 def _crc32(part: torch.Tensor) -> int:
@@ -297,11 +510,11 @@ class _Stored:
         from safetensors import safe_open
 
         path = self.folder / TENSORS
-        with claims.reading(path), safe_open(str(path), framework="pt") as file:
+        with reading(path), safe_open(str(path), framework="pt") as file:
             stored = file.get_slice(name)
             shape = stored.get_shape()
             if stop is None:
-                claims.check_room(8 * math.prod(shape), f"column {describe(name)}")
+                check_room(8 * math.prod(shape), f"column {describe(name)}")
             column = file.get_tensor(name) if stop is None else stored
             last = shape[0] if stop is None else min(stop, shape[0])
             for number in range(start // _BLOCK, -(-last // _BLOCK)):
@@ -313,29 +526,29 @@ class _Stored:
         if (name, number) in self.checked:
             return
         begin, end = number * _BLOCK, (number + 1) * _BLOCK
-        found, expected = _crc32(column[begin:end]), self.blocks[name][number]
-        if found != expected:
+        crc, expected = _crc32(column[begin:end]), self.blocks[name][number]
+        if crc != expected:
             what = f"{self.folder / TENSORS}: rows {begin} to {end} of column {describe(name)} have changed since they were written"
-            raise BatchError(what, expected=f"crc32 {expected}", found=f"crc32 {found}", do=claims.DAMAGED)
+            raise BatchError(what, expected=f"crc32 {expected}", found=f"crc32 {crc}", do=DAMAGED)
         self.checked.add((name, number))
 
     def _file(self, name: str) -> Path:
         """The path of a file, once compared with its checksum."""
-        path = claims.inside(self.folder, name)
+        path = inside(self.folder, name)
         if (name, 0) not in self.checked:
-            check_file(path, self.files[name], str(path), BatchError, claims.DAMAGED)
+            check_file(path, self.files[name], str(path), BatchError, DAMAGED)
             self.checked.add((name, 0))
         return path
 
     def objects(self, name: str, kind: str, count: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """A column of `count` rows, or the rows from one number to another."""
-        with claims.reading(self.folder / OBJECTS):
+        with reading(self.folder / OBJECTS):
             path = self._file(OBJECTS)
-            values = claims.parquet_values(path, name, kind, count, start, count if stop is None else stop)
+            values = parquet_values(path, name, kind, count, start, count if stop is None else stop)
             if kind != "arrow":  # decoded while it is parsed: ten thousand records in a few hundredths of a second
-                claims.check_depth(*values)
+                check_depth(*values)
                 values = [json.loads(text, object_hook=_untagged) for text in values]
             if kind == "tensors":
                 values = _together(self._file(INNER), values)
-            claims.check_cells(name, values)
+            check_cells(name, values)
             return as_objects(name, values)

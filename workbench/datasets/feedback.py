@@ -23,8 +23,7 @@ import numpy as np
 from workbench.base.errors import DataError, boundary, describe, first_line
 from workbench.base.files import fsync, sealed
 from workbench.base.seeds import derive
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import is_last
+from workbench.dataproto.core import DataProto, is_last
 from workbench.datasets.files import parse
 from workbench.datasets.mixing import Composite, check_part, shuffled, turns, with_sizes
 from workbench.datasets.records import CHAT, Reading, has_answer

@@ -14,15 +14,18 @@ from workbench.functional.advantages import (
     rloo,
     tir_optimal_token_baseline,
 )
-from workbench.functional.kl import AdaptiveKL, FixedKL, full_kl, kl_penalty
 from workbench.functional.logprobs import entropy_from_logits, log_probs_from_logits
 from workbench.functional.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
+    AdaptiveKL,
+    FixedKL,
     Surrogate,
     ValueLoss,
     aggregate,
     bradley_terry,
+    full_kl,
+    kl_penalty,
     ppo_clip,
     value_loss,
 )

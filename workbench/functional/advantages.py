@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept, precise
-from workbench.functional.masking import masked_whiten
+from workbench.functional.masking import by_rows, kept, masked_whiten, precise
 from workbench.functional.returns import discounted_returns
 
 Pair = tuple[Tensor, Tensor]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept
-from workbench.functional.masking import masked_mean, masked_sum
+from workbench.functional.masking import by_rows, kept, masked_mean, masked_sum
 
 LEVELS = ("token", "sequence")
 """Levels of `importance_weights`."""

@@ -119,17 +119,17 @@ class _Shape:
         """
         norm, entropy, squares = (one[:, None] for one in sums)
         picked, spread, peaked = (None if one is None else -one[:, None] for one in wanted)
-        found = torch.sub(logits, norm, out=out[0]).exp_()
+        probs = torch.sub(logits, norm, out=out[0]).exp_()
         if spread is None and peaked is None:
-            found.mul_(0.0 if picked is None else picked)
+            probs.mul_(0.0 if picked is None else picked)
             return
         # ∂H/∂zᵢ = −pᵢ·(log pᵢ + H), ∂Σπ²/∂zᵢ = 2·pᵢ·(pᵢ − Σπ²)
         inner = out[1].zero_() if spread is None else torch.sub(logits, norm - entropy, out=out[1]).mul_(spread)
         if picked is not None:
             inner.add_(picked)
         if peaked is not None:
-            inner.addcmul_(found - squares, peaked, value=-2)
-        found.mul_(inner)
+            inner.addcmul_(probs - squares, peaked, value=-2)
+        probs.mul_(inner)
 
     def back(self, slope: Tensor, logits: Tensor) -> None:
         """Turn the gradient at the logits into that at the linear layer's output, in place."""
@@ -146,12 +146,12 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shape: _Shape
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found: list[tuple[Tensor, ...]] = []
+        pieces: list[tuple[Tensor, ...]] = []
         with torch.autocast(hidden.device.type, enabled=False):
             size, cast = shape.prepared(weight, bias)
             space = _space(hidden, weight, size, 2)
             for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
-                logits, p = (one[: len(states)] for one in space)
+                logits, p = (buffer[: len(states)] for buffer in space)
                 shape.logits(states, *cast, out=logits)
                 most = logits.amax(-1, keepdim=True)
                 total = torch.sub(logits, most, out=p).exp_().sum(-1)
@@ -160,9 +160,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 if shape.distribution:
                     entropy = norm - torch.einsum("nv,nv->n", p, logits) / total
                     squares = torch.einsum("nv,nv->n", p, p) / total.square()
-                found.append((norm, logits.gather(-1, targets[:, None])[:, 0] - norm, entropy, squares))
-        norm, *results = (torch.cat(one) for one in zip(*found, strict=True))
-        ctx.shape, ctx.kept = shape, space[0] if len(found) == 1 and any(ctx.needs_input_grad) else None
+                pieces.append((norm, logits.gather(-1, targets[:, None])[:, 0] - norm, entropy, squares))
+        norm, *results = (torch.cat(column) for column in zip(*pieces, strict=True))
+        ctx.shape, ctx.kept = shape, space[0] if len(pieces) == 1 and any(ctx.needs_input_grad) else None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, norm, *results[1:])
         return results[0], results[1], results[2]
@@ -179,10 +179,10 @@ class _LinearLogProbs(torch.autograd.Function):
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
                 states = hidden[chunk].to(shape.dtype)
-                logits, slope, *further = (one[: len(states)] for one in space)
+                logits, slope, *further = (buffer[: len(states)] for buffer in space)
                 logits = shape.logits(states, *cast, out=logits) if kept is None else kept
-                wanted = [None if one is None else one[chunk] for one in gradients]
-                shape.slope(logits, [one[chunk] for one in sums], wanted, (slope, *further))
+                wanted = [None if gradient is None else gradient[chunk] for gradient in gradients]
+                shape.slope(logits, [saved[chunk] for saved in sums], wanted, (slope, *further))
                 if wanted[0] is not None:
                     slope.scatter_add_(1, labels[chunk, None], wanted[0][:, None])
                 shape.back(slope, logits)

@@ -43,13 +43,13 @@ def majority(
     """
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(0, len(answers), (draws, n), generator=generator).tolist()
-    found = torch.zeros(draws, dtype=torch.float64)
+    winning = torch.zeros(draws, dtype=torch.float64)
     for draw, pick in enumerate(picks):
-        votes = Counter(answers[one] for one in pick if answers[one] is not None)
+        votes = Counter(answers[place] for place in pick if answers[place] is not None)
         if votes:
             winner = votes.most_common(1)[0][0]
-            found[draw] = float(values[next(one for one in pick if answers[one] == winner)])
-    return float(found.mean()), float(found.std(correction=0))
+            winning[draw] = float(values[next(place for place in pick if answers[place] == winner)])
+    return float(winning.mean()), float(winning.std(correction=0))
 
 
 def sizes(samples: int) -> list[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.functional.blocks import by_rows, kept, precise
-from workbench.functional.masking import masked_whiten
+from workbench.functional.masking import by_rows, kept, masked_whiten, precise
 
 _ELEMENTS = 2**21
 """Numbers in a block of a recurrence: each of its steps works on one column, which must be long."""
@@ -50,11 +49,11 @@ def _backwards(steps: Tensor, factors: Tensor | None) -> Tensor:
     """
     if torch.is_grad_enabled() and (steps.requires_grad or (factors is not None and factors.requires_grad)):
         factors = torch.ones_like(steps) if factors is None else factors
-        carried, found = torch.zeros_like(steps[0]), []
+        carried, sums = torch.zeros_like(steps[0]), []
         for step, factor in zip(reversed(steps.unbind()), reversed(factors.unbind()), strict=True):
             carried = torch.addcmul(step, factor, carried)
-            found.append(carried)
-        return torch.stack(found[::-1])
+            sums.append(carried)
+        return torch.stack(sums[::-1])
     written = steps.unbind()
     if factors is None:
         for now, later in zip(written[-2::-1], written[:0:-1], strict=True):

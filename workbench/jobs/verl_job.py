@@ -11,9 +11,8 @@ from typing import Any
 
 from workbench import agents
 from workbench.base.errors import SettingError, unknown
-from workbench.compat.verl_account import Row, account, canonical, has_turns
+from workbench.compat.verl_account import DEFAULTS, Row, account, canonical, entries, find, has_turns, keys, known
 from workbench.compat.verl_command import TEXTS, Command, read_command
-from workbench.compat.verl_keys import DEFAULTS, entries, find, keys, known
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets.rows import Rows
 from workbench.jobs.verl_plan import Call, Name, Plan, data, needs_steps, plan, program

@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 
 from workbench import recipes
 from workbench.base.errors import SettingError
-from workbench.compat.verl_account import estimator, has_critic, has_turns, longest, reward_block
-from workbench.compat.verl_keys import DEFAULTS, GROUPED, find
+from workbench.compat.verl_account import (
+    DEFAULTS,
+    GROUPED,
+    estimator,
+    find,
+    has_critic,
+    has_turns,
+    longest,
+    reward_block,
+)
 from workbench.engines.protocol import SamplingSettings
 from workbench.engines.settings import LocalSettings
 from workbench.runs.trackers import check_trackers

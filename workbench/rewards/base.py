@@ -24,8 +24,7 @@ import torch
 from workbench.base.config import parameters_of
 from workbench.base.errors import RewardError, describe, first_line, unknown
 from workbench.dataproto.columns import writer_of
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import episodes
+from workbench.dataproto.core import DataProto, episodes
 from workbench.datasets.pictures import text_of
 from workbench.rewards.runner import called
 from workbench.rewards.score import LARGEST, Score, Status, failed, finite

@@ -31,7 +31,7 @@ from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.sessions import alike, episodes, is_last
+from workbench.dataproto.core import alike, episodes, is_last
 from workbench.datasets import Rows, files
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings

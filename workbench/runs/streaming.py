@@ -35,7 +35,7 @@ from workbench.base.errors import RunError, VersionMismatch, boundary
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, reduce
 from workbench.base.metrics import join as joined_metrics
 from workbench.dataproto import DataProto
-from workbench.dataproto.sessions import SESSION, is_last
+from workbench.dataproto.core import SESSION, is_last
 from workbench.dataproto.value import apart
 from workbench.engines.paired import Draw, Flow
 from workbench.rewards.base import row_views, whole_episodes

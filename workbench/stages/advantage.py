@@ -13,9 +13,8 @@ from workbench.base.config import parameters_of
 from workbench.base.errors import NonFinite, PipelineError, boundary, describe, unknown
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, last_rows
-from workbench.functional.kl import kl_penalty
+from workbench.dataproto.core import SESSION, DataProto, last_rows
+from workbench.functional.losses import kl_penalty
 from workbench.functional.masking import masked_mean
 from workbench.stages.measures import advantage_metrics, mean, row_scores, score_metrics
 from workbench.stages.stage import BaseStage, Outcome

@@ -24,8 +24,7 @@ from workbench.base.errors import ForeignError, SettingError, boundary, unknown
 from workbench.base.metrics import Count, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import PIXELS
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import POLICY, SESSION, episodes, last_rows
+from workbench.dataproto.core import POLICY, SESSION, DataProto, episodes, last_rows
 from workbench.engines.protocol import Late, LogProbModel, Sample, Sampler, SamplingSettings, processor_of
 from workbench.functional.trees import learnt_once, node_numbers
 from workbench.rewards.base import broken_episode, whole_episode

@@ -12,8 +12,7 @@ from workbench.base.config import require
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import declared
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import alike, is_last
+from workbench.dataproto.core import DataProto, alike, is_last
 from workbench.dataproto.value import apart
 from workbench.functional.advantages import Groups
 from workbench.functional.balancing import resampled

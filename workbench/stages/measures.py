@@ -18,8 +18,7 @@ from torch import Tensor
 from workbench.base.config import require
 from workbench.base.errors import PipelineError
 from workbench.base.metrics import Max, Mean, Metric
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, episodes, is_last, of_first_policy
+from workbench.dataproto.core import SESSION, DataProto, episodes, is_last, of_first_policy
 from workbench.engines.protocol import (
     Differentiable,
     LogProbModel,
@@ -28,7 +27,7 @@ from workbench.engines.protocol import (
     WholeDistributions,
     WholeModel,
 )
-from workbench.functional.kl import kl_penalty
+from workbench.functional.losses import kl_penalty
 from workbench.functional.masking import masked_mean
 from workbench.functional.returns import explained_variance
 from workbench.rewards.base import response_lengths

@@ -10,9 +10,8 @@ import torch
 
 from workbench.base.errors import PipelineError, SettingError, describe
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.same import unchanged
-from workbench.dataproto.sessions import POLICY
+from workbench.dataproto.core import POLICY, DataProto
+from workbench.dataproto.value import unchanged
 from workbench.rewards.score import MISSING, Score, Status
 from workbench.stages.stage import BaseStage, Outcome, Stage
 

@@ -13,8 +13,7 @@ import torch
 from workbench.base.config import require
 from workbench.base.errors import RewardError
 from workbench.base.metrics import Count, Mean, Metric
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, episodes
+from workbench.dataproto.core import SESSION, DataProto, episodes
 from workbench.rewards.base import BaseReward, whole_episodes
 from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, extra_columns

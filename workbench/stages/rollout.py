@@ -17,8 +17,7 @@ from workbench.base.errors import DataError, NonFinite
 from workbench.base.metrics import Count, Mean, Metric
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import EXPERTS, PIXELS
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, is_last
+from workbench.dataproto.core import SESSION, DataProto, is_last
 from workbench.datasets.pictures import IMAGES, refuse_pictures
 from workbench.datasets.records import MEDIA, refuse_media
 from workbench.datasets.rendering import encode_rows, prepare

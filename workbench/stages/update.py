@@ -16,12 +16,10 @@ from workbench.base.errors import NonFinite, RewardError, SettingError, VersionM
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import EXPERTS, PIXELS
-from workbench.dataproto.core import DataProto
-from workbench.dataproto.sessions import SESSION, episodes
+from workbench.dataproto.core import SESSION, DataProto, episodes
 from workbench.dataproto.value import Origin
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, LossOutput, StepResult
-from workbench.functional.kl import kl_penalty
-from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, value_loss
+from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, kl_penalty, value_loss
 from workbench.functional.masking import masked_mean
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.log_prob import SCORED_COLUMNS, LogProb

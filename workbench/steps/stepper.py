@@ -32,7 +32,7 @@ from workbench.base.memory import estimated, forget_last_error, gib
 from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
-from workbench.dataproto.same import unchanged
+from workbench.dataproto.value import unchanged
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.engines.protocol import Estimates, Late, Learner, Losable, Snapshot, SnapshotCost, Stateful
 from workbench.stages.episodes import EpisodeRollout

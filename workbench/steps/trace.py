@@ -27,10 +27,10 @@ from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
 from workbench.base.secret import shown, without_secrets
 from workbench.base.shown import Shown
-from workbench.dataproto import claims
 from workbench.dataproto.columns import writer_of
 from workbench.dataproto.core import DataProto
-from workbench.dataproto.same import unchanged
+from workbench.dataproto.io import check_room, inside, read_document, reading
+from workbench.dataproto.value import unchanged
 from workbench.engines.local_engine.memory import memory_errors
 from workbench.stages.stage import Stage, foreign_class
 
@@ -167,20 +167,20 @@ class Trace(Shown):
         folder = Path(path)
         if not (folder / "trace.json").is_file():
             raise RunError(f"no trace at {folder}", expected="a folder with trace.json", do="check the path")
-        file = claims.inside(folder, "trace.json")
-        with claims.reading(file, RunError):
-            document = claims.document(file, strict=False)
+        file = inside(folder, "trace.json")
+        with reading(file, RunError):
+            document = read_document(file, strict=False)
             check_format(document.get("format"), f"trace {folder}", RunError)
             if len(document["phases"]) > PHASES_LIMIT:
                 raise RunError(f"phases of trace {folder}", expected=f"≤ {PHASES_LIMIT}", found=len(document["phases"]))
             records = [_checked(one, folder) for one in document["phases"]]
-        trace = cls(DataProto.load(claims.inside(folder, "start")))
+        trace = cls(DataProto.load(inside(folder, "start")))
         for record in records:
-            delta = DataProto.load(claims.inside(folder, record["folder"]))
-            with claims.reading(folder / record["folder"], RunError):
+            delta = DataProto.load(inside(folder, record["folder"]))
+            with reading(folder / record["folder"], RunError):
                 phase = _restored(trace.batch, delta, record)
             if record["dropped"]:
-                phase = replace(phase, dropped=DataProto.load(claims.inside(folder, record["folder"] + _DROPPED)))
+                phase = replace(phase, dropped=DataProto.load(inside(folder, record["folder"] + _DROPPED)))
             trace = trace.add(phase)
         return trace
 
@@ -221,7 +221,7 @@ def _source_rows(before: DataProto, delta: DataProto, stage: str) -> torch.Tenso
         raise RunError(f"{_SOURCE_ROW} of phase {stage!r}", expected=f"row numbers [B] int64 below {len(before)}")
     shapes = [(column.shape[1:], column.dtype) for column in before.batch.raw().values()]
     each = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-    claims.check_room(each * len(rows), f"the batch of phase {stage!r}")
+    check_room(each * len(rows), f"the batch of phase {stage!r}")
     return rows
 
 

@@ -26,7 +26,7 @@ from workbench.agents.protocol import FunctionCall, ToolCall, Turn
 from workbench.agents.tools.base import tool_schema
 from workbench.base import runtime
 from workbench.base.errors import WorkbenchError
-from workbench.testing.borders import TEXTS, VALUES
+from workbench.testing import TEXTS, VALUES
 
 ECHO = tool_schema({"name": "echo", "parameters": {"text": {"type": "string"}}})
 """A tool of one text argument, whose calls parsers are asked to find."""
@@ -74,10 +74,12 @@ class ParserContract:
         read = []
         for call in calls:
             try:
-                given = json.loads(call.arguments or "{}")
+                arguments = json.loads(call.arguments or "{}")
             except (ValueError, RecursionError):
-                given = None
-            read.append((call.name, given["text"] if isinstance(given, dict) and given.keys() == {"text"} else "?"))
+                arguments = None
+            read.append(
+                (call.name, arguments["text"] if isinstance(arguments, dict) and arguments.keys() == {"text"} else "?")
+            )
         return read
 
     def echo(self, text: str) -> str:
@@ -252,11 +254,11 @@ class ToolContract:
 
     def test_parallel_calls_share_one_instance(self) -> None:
         """Parallel calls of an episode create the tool once, and it is released once."""
-        tool, made, left = self.make_tool(), [], []
+        tool, created, left = self.make_tool(), [], []
         create, release = tool.create, tool.release
 
         async def counted(instance_id: str | None = None, **kwargs: Any) -> Any:
-            made.append(instance_id)
+            created.append(instance_id)
             await asyncio.sleep(0)
             return await create(instance_id, **kwargs)
 
@@ -273,7 +275,7 @@ class ToolContract:
             await asyncio.gather(tools.close(), tools.close())
 
         runtime.run(ask())
-        assert len(made) == len(left) == 1, f"created and released once; found {made}, {left}"
+        assert len(created) == len(left) == 1, f"created and released once; found {created}, {left}"
 
     def test_release_may_be_called_twice(self) -> None:
         """A second release, and one of an instance that was never made, do nothing."""

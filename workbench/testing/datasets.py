@@ -21,7 +21,7 @@ from workbench.base.errors import WorkbenchError
 from workbench.dataproto.columns import COLUMNS
 from workbench.datasets.pictures import IMAGES
 from workbench.datasets.records import MEDIA, ROLES, chat
-from workbench.testing.borders import VALUES, answer
+from workbench.testing import VALUES, answer
 
 GOOD: dict[str, Any] = {"prompt": "2+2?", "response": "#### 4", "reward_model": {"ground_truth": "4"}}
 """A record that every door takes."""
@@ -67,22 +67,23 @@ class DoorContract:
             source = self._written([{**GOOD, **record}], place)
             if source is None:
                 continue  # this format has no such value
-            found = answer(partial(self.read, source))
-            if isinstance(found, WorkbenchError):
-                if str(found).startswith(str(source)):
+            outcome = answer(partial(self.read, source))
+            if isinstance(outcome, WorkbenchError):
+                if str(outcome).startswith(str(source)):
                     continue  # the file is not of its format: NaN in JSON
-                assert any(place in str(found) for place in ("row 0", "completion 0", ":1")), (
-                    f"{name}: a refusal names the row; found {found}"
+                assert any(place in str(outcome) for place in ("row 0", "completion 0", ":1")), (
+                    f"{name}: a refusal names the row; found {outcome}"
                 )
-            yield name, found
+            yield name, outcome
 
     def test_a_prompt_is_the_text_that_was_given_or_is_refused(self, tmp_path: Path) -> None:
         """Nothing but a text becomes a prompt: no number, no dict, no missing cell."""
-        for name, found in self.outcomes({name: {"prompt": value} for name, value in VALUES.items()}, tmp_path):
-            if not isinstance(found, WorkbenchError):
+        for name, outcome in self.outcomes({name: {"prompt": value} for name, value in VALUES.items()}, tmp_path):
+            if not isinstance(outcome, WorkbenchError):
                 expected = [None] if VALUES[name] is None else [[{"role": "user", "content": self.kept(VALUES[name])}]]
-                missing = name in ("NaN", "None") and self.chats(found) in ([None], [])
-                assert missing or self.chats(found) == expected, f"{name} became the prompt {self.chats(found)!r:.200}"
+                chats = self.chats(outcome)
+                missing = name in ("NaN", "None") and chats in ([None], [])
+                assert missing or chats == expected, f"{name} became the prompt {chats!r:.200}"
 
     def test_a_message_has_a_known_role_and_text(self, tmp_path: Path) -> None:
         """Content and roles of any kind are read as they are, or refused."""
@@ -102,10 +103,10 @@ class DoorContract:
         turns = {
             name: {"prompt": [{"role": "user", "content": parts}]} for name, parts in {**_TEXTS, **_PICTURES}.items()
         }
-        for name, found in self.outcomes(turns, tmp_path):
-            refused = isinstance(found, WorkbenchError)
-            assert refused == (name in _PICTURES), f"{name}: {found!r:.200}"
-            assert refused or self.chats(found)[0][0]["content"] == "a\nb"
+        for name, outcome in self.outcomes(turns, tmp_path):
+            refused = isinstance(outcome, WorkbenchError)
+            assert refused == (name in _PICTURES), f"{name}: {outcome!r:.200}"
+            assert refused or self.chats(outcome)[0][0]["content"] == "a\nb"
 
     def test_a_chat_as_json_text_is_that_chat(self, tmp_path: Path) -> None:
         """No prompt is a user's message with a chat's JSON inside."""
@@ -120,11 +121,11 @@ class DoorContract:
         }
         cases = {name: {"prompt": text} for name, text in texts.items()}
         outcomes = dict(self.outcomes(cases, tmp_path))
-        found = {name: self.chats(one)[0] for name, one in outcomes.items() if not isinstance(one, WorkbenchError)}
-        assert outcomes.keys() - found.keys() == {"repr", "cut", "picture"}, f"refused {outcomes}"
-        assert [turn["role"] for turn in found["chat"]] == ["system", "user"] and found["chat"][1]["content"] == "u"
-        assert found["message"] == found["parts"] == [{"role": "user", "content": "u"}]
-        assert found["a task"] == [{"role": "user", "content": texts["a task"]}]
+        chats = {name: self.chats(one)[0] for name, one in outcomes.items() if not isinstance(one, WorkbenchError)}
+        assert outcomes.keys() - chats.keys() == {"repr", "cut", "picture"}, f"refused {outcomes}"
+        assert [turn["role"] for turn in chats["chat"]] == ["system", "user"] and chats["chat"][1]["content"] == "u"
+        assert chats["message"] == chats["parts"] == [{"role": "user", "content": "u"}]
+        assert chats["a task"] == [{"role": "user", "content": texts["a task"]}]
 
     def test_a_missing_cell_is_not_a_text(self, tmp_path: Path) -> None:
         """None or NaN in one row, beside text in another, never becomes the text "None" or "nan"."""
@@ -147,14 +148,14 @@ class RowsContract(DoorContract):
     def test_pictures_are_refused_by_column_and_row(self, tmp_path: Path) -> None:
         """A column of pictures is refused unless its cell is empty; the text alone is another question."""
         full = {name: {name: [{"bytes": "x", "path": None}]} for name in MEDIA}
-        for name, found in self.outcomes(full, tmp_path):
-            assert isinstance(found, WorkbenchError) and repr(name) in str(found), f"{name}: {found!r:.200}"
+        for name, outcome in self.outcomes(full, tmp_path):
+            assert isinstance(outcome, WorkbenchError) and repr(name) in str(outcome), f"{name}: {outcome!r:.200}"
         (tmp_path / "empty").mkdir()
         nothing: list[Any] = [None, [], {}, "", [None], {"path": None}]
         free = [name for name in MEDIA if name not in COLUMNS or name == IMAGES]  # no stage writes it
         cases = {f"{name} {value}": {name: value} for name in free for value in nothing}
-        for name, found in self.outcomes(cases, tmp_path / "empty"):
-            assert not isinstance(found, WorkbenchError), f"{name} holds no picture: {found}"
+        for name, outcome in self.outcomes(cases, tmp_path / "empty"):
+            assert not isinstance(outcome, WorkbenchError), f"{name} holds no picture: {outcome}"
 
     def test_a_placeholder_of_an_empty_column_is_refused(self, tmp_path: Path) -> None:
         """The text points at a picture that is not there."""
@@ -165,21 +166,21 @@ class RowsContract(DoorContract):
     def test_the_columns_of_verls_schema_are_what_they_must_be(self, tmp_path: Path) -> None:
         """`reward_model` and `extra_info` are dicts, also where the file has them as JSON text; `data_source` is a name."""
         names = ("reward_model", "extra_info", "data_source")
-        for name, found in self.outcomes({f"{n}: {k}": {n: v} for n in names for k, v in VALUES.items()}, tmp_path):
+        for name, outcome in self.outcomes({f"{n}: {k}": {n: v} for n in names for k, v in VALUES.items()}, tmp_path):
             column = name.split(":")[0]
-            if isinstance(found, WorkbenchError):
-                assert column in str(found) or "ground truth" in str(found), (
-                    f"{name}: a refusal names the column: {found}"
+            if isinstance(outcome, WorkbenchError):
+                assert column in str(outcome) or "ground truth" in str(outcome), (
+                    f"{name}: a refusal names the column: {outcome}"
                 )
                 continue
-            (cell,) = found.values(column)
+            (cell,) = outcome.values(column)
             assert isinstance(cell, str | None if column == "data_source" else dict | None), (
                 f"{name} became {cell!r:.99}"
             )
         (tmp_path / "text").mkdir()
         texts = {"reward_model": '{"ground_truth": "4"}', "extra_info": '{"index": 3}'}
-        ((_, found),) = self.outcomes({"as JSON text": texts}, tmp_path / "text")
-        assert found[0]["reward_model"] == {"ground_truth": "4"} and found[0]["extra_info"] == {"index": 3}
+        ((_, outcome),) = self.outcomes({"as JSON text": texts}, tmp_path / "text")
+        assert outcome[0]["reward_model"] == {"ground_truth": "4"} and outcome[0]["extra_info"] == {"index": 3}
 
     def test_truths_of_any_kind_are_counted(self, tmp_path: Path) -> None:
         """The report says of which kind the ground truths are; what is missing is refused, or counted."""

@@ -109,10 +109,10 @@ def _bytes(count: int) -> Any:
     known = [*sorted(ByteLevel.alphabet()), *(f"<unused {number}>" for number in range(256, first))]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {token: number for number, token in enumerate([*known, *special])}
-    made = Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=special[0], eos_token=special[2])
-    made.add_special_tokens({"additional_special_tokens": special})
-    made.chat_template = _CHAT
-    return made
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=special[0], eos_token=special[2])
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = _CHAT
+    return tokenizer
 
 
 VISION = ("qwen2_5_vl", "gemma3")

@@ -14,11 +14,9 @@ from workbench.base.errors import PipelineError, unknown
 from workbench.dataproto import DataProto
 from workbench.stages import Advantage
 from workbench.views import document as doc
-from workbench.views.beside import compared_row
-from workbench.views.curve_axes import bare
-from workbench.views.curves import WORDS, cell_figure
+from workbench.views.curves import WORDS, bare, cell_figure
 from workbench.views.rewards import question
-from workbench.views.sample_table import object_at
+from workbench.views.sample_table import compared_row, object_at
 from workbench.views.tokens import tokens
 
 if TYPE_CHECKING:
@@ -43,37 +41,37 @@ def _sides(pair: tuple[float, float] | None) -> str:
     return "–" if pair is None else f"{doc.number(pair[0])} → {doc.number(pair[1])}"
 
 
-def comparison(found: Comparison) -> doc.Part:
+def comparison(diff: Comparison) -> doc.Part:
     """The view of a `Comparison` of two traces: main metrics, changed rows (sign flips first), what differs."""
-    if found.identical:
+    if diff.identical:
         return doc.Either("Comparison: nothing differs", "Nothing differs.")
-    main = {key: pair for key in WORDS if (pair := found.metrics.get(key))}
-    said = [[WORDS[key], _sides(pair)] for key, pair in main.items()]
+    main = {key: pair for key in WORDS if (pair := diff.metrics.get(key))}
+    text = [[WORDS[key], _sides(pair)] for key, pair in main.items()]
     changes = [[WORDS[key], *map(doc.number, pair), _change(*pair)] for key, pair in main.items()]
-    sides = zip(("first", "second"), found.only, strict=True)
+    sides = zip(("first", "second"), diff.only, strict=True)
     only = [f"only in the {side}: {', '.join(names)}" for side, names in sides if names]
-    shown, reused = found.rows[:_ROWS], _reused(found)
-    left, said_rows = len(found.rows) - len(shown), [_row_line(found, row) for row in found.rows[:8]]
+    shown, reused = diff.rows[:_ROWS], _reused(diff)
+    left, said_rows = len(diff.rows) - len(shown), [_row_line(diff, row) for row in diff.rows[:8]]
     return (
-        doc.line(doc.bold(_title(found))),
+        doc.line(doc.bold(_title(diff))),
         doc.Either(page=doc.small(reused)),
-        doc.Either(doc.Table([""] * 2, said), doc.Table(["", "first", "second", "change"], changes)),
-        doc.Either(said_rows, _changed(found, shown)),
+        doc.Either(doc.Table([""] * 2, text), doc.Table(["", "first", "second", "change"], changes)),
+        doc.Either(said_rows, _changed(diff, shown)),
         doc.Either(page=doc.small(f"and {left} more rows: .rows has them") if left else ()),
-        doc.Either(page=doc.Fold(_FULL, lambda: _full(found, [row.row for row in shown]))) if shown else (),
+        doc.Either(page=doc.Fold(_FULL, lambda: _full(diff, [row.row for row in shown]))) if shown else (),
         [doc.Either(f"  {one}", one) for one in only],
-        _others(found),
+        _others(diff),
         doc.Either([reused] if reused else ()),
     )
 
 
-def _full(found: Comparison, rows: Sequence[int]) -> list[doc.Part]:
+def _full(diff: Comparison, rows: Sequence[int]) -> list[doc.Part]:
     """What both sides said in each row and how it was judged; and the tokens with the numbers of both, of the first rows."""
-    first, second = found.traces
+    first, second = diff.traces
     both, left, parts = [first.batch, second.batch], _TOKENS, list[doc.Part]()
     known = all({"responses", "input_ids", "attention_mask"} <= set(batch.columns) for batch in both)
     for row in rows:
-        parts.append(compared_row(found, row, brief=True).document())
+        parts.append(compared_row(diff, row, brief=True).document())
         left -= sum(int(batch["attention_mask"][row].sum()) for batch in both) if known else 0
         if known and left >= 0:
             parts.append(doc.Fold("tokens", tokens(first, row, against=second).document()))
@@ -96,29 +94,29 @@ def _pairs(first: Mapping[str, float], second: Mapping[str, float]) -> list[tupl
     return [(name, (first[name], second[name])) for name in names]
 
 
-def _others(found: Comparison) -> doc.Part:
+def _others(diff: Comparison) -> doc.Part:
     """Columns and metrics that differ; in a terminal at most eight metrics that are not among the main ones."""
-    columns = [[one.name, str(one.rows), doc.number(one.largest)] for one in found.columns]
-    metrics = [[key, *map(doc.number, pair)] for key, pair in found.metrics.items()]
-    said = [[f"column {name}", f"{rows} rows" + f", by up to {by}" * (by != "–")] for name, rows, by in columns]
-    said += [[key, _sides(pair)] for key, pair in found.metrics.items() if key not in WORDS][:8]
+    columns = [[one.name, str(one.rows), doc.number(one.largest)] for one in diff.columns]
+    metrics = [[key, *map(doc.number, pair)] for key, pair in diff.metrics.items()]
+    text = [[f"column {name}", f"{rows} rows" + f", by up to {by}" * (by != "–")] for name, rows, by in columns]
+    text += [[key, _sides(pair)] for key, pair in diff.metrics.items() if key not in WORDS][:8]
     first = doc.Fold("columns that differ", doc.Table(["column", "rows", "largest difference"], columns))
     then = doc.Fold("metrics that differ", doc.Table(["metric", "first", "second"], metrics))
-    return doc.Either(doc.Table([""] * 2, said), (first, then))
+    return doc.Either(doc.Table([""] * 2, text), (first, then))
 
 
-def _title(found: Comparison) -> str:
-    moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in found.rows)
+def _title(diff: Comparison) -> str:
+    moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in diff.rows)
     return (
-        f"Comparison: {doc.counted(len(found.columns), 'column differs', 'columns differ')}, "
-        f"{doc.counted(len(found.rows), 'row')} changed ({moved} in reward), "
-        f"{doc.counted(found.sign_flips, 'advantage')} changed sign"
+        f"Comparison: {doc.counted(len(diff.columns), 'column differs', 'columns differ')}, "
+        f"{doc.counted(len(diff.rows), 'row')} changed ({moved} in reward), "
+        f"{doc.counted(diff.sign_flips, 'advantage')} changed sign"
     )
 
 
-def _reused(found: Comparison) -> str:
+def _reused(diff: Comparison) -> str:
     """Which phases of the second trace were reused from the first."""
-    first, second = found.traces
+    first, second = diff.traces
     names = [phase.stage for phase in second if phase.reused or any(phase is one for one in first)]
     return f"not run again: {', '.join(names)}" if names else ""
 
@@ -127,25 +125,25 @@ def _change(a: float, b: float) -> str:
     return f"{b - a:+.4g}" + (f" ({(b - a) / abs(a):+.1%})" if a else "")
 
 
-def _row_line(found: Comparison, row: RowChange) -> str:
+def _row_line(diff: Comparison, row: RowChange) -> str:
     flip = "sign flipped" if row.flipped else ""
-    text = _one_line(object_at(found.traces[0].batch, "response_text", row.row) or "", 40)
+    text = _one_line(object_at(diff.traces[0].batch, "response_text", row.row) or "", 40)
     said = f"  row {row.row:<4} reward {_sides(row.reward):<10} advantage {_sides(row.advantage)}  {flip}"
     return f"{said}{'  ' * bool(flip and text)}{text}".rstrip()
 
 
-def _changed(found: Comparison, rows: Sequence[RowChange]) -> doc.Table:
+def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
     """A line a row: its response, the reward on both sides, the advantages as bars on one scale."""
-    most = max((abs(one) for row in rows for one in row.advantage or ()), default=0.0)
+    most = max((abs(value) for row in rows for value in row.advantage or ()), default=0.0)
     lines = list[list[doc.Part]]()
     for row in rows:
-        first, second = (_bar(one, most) for one in row.advantage or (math.nan, math.nan))
-        scores = [object_at(trace.batch, "score", row.row) for trace in found.traces]
+        first, second = (_bar(value, most) for value in row.advantage or (math.nan, math.nan))
+        scores = [object_at(trace.batch, "score", row.row) for trace in diff.traces]
         verdicts = " → ".join(doc.one_line(score, 200) for score in scores if score is not None)
         flip = doc.Span("sign flipped", _RED) if row.flipped else ""
         reward = doc.Span(_sides(row.reward), title=verdicts)
         lines.append(
-            [str(row.row), _responses([trace.batch for trace in found.traces], row.row), reward, first, second, flip]
+            [str(row.row), _responses([trace.batch for trace in diff.traces], row.row), reward, first, second, flip]
         )
     return doc.Table(["row", "response (prompt on hover)", "reward", "advantage, first", "second", ""], lines)
 
@@ -180,74 +178,74 @@ _TEXT = 60
 _MARK = "background:rgba(207,80,60,0.30)"
 
 
-def divergence(found: Divergence) -> doc.Part:
+def divergence(diff: Divergence) -> doc.Part:
     """The view of a `Divergence`: where two traces first differ, tokens around it, later differences, possible causes."""
-    later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in found.later]
+    later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in diff.later]
     following = f"what differs from there on: {len(later)}"
     table = doc.Table(["phase", "column", "by"], later, most=len(later))
-    said = f"{following} columns and metrics", doc.Table([""] * 3, later, most=12)
-    texts = doc.Table(["first", "second"], [[doc.block(found.first), doc.block(found.second)]])
-    notes = doc.Table(["notes"], [[doc.cut(note, 400)] for note in found.notes])
+    text = f"{following} columns and metrics", doc.Table([""] * 3, later, most=12)
+    texts = doc.Table(["first", "second"], [[doc.block(diff.first), doc.block(diff.second)]])
+    notes = doc.Table(["notes"], [[doc.cut(note, 400)] for note in diff.notes])
     return (
-        doc.line(doc.bold(title(found))),
-        _tokens(found.beside) if found.beside else (),
-        doc.Fold("both texts", texts) if found.character is not None else (),
-        doc.Either(said, doc.Fold(following, table, opened=True)) if len(later) > 1 else (),
-        doc.Either(["notes", *(f"  {note}" for note in found.notes)], notes) if found.notes else (),
+        doc.line(doc.bold(title(diff))),
+        _tokens(diff.beside) if diff.beside else (),
+        doc.Fold("both texts", texts) if diff.character is not None else (),
+        doc.Either(text, doc.Fold(following, table, opened=True)) if len(later) > 1 else (),
+        doc.Either(["notes", *(f"  {note}" for note in diff.notes)], notes) if diff.notes else (),
     )
 
 
 def _tokens(beside: Sequence[Beside]) -> doc.Part:
     lines, rows = [f"  {'token':>7}  {'id':<15} {'first':>14} {'second':>14}"], []
-    for one in beside:
-        first, second = apart(one.first, one.second)
-        mark = "→" if one.here else "*" if one.differs else " "
-        lines.append(f"{mark} {one.token:>7}  {_ids(one):<15} {first:>14} {second:>14}")
-        cells: list[doc.Part] = [str(one.token), _ids(one), first, second]
-        cells = [doc.Span(cell, _MARK) for cell in cells] if one.differs else cells
-        rows.append([doc.bold(cell) for cell in cells] if one.here and one.differs else cells)
+    for pair in beside:
+        first, second = apart(pair.first, pair.second)
+        mark = "→" if pair.here else "*" if pair.differs else " "
+        lines.append(f"{mark} {pair.token:>7}  {_ids(pair):<15} {first:>14} {second:>14}")
+        cells: list[doc.Part] = [str(pair.token), _ids(pair), first, second]
+        cells = [doc.Span(cell, _MARK) for cell in cells] if pair.differs else cells
+        rows.append([doc.bold(cell) for cell in cells] if pair.here and pair.differs else cells)
     return doc.Either(lines, doc.Table(["token", "id", "first", "second"], rows))
 
 
-def title(found: Divergence) -> str:
+def title(diff: Divergence) -> str:
     """A `Divergence` in one line: `first divergence: phase …, column …, row 3 (uid …), token 17: -0.42 against -0.41`."""
-    kinds = zip(found.compared, ("phase", "column", "metric"), strict=True)
+    kinds = zip(diff.compared, ("phase", "column", "metric"), strict=True)
     amount = ", ".join(doc.counted(count, word) for count, word in kinds if count)
-    if found.identical:
+    if diff.identical:
         return f"identical: {amount} compared" if amount else "nothing was compared"
-    return f"first divergence: {_place(found)}: {_what(found)}" + (f" (the same before: {amount})" if amount else "")
+    return f"first divergence: {_place(diff)}: {_what(diff)}" + (f" (the same before: {amount})" if amount else "")
 
 
-def _place(found: Divergence) -> str:
-    parts = [f"phase {found.phase}"] if found.phase else []
-    if found.column is not None:
-        parts.append(f"{'metric' if found.why == 'metric' else 'column'} {found.column}")
-    if found.row is not None:
-        other = "" if found.other_row in (None, found.row) else f" (row {found.other_row} of the second)"
-        parts.append(f"row {found.row}{other}" + (f" (uid {found.uid})" if found.uid is not None else ""))
-    parts += [f"token {found.token}"] if found.token is not None else []
-    parts += [found.inside] if found.inside and found.why == "values" else []
-    parts += [f"character {found.character}"] if found.character is not None else []
+def _place(diff: Divergence) -> str:
+    parts = [f"phase {diff.phase}"] if diff.phase else []
+    if diff.column is not None:
+        parts.append(f"{'metric' if diff.why == 'metric' else 'column'} {diff.column}")
+    if diff.row is not None:
+        other = "" if diff.other_row in (None, diff.row) else f" (row {diff.other_row} of the second)"
+        parts.append(f"row {diff.row}{other}" + (f" (uid {diff.uid})" if diff.uid is not None else ""))
+    parts += [f"token {diff.token}"] if diff.token is not None else []
+    parts += [diff.inside] if diff.inside and diff.why == "values" else []
+    parts += [f"character {diff.character}"] if diff.character is not None else []
     return ", ".join(parts)
 
 
-def _what(found: Divergence) -> str:
-    if found.why in ("phase", "column"):
-        return f"only the {'first' if found.second is None else 'second'} has it"
-    if found.why == "rows":
-        counts = f" ({found.inside})" if found.inside else ""
-        return f"other rows, {_said(found.first)} against {_said(found.second)}{counts}"
-    if found.character is not None:
-        return " against ".join(_excerpt(text, found.character) for text in (found.first, found.second))
-    if found.why == "order":
-        return f"the phases are in another order, {found.first} against {found.second}"
-    kind = f"{found.why} " if found.why in ("shape", "dtype") else ""
-    first, second = apart(found.first, found.second)
-    ids = found.token_ids
-    said = f"{kind}{first} against {second}"
-    if ids is None or ids[0] == ids[1] or ids == (found.first, found.second):
-        return said
-    return f"{said}, token id {doc.number(ids[0], 'd')} against {doc.number(ids[1], 'd')}"
+def _what(diff: Divergence) -> str:
+    if diff.why in ("phase", "column"):
+        return f"only the {'first' if diff.second is None else 'second'} has it"
+    if diff.why == "rows":
+        counts = f" ({diff.inside})" if diff.inside else ""
+        return f"other rows, {_value_text(diff.first)} against {_value_text(diff.second)}{counts}"
+    if diff.character is not None:
+        return " against ".join(_excerpt(text, diff.character) for text in (diff.first, diff.second))
+    if diff.why == "order":
+        return f"the phases are in another order, {diff.first} against {diff.second}"
+    kind = f"{diff.why} " if diff.why in ("shape", "dtype") else ""
+    first, second = apart(diff.first, diff.second)
+    ids = diff.token_ids
+    values = f"{kind}{first} against {second}"
+    if ids is None or ids[0] == ids[1] or ids == (diff.first, diff.second):
+        return values
+    return f"{values}, token id {doc.number(ids[0], 'd')} against {doc.number(ids[1], 'd')}"
 
 
 def apart(first: Any, second: Any) -> tuple[str, str]:
@@ -255,10 +253,10 @@ def apart(first: Any, second: Any) -> tuple[str, str]:
     if isinstance(first, float) and isinstance(second, float):
         pairs = [(f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(4, 18)]
         return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-    return _said(first), _said(second)
+    return _value_text(first), _value_text(second)
 
 
-def _said(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, float):
@@ -271,10 +269,10 @@ def _excerpt(text: str, character: int) -> str:
     return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"
 
 
-def _ids(one: Beside) -> str:
-    if one.ids == (None, None):
+def _ids(pair: Beside) -> str:
+    if pair.ids == (None, None):
         return ""
-    first, second = (doc.number(token, "d") for token in one.ids)
+    first, second = (doc.number(token, "d") for token in pair.ids)
     return first if first == second else f"{first} | {second}"
 
 
@@ -289,47 +287,47 @@ def _extent(spread: Spread) -> str:
 # --- another update ------------------------------------------------------------------------------
 
 
-def what_if(made: WhatIf) -> doc.Part:
+def what_if(result: WhatIf) -> doc.Part:
     """The view of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ most."""
-    said, page = list[list[doc.Part]](), list[list[doc.Part]]()
-    sums = made.difference.sum(-1).tolist()
+    text, page = list[list[doc.Part]](), list[list[doc.Part]]()
+    sums = result.difference.sum(-1).tolist()
     means = None
-    if "advantages" in made.batch:
-        means = F.masked_mean(made.batch["advantages"], made.batch["response_mask"], -1).tolist()
-    shown = made.rows()
+    if "advantages" in result.batch:
+        means = F.masked_mean(result.batch["advantages"], result.batch["response_mask"], -1).tolist()
+    shown = result.rows()
     most = max((abs(sums[row]) for row in shown), default=0.0)
     largest = max((abs(means[row]) for row in shown), default=0.0) if means is not None else 0.0
     for row in shown:
-        reward = f"{float(made.batch['reward'][row]):g}" if "reward" in made.batch else ""
-        token = int(made.difference[row].abs().argmax())
-        moved = f"token {token} ({float(made.difference[row][token]):+.4f})"
+        reward = f"{float(result.batch['reward'][row]):g}" if "reward" in result.batch else ""
+        token = int(result.difference[row].abs().argmax())
+        moved = f"token {token} ({float(result.difference[row][token]):+.4f})"
         advantage = _bar(means[row], largest) if means is not None else ""
-        said.append([str(row), reward, f"{sums[row]:+.4f}", moved])
-        page.append([str(row), _responses([made.batch], row), reward, advantage, _bar(sums[row], most), moved])
+        text.append([str(row), reward, f"{sums[row]:+.4f}", moved])
+        page.append([str(row), _responses([result.batch], row), reward, advantage, _bar(sums[row], most), moved])
     header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "most moved token"]
-    movers = doc.Either(doc.Table([header[0], header[2], *header[4:]], said), doc.Table(header, page))
+    movers = doc.Either(doc.Table([header[0], header[2], *header[4:]], text), doc.Table(header, page))
     return (
-        doc.line(doc.bold(f"What if {made.other.name}: cosine between the updates {made.cosine:.4f}")),
-        doc.Table(["", "as it is", "otherwise"], _both(made)),
+        doc.line(doc.bold(f"What if {result.other.name}: cosine between the updates {result.cosine:.4f}")),
+        doc.Table(["", "as it is", "otherwise"], _both(result)),
         doc.line(doc.bold("rows that part most")),
         movers,
     )
 
 
-def _both(made: WhatIf) -> list[list[str]]:
+def _both(result: WhatIf) -> list[list[str]]:
     """(what, as it is, otherwise): the last update's metrics, then the probe."""
-    sides = made.actual, made.other
-    found = [["updates", *(str(len(side.metrics)) for side in sides)]]
+    sides = result.actual, result.other
+    rows = [["updates", *(str(len(side.metrics)) for side in sides)]]
     names = dict.fromkeys(name for side in sides for name in side.metrics[-1])
-    found += [[name, *(doc.number(side.metrics[-1].get(name), ".5g") for side in sides)] for name in names]
-    found.append(["mean ratio after", *(f"{_ratios(made, side.new_log_probs).mean():.5g}" for side in sides)])
-    for name, value in made.before.items():
-        found.append([f"held-out {name}", *(f"{value:.5g} → {side.probe[name]:.5g}" for side in sides)])
-    return found
+    rows += [[name, *(doc.number(side.metrics[-1].get(name), ".5g") for side in sides)] for name in names]
+    rows.append(["mean ratio after", *(f"{_ratios(result, side.new_log_probs).mean():.5g}" for side in sides)])
+    for name, value in result.before.items():
+        rows.append([f"held-out {name}", *(f"{value:.5g} → {side.probe[name]:.5g}" for side in sides)])
+    return rows
 
 
-def _ratios(made: WhatIf, after: torch.Tensor) -> torch.Tensor:
-    return (after - made.batch["old_log_probs"])[made.batch["response_mask"].bool()].exp()
+def _ratios(result: WhatIf, after: torch.Tensor) -> torch.Tensor:
+    return (after - result.batch["old_log_probs"])[result.batch["response_mask"].bool()].exp()
 
 
 # --- several on one batch --------------------------------------------------------------------------
@@ -404,17 +402,17 @@ def what_if_table(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
     import pandas as pd
 
     lines = {}
-    for name, made in asked.items():
-        last = made.other.metrics[-1]
+    for name, result in asked.items():
+        last = result.other.metrics[-1]
         lines[name] = {
-            "cosine": made.cosine,
-            "way": float(made.other.moved.norm()),
+            "cosine": result.cosine,
+            "way": float(result.other.moved.norm()),
             "loss": last.get("actor/pg_loss"),
             "clip fraction": last.get("actor/pg_clipfrac"),
             "KL of the update": last.get("actor/ppo_kl"),
             "gradient norm": last.get("actor/grad_norm"),
-            "largest ratio": float(_ratios(made, made.other.new_log_probs).max()),
-            **{f"held-out {key}": value for key, value in made.other.probe.items()},
+            "largest ratio": float(_ratios(result, result.other.new_log_probs).max()),
+            **{f"held-out {key}": value for key, value in result.other.probe.items()},
         }
     return pd.DataFrame.from_dict(lines, orient="index")
 
@@ -456,48 +454,56 @@ def values_figure(batch: DataProto, rows: int = 24) -> Figure:
 # --- a second reading -------------------------------------------------------------------------------
 
 
-def audit(made: Audit) -> doc.Part:
+def audit(audit: Audit) -> doc.Part:
     """The view of an `Audit`: how much agrees, what disagrees and where, what was not recomputed and why."""
-    rows = [[str(one.step), one.stage, one.name, one.place, one.numbers, one.formula] for one in made.disagreements]
+    rows = [[str(row.step), row.stage, row.name, row.place, row.numbers, row.formula] for row in audit.disagreements]
     header = ["step", "stage", "name", "where", "recorded and recomputed", "formula"]
     why: dict[str, list[str]] = {}
-    for name, reason in made.left.items():
+    for name, reason in audit.left.items():
         why.setdefault(reason, []).append(name)
     left = [[reason, ", ".join(sorted(names))] for reason, names in sorted(why.items())]
-    unknown = f"no formula knows {', '.join(sorted(made.unaudited))}" if made.unaudited else ""
-    agreed = [["columns", ", ".join(sorted(made.columns))], ["metrics", ", ".join(sorted(made.metrics))]]
+    unknown = f"no formula knows {', '.join(sorted(audit.unaudited))}" if audit.unaudited else ""
+    agreed = [["columns", ", ".join(sorted(audit.columns))], ["metrics", ", ".join(sorted(audit.metrics))]]
     return (
-        doc.line(doc.bold(made.summary()), f" · {doc.counted(len(made.steps), 'recorded step')}"),
-        doc.Either([f"  {one}" for one in made.disagreements[:12]], doc.Table(header, rows)),
+        doc.line(doc.bold(audit.summary()), f" · {doc.counted(len(audit.steps), 'recorded step')}"),
+        doc.Either([f"  {row}" for row in audit.disagreements[:12]], doc.Table(header, rows)),
         doc.Either([f"  and {len(rows) - 12} more: .disagreements"] if len(rows) > 12 else ()),
         [unknown] if unknown else (),
-        doc.Either([f"{len(made.left)} not recomputed: .left"] if made.left else (), ()),
-        doc.Fold(f"{len(made.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
+        doc.Either([f"{len(audit.left)} not recomputed: .left"] if audit.left else (), ()),
+        doc.Fold(f"{len(audit.left)} not recomputed", doc.Table(["why", "columns and metrics"], left)),
         doc.Fold("recomputed, and agree", doc.Table(["", ""], agreed)),
     )
 
 
-def diagnosis(made: Diagnosis) -> doc.Part:
+def diagnosis(diagnosis: Diagnosis) -> doc.Part:
     """The view of a `Diagnosis`: cause, how sure, numbers, the line to look with, what to turn; what was looked at."""
-    head = "Nothing found." if not made.findings else doc.counted(len(made.findings), "finding")
-    said = [
-        [f"{place}. {one.sure}: {one.cause}", f"   {one.numbers}", f"   look: {one.look}", f"   turn: {one.turn}"]
-        for place, one in enumerate(made.findings, 1)
+    head = "Nothing found." if not diagnosis.findings else doc.counted(len(diagnosis.findings), "finding")
+    text = [
+        [
+            f"{place}. {finding.sure}: {finding.cause}",
+            f"   {finding.numbers}",
+            f"   look: {finding.look}",
+            f"   turn: {finding.turn}",
+        ]
+        for place, finding in enumerate(diagnosis.findings, 1)
     ]
     page = [
-        (doc.line(f"{place}. ", doc.bold(one.cause), doc.faint(f" · {one.sure}"), style="margin-top:6px"), _found(one))
-        for place, one in enumerate(made.findings, 1)
+        (
+            doc.line(f"{place}. ", doc.bold(finding.cause), doc.faint(f" · {finding.sure}"), style="margin-top:6px"),
+            _evidence(finding),
+        )
+        for place, finding in enumerate(diagnosis.findings, 1)
     ]
-    looked = "; ".join(f"{what}: {found}" for what, found in made.looked)
+    looked = "; ".join(f"{what}: {found}" for what, found in diagnosis.looked)
     return (
         doc.line(doc.bold(head)),
-        doc.Either(said, page),
+        doc.Either(text, page),
         doc.line(doc.faint(f"looked at: {looked}")),
     )
 
 
-def _found(one: Finding) -> doc.Part:
-    code = doc.Span(one.look, "overflow-wrap:anywhere;white-space:pre-wrap", "code")
+def _evidence(finding: Finding) -> doc.Part:
+    code = doc.Span(finding.look, "overflow-wrap:anywhere;white-space:pre-wrap", "code")
     return doc.Table(
-        (), [[doc.faint("seen by"), one.numbers], [doc.faint("look"), code], [doc.faint("turn"), one.turn]]
+        (), [[doc.faint("seen by"), finding.numbers], [doc.faint("look"), code], [doc.faint("turn"), finding.turn]]
     )

@@ -101,22 +101,22 @@ def wrapped(*parts: Part, style: str = "") -> Span:
     return Span(parts, f"{_WRAPPED};{style}", "div")
 
 
-def block(said: object) -> Span:
+def block(text: object) -> Span:
     """A block of monospaced text that keeps its line ends and wraps."""
-    return wrapped(str(said), style="margin:2px 0")
+    return wrapped(str(text), style="margin:2px 0")
 
 
-def bar(share: float, said: str, good: bool = True) -> Span:
-    """The text `said`; in HTML over a bar filled to `share` (0 to 1), green if `good`, else red."""
+def bar(share: float, text: str, good: bool = True) -> Span:
+    """The `text`; in HTML over a bar filled to `share` (0 to 1), green if `good`, else red."""
     percent, rgb = max(0.0, min(share, 1.0)) * 100, "46,160,67" if good else "207,80,60"
     over = f"rgba({rgb},0.35) {percent:.0f}%, rgba(128,128,128,0.08) {percent:.0f}%"
-    return line(said, style=f"background:linear-gradient(90deg, {over});min-width:60px;padding:0 4px;border-radius:3px")
+    return line(text, style=f"background:linear-gradient(90deg, {over});min-width:60px;padding:0 4px;border-radius:3px")
 
 
-def pairs(found: Sequence[tuple[str, str]]) -> Either:
+def pairs(facts: Sequence[tuple[str, str]]) -> Either:
     """(name, value) pairs of text: one per line in a terminal, a table in HTML."""
-    rows: list[list[Part]] = [[faint(what), value] for what, value in found]
-    return Either([f"  {what}: {value}" for what, value in found], Table((), rows, most=len(rows)))
+    rows: list[list[Part]] = [[faint(what), value] for what, value in facts]
+    return Either([f"  {what}: {value}" for what, value in facts], Table((), rows, most=len(rows)))
 
 
 def stacked(parts: Sequence[Part]) -> Part:
@@ -145,10 +145,10 @@ def _flat(part: Part) -> list[str | Node]:
 
 def _lines(part: Part) -> list[str]:
     """Lines for a terminal, not yet plain."""
-    return [line for one in _flat(part) for line in ([one] if isinstance(one, str) else _said(one))]
+    return [line for one in _flat(part) for line in ([one] if isinstance(one, str) else _text_lines(one))]
 
 
-def _said(node: Node) -> list[str]:
+def _text_lines(node: Node) -> list[str]:
     match node:
         case Span(part):
             return ["".join(_lines(part))]
@@ -251,12 +251,12 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def cut(said: object, limit: int) -> str:
+def cut(text: object, limit: int) -> str:
     """A text cut to at most `limit` characters, the last of them `…` if it is cut."""
-    whole = str(said)
+    whole = str(text)
     return whole if len(whole) <= limit else whole[: limit - 1] + "…"
 
 
-def one_line(said: object, limit: int = 110) -> str:
+def one_line(text: object, limit: int = 110) -> str:
     """A text on one line: cut to `limit` characters, line ends and control characters made visible."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(said)[:limit])
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text)[:limit])

@@ -1,12 +1,12 @@
 """The table of which function shows which class: names only, imported when an object is first shown."""
 
 _DOCUMENTS = {
-    "workbench.agents.stepping:Tree": "trees:tree",
+    "workbench.agents.stepping:Tree": "tokens:tree",
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",
     "workbench.cluster.pools:Plan": "clusters:plan",
-    "workbench.cluster.profiling:Profile": "clusters:profile",
+    "workbench.cluster.status:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",
     "workbench.cluster.session:Cluster": "clusters:cluster",
     "workbench.cluster.simulating:Simulation": "clusters:simulation",
@@ -60,8 +60,8 @@ FACES = {name: {"document": f"workbench.views.{function}"} for name, function in
 for _name, _widget in _WIDGETS.items():
     FACES.setdefault(_name, {})["widget"] = f"workbench.widgets.layer:{_widget}"
 FACES["workbench.agents.stepping:Tree"] |= {
-    "credit": "workbench.views.trees:credit",
-    "frame": "workbench.views.trees:frame",
+    "credit": "workbench.views.tokens:credit",
+    "frame": "workbench.views.tokens:frame",
 }
 FACES["workbench.replay.run:Run"] |= {
     "curves": "workbench.views.traces:run_curves",
@@ -70,7 +70,7 @@ FACES["workbench.replay.run:Run"] |= {
     "live": "workbench.widgets.display:run_live",
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
-FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.beside:compared_row"
+FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.sample_table:compared_row"
 FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
-FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.plots:CurvePlots"}
+FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.layer:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -13,10 +13,18 @@ from workbench.base.errors import RunError, nearest
 from workbench.dataproto import DataProto
 from workbench.runs.folder import STEP, step_files
 from workbench.views import document as doc
-from workbench.views.beside import SideBySide, words
-from workbench.views.left_out import LEFT_OUT, OF_ROW, dropped, gathered
 from workbench.views.rewards import CUT, question
-from workbench.views.sample_table import object_at, samples_table, some_rows
+from workbench.views.sample_table import (
+    LEFT_OUT,
+    OF_ROW,
+    SideBySide,
+    dropped,
+    gathered,
+    object_at,
+    samples_table,
+    some_rows,
+    words,
+)
 from workbench.views.samples import SampleCard
 
 if TYPE_CHECKING:
@@ -37,9 +45,9 @@ class History(doc.View):
     is its messages and its truth.
     """
 
-    def __init__(self, prompt: str, truth: Any, frame: pd.DataFrame, said: str) -> None:
+    def __init__(self, prompt: str, truth: Any, frame: pd.DataFrame, note: str) -> None:
         self.prompt, self.truth = prompt, truth
-        self._frame, self._said = frame, said
+        self._frame, self._said = frame, note
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a line a sample: step, kind (`training`, `held-out`, `held-out, greedy`), uid, row, and the columns
@@ -55,11 +63,11 @@ class History(doc.View):
         """The `best` (or `worst`) response of one step beside that of another. Raises `RunError` for a step without samples."""
         if which not in ("best", "worst"):
             raise RunError(f"a response to compare: {which!r}", expected="'best' or 'worst'")
-        found = [line for line in self._drawn() if line.step in (step, other)]
+        lines = [line for line in self._drawn() if line.step in (step, other)]
         for wanted in (step, other):
-            if all(line.step != wanted for line in found):
+            if all(line.step != wanted for line in lines):
                 raise RunError(f"no samples of this prompt at step {wanted}", expected=f"one of the steps {self.steps}")
-        sides = [next(line for line in found if line.step == wanted) for wanted in (step, other)]
+        sides = [next(line for line in lines if line.step == wanted) for wanted in (step, other)]
         return SideBySide(*((f"{which} of step {one.step}", getattr(one, which)) for one in sides))
 
     def _drawn(self) -> list[_Drawn]:
@@ -69,7 +77,7 @@ class History(doc.View):
     def document(self) -> doc.Part:
         """The view's content: a line for each step with its mean reward, best and worst response; in HTML what changed."""
         drawn = self._drawn()
-        shown, trend = drawn[-_LINES:], _trend([one.mean for one in drawn if one.kind != GREEDY])
+        shown, trend = drawn[-_LINES:], _trend([line.mean for line in drawn if line.kind != GREEDY])
         truth = [] if self.truth is None else [f"  truth: {doc.one_line(self.truth, 200)}"]
         text = [doc.one_line(self.prompt, 400), *truth, *([trend] if trend else [])]
         page: list[doc.Part] = [
@@ -80,21 +88,25 @@ class History(doc.View):
         left = f"the last {len(shown)} of {len(drawn)}: .to_pandas() has all" if len(drawn) > len(shown) else ""
         note = "; ".join(filter(None, (self._said, left)))
         return doc.Either(
-            [*text, *(said for one in shown for said in one.lines()), note],
+            [*text, *(text for line in shown for text in line.lines()), note],
             (page, lambda: self._page(shown), doc.line(doc.small(note))),
         )
 
     def _page(self, shown: Sequence[_Drawn]) -> doc.Table:
-        top = max((abs(one.mean) for one in shown if one.mean == one.mean), default=0.0) or 1.0
+        top = max((abs(line.mean) for line in shown if line.mean == line.mean), default=0.0) or 1.0
         rows, before = list[list[doc.Part]](), dict[str, _Drawn]()
-        for place, one in enumerate(shown):
-            mean = doc.bar(abs(one.mean) / top, f"{one.mean:.3g}", one.mean >= 0) if one.mean == one.mean else "–"
+        for place, line in enumerate(shown):
+            mean = doc.bar(abs(line.mean) / top, f"{line.mean:.3g}", line.mean >= 0) if line.mean == line.mean else "–"
             changed: doc.Part = ""
-            if (last := before.get(one.kind)) is not None and place >= len(shown) - _CHANGES:
-                changed = _changed(last, one)
-            before[one.kind] = one
-            name = doc.bold(str(one.step)), doc.BREAK, doc.small(f"{one.kind}, {doc.counted(len(one.rows), 'sample')}")
-            rows.append([name, mean, doc.stacked([_answer(said, row) for said, row in one.ends()]), changed])
+            if (last := before.get(line.kind)) is not None and place >= len(shown) - _CHANGES:
+                changed = _changed(last, line)
+            before[line.kind] = line
+            name = (
+                doc.bold(str(line.step)),
+                doc.BREAK,
+                doc.small(f"{line.kind}, {doc.counted(len(line.rows), 'sample')}"),
+            )
+            rows.append([name, mean, doc.stacked([_answer(said, row) for said, row in line.ends()]), changed])
         return doc.Table(
             ["step", "mean reward", "best and worst response", "the best one, changed"], rows, most=len(rows)
         )
@@ -128,9 +140,9 @@ class _Drawn(NamedTuple):
         return [said, *(f"    {name:>5}{_why(row)} → {doc.one_line(row['response'])}" for name, row in self.ends())]
 
 
-def _answer(said: str, row: Any) -> doc.Part:
+def _answer(reward: str, row: Any) -> doc.Part:
     start = doc.cut(row["response"], CUT).replace("\n", " ⏎ ")
-    return doc.Fold(f"{said}{_why(row)} → {start}", doc.block(doc.cut(row["response"], _TEXT)))
+    return doc.Fold(f"{reward}{_why(row)} → {start}", doc.block(doc.cut(row["response"], _TEXT)))
 
 
 def _why(row: Any) -> str:
@@ -146,11 +158,11 @@ def _changed(before: _Drawn, now: _Drawn) -> doc.Part:
 
 def _trend(means: Sequence[float]) -> str:
     """`mean reward 0.25 → 0.75  ▁▃▆█`; empty where fewer than two steps have one."""
-    known = [one for one in means if one == one]
+    known = [mean for mean in means if mean == mean]
     if len(known) < 2:
         return ""
     low, span = min(known), max(known) - min(known) or 1.0
-    blocks = "".join(_BLOCKS[round((one - low) / span * (len(_BLOCKS) - 1))] for one in known[-60:])
+    blocks = "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in known[-60:])
     return f"mean reward {known[0]:.3g} → {known[-1]:.3g}  {blocks}"
 
 
@@ -188,11 +200,11 @@ def run_history(run: Run, prompt: Any) -> History:
     kept = list(_kept(run))
     wanted = _wanted(run, prompt, kept)
     frames, truth = list[pd.DataFrame](), None
-    for one in kept:
-        rows = [number for number, uid in enumerate(one.uids) if one.draws[uid] == wanted]
+    for step in kept:
+        rows = [number for number, uid in enumerate(step.uids) if step.draws[uid] == wanted]
         if rows:
-            truth = (object_at(one.batch, "reward_model", rows[0]) or {}).get("ground_truth")
-            frames.append(_frame(one, rows))
+            truth = (object_at(step.batch, "reward_model", rows[0]) or {}).get("ground_truth")
+            frames.append(_frame(step, rows))
     frame = pd.concat(frames, ignore_index=True)
     return History(wanted.text, truth, frame, _words(run, frame, kept))
 
@@ -227,11 +239,11 @@ def _of_batch(step: int, kind: str, batch: DataProto) -> _Kept:
     return _Kept(step, kind, batch, uids, draws)
 
 
-def _frame(one: _Kept, rows: Sequence[int]) -> pd.DataFrame:
+def _frame(step: _Kept, rows: Sequence[int]) -> pd.DataFrame:
     """The samples table of some rows of a step, with the step, the kind, the row and the draw."""
-    table = samples_table(some_rows(one.batch, rows)).drop(columns=["group", "step", OF_ROW], errors="ignore")
-    numbers = [None] * len(rows) if LEFT_OUT in one.batch else list(rows)
-    facts = {"step": one.step, "kind": one.kind, "uid": [one.uids[row] for row in rows], "row": numbers}
+    table = samples_table(some_rows(step.batch, rows)).drop(columns=["group", "step", OF_ROW], errors="ignore")
+    numbers = [None] * len(rows) if LEFT_OUT in step.batch else list(rows)
+    facts = {"step": step.step, "kind": step.kind, "uid": [step.uids[row] for row in rows], "row": numbers}
     for place, (name, value) in enumerate(facts.items()):
         table.insert(place, name, value)
     return table
@@ -239,43 +251,43 @@ def _frame(one: _Kept, rows: Sequence[int]) -> pd.DataFrame:
 
 def _wanted(run: Run, prompt: Any, kept: Sequence[_Kept]) -> _Row:
     """The row of the data that a uid, a prompt's text, or a sample is of."""
-    every = list(dict.fromkeys(row for one in kept for row in one.draws.values()))
+    every = list(dict.fromkeys(row for step in kept for row in step.draws.values()))
     if not every:
         do = "train with trace_freq=…, or with eval_rows=… and test_freq=…"
         raise RunError(f"{run.path} has kept no samples", do=do)
-    said, tests = _asked(prompt, kept)
-    found = next((rows for test in tests if (rows := [row for row in every if test(row)])), [])
-    if len(found) == 1:
-        return found[0]
-    raise _unfound(run, said, found, {uid: row for one in kept for uid, row in one.draws.items()}, len(every))
+    wanted, tests = _tests_of(prompt, kept)
+    fitting = next((rows for test in tests if (rows := [row for row in every if test(row)])), [])
+    if len(fitting) == 1:
+        return fitting[0]
+    raise _unfound(run, wanted, fitting, {uid: row for step in kept for uid, row in step.draws.items()}, len(every))
 
 
-def _asked(prompt: Any, kept: Sequence[_Kept]) -> tuple[str, list[Callable[[_Row], bool]]]:
+def _tests_of(prompt: Any, kept: Sequence[_Kept]) -> tuple[str, list[Callable[[_Row], bool]]]:
     """What is asked for, in words, and how the row is known; the strictest way first."""
     if isinstance(prompt, SampleCard):
         batch = prompt.index.batch
-        one = _Row.of(*(object_at(batch, name, prompt.row) for name in ("raw_prompt", "reward_model", "uid")))
-        return one.text, [one.__eq__]
+        row = _Row.of(*(object_at(batch, name, prompt.row) for name in ("raw_prompt", "reward_model", "uid")))
+        return row.text, [row.__eq__]
     if isinstance(prompt, str):
-        drawn = {one.draws[prompt] for one in kept if prompt in one.draws}
+        drawn = {step.draws[prompt] for step in kept if prompt in step.draws}
         return prompt, [drawn.__contains__, lambda row: row.text == prompt, lambda row: prompt in row.text]
     values = dict(prompt)  # a line of a samples table
     text, truth = str(values.get("prompt")), str(values.get("truth"))
     return text, [lambda row: (row.text, row.truth) == (text, truth)]
 
 
-def _unfound(run: Run, said: str, found: Sequence[_Row], draws: Mapping[Any, _Row], prompts: int) -> RunError:
+def _unfound(run: Run, wanted: str, rows: Sequence[_Row], draws: Mapping[Any, _Row], prompts: int) -> RunError:
     """The error for a prompt that is not there, which names the nearest one, or that several rows of the data have."""
     those = f"{prompts} prompts that {run.path} has kept samples of"
-    if found:
-        uids = [next(uid for uid, row in draws.items() if row == one) for one in found[:4]]
+    if rows:
+        uids = [next(uid for uid, row in draws.items() if row == one) for one in rows[:4]]
         return RunError(
-            f"{doc.cut(repr(said), 80)} is in {len(found)} of the {those}", do=f"pass a uid, such as {uids}"
+            f"{doc.cut(repr(wanted), 80)} is in {len(rows)} of the {those}", do=f"pass a uid, such as {uids}"
         )
     texts = [doc.cut(row.text, 200) for row in draws.values()]
-    close = nearest(said, map(str, draws)) or nearest(doc.cut(said, 200), texts)
+    close = nearest(wanted, map(str, draws)) or nearest(doc.cut(wanted, 200), texts)
     do = f"did you mean {doc.cut(repr(close), 120)}?" if close is not None else None
-    return RunError(f"{doc.cut(repr(said), 80)} is none of the {those}", expected="a uid or a prompt's text", do=do)
+    return RunError(f"{doc.cut(repr(wanted), 80)} is none of the {those}", expected="a uid or a prompt's text", do=do)
 
 
 def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
@@ -283,10 +295,10 @@ def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
     recorded = {one.step for one in kept if one.kind == TRAINING}
     drawn = sorted(set(frame["step"][frame["kind"] == TRAINING]))
     held = sorted(set(frame["step"][frame["kind"] != TRAINING]))
-    said = [f"drawn in {len(drawn)} of {doc.counted(len(recorded), 'recorded step')}"] if drawn or not held else []
-    said += [f"held out, sampled at {doc.counted(len(held), 'validation')}"] if held else []
+    parts = [f"drawn in {len(drawn)} of {doc.counted(len(recorded), 'recorded step')}"] if drawn or not held else []
+    parts += [f"held out, sampled at {doc.counted(len(held), 'validation')}"] if held else []
     unknown = {row[STEP] for row in run.rows if row[STEP] > 0} - recorded
-    said += [f"of {doc.counted(len(unknown), 'other step')} no samples are kept"] if unknown and drawn else []
+    parts += [f"of {doc.counted(len(unknown), 'other step')} no samples are kept"] if unknown and drawn else []
     return "; ".join(
-        [*said, "draws are joined by the row of the data (its messages and truth): each has a uid of its own"]
+        [*parts, "draws are joined by the row of the data (its messages and truth): each has a uid of its own"]
     )

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from workbench.views import document as doc
-from workbench.views.curve_axes import GREY, label
-from workbench.views.curves import cell_figure, png
+from workbench.views.curves import GREY, cell_figure, label, png
 from workbench.views.rewards import BAD, CUT
 
 if TYPE_CHECKING:
@@ -30,91 +29,91 @@ _CONFIDENCE = {
 }
 
 
-def judge_report(made: JudgeReport) -> doc.Part:
+def judge_report(report: JudgeReport) -> doc.Part:
     """The view of a `JudgeReport`: what it means, then its figures, tables, the drawing (HTML) and items that it got wrong."""
-    what = {"pairs": "pair", "grades": "graded answer", "choices": "choice"}[made.kind]
-    seeds = f", {doc.counted(len(made.seeds), 'seed')}" if len(made.seeds) > 1 else ""
-    title = f"{doc.one_line(made.judge, 160)} · {doc.counted(len(made), what)}{seeds}, {doc.counted(len(made.asked), 'verdict')}"
+    what = {"pairs": "pair", "grades": "graded answer", "choices": "choice"}[report.kind]
+    seeds = f", {doc.counted(len(report.seeds), 'seed')}" if len(report.seeds) > 1 else ""
+    title = f"{doc.one_line(report.judge, 160)} · {doc.counted(len(report), what)}{seeds}, {doc.counted(len(report.asked), 'verdict')}"
     shares = [
-        [name, _value(name, one), _interval(name, one), f"{one.n}", one.how] for name, one in made.figures.items()
+        [name, _value(name, one), _interval(name, one), f"{one.n}", one.how] for name, one in report.figures.items()
     ]
     return (
         doc.line(doc.bold(title)),
-        doc.line(doc.bold(made.headline, style="" if made.trusted else BAD)),
+        doc.line(doc.bold(report.headline, style="" if report.trusted else BAD)),
         doc.Table(["", "value", "95 % interval", "items", "by"], shares),
-        [doc.line(doc.faint(note)) for note in made.caveats],
-        _missing(made),
-        _cost(made),
-        _categories(made),
-        _confusion(made),
-        _calibration(made.calibration) if made.calibration else (),
-        doc.Image(lambda: png(judge_figure(made)), made.headline),
-        doc.Either(page=doc.Fold(f"items without full credit, the first {_ROWS}", lambda: _wrong(made))),
+        [doc.line(doc.faint(note)) for note in report.caveats],
+        _missing(report),
+        _cost(report),
+        _categories(report),
+        _confusion(report),
+        _calibration(report.calibration) if report.calibration else (),
+        doc.Image(lambda: png(judge_figure(report)), report.headline),
+        doc.Either(page=doc.Fold(f"items without full credit, the first {_ROWS}", lambda: _wrong(report))),
     )
 
 
-def _value(name: str, one: Estimate) -> str:
-    return doc.number(one.value, ".3f" if name.startswith(_PLAIN) else ".1%")
+def _value(name: str, estimate: Estimate) -> str:
+    return doc.number(estimate.value, ".3f" if name.startswith(_PLAIN) else ".1%")
 
 
-def _interval(name: str, one: Estimate) -> str:
-    if math.isnan(one.low):
+def _interval(name: str, estimate: Estimate) -> str:
+    if math.isnan(estimate.low):
         return "–"
     form = ".3f" if name.startswith(_PLAIN) else ".1%"
-    return f"{one.low:{form}} to {one.high:{form}}"
+    return f"{estimate.low:{form}} to {estimate.high:{form}}"
 
 
-def _missing(made: JudgeReport) -> doc.Part:
-    lost = {name: n for name, n in made.statuses.items() if name != "scored"}
-    cut = sum(one.cut for one in made.asked)
-    said = [f"{n} {name}" for name, n in lost.items()] + ([f"{cut} of a text that was cut"] if cut else [])
-    first = next((one.why for one in made.asked if one.verdict is None and one.why), "")
+def _missing(report: JudgeReport) -> doc.Part:
+    lost = {name: n for name, n in report.statuses.items() if name != "scored"}
+    cut = sum(one.cut for one in report.asked)
+    parts = [f"{n} {name}" for name, n in lost.items()] + ([f"{cut} of a text that was cut"] if cut else [])
+    first = next((one.why for one in report.asked if one.verdict is None and one.why), "")
     why = f": {doc.one_line(first, 160)}" if first else ""
-    return doc.line(f"of {len(made.asked)} verdicts {', '.join(said)}{why}") if said else ()
+    return doc.line(f"of {len(report.asked)} verdicts {', '.join(parts)}{why}") if parts else ()
 
 
-def _cost(made: JudgeReport) -> doc.Part:
-    cost = made.cost
+def _cost(report: JudgeReport) -> doc.Part:
+    cost = report.cost
     calls = f"{cost.calls} calls, {cost.prompt_tokens:,} tokens read, {cost.tokens:,} written, " if cost.calls else ""
     return doc.line(f"cost: {calls}{cost.seconds:.3g} s")
 
 
-def _categories(made: JudgeReport) -> doc.Part:
+def _categories(report: JudgeReport) -> doc.Part:
     rows: list[list[doc.Part]] = [
         [doc.cut(name, 80), doc.bar(one.value, f"{one.value:.1%}"), _interval(name, one), f"{one.n}", one.how]
-        for name, one in made.categories.items()
+        for name, one in report.categories.items()
     ]
     rows += [
         [doc.bold(name), doc.bar(value, f"{value:.1%}"), "–", "", "RewardBench"]
-        for name, value in made.sections.items()
+        for name, value in report.sections.items()
     ]
     return doc.Table(["category", "accuracy", "95 % interval", "items", "by"], rows) if rows else ()
 
 
-def _confusion(made: JudgeReport) -> doc.Part:
-    frame = made.confusion
+def _confusion(report: JudgeReport) -> doc.Part:
+    frame = report.confusion
     if frame.empty:
         return ()
     rows = [[f"truth {name}", *(f"{int(n)}" for n in counts)] for name, counts in frame.iterrows()]
     return doc.Table(["verdict", *map(str, frame.columns)], rows, right=True)
 
 
-def _calibration(found: Calibration) -> doc.Part:
+def _calibration(calibration: Calibration) -> doc.Part:
     rows = [
         [f"{one.low:.2f} to {one.high:.2f}", f"{one.n}", f"{one.confidence:.3f}", f"{one.accuracy:.1%}"]
-        for one in found.bins
+        for one in calibration.bins
     ]
-    error = "" if math.isnan(found.error) else f": expected calibration error {found.error:.3f}"
+    error = "" if math.isnan(calibration.error) else f": expected calibration error {calibration.error:.3f}"
     table = doc.Table(["", "verdicts", "confidence", "accuracy"], rows, right=True)
-    return doc.Fold(f"confidence ({_CONFIDENCE[found.of]}){error}", table, opened=True)
+    return doc.Fold(f"confidence ({_CONFIDENCE[calibration.of]}){error}", table, opened=True)
 
 
-def _wrong(made: JudgeReport) -> doc.Part:
-    frame = made.to_pandas()
+def _wrong(report: JudgeReport) -> doc.Part:
+    frame = report.to_pandas()
     wrong = frame[~(frame["accuracy"] >= 1.0)].head(_ROWS)
     rows: list[list[doc.Part]] = []
     for number, row in wrong.iterrows():
-        item, mine = made.items[int(str(number))], [one for one in made.asked if one.item == number]
+        item, mine = report.items[int(str(number))], [one for one in report.asked if one.item == number]
         answers = [(f"answer {place}", text) for place, text in enumerate(item.answers)]
         said = [(f"seed {one.seed}, order {one.order}", one.output or one.why) for one in mine if one.output or one.why]
         full = doc.Fold("answers and what the judge wrote", doc.pairs([("prompt", item.prompt), *answers, *said]))
@@ -123,21 +122,27 @@ def _wrong(made: JudgeReport) -> doc.Part:
     return doc.Table(["item", "prompt", "truth", "verdicts"], rows, most=_ROWS)
 
 
-def principles(made: Principles) -> doc.Part:
+def principles(search: Principles) -> doc.Part:
     """The view of `Principles`: the kept ones, what they change on pairs of their own, and those that were not kept."""
-    kept, dropped = [one for one in made.candidates if one.kept], [one for one in made.candidates if not one.kept]
-    said = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(made.candidates), 'candidate')}"]
-    reports = [("without principles", made.plainly), *([("with those kept", made.together)] if made.together else [])]
+    kept = [candidate for candidate in search.candidates if candidate.kept]
+    dropped = [candidate for candidate in search.candidates if not candidate.kept]
+    parts = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(search.candidates), 'candidate')}"]
+    reports = [
+        ("without principles", search.plainly),
+        *([("with those kept", search.together)] if search.together else []),
+    ]
     facts = [
         (
             name,
-            f"{_value('', one.figures['accuracy'])} right of {len(one)} other pairs, {_interval('', one.figures['accuracy'])}",
+            f"{_value('', report.figures['accuracy'])} right of {len(report)} other pairs, {_interval('', report.figures['accuracy'])}",
         )
-        for name, one in reports
+        for name, report in reports
     ]
-    lost = f"{len(made.failed)} pairs gave no proposal: {doc.one_line(made.failed[0], 160)}" if made.failed else ""
+    lost = (
+        f"{len(search.failed)} pairs gave no proposal: {doc.one_line(search.failed[0], 160)}" if search.failed else ""
+    )
     return (
-        doc.line(doc.bold(" ".join(said)), style="" if kept else BAD),
+        doc.line(doc.bold(" ".join(parts)), style="" if kept else BAD),
         _candidates(kept),
         doc.pairs(facts),
         doc.line(lost) if lost else (),
@@ -145,15 +150,15 @@ def principles(made: Principles) -> doc.Part:
     )
 
 
-def _candidates(found: Sequence[Principle]) -> doc.Part:
+def _candidates(principles: Sequence[Principle]) -> doc.Part:
     rows: list[list[doc.Part]] = [
         [
-            doc.bar(one.accuracy.value, f"{one.accuracy.value:.1%}"),
-            _interval("", one.accuracy),
-            f"{one.proposals}",
-            one.text,
+            doc.bar(principle.accuracy.value, f"{principle.accuracy.value:.1%}"),
+            _interval("", principle.accuracy),
+            f"{principle.proposals}",
+            principle.text,
         ]
-        for one in found
+        for principle in principles
     ]
     return doc.Table(["accuracy", "95 % interval", "proposals", "principle"], rows)
 
@@ -163,32 +168,32 @@ def _candidates(found: Sequence[Principle]) -> doc.Part:
 _BLUE, _PALE = "#0969da", "#b8c4d0"
 
 
-def judge_figure(made: JudgeReport) -> Figure:
+def judge_figure(report: JudgeReport) -> Figure:
     """Draw a `JudgeReport`: accuracy against the constants, confusion (or length), calibration, categories."""
-    panels = [lambda axes: _bars(axes, _shares(made))]
-    if not made.confusion.empty:
-        panels.append(lambda axes: _matrix(axes, made))
-    if made.calibration:
-        panels.append(lambda axes: _curve(axes, made))
-    if made.categories:
-        panels.append(lambda axes: _bars(axes, dict(list(made.categories.items())[:12]), "accuracy by category"))
-    figure = cell_figure(3.7 * len(panels), 0.8 + 0.23 * max(8, len(_shares(made))), layout="constrained")
-    figure.suptitle(label(made.headline, 110), fontsize=10, x=0.01, ha="left", parse_math=False)
+    panels = [lambda axes: _bars(axes, _shares(report))]
+    if not report.confusion.empty:
+        panels.append(lambda axes: _matrix(axes, report))
+    if report.calibration:
+        panels.append(lambda axes: _curve(axes, report))
+    if report.categories:
+        panels.append(lambda axes: _bars(axes, dict(list(report.categories.items())[:12]), "accuracy by category"))
+    figure = cell_figure(3.7 * len(panels), 0.8 + 0.23 * max(8, len(_shares(report))), layout="constrained")
+    figure.suptitle(label(report.headline, 110), fontsize=10, x=0.01, ha="left", parse_math=False)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
         axes.tick_params(labelsize=8)
     return figure
 
 
-def _shares(made: JudgeReport) -> Mapping[str, Estimate]:
+def _shares(report: JudgeReport) -> Mapping[str, Estimate]:
     plain = "mean", "its", "Fleiss", "accuracy less"
-    return {name: one for name, one in made.figures.items() if one.n and not name.startswith(plain)}
+    return {name: one for name, one in report.figures.items() if one.n and not name.startswith(plain)}
 
 
 def _bars(axes: Axes, shares: Mapping[str, Estimate], title: str = "shares, with 95 % intervals") -> None:
-    values = [one.value for one in shares.values()]
-    missing = [[0.0 if math.isnan(one.low) else one.value - one.low for one in shares.values()]]
-    missing.append([0.0 if math.isnan(one.high) else one.high - one.value for one in shares.values()])
+    values = [share.value for share in shares.values()]
+    missing = [[0.0 if math.isnan(share.low) else share.value - share.low for share in shares.values()]]
+    missing.append([0.0 if math.isnan(share.high) else share.high - share.value for share in shares.values()])
     spans = [[max(span, 0.0) for span in side] for side in missing]
     colours = [
         _BLUE if name.startswith(("accuracy", "Spearman with the")) or "by" in title else _PALE for name in shares
@@ -196,12 +201,12 @@ def _bars(axes: Axes, shares: Mapping[str, Estimate], title: str = "shares, with
     axes.barh(range(len(shares)), values, color=colours, xerr=spans, ecolor=GREY, error_kw={"lw": 1})
     axes.set_yticks(range(len(shares)), [label(name, 44) for name in shares], parse_math=False)
     axes.invert_yaxis()
-    axes.set_xlim(min([0.0, *(one.low for one in shares.values() if one.low < 0)]), 1)
+    axes.set_xlim(min([0.0, *(share.low for share in shares.values() if share.low < 0)]), 1)
     axes.set_title(title, fontsize=9, loc="left")
 
 
-def _matrix(axes: Axes, made: JudgeReport) -> None:
-    frame = made.confusion
+def _matrix(axes: Axes, report: JudgeReport) -> None:
+    frame = report.confusion
     axes.imshow(frame.to_numpy(), cmap="Blues", aspect="auto", vmin=0)
     axes.set_xticks(range(len(frame.columns)), list(map(str, frame.columns)))
     axes.set_yticks(range(len(frame)), list(map(str, frame.index)))
@@ -222,15 +227,14 @@ def _matrix(axes: Axes, made: JudgeReport) -> None:
     axes.set_title("confusion", fontsize=9, loc="left")
 
 
-def _curve(axes: Axes, made: JudgeReport) -> None:
-    found: Any = made.calibration
-    axes.plot(
-        [one.confidence for one in found.bins], [one.accuracy for one in found.bins], "o-", color=_BLUE, ms=4, lw=1
-    )
-    if found.of != "size":
+def _curve(axes: Axes, report: JudgeReport) -> None:
+    calibration: Any = report.calibration
+    bins = calibration.bins
+    axes.plot([one.confidence for one in bins], [one.accuracy for one in bins], "o-", color=_BLUE, ms=4, lw=1)
+    if calibration.of != "size":
         axes.plot([0, 1], [0, 1], ":", color=GREY, lw=1)
         axes.set_xlim(0, 1.02)
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel("difference of the numbers" if found.of == "size" else "confidence", fontsize=8)
-    error = "" if math.isnan(found.error) else f", error {found.error:.3f}"
-    axes.set_title(f"accuracy by confidence ({found.of}){error}", fontsize=9, loc="left")
+    axes.set_xlabel("difference of the numbers" if calibration.of == "size" else "confidence", fontsize=8)
+    error = "" if math.isnan(calibration.error) else f", error {calibration.error:.3f}"
+    axes.set_title(f"accuracy by confidence ({calibration.of}){error}", fontsize=9, loc="left")

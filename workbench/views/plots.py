@@ -10,8 +10,21 @@ import numpy as np
 
 from workbench.base.errors import RunError
 from workbench.runs.symptoms import Symptom
-from workbench.views.curve_axes import EXACT, HELD_OUT, WORDS, Array, Series, colour, label, lines_of, memory, recorded
-from workbench.views.curves import PANEL, asked, series
+from workbench.views.curves import (
+    EXACT,
+    HELD_OUT,
+    LINE_WORDS,
+    PANEL,
+    Array,
+    Series,
+    asked,
+    colour,
+    label,
+    lines_of,
+    memory,
+    recorded,
+    series,
+)
 from workbench.views.samples import Samples, samples
 
 
@@ -43,19 +56,21 @@ class Plots:
         and its values, [steps]. `marks`: the step and the text of each symptom. `smooth`: the weight that a slider has first.
         """
         (name, first), *others = self.runs.items()
-        found = series(name, first.rows, {one: run.rows for one, run in others})
+        curves = series(name, first.rows, {other: run.rows for other, run in others})
         chosen = keys or self.keys
-        plots = asked(chosen, found) if chosen else {t: w for t, w in PANEL.items() if recorded(found, w)}
-        steps = np.unique(np.concatenate([run.steps for run in found]))
-        both = zip(found, self.runs.values(), strict=True)
+        plots = asked(chosen, curves) if chosen else {t: w for t, w in PANEL.items() if recorded(curves, w)}
+        steps = np.unique(np.concatenate([run.steps for run in curves]))
+        both = zip(curves, self.runs.values(), strict=True)
         return {
             "steps": steps.astype(int).tolist(),
-            "runs": [{"name": label(one.name), "colour": one.colour, "traces": list(run.traces)} for one, run in both],
+            "runs": [
+                {"name": label(line.name), "colour": line.colour, "traces": list(run.traces)} for line, run in both
+            ],
             "plots": [
-                {"title": label(title), "lines": _lines(wanted, found, steps)} for title, wanted in plots.items()
+                {"title": label(title), "lines": _lines(wanted, curves, steps)} for title, wanted in plots.items()
             ],
             "marks": [{"step": int(mark.since), "text": label(mark, 400)} for mark in self.marks],
-            "smooth": round(memory(found), 3),
+            "smooth": round(memory(curves), 3),
         }
 
     def samples(self, run: int, step: int) -> Samples:
@@ -74,7 +89,7 @@ def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[
     there, lines = lines_of(wanted, runs), []
     for place, name in enumerate(there):
         dots = name == HELD_OUT and len(there) > 1
-        words = "held out" if dots else WORDS.get(name, name.removeprefix("timing_s/"))
+        words = "held out" if dots else LINE_WORDS.get(name, name.removeprefix("timing_s/"))
         for number, run in enumerate(runs):
             lines.append({
                 "run": number,

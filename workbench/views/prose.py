@@ -87,18 +87,18 @@ class _Page:
         parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 20}).enable(["table", "strikethrough"])
         return [self._block(node) for node in SyntaxTreeNode(parser.parse(self._text)).children]
 
-    def _hold(self, found: re.Match[str]) -> str:
-        if found["code"]:
-            return found[0]
-        if found["lines"]:
-            name = _AS_TABLE.get(found["name"], "align*")
-            begin = len(rf"\begin{{{found['name']}{found['star']}}}")
-            end = len(rf"\end{{{found['name']}{found['star']}}}")
-            latex, block = rf"\begin{{{name}}}{found[0][begin:-end]}\end{{{name}}}", True
+    def _hold(self, match: re.Match[str]) -> str:
+        if match["code"]:
+            return match[0]
+        if match["lines"]:
+            name = _AS_TABLE.get(match["name"], "align*")
+            begin = len(rf"\begin{{{match['name']}{match['star']}}}")
+            end = len(rf"\end{{{match['name']}{match['star']}}}")
+            latex, block = rf"\begin{{{name}}}{match[0][begin:-end]}\end{{{name}}}", True
         else:
-            latex = next(filter(None, (found[name] for name in ("dollars", "square", "round", "dollar", "box"))), "")
-            block = bool(found["dollars"] or found["square"])
-        self._held.append((found[0], latex.strip(), block))
+            latex = next(filter(None, (match[name] for name in ("dollars", "square", "round", "dollar", "box"))), "")
+            block = bool(match["dollars"] or match["square"])
+        self._held.append((match[0], latex.strip(), block))
         return f"\ue000{len(self._held) - 1}\ue001"
 
     def _written(self, text: str) -> str:
@@ -152,13 +152,13 @@ class _Page:
         return doc.Span([doc.Span(row, tag="tr") for row in rows], "border-collapse:collapse;margin:4px 0", "table")
 
     def _line(self, nodes: list[SyntaxTreeNode]) -> doc.Part:
-        said = [self._inline(one) for one in nodes]
-        block = [False, *(self._is_block(one) for one in nodes), False]
+        parts = [self._inline(node) for node in nodes]
+        block = [False, *(self._is_block(node) for node in nodes), False]
         # a formula on lines of its own needs no line ends
         return [
-            one
-            for place, one in enumerate(said, 1)
-            if one is not doc.BREAK or not (block[place - 1] or block[place + 1])
+            part
+            for place, part in enumerate(parts, 1)
+            if part is not doc.BREAK or not (block[place - 1] or block[place + 1])
         ]
 
     def _is_block(self, node: SyntaxTreeNode) -> bool:
@@ -178,15 +178,15 @@ class _Page:
                     self._written(node.content), f"{_MONO};background:rgba(128,128,128,0.14);padding:0 3px", "code"
                 )
             case "link":  # an address is something to read
-                said, address = self._line(node.children), self._written(str(node.attrs.get("href", "")))
+                parts, address = self._line(node.children), self._written(str(node.attrs.get("href", "")))
                 known = "".join(one.content for one in node.children) == address
-                return doc.Span(said, "text-decoration:underline dotted"), () if known else doc.faint(f" ({address})")
+                return doc.Span(parts, "text-decoration:underline dotted"), () if known else doc.faint(f" ({address})")
             case "image":
                 address = self._written(str(node.attrs.get("src", "")))
                 return doc.faint(f"[picture: {self._written(node.content)}, {address}]")
         tag, style = _INLINE.get(node.type, ("span", ""))
-        said = self._line(node.children) if node.children else self._formulas(getattr(node, "content", ""))
-        return doc.Span(said, style, tag)
+        parts = self._line(node.children) if node.children else self._formulas(getattr(node, "content", ""))
+        return doc.Span(parts, style, tag)
 
     def _code(self, code: str, language: str) -> doc.Part:
         try:
@@ -250,14 +250,14 @@ def formula(latex: str, block: bool = False) -> doc.Span:
 def _mathml(element: Element, depth: int = 0) -> doc.Part:
     if depth > DEEPEST:
         raise ValueError(f"more than {DEEPEST} parts in each other")
-    given = tuple(
+    attributes = tuple(
         (name, value) for name, value in element.attrib.items() if re.fullmatch(_VALUES.get(name, "(?!)"), value)
     )
     looks = ";".join(filter(None, (_LOOKS.get(f"{name}={value}") for name, value in element.attrib.items())))
     text = element.text or ""
     said = unescape(text) if re.fullmatch(r"(&#x[0-9A-F]{5};)+", text) else text  # the library's names of signs
     tag = element.tag if element.tag in TAGS else "mrow"
-    return doc.Span([said, *(_mathml(one, depth + 1) for one in element)], looks, tag, attributes=given)
+    return doc.Span([said, *(_mathml(one, depth + 1) for one in element)], looks, tag, attributes=attributes)
 
 
 # --- code -----------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def coloured(code: str, language: str = "") -> doc.Part:
     return [_token(str(kind)[6:], said) for kind, said in lexer.get_tokens(code)]
 
 
-def _token(kind: str, said: str) -> doc.Part:
+def _token(kind: str, text: str) -> doc.Part:
     for start, name, style in _COLOURS:
-        if kind.startswith(start) and said.strip():
-            return doc.Span(said, style, attributes=(("class", name),))
-    return said
+        if kind.startswith(start) and text.strip():
+            return doc.Span(text, style, attributes=(("class", name),))
+    return text

@@ -21,31 +21,31 @@ BAD = "color:rgb(190,70,50)"
 _EXTRA = 4000
 
 
-def score(made: Score) -> doc.Part:
+def score(score: Score) -> doc.Part:
     """The view of a `Score`: one line in a terminal; in HTML a table, with extra values and traceback folded."""
-    parts = ", ".join(f"{name} {value:g}" for name, value in made.parts.items())
-    said = f"Score({made}{f'; parts {parts}' if parts else ''})"
-    facts = [("reward", f"{made.value:g}" if made.scored else "no judgement"), *verdict(made)]
-    left = [doc.Fold(name, doc.block(text)) for name, text in [*extras(made), *traceback(made)]]
-    return doc.Either(said, (doc.pairs(facts), left))
+    parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
+    summary = f"Score({score}{f'; parts {parts}' if parts else ''})"
+    facts = [("reward", f"{score.value:g}" if score.scored else "no judgement"), *verdict(score)]
+    left = [doc.Fold(name, doc.block(text)) for name, text in [*extras(score), *traceback(score)]]
+    return doc.Either(summary, (doc.pairs(facts), left))
 
 
-def verdict(made: Score) -> list[tuple[str, str]]:
+def verdict(score: Score) -> list[tuple[str, str]]:
     """The status, explanation, answer and parts of a score, as (name, text)."""
-    facts = [("status", made.status.value)]
-    facts += [("why", made.why)] if made.why else []
-    facts += [("answer", made.answer)] if made.answer is not None else []
-    return facts + [(f"part {name}", f"{part:g}") for name, part in made.parts.items()]
+    facts = [("status", score.status.value)]
+    facts += [("why", score.why)] if score.why else []
+    facts += [("answer", score.answer)] if score.answer is not None else []
+    return facts + [(f"part {name}", f"{part:g}") for name, part in score.parts.items()]
 
 
-def traceback(made: Score) -> list[tuple[str, str]]:
+def traceback(score: Score) -> list[tuple[str, str]]:
     """The traceback of a failed score as [("traceback", text)]; [] for any other score."""
-    return [("traceback", made.error)] if made.error else []
+    return [("traceback", score.error)] if score.error else []
 
 
-def extras(made: Score) -> list[tuple[str, str]]:
+def extras(score: Score) -> list[tuple[str, str]]:
     """The extra values that a scorer returned, as (name, text), long texts cut; lists and dicts have one line per item."""
-    return [(name, _shown(value)) for name, value in made.extra.items()]
+    return [(name, _shown(value)) for name, value in score.extra.items()]
 
 
 def _shown(value: Any) -> str:
@@ -61,10 +61,10 @@ def question(chat: Any) -> str:
     if not isinstance(chat, list) or not chat:
         return "" if chat is None else str(chat)
     users = [turn for turn in chat if turn.get("role") == "user"]
-    said = (users or chat)[-1].get("content", "")
-    if isinstance(said, list) and not is_parts(said):  # parts: text, and a name in brackets for a film or the like
-        said = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in said)
-    return str(text_of(said))
+    body = (users or chat)[-1].get("content", "")
+    if isinstance(body, list) and not is_parts(body):  # parts: text, and a name in brackets for a film or the like
+        body = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in body)
+    return str(text_of(body))
 
 
 def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:
@@ -74,25 +74,25 @@ def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part
     return doc.cut(prompt or "", CUT), doc.Fold(start, [*full, doc.block(response), *further])
 
 
-def rubric(made: Rubric) -> doc.Part:
+def rubric(rubric: Rubric) -> doc.Part:
     """The view of a `Rubric` or an `Ensemble`: its formula in one line; in HTML a table of its parts with weights and gates."""
-    terms = " + ".join(f"{made.weights[part]:g}·{part}" for part in made.parts if made.weights[part])
-    gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in made.gates.items())}" if made.gates else ""
-    top = max((abs(weight) for weight in made.weights.values()), default=0.0) or 1.0
+    terms = " + ".join(f"{rubric.weights[part]:g}·{part}" for part in rubric.parts if rubric.weights[part])
+    gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in rubric.gates.items())}" if rubric.gates else ""
+    top = max((abs(weight) for weight in rubric.weights.values()), default=0.0) or 1.0
     rows: list[list[doc.Part]] = []
-    for part, reward in made.parts.items():
-        weight = made.weights[part]
+    for part, reward in rubric.parts.items():
+        weight = rubric.weights[part]
         name = doc.bold(part), doc.BREAK, doc.small(f"column reward/{part}")
         bar = doc.bar(abs(weight) / top, f"{weight:g}", weight >= 0) if weight else "–"
-        gate = f"≥ {made.gates[part]:g}, else {made.gated:g}" if part in made.gates else ""
+        gate = f"≥ {rubric.gates[part]:g}, else {rubric.gated:g}" if part in rubric.gates else ""
         settings = doc.Fold(
             "settings", doc.pairs([(key, str(value)) for key, value in {**reward.settings(), **reward.binding}.items()])
         )
         rows.append([name, bar, gate, f"{type(reward).__name__} {doc.cut(reward.name, 80)}", settings])
-    kind, combine = type(made).__name__, getattr(made, "combine", "")
-    what = combine or ("weighted mean" if made.normalise else "weighted sum")
-    title = doc.line(doc.bold(kind), f" · {what} of {len(made.parts)} parts")
-    said = f"{combine} of {', '.join(made.parts)}" if combine else f"{terms}{gates}"
+    kind, combine = type(rubric).__name__, getattr(rubric, "combine", "")
+    what = combine or ("weighted mean" if rubric.normalise else "weighted sum")
+    title = doc.line(doc.bold(kind), f" · {what} of {len(rubric.parts)} parts")
+    said = f"{combine} of {', '.join(rubric.parts)}" if combine else f"{terms}{gates}"
     return doc.Either(f"{kind}({said})", (title, doc.Table(["part", "weight", "gate", "scored by", ""], rows)))
 
 
@@ -104,10 +104,10 @@ _FILLED = "what each argument was filled from"
 _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.28)", "rgba(46,160,67,0.30)")
 
 
-def dry_run(made: DryRun) -> doc.Part:
+def dry_run(dry_run: DryRun) -> doc.Part:
     """The view of a `DryRun`: numbers per scorer; in HTML also the rows that scorers disagree on, answers marked."""
-    several, failures = len(made.judged) > 1, list(made.failures.iterrows())
-    rows = list(made.disagreements.index) if several else list(range(len(made.rows)))
+    several, failures = len(dry_run.judged) > 1, list(dry_run.failures.iterrows())
+    rows = list(dry_run.disagreements.index) if several else list(range(len(dry_run.rows)))
     what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
     if len(rows) > _ROWS:
         what += (
@@ -115,34 +115,34 @@ def dry_run(made: DryRun) -> doc.Part:
             if several
             else f", the first {_ROWS}"
         )
-    said = [f"{len(rows)} rows are scored differently"] if several else []
-    said += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
+    text = [f"{len(rows)} rows are scored differently"] if several else []
+    text += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
     cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures]
-    reasons = doc.Table(["reason", *made.failures], cells, most=12)
-    calls = [(name, told(binding)) for name, binding in made.bindings.items() if binding]
+    reasons = doc.Table(["reason", *dry_run.failures], cells, most=12)
+    calls = [(name, told(binding)) for name, binding in dry_run.bindings.items() if binding]
     return (
-        doc.line(doc.bold(f"{len(made.rows)} completions")),
-        _scorers(made),
+        doc.line(doc.bold(f"{len(dry_run.rows)} completions")),
+        _scorers(dry_run),
         doc.Either(
             [f"  {name}({filled})" for name, filled in calls], doc.Fold(_FILLED, doc.pairs(calls)) if calls else ()
         ),
-        doc.Either(said),
+        doc.Either(text),
         doc.Fold(f"why rows are not plainly scored ({doc.counted(len(failures), 'reason')})", reasons) if cells else (),
-        doc.Either(page=doc.Fold(what, lambda: _rows(made, rows[:_ROWS]), opened=True) if rows else ()),
+        doc.Either(page=doc.Fold(what, lambda: _rows(dry_run, rows[:_ROWS]), opened=True) if rows else ()),
     )
 
 
-def reward(made: Reward) -> doc.Part:
+def reward(reward: Reward) -> doc.Part:
     """The view of a `Reward`: where it runs and its policy, then each argument of its function and what fills it."""
-    where = "in this process" if made.in_process else f"{made.workers} workers, {made.timeout:g} s a row"
-    line = f"Reward({made.name}: one call per {made.per}, {where}, on failure {made.on_failure}"
+    where = "in this process" if reward.in_process else f"{reward.workers} workers, {reward.timeout:g} s a row"
+    line = f"Reward({reward.name}: one call per {reward.per}, {where}, on failure {reward.on_failure}"
     return doc.Either(
-        f"{line}; {told(made.binding)})", (doc.line(doc.bold(f"{line})")), doc.pairs(list(made.binding.items())))
+        f"{line}; {told(reward.binding)})", (doc.line(doc.bold(f"{line})")), doc.pairs(list(reward.binding.items())))
     )
 
 
-def _scorers(made: DryRun) -> doc.Part:
-    frame = made.summary
+def _scorers(dry_run: DryRun) -> doc.Part:
+    frame = dry_run.summary
     statuses = [key for key in frame if key in tuple(Status)]
     rows, lines = [], []
     for (name, numbers), colour in zip(frame.iterrows(), cycle(_COLOURS), strict=False):
@@ -163,19 +163,19 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-def _rows(made: DryRun, numbers: list[int]) -> doc.Part:
+def _rows(dry_run: DryRun, numbers: list[int]) -> doc.Part:
     body = []
     for row in numbers:
-        kept, found = made.rows[row], {name: judged[row] for name, judged in made.judged.items()}
+        kept, found = dry_run.rows[row], {name: judged[row] for name, judged in dry_run.judged.items()}
         verdicts = doc.stacked([_verdict(name, one) for name, one in found.items()])
         response = _marked(kept["response"], list(found.values()))
         body.append([f"{row}", doc.cut(kept["ground_truth"], 60), response, verdicts])
     return doc.Table(["row", "truth", "response", "scores"], body)
 
 
-def _verdict(name: str, one: Judged) -> doc.Part:
-    value = f"{one.score.value:g}" if one.score.scored else "–"
-    return doc.bold(f"{name} {value}"), " ", doc.small(doc.cut(one.score.why, 120))
+def _verdict(name: str, judgement: Judged) -> doc.Part:
+    value = f"{judgement.score.value:g}" if judgement.score.scored else "–"
+    return doc.bold(f"{name} {value}"), " ", doc.small(doc.cut(judgement.score.why, 120))
 
 
 def _marked(text: str, found: list[Any]) -> doc.Part:
@@ -200,45 +200,45 @@ def _marked(text: str, found: list[Any]) -> doc.Part:
 _PINS = 40
 
 
-def pin(made: Pin) -> doc.Part:
+def pin(pin: Pin) -> doc.Part:
     """The view of a `Pin`: expected score, note, origin, and the start of the response; in HTML the rest is folded."""
-    said = [one for one in (f"expected {_expected(made.expected)}", made.note, _origin(made)) if one]
-    text = ["  ".join([f"pin {made.id}", *map(doc.one_line, said)]), f"  → {doc.one_line(made.response)}"]
-    return doc.Either(text, (doc.line(doc.bold(f"pin {made.id}"), " ", doc.cut(" · ".join(said), 600)), _kept(made)))
+    said = [one for one in (f"expected {_expected(pin.expected)}", pin.note, _origin(pin)) if one]
+    text = ["  ".join([f"pin {pin.id}", *map(doc.one_line, said)]), f"  → {doc.one_line(pin.response)}"]
+    return doc.Either(text, (doc.line(doc.bold(f"pin {pin.id}"), " ", doc.cut(" · ".join(said), 600)), _kept(pin)))
 
 
-def pins(made: Pins) -> doc.Part:
+def pins(pins: Pins) -> doc.Part:
     """The view of `Pins`: for each pin its number, expected score, note, origin and start of the response."""
     lines, rows = list[str](), list[list[doc.Part]]()
-    for place, one in enumerate(made):
-        expected, origin = _expected(one.expected), _origin(one)
-        said = [f"{place:4d}  {one.id}  expected {expected}", doc.one_line(one.note), doc.one_line(origin)]
-        lines += ["  ".join(filter(None, said)), f"      → {doc.one_line(one.response)}"]
-        truth = doc.cut(one.ground_truth, 60) if one.ground_truth is not None else ""
-        further = doc.bold(expected), truth, doc.cut(one.note, 400), doc.small(doc.cut(origin, 160))
-        rows.append([_name(place, one), _kept(one), *further])
+    for place, pin in enumerate(pins):
+        expected, origin = _expected(pin.expected), _origin(pin)
+        said = [f"{place:4d}  {pin.id}  expected {expected}", doc.one_line(pin.note), doc.one_line(origin)]
+        lines += ["  ".join(filter(None, said)), f"      → {doc.one_line(pin.response)}"]
+        truth = doc.cut(pin.ground_truth, 60) if pin.ground_truth is not None else ""
+        further = doc.bold(expected), truth, doc.cut(pin.note, 400), doc.small(doc.cut(origin, 160))
+        rows.append([_name(place, pin), _kept(pin), *further])
     header = ["pin", "prompt → response", "expected", "truth", "note", "from"]
-    more = [f"… and {len(made) - _PINS} more"] if len(made) > _PINS else []
+    more = [f"… and {len(pins) - _PINS} more"] if len(pins) > _PINS else []
     return (
-        doc.line(doc.bold(doc.counted(len(made), "pin")), f" in {doc.cut(made.path, 200)}"),
+        doc.line(doc.bold(doc.counted(len(pins), "pin")), f" in {doc.cut(pins.path, 200)}"),
         doc.Either([*lines[: 2 * _PINS], *more], doc.Table(header, rows, most=_PINS)),
     )
 
 
-def pin_check(made: PinCheck) -> doc.Part:
+def pin_check(check: PinCheck) -> doc.Part:
     """The view of a `PinCheck`: how many pins got their expected score, then each that did not, and why."""
     lines: list[str] = []
-    for one in made.failed[:_PINS]:
-        lines.append(f"  pin {one.number} ({one.pin.id}): expected {_expected(one.pin.expected)}, got {_got(one)}")
-        lines += [f"    {doc.one_line(text)}" for text in (one.why, one.pin.note) if text]
-        lines.append(f"    → {doc.one_line(one.pin.response)}")
-    lines += [f"… and {len(made.failed) - _PINS} more"] if len(made.failed) > _PINS else []
-    holding = [one for one in made.results if one.holds]
-    said = f"{doc.counted(len(holding), 'pin')} that {'holds' if len(holding) == 1 else 'hold'}"
+    for case in check.failed[:_PINS]:
+        lines.append(f"  pin {case.number} ({case.pin.id}): expected {_expected(case.pin.expected)}, got {_got(case)}")
+        lines += [f"    {doc.one_line(text)}" for text in (case.why, case.pin.note) if text]
+        lines.append(f"    → {doc.one_line(case.pin.response)}")
+    lines += [f"… and {len(check.failed) - _PINS} more"] if len(check.failed) > _PINS else []
+    holding = [case for case in check.results if case.holds]
+    title = f"{doc.counted(len(holding), 'pin')} that {'holds' if len(holding) == 1 else 'hold'}"
     return (
-        doc.line(doc.bold(_holds(made), style="" if made else BAD)),
-        doc.Either(lines, _results(made.failed)),
-        doc.Fold(said, _results(holding)) if holding else (),
+        doc.line(doc.bold(_holds(check), style="" if check else BAD)),
+        doc.Either(lines, _results(check.failed)),
+        doc.Fold(title, _results(holding)) if holding else (),
     )
 
 
@@ -254,17 +254,17 @@ def _name(number: int, pin: Pin) -> doc.Part:
     return f"{number}", doc.BREAK, doc.small(pin.id)
 
 
-def _holds(made: PinCheck) -> str:
-    total, broken = len(made), len(made.failed)
+def _holds(check: PinCheck) -> str:
+    total, broken = len(check), len(check.failed)
     if not total:
-        return f"{made.reward}: no pins in {made.path}"
+        return f"{check.reward}: no pins in {check.path}"
     if broken:
-        return f"{made.reward}: {broken} of {doc.counted(total, 'pin')} {'breaks' if broken == 1 else 'break'}"
-    return f"{made.reward}: " + (f"all of {total} pins hold" if total > 1 else "the one pin holds")
+        return f"{check.reward}: {broken} of {doc.counted(total, 'pin')} {'breaks' if broken == 1 else 'break'}"
+    return f"{check.reward}: " + (f"all of {total} pins hold" if total > 1 else "the one pin holds")
 
 
-def _got(one: Checked) -> str:
-    return f"no judgement ({one.status})" if one.got is None else _expected(one.got)
+def _got(result: Checked) -> str:
+    return f"no judgement ({result.status})" if result.got is None else _expected(result.got)
 
 
 def _expected(value: Any) -> str:
@@ -272,11 +272,11 @@ def _expected(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:.9g}"
 
 
-def _kept(made: Pin) -> doc.Part:
-    further = {"reward_model": dict(made.reward_model), "extra_info": made.extra_info, **made.columns}
+def _kept(pin: Pin) -> doc.Part:
+    further = {"reward_model": dict(pin.reward_model), "extra_info": pin.extra_info, **pin.columns}
     kept = [(name, str(value)) for name, value in further.items() if value]
-    return unfolding(question(made.prompt), made.response, doc.pairs(kept) if kept else ())
+    return unfolding(question(pin.prompt), pin.response, doc.pairs(kept) if kept else ())
 
 
-def _origin(made: Pin) -> str:
-    return ", ".join(f"{name} {value}" for name, value in made.origin.items() if name not in ("uid", "seed", "epoch"))
+def _origin(pin: Pin) -> str:
+    return ", ".join(f"{name} {value}" for name, value in pin.origin.items() if name not in ("uid", "seed", "epoch"))

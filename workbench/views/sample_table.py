@@ -1,24 +1,35 @@
-"""A batch as a table of samples: which columns it has, and what each is read from."""
+"""A batch as a table of samples, the rows of a step that were left out, and two samples beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from workbench.base.errors import message
+from workbench.base.errors import BatchError, message
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.sessions import POLICY, SESSION, episodes
+from workbench.dataproto.core import POLICY, SESSION, episodes
+from workbench.dataproto.value import apart
 from workbench.functional import masked_mean
+from workbench.rewards.score import Status
+from workbench.stages.filtering import NO_SIGNAL
 from workbench.stages.stage import LEFT_OUT
+from workbench.steps.trace import Phase, Trace
+from workbench.views import document as doc
 from workbench.views.rewards import question
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from workbench.dataproto import DataProto
+    from workbench.steps.compare import Comparison
 
 
 def batch_of(thing: Any) -> DataProto:
@@ -70,48 +81,50 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
     import pandas as pd
 
     held, objects = batch.batch, batch.non_tensor_batch
-    found: dict[str, Any] = {"group": np.arange(len(batch))}
+    columns: dict[str, Any] = {"group": np.arange(len(batch))}
     if "uid" in batch:  # numbered by first appearance
-        found["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
+        columns["group"] = pd.factorize(pd.Series(list(objects.passing("uid")), dtype=object), use_na_sentinel=False)[0]
     if SESSION in batch:
-        found |= _of_episodes(batch)
+        columns |= _of_episodes(batch)
     if POLICY in batch:
-        found["policy"] = pd.Series(list(objects.passing(POLICY)), dtype=object)
+        columns["policy"] = pd.Series(list(objects.passing(POLICY)), dtype=object)
     if "step" in held:  # a dump of several
-        found["step"] = held.passing("step").numpy()
+        columns["step"] = held.passing("step").numpy()
     if "reward" in batch:
         reward = held.passing("reward").double()
-        found["reward"] = (reward.masked_fill(~held.passing("scored"), np.nan) if "scored" in batch else reward).numpy()
-        found |= {name: held.passing(name).numpy() for name in held if name.startswith("reward/")}
+        columns["reward"] = (
+            reward.masked_fill(~held.passing("scored"), np.nan) if "scored" in batch else reward
+        ).numpy()
+        columns |= {name: held.passing(name).numpy() for name in held if name.startswith("reward/")}
     cells = {column: objects.passing(column) for column, _ in _READ.values() if column in objects}  # each is read once
     for name, (column, read) in _READ.items():
         if column in cells:  # as objects: pandas' own text type would make NaN of a text that is not there
-            found[name] = pd.Series([read(one) for one in cells[column]], dtype=object)
-    found |= _of_tokens(batch)
-    in_order = sorted(found, key=lambda name: _COLUMNS.index(name.partition("/")[0]))
-    return pd.DataFrame({name: found[name] for name in in_order})
+            columns[name] = pd.Series([read(one) for one in cells[column]], dtype=object)
+    columns |= _of_tokens(batch)
+    in_order = sorted(columns, key=lambda name: _COLUMNS.index(name.partition("/")[0]))
+    return pd.DataFrame({name: columns[name] for name in in_order})
 
 
 def _of_episodes(batch: DataProto) -> dict[str, Any]:
     """Of rows that are sequences of episodes: the episode's number, the sequence's from 1, and how many there are."""
-    found = {name: np.zeros(len(batch), dtype=int) for name in ("episode", "sequence", "sequences")}
+    columns = {name: np.zeros(len(batch), dtype=int) for name in ("episode", "sequence", "sequences")}
     for number, rows in enumerate(episodes(batch)):
         for place, row in enumerate(rows, 1):
-            found["episode"][row], found["sequence"][row], found["sequences"][row] = number, place, len(rows)
-    return found
+            columns["episode"][row], columns["sequence"][row], columns["sequences"][row] = number, place, len(rows)
+    return columns
 
 
 def _of_tokens(batch: DataProto) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     if "response_mask" not in batch:  # a dump of another library: at most one number a row
         return {name: batch.batch.passing(name).numpy() for name in ("advantage", "tokens") if name in batch.batch}
     mask = batch.batch.passing("response_mask")
     tokens = mask.sum(-1)
     if "advantages" in batch:
-        found["advantage"] = masked_mean(batch.batch.passing("advantages").float(), mask, -1).double().numpy()
+        columns["advantage"] = masked_mean(batch.batch.passing("advantages").float(), mask, -1).double().numpy()
     if "sampler_logprob_diff" in batch:
-        found["sampler_logprob_diff"] = batch.batch.passing("sampler_logprob_diff").numpy()
-    return {**found, "tokens": tokens.numpy()}
+        columns["sampler_logprob_diff"] = batch.batch.passing("sampler_logprob_diff").numpy()
+    return {**columns, "tokens": tokens.numpy()}
 
 
 _COLUMNS = (
@@ -138,3 +151,217 @@ _SOURCES = (
     "advantage", "sampler_logprob_diff",
 )  # fmt: skip
 """The batch's columns that a table of samples is made of, besides `reward/<part>`."""
+
+
+# --- rows that were left out ------------------------------------------------------------------------
+
+OF_ROW, _TOKENS = "of_row", ("response_mask", "advantages", LEFT_OUT)
+"""A left-out row's number among the step's rows; None where it is not among them any more."""
+_WHY = {"filter_groups": NO_SIGNAL, "resample": "not drawn when rows were resampled"}
+
+
+class Left(NamedTuple):
+    """Rows of one batch that were left out."""
+
+    batch: DataProto
+    rows: Sequence[int]
+    why: Sequence[str]
+    """The reason for each, such as `infra error: HTTP 500`; what stands before the colon is its kind."""
+    there: bool
+    """Whether they are among the step's rows all the same."""
+
+
+def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) -> list[Left]:
+    """The rows that were left out of a step: dropped ones by its trace, if `thing` has one, others by its last `batch`, whose
+    samples table may be given."""
+    gone = dropped(thing)
+    if frame is None:
+        frame = samples_table(
+            batch.without(*(name for name in batch.columns if name not in ("reward", "scored", "score")))
+        )
+    untrained = _untrained(batch, frame)
+    return [*gone, Left(batch, list(untrained), list(untrained.values()), True)] if untrained else gone
+
+
+def dropped(thing: Any) -> list[Left]:
+    """The rows that were in the step and are so no more, by its trace; none of a thing without one."""
+    trace = _trace(thing)
+    return [one for phase in trace for one in _dropped(phase, trace.before(phase.stage))] if trace is not None else []
+
+
+def counted_reasons(whys: Iterable[str]) -> str:
+    """`12 rows left out: 8 × all samples of its prompt have one reward, 4 × infra error`; empty where there are none."""
+    kinds = Counter(why.partition(": ")[0] for why in whys)
+    told = ", ".join(f"{number} × {kind}" for kind, number in kinds.most_common())
+    return f"{kinds.total()} row{'s' * (kinds.total() != 1)} left out: {told}" if kinds else ""
+
+
+def _trace(thing: Any) -> Trace | None:
+    traces = getattr(thing, "traces", None)
+    found = traces[max(traces)] if isinstance(traces, Mapping) and traces else getattr(thing, "trace", thing)
+    return found if isinstance(found, Trace) else None
+
+
+def _dropped(phase: Phase, before: DataProto) -> list[Left]:
+    """The rows that a phase left out: as it recorded them, else those of the batch before it that are in the one after it no more."""
+    if phase.dropped is not None:
+        rows = list(range(len(phase.dropped)))
+        return [Left(phase.dropped, rows, [str(why) for why in phase.dropped[LEFT_OUT]], False)]
+    if "response_text" not in before:
+        return []
+    if phase.rows is not None:
+        staying = set(phase.rows.tolist())
+        gone = [row for row in range(len(before)) if row not in staying]
+    else:  # of a trace that an older version wrote
+        uids = [list(one.non_tensor_batch.passing("uid")) if "uid" in one else [] for one in (before, phase.batch)]
+        prompts = set(uids[1])
+        gone = [row for row, uid in enumerate(uids[0]) if uid not in prompts] if uids[0] != uids[1] else []
+    if gone and "greedy" in before.batch:  # the greedy rows of ReMax stay as a column
+        greedy = before.batch.passing("greedy")
+        gone = [row for row in gone if not greedy[row]]
+    why = _WHY.get(phase.stage, f"dropped by the stage {phase.stage}")
+    return [Left(before, gone, [why] * len(gone), False)] if gone else []
+
+
+def _untrained(batch: DataProto, frame: pd.DataFrame) -> dict[int, str]:
+    """Row → why it is not trained on, or was not judged as it should have been."""
+    reasons: dict[int, str] = {}
+    if "agent_extra" in batch:
+        for row, extra in enumerate(batch.non_tensor_batch.passing("agent_extra")):
+            if isinstance(extra, Mapping) and (errors := extra.get("errors")):
+                reasons[row] = f"failed episode: {errors if isinstance(errors, str) else '; '.join(map(str, errors))}"
+    if "loss_mask" in batch.batch:
+        origin = batch.origins.get("loss_mask")
+        none = (batch.batch.passing("loss_mask") == 0).all(-1).nonzero()[:, 0].tolist()
+        stage = origin.stage if origin is not None else "loss_mask"
+        reasons |= dict.fromkeys(none, f"rejected: {stage} leaves no token to train on")
+    if "reward" in frame:
+        odd = frame["reward"].isna()
+        odd |= frame["status"] == Status.COUNTED.value if "status" in frame else False
+        for row, sample in frame[odd].iterrows():
+            status = sample.get("status")
+            kind = "not scored" if status in (None, Status.SCORED.value) else status.replace("_", " ")
+            reasons[int(row)] = ": ".join(filter(None, (kind, sample.get("why"))))
+    return dict(sorted(reasons.items()))
+
+
+def gathered(groups: Sequence[Left], most: int | None = None) -> DataProto:
+    """The rows left out (or the first `most`) as one batch: texts, scores, numbers of tokens, and the reason (`left_out`).
+
+    `of_row` is a row's number where it is among the step's rows all the same. What only some have is None or NaN in others.
+    """
+    parts, left = list[DataProto](), most
+    for group in groups:
+        rows = group.rows[:left]
+        left = None if left is None else left - len(rows)
+        parts += [_with_reasons(group, rows)] if rows else []
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        tensor = any(name in part.batch for part in parts)
+        cells = [part[name] if name in part else _nothing(name, len(part), tensor) for part in parts]
+        columns[name] = torch.cat(cells) if tensor else [cell for column in cells for cell in column]
+    return DataProto(*apart(columns))
+
+
+def _with_reasons(left: Left, rows: Sequence[int]) -> DataProto:
+    batch = some_rows(left.batch, rows)
+    table = samples_table(batch)
+    counts = {"tokens": torch.tensor(table["tokens"].to_numpy(float))} if "tokens" in table else {}
+    reasons = {LEFT_OUT: left.why[: len(rows)], OF_ROW: [row if left.there else None for row in rows]}
+    return batch.without(*(name for name in _TOKENS if name in batch)).with_columns({**counts, **reasons})
+
+
+def _nothing(name: str, rows: int, tensor: bool) -> Any:
+    if not tensor:
+        return [None] * rows
+    return torch.zeros(rows, dtype=torch.bool) if name == "scored" else torch.full((rows,), float("nan"))
+
+
+# --- two samples ------------------------------------------------------------------------------------
+
+MARK_OLD, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
+_PIECES = 80
+"""Pieces of a difference by words; one of more is told by lines."""
+_TEXT = 8000
+"""Characters of a response that are compared."""
+_FACTS = ("reward", "status", "why", "answer", "truth", "advantage", "tokens", "finish")
+
+
+def words(first: str, second: str) -> doc.Part:
+    """A text turned into another: what was left out is struck through, what is new is marked."""
+    for pattern in (r"\s+|[^\s\w]|\w+", r"[^\n]*\n?"):
+        old, two = (re.findall(pattern, text) for text in (first, second))
+        steps = SequenceMatcher(None, old, two, autojunk=False).get_opcodes()
+        if len(steps) <= _PIECES:
+            break
+    parts: list[doc.Part] = []
+    for kind, a, b, c, d in steps:
+        if kind == "equal":
+            parts.append("".join(old[a:b]))
+            continue
+        left, came = "".join(old[a:b]), "".join(two[c:d])
+        parts += [doc.Either(f"[-{left}-]", doc.Span(left, MARK_OLD, "s"))] if left else []
+        parts += [doc.Either(f"{{+{came}+}}", doc.Span(came, MARK_NEW, "b"))] if came else []
+    return doc.wrapped(*parts)
+
+
+class SideBySide(doc.View):
+    """Two samples: a line for each number or word of their scores, those that differ in bold, and the text difference.
+
+    Each side is a name and a line of a samples table (`samples(x).frame.loc[7]`). `brief`: only lines that differ, shorter texts.
+    """
+
+    def __init__(self, first: tuple[str, Any], second: tuple[str, Any], *, brief: bool = False) -> None:
+        self.brief = brief
+        self.names, self.rows = (first[0], second[0]), (first[1], second[1])
+
+    def document(self) -> doc.Part:
+        """The view's content."""
+        one, two = (_facts(row) for row in self.rows)
+        names = sorted({*one, *two}, key=lambda name: (_FACTS.index(name.partition("/")[0]), name))
+        facts = [(name, one.get(name, "–"), two.get(name, "–")) for name in names]
+        facts = [(name, a, b) for name, a, b in facts if a != b or not self.brief]
+        limit = doc.CELL if self.brief else _TEXT
+        text = [f"  {name}: {a}" + f" → {b}" * (a != b) for name, a, b in facts]
+        page = [[doc.faint(name), *((doc.bold(a), doc.bold(b)) if a != b else (a, b))] for name, a, b in facts]
+        first, second = ("" if row.get("response") is None else doc.cut(row["response"], limit) for row in self.rows)
+        spoken = words(first, second) if first != second else (doc.faint("one response"), doc.block(first))
+        title = doc.line(doc.bold(" → ".join(self.names)))
+        return title, doc.Either(text, doc.Table(["", *self.names], page, most=len(page))), spoken
+
+
+def _facts(row: Any) -> dict[str, str]:
+    """What is known of a sample, as text: names of columns of a samples table, reward parts among them."""
+    known = {name: row[name] for name in row.index if name.partition("/")[0] in _FACTS}
+    return {
+        name: _cell_text(value) for name, value in known.items() if value is not None and value == value and value != ""
+    }
+
+
+def _cell_text(value: Any) -> str:
+    return f"{float(value):.4g}" if isinstance(value, float | np.floating) else doc.cut(value, doc.CELL)
+
+
+def difference(frame: pd.DataFrame, row: int, other: int) -> SideBySide:
+    """Two samples of one batch, from its samples table."""
+    return SideBySide(*((f"row {one}", frame.iloc[one]) for one in (row, other)))
+
+
+def same_row(batch: DataProto, row: int, other: Any) -> SideBySide:
+    """A sample, and the same row of another trace, stepper or batch. Raises `BatchError` where that row is another prompt's."""
+    there = batch_of(other)
+    one, two = (object_at(each, "uid", row) if row < len(each) else None for each in (batch, there))
+    if row >= len(there) or one != two:
+        expected, found = f"a sample of prompt {one}", f"{len(there)} rows" if row >= len(there) else f"prompt {two}"
+        raise BatchError(f"row {row} of the other side", expected=expected, found=found)
+    first, second = (samples_table(some_rows(each, [row])).iloc[0] for each in (batch, there))
+    return SideBySide((f"row {row}", first), ("the other side", second))
+
+
+def compared_row(comparison: Comparison, row: int, *, brief: bool = False) -> SideBySide:
+    """The view of one row on both sides of a `Comparison`. Raises `IndexError` for a row that does not exist."""
+    batches = [trace.batch for trace in comparison.traces]
+    if not 0 <= row < len(batches[0]):
+        raise IndexError(f"row {row} does not exist: this comparison has rows 0 to {len(batches[0]) - 1}")
+    one, two = (samples_table(some_rows(batch, [row])).iloc[0] for batch in batches)
+    return SideBySide((f"row {row}, first", one), ("second", two), brief=brief)

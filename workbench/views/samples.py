@@ -17,10 +17,9 @@ from workbench.rewards.trials import span_of
 from workbench.runs.evaluate import Evaluation
 from workbench.stages.stage import LEFT_OUT
 from workbench.views import document as doc
-from workbench.views.left_out import counted_reasons, gathered, left_out
 from workbench.views.prose import rendered
 from workbench.views.rewards import BAD, CUT, extras, traceback, unfolding, verdict
-from workbench.views.sample_table import batch_of, object_at, samples_table
+from workbench.views.sample_table import batch_of, counted_reasons, gathered, left_out, object_at, samples_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,13 +45,13 @@ class SampleIndex:
     def groups(self) -> pd.DataFrame:
         """The DataFrame that `groups(batch)` returns, one line per prompt, but with prompts in full."""
         rows = self._once.groupby("group", sort=True)
-        asked = {"prompt": ("prompt", "first"), "samples": ("group", "size"), "scored": ("reward", "count")}
-        asked |= {"mean": ("reward", "mean"), "std": ("reward", "std")}
-        asked |= {"worst": ("reward", "min"), "best": ("reward", "max")}
-        found = rows.agg(**{name: one for name, one in asked.items() if one[0] in self.frame})
+        wanted = {"prompt": ("prompt", "first"), "samples": ("group", "size"), "scored": ("reward", "count")}
+        wanted |= {"mean": ("reward", "mean"), "std": ("reward", "std")}
+        wanted |= {"worst": ("reward", "min"), "best": ("reward", "max")}
+        groups = rows.agg(**{name: source for name, source in wanted.items() if source[0] in self.frame})
         if "advantage" in self.frame:
-            found["spread"] = rows["advantage"].max() - rows["advantage"].min()
-        return found.round(4)
+            groups["spread"] = rows["advantage"].max() - rows["advantage"].min()
+        return groups.round(4)
 
     @cached_property
     def headline(self) -> str:
@@ -65,19 +64,19 @@ class SampleIndex:
         if "reward" not in frame or not len(frame):
             return ""
         reward = frame["reward"].dropna()
-        said = [f"{len(frame)} {'episode' if 'sequence' in frame else 'sample'}{'s' * (len(frame) != 1)}"]
+        parts = [f"{len(frame)} {'episode' if 'sequence' in frame else 'sample'}{'s' * (len(frame) != 1)}"]
         if not len(reward):
-            said.append("none scored")
+            parts.append("none scored")
         elif reward.isin((0.0, 1.0)).all():
-            said.append(f"{int(reward.sum())} right")
+            parts.append(f"{int(reward.sum())} right")
         else:
-            said.append(f"mean reward {reward.mean():.3g} ({reward.min():g} to {reward.max():g})")
+            parts.append(f"mean reward {reward.mean():.3g} ({reward.min():g} to {reward.max():g})")
         counts = Counter(frame.get("status", ()))
-        said += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
+        parts += [f"{counts[one]} {one.replace('_', ' ')}" for one in Status if one != Status.SCORED and counts[one]]
         groups = self.groups[self.groups["scored"] > 1]
         if silent := int((groups["worst"] == groups["best"]).sum()):
-            said.append(f"{silent} of {len(self.groups)} groups have equal rewards")
-        return " · ".join(said)
+            parts.append(f"{silent} of {len(self.groups)} groups have equal rewards")
+        return " · ".join(parts)
 
     @cached_property
     def bins(self) -> list[tuple[float, float, int]]:
@@ -186,11 +185,11 @@ def _tokens(row: Any) -> tuple[str, str]:
 def group_line(index: SampleIndex, group: int) -> str:
     """A group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7` (the range of advantages)."""
     numbers = index.groups.loc[group]
-    said = [f"{int(numbers['samples'])} samples"]
+    parts = [f"{int(numbers['samples'])} samples"]
     if "mean" in numbers:
-        said += [f"mean reward {numbers['mean']:g}"] if numbers["scored"] else ["none scored"]
-        said += [f"deviation {numbers['std']:g}"] if numbers["scored"] > 1 else []
-    return ", ".join([*said, *([f"advantages over {numbers['spread']:g}"] if "spread" in numbers else [])])
+        parts += [f"mean reward {numbers['mean']:g}"] if numbers["scored"] else ["none scored"]
+        parts += [f"deviation {numbers['std']:g}"] if numbers["scored"] > 1 else []
+    return ", ".join([*parts, *([f"advantages over {numbers['spread']:g}"] if "spread" in numbers else [])])
 
 
 class Samples(doc.View):
@@ -253,10 +252,10 @@ class Samples(doc.View):
 
         The column `left_out` is the reason, `of_row` the row's number where it is among the samples all the same.
         """
-        found = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
-        if not found:
+        left = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
+        if not left:
             return None
-        made = Samples(gathered(found), self.rows, "index", self.by_group, None, "")
+        made = Samples(gathered(left), self.rows, "index", self.by_group, None, "")
         made.columns = made.columns and [LEFT_OUT, *made.columns]
         return made
 
@@ -275,15 +274,15 @@ class Samples(doc.View):
         """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
         more = [name for name in self.columns or () if name not in _TOLD]
-        lines = [text for row, values in frame.iterrows() for text in _said(row, values, self.pictures(row), more)]
+        lines = [text for row, values in frame.iterrows() for text in _row_lines(row, values, self.pictures(row), more)]
         head = [self.index.headline] if self.index.headline else []
         other = self.left_out
         title = counted_reasons(other.index.frame[LEFT_OUT]) if other is not None else ""
         rest = len(self.frame) - len(frame)
-        said = [f"… {rest:,} more of {len(self.frame):,}: samples(…, rows={len(self.frame)})"] if rest else []
-        said += [f"{title}: see .left_out"] if title else []
+        notes = [f"… {rest:,} more of {len(self.frame):,}: samples(…, rows={len(self.frame)})"] if rest else []
+        notes += [f"{title}: see .left_out"] if title else []
         beneath = doc.Fold(title, lambda: other._page(other.frame.head(self.rows))) if other is not None else ()
-        return doc.Either([*head, *lines, *said], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
+        return doc.Either([*head, *lines, *notes], lambda: (doc.line(doc.bold(*head)), self._page(frame), beneath))
 
     def _page(self, frame: pd.DataFrame) -> doc.Part:
         top = max(float(frame["reward"].abs().fillna(0).max()), 1e-9) if "reward" in frame and len(frame) else 1.0
@@ -337,10 +336,10 @@ def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
         return doc.bar(abs(value) / top, f"{value:g}", value >= 0)
     if isinstance(value, float | np.floating):
         return f"{float(value):.4g}"
-    said = str(value)
-    if name not in ("response", "prompt") or len(said) <= CUT:
-        return doc.cut(said, 2 * CUT)
-    return doc.Fold(said[:CUT].replace("\n", " ⏎ "), doc.block(said))
+    text = str(value)
+    if name not in ("response", "prompt") or len(text) <= CUT:
+        return doc.cut(text, 2 * CUT)
+    return doc.Fold(text[:CUT].replace("\n", " ⏎ "), doc.block(text))
 
 
 def counted_pictures(seen: Sequence[Picture]) -> str:
@@ -362,50 +361,50 @@ _TOLD = ("row", "group", "prompt", "response", "reward", "why", "tokens", "finis
 """Columns that a sample's lines have anyway."""
 
 
-def _said(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[str]) -> list[str]:
-    said = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
+def _row_lines(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[str]) -> list[str]:
+    lines = [f"row {number} ({', '.join(_place(row))})".replace("\u00a0", " ")]
     if "reward" in row:
-        said.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
-    said += [doc.one_line(row[LEFT_OUT])] if LEFT_OUT in row else []
-    said += [doc.one_line(row["why"])] if row.get("why") else []
+        lines.append(f"reward {row['reward']:g}" if row["reward"] == row["reward"] else "not scored")
+    lines += [doc.one_line(row[LEFT_OUT])] if LEFT_OUT in row else []
+    lines += [doc.one_line(row["why"])] if row.get("why") else []
     tokens, finish = _tokens(row)
-    said += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
-    said += [counted_pictures(seen)] if seen else []
-    said += [
+    lines += [f"{tokens} tokens" + (f", {doc.one_line(finish)}" if finish else "")] if tokens else []
+    lines += [counted_pictures(seen)] if seen else []
+    lines += [
         f"{name} {row[name]:.4g}" if isinstance(row[name], float) else f"{name} {doc.one_line(row[name])}"
         for name in more
     ]
     texts = [f"  {doc.one_line(row['prompt'])}"] if "prompt" in row else []
-    return ["  ".join(said), *texts, f"  → {doc.one_line(_response(row))}"]
+    return ["  ".join(lines), *texts, f"  → {doc.one_line(_response(row))}"]
 
 
 def _place(row: Any) -> list[str]:
     """The row's group, and which sequence of which episode it is, where episodes are several rows."""
-    said = [f"group\u00a0{int(row['group'])}", *([f"policy {row['policy']}"] if "policy" in row else [])]
+    parts = [f"group\u00a0{int(row['group'])}", *([f"policy {row['policy']}"] if "policy" in row else [])]
     if "sequence" not in row:
-        return said
-    return [*said, f"episode {int(row['episode'])}", f"sequence {int(row['sequence'])} of {int(row['sequences'])}"]
+        return parts
+    return [*parts, f"episode {int(row['episode'])}", f"sequence {int(row['sequence'])} of {int(row['sequences'])}"]
 
 
 def _response(row: Any) -> str:
-    said = row.get("response")
-    return "" if said is None else str(said)
+    response = row.get("response")
+    return "" if response is None else str(response)
 
 
 def _judgement(row: Any, score: Any) -> doc.Part:
     if score is None:
         return doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD) if LEFT_OUT in row else ""
-    said: list[doc.Part] = [doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD)] if LEFT_OUT in row else []
-    said += [doc.cut(score.why, 2 * CUT)] if score.why else []
+    parts: list[doc.Part] = [doc.bold(doc.cut(row[LEFT_OUT], 2 * CUT), style=BAD)] if LEFT_OUT in row else []
+    parts += [doc.cut(score.why, 2 * CUT)] if score.why else []
     if score.answer is not None:
-        said.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
+        parts.append(("answer ", doc.bold(doc.cut(score.answer, 40)), f", truth {doc.cut(row.get('truth'), 40)}"))
     if score.parts:
-        said.append(", ".join(f"{name} {value:g}" for name, value in score.parts.items()))
+        parts.append(", ".join(f"{name} {value:g}" for name, value in score.parts.items()))
     if not score.scored:
-        said.append(doc.bold(score.status.value, style=BAD))
+        parts.append(doc.bold(score.status.value, style=BAD))
     more = [(doc.bold(doc.cut(name, 60)), doc.block(text)) for name, text in extras(score)]
     return (
-        doc.stacked(said),
+        doc.stacked(parts),
         doc.Fold(", ".join(score.extra), more) if more else (),
         [doc.Fold(name, doc.block(text)) for name, text in traceback(score)],
     )
@@ -485,14 +484,14 @@ class SampleCard(doc.View):
         """The sample's reward, score, truth, advantage and token count, as (name, text)."""
         row, score = self.values, self.score
         reward = row.get("reward")
-        found = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
-        found += verdict(score) if score is not None else []
-        found += [("left out", str(row[LEFT_OUT]))] if LEFT_OUT in row else []
-        found += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
-        found += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
-        found += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
-        found += [("pictures", counted_pictures(self.pictures))] if self.pictures else []
-        return found + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
+        facts = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
+        facts += verdict(score) if score is not None else []
+        facts += [("left out", str(row[LEFT_OUT]))] if LEFT_OUT in row else []
+        facts += [("truth", str(row["truth"]))] if row.get("truth") is not None else []
+        facts += [("advantage", f"{row['advantage']:+.4g} (mean over its tokens)")] if "advantage" in row else []
+        facts += [("tokens", ", ".join(filter(None, _tokens(row))))] if "tokens" in row else []
+        facts += [("pictures", counted_pictures(self.pictures))] if self.pictures else []
+        return facts + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
 
     def pieces(self) -> tuple[str, str, str]:
         """The response before, inside and after the extracted answer; all of it comes first where none was found."""
@@ -518,17 +517,17 @@ class SampleCard(doc.View):
             page += [_label("prompt"), doc.line(self._shown(prompt), style="opacity:0.75")]
         page.append(doc.Either((), thumbnails(self.pictures)))
         text += [doc.Span(("  → ", *response)), doc.pairs(self.facts())]
-        thought, end, said = before.rpartition(THOUGHT)
+        thought, end, conclusion = before.rpartition(THOUGHT)
         if end:  # its conclusion alone is in sight
             page.append(doc.Fold(f"thinking, {len(thought.split())} words", self._shown(thought + end)))
-            before = said.lstrip("\n")
+            before = conclusion.lstrip("\n")
             response = (before, *response[1:])
-        said = "response, rendered" if self.rendered else "response"
-        page += [_label(said), self._shown(before + marked + after, response)]
+        heading = "response, rendered" if self.rendered else "response"
+        page += [_label(heading), self._shown(before + marked + after, response)]
         page += [_label("verdict"), doc.pairs(self.facts())]
-        for what, said in self.more():
-            text.append(f"  {what}: {doc.one_line(said, 400)}")
-            page.append(doc.Fold(what, doc.block(said)))
+        for what, detail in self.more():
+            text.append(f"  {what}: {doc.one_line(detail, 400)}")
+            page.append(doc.Fold(what, doc.block(detail)))
         return doc.Either(text, [*page, lambda: self._others(numbers)])
 
     def _shown(self, text: str, plain: doc.Part = ()) -> doc.Part:
@@ -548,6 +547,6 @@ def _label(name: str) -> doc.Part:
     return doc.line(doc.small(name), style="opacity:0.65;margin-top:4px")
 
 
-def evaluation(made: Evaluation) -> doc.Part:
+def evaluation(evaluation: Evaluation) -> doc.Part:
     """The view of an `Evaluation`: its numbers, and the six worst samples."""
-    return doc.line(doc.bold(repr(made))), lambda: samples(made.batch, rows=6).document()
+    return doc.line(doc.bold(repr(evaluation))), lambda: samples(evaluation.batch, rows=6).document()

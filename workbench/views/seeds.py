@@ -14,9 +14,8 @@ import numpy as np
 from workbench.base.errors import SettingError, unknown
 from workbench.functional.passes import t95
 from workbench.replay.run import Run, load_run
-from workbench.views import curve_axes as plot
 from workbench.views import document as doc
-from workbench.views.curves import cell_figure, png
+from workbench.views.curves import Series, cell_figure, colour, dress, label, legend, png
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,33 +74,33 @@ class Seeds(doc.View):
 
     def figure(self) -> Figure:
         """A line of the mean over seeds for each name, in a band of its 95 % intervals; thin lines where there is one seed."""
-        made = cell_figure(7, 3.4, layout="constrained")
-        axes = made.subplots()
-        steps = [step for found in self.curves.values() for curve in found.values() for step in curve]
-        plot.dress(axes, (min(steps) - 0.5, max(steps) + 0.5), ticks=8)
+        figure = cell_figure(7, 3.4, layout="constrained")
+        axes = figure.subplots()
+        steps = [step for seeds_ in self.curves.values() for curve in seeds_.values() for step in curve]
+        dress(axes, (min(steps) - 0.5, max(steps) + 0.5), ticks=8)
         handles = []
-        for place, found in enumerate(self.curves.values()):
-            shared = sorted(set.intersection(*(set(curve) for curve in found.values())))
-            at = [interval([curve[step] for curve in found.values()]) for step in shared]
-            handles += axes.plot(shared, [one.mean for one in at], color=plot.colour(place), linewidth=1.8)
-            if len(found) > 1:
+        for place, by_seed in enumerate(self.curves.values()):
+            shared = sorted(set.intersection(*(set(curve) for curve in by_seed.values())))
+            at = [interval([curve[step] for curve in by_seed.values()]) for step in shared]
+            handles += axes.plot(shared, [one.mean for one in at], color=colour(place), linewidth=1.8)
+            if len(by_seed) > 1:
                 lows, highs = [one.low for one in at], [one.high for one in at]
-                axes.fill_between(shared, lows, highs, color=plot.colour(place), alpha=0.15, linewidth=0)
+                axes.fill_between(shared, lows, highs, color=colour(place), alpha=0.15, linewidth=0)
         axes.set_xlabel("step", fontsize=8)
-        axes.set_ylabel(plot.label(self.metric), fontsize=8, parse_math=False)
-        names = [f"{plot.label(name, 40)} ({doc.counted(len(found), 'seed')})" for name, found in self.curves.items()]
-        plot.legend(axes, handles, names, fontsize=8, frameon=False)
-        return made
+        axes.set_ylabel(label(self.metric), fontsize=8, parse_math=False)
+        names = [f"{label(name, 40)} ({doc.counted(len(by_seed), 'seed')})" for name, by_seed in self.curves.items()]
+        legend(axes, handles, names, fontsize=8, frameon=False)
+        return figure
 
     def document(self) -> doc.Part:
         """The view's content: the table, what it says, and in HTML the figure."""
         base, rows = next(iter(self.curves)), list[list[doc.Part]]()
-        for name, one in self.table.iterrows():
-            pairs = int(one["common seeds"])
-            said = f"{one['difference']:+.4g}" if pairs else "–" if name == base else "no common seed"
-            mine = [str(name), f"{one['seeds']:.0f}", doc.number(one["mean"]), _range(one["low"], one["high"])]
-            apart = _range(one["difference low"], one["difference high"])
-            rows.append([*mine, said, apart, str(pairs) if pairs else ""])
+        for name, row in self.table.iterrows():
+            pairs = int(row["common seeds"])
+            change = f"{row['difference']:+.4g}" if pairs else "–" if name == base else "no common seed"
+            mine = [str(name), f"{row['seeds']:.0f}", doc.number(row["mean"]), _range(row["low"], row["high"])]
+            apart = _range(row["difference low"], row["difference high"])
+            rows.append([*mine, change, apart, str(pairs) if pairs else ""])
         header = ["", "seeds", "mean", "95 % interval", f"less {base}, by seed", "95 % interval", "pairs"]
         title = f"{self.metric}, mean of the last {doc.counted(self.last, 'step')}"
         return (
@@ -133,18 +132,18 @@ def seeds(
 
 
 def _curves(name: str, runs: Sequence[Run | str | Path], metric: str) -> dict[int, Curve]:
-    found: dict[int, Curve] = {}
+    curves: dict[int, Curve] = {}
     for one in runs:
         run = one if isinstance(one, Run) else load_run(one)
         rows, seed = run.rows, int((run.settings.get("train") or {}).get("seed") or 0)
-        if seed in found:
+        if seed in curves:
             raise SettingError(f"{name!r} has two runs of seed {seed}: {run.path}", do="give one run for each seed")
-        series = plot.Series(name, rows, "")
+        series = Series(name, rows, "")
         steps, values = series.points(metric)
         if not len(steps):
             raise SettingError(unknown("metric of this run", metric, [key for row in rows[-1:] for key in row]))
-        found[seed] = dict(zip(map(int, steps), map(float, values), strict=True))
-    return found
+        curves[seed] = dict(zip(map(int, steps), map(float, values), strict=True))
+    return curves
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -1,10 +1,10 @@
-"""The tokens of a response with every number that a batch has for them, coloured by one; and a row turn by turn."""
+"""The tokens of a response with every number that a batch has for them, coloured by one; a row turn by turn; trees of rows."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ from workbench.base.errors import BatchError, message, unknown
 from workbench.base.shown import plain
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
-from workbench.dataproto.sessions import row_name, sequence_of
+from workbench.dataproto.core import row_name, sequence_of
 from workbench.datasets.pictures import text_of
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.engines.protocol import Late
 from workbench.views import document as doc
 from workbench.views import prose
-from workbench.views.curve_axes import GREY, bare
-from workbench.views.curves import cell_figure
+from workbench.views.curves import GREY, bare, cell_figure
+from workbench.views.rewards import BAD
 from workbench.views.sample_table import batch_of, object_at
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from workbench.agents import EpisodeStepper
+    from workbench.agents.stepping import Estimate, Tree, TreeNode
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Quantity:
 
     def read(self, part: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
         """One row's values of the quantity, [T], or None without its columns; `part(name)` is a column's [T] or None."""
-        found = [one for one in map(part, self.columns) if one is not None]
-        if self.make is None or len(found) < len(self.columns):
-            return found[0] if found and self.make is None else None
-        return self.make(*(one.double() for one in found))
+        columns = [column for column in map(part, self.columns) if column is not None]
+        if self.make is None or len(columns) < len(self.columns):
+            return columns[0] if columns and self.make is None else None
+        return self.make(*(column.double() for column in columns))
 
 
 QUANTITIES: Mapping[str, Quantity] = {one.name: one for one in (
@@ -96,30 +97,32 @@ class TokenRow:
             raise ValueError(f"no token ids (column `responses`) in this batch; found {', '.join(self.batch.columns)}")
         tokenizer = tokenizer or _tokenizer_of(thing, self.batch)
         ids: Any = self._part("responses")
-        own, attention = self._part("response_mask"), self._part("attention_mask")
+        inside, attention = self._part("response_mask"), self._part("attention_mask")
         # text of tools or users is not the model's own, and no padding either
-        real = attention[-len(ids) :] if attention is not None else own if own is not None else torch.ones_like(ids)
+        real = (
+            attention[-len(ids) :] if attention is not None else inside if inside is not None else torch.ones_like(ids)
+        )
         self.length = int(real.nonzero().max()) + 1 if real.any() else 0
         self.ids = ids[: self.length].tolist()
-        self.own = (own[: self.length] > 0).tolist() if own is not None else [True] * self.length
+        self.own = (inside[: self.length] > 0).tolist() if inside is not None else [True] * self.length
         self.texts = token_texts(tokenizer, self.ids)
         prompt, mask = self._part("prompts"), self._part("prompt_mask")
         kept = [] if prompt is None else prompt[mask.bool()].tolist() if mask is not None else prompt.tolist()
         self.prompt = token_texts(tokenizer, kept)
         self.values = self._values()
         trained = self.values.get("loss_mask", self.own)
-        self.rejected = [own and not kept for own, kept in zip(self.own, trained, strict=True)]
+        self.rejected = [inside and not kept for inside, kept in zip(self.own, trained, strict=True)]
 
     def _part(self, name: str) -> torch.Tensor | None:
         return self.batch.batch.part(name, self.row, self.row + 1)[0] if name in self.batch.batch else None
 
     def _values(self) -> dict[str, list[float]]:
-        found = {name: quantity.read(self._part) for name, quantity in QUANTITIES.items()}
+        values = {name: quantity.read(self._part) for name, quantity in QUANTITIES.items()}
         width = self.batch.batch.raw()["responses"].shape[1]
         for name, raw in self.batch.batch.raw().items():
             if name not in _SHOWN_ALREADY and declared(name) is None and tuple(raw.shape[1:]) == (width,):
-                found[name] = self._part(name)
-        return {name: value[: self.length].double().tolist() for name, value in found.items() if value is not None}
+                values[name] = self._part(name)
+        return {name: value[: self.length].double().tolist() for name, value in values.items() if value is not None}
 
     def quantity(self, name: str) -> Quantity:
         """The description of a per-token quantity by its name. Raises `ValueError` for one that this row does not have."""
@@ -131,12 +134,12 @@ class TokenRow:
 def _tokenizer_of(thing: Any, batch: DataProto) -> Any:
     """That of the model in the batch's `meta_info`, if its folder exists; else a stepper's, for which no engine is opened."""
     path = batch.meta_info.get("model")
-    found = open_tokenizer(path) if isinstance(path, str) else None
+    tokenizer = open_tokenizer(path) if isinstance(path, str) else None
     for stage in getattr(thing, "pipeline", None) or ():
         sampler = getattr(stage, "sampler", None)
-        if found is None and not (isinstance(sampler, Late) and not sampler.opened):
-            found = getattr(sampler, "tokenizer", None)
-    return found
+        if tokenizer is None and not (isinstance(sampler, Late) and not sampler.opened):
+            tokenizer = getattr(sampler, "tokenizer", None)
+    return tokenizer
 
 
 def span_of_values(quantity: Quantity, rows: list[list[float]]) -> tuple[float, float]:
@@ -265,12 +268,12 @@ class Tokens(doc.View):
     def document(self) -> doc.Part:
         """The view's content: each shown row's tokens, in HTML coloured, in a terminal each with its number."""
         quantity, span = self.quantity()
-        said: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
+        lines: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
         page: list[doc.Part] = [legend(quantity, span)]
         for label, row in zip(self.labels, self.rows, strict=True):
-            said += [f"{label}, {row.length} tokens", _row_text(row, self.colour)]
+            lines += [f"{label}, {row.length} tokens", _row_text(row, self.colour)]
             page += [doc.line(doc.bold(label), f" · {row.length} tokens"), _row_page(row, quantity, span)]
-        return doc.Either(said, page)
+        return doc.Either(lines, page)
 
 
 def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
@@ -453,10 +456,10 @@ class TranscriptView(doc.View):
         """The transcript in one line: how many turns, calls and tokens, and how many of the tokens are the model's own."""
         calls = sum(len(turn.calls) for turn in self.turns)
         edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
-        said = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
-        said += [f"{sum(self._row.own)} of {self._row.length} tokens are the model's own"]
-        said += [f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else []
-        return " · ".join(said)
+        parts = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
+        parts += [f"{sum(self._row.own)} of {self._row.length} tokens are the model's own"]
+        parts += [f"turn{'s' * (len(edited) > 1)} {', '.join(edited)} written by hand"] if edited else []
+        return " · ".join(parts)
 
     def document(self) -> doc.Part:
         """The view's content: the prompt and the turns of each sequence, in HTML with coloured tokens."""
@@ -466,17 +469,17 @@ class TranscriptView(doc.View):
 
     def _alone(self, scale: doc.Part) -> doc.Part:
         row, places = self._row, range(len(self.turns))
-        said = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
+        lines = [f"  {one['role']:9} (prompt) {doc.one_line(text_of(one['content']), 300)}" for one in self.prompt]
         page = [_block(_OTHER, f"{one['role']} · prompt", self._text(text_of(one["content"]))) for one in self.prompt]
         read = doc.Fold(f"the prompt as the model reads it: {len(row.prompt)} tokens", doc.block("".join(row.prompt)))
         head = doc.line(doc.bold(self.label), f" · {self.head()}"), scale
-        text = [f"{self.label}: {self.head()}", said, *map(self._said, places)]
+        text = [f"{self.label}: {self.head()}", lines, *map(self._turn_lines, places)]
         return doc.Either(text, [head, page, read, lambda: [self._turn(place) for place in places]])
 
     def _text(self, text: str) -> doc.Part:
         return prose.rendered(text, self.formulas) if self.rendered else doc.block(text)
 
-    def _said(self, place: int) -> list[str]:
+    def _turn_lines(self, place: int) -> list[str]:
         turn = self.turns[place]
         lines = [f"{place:3} {turn.role:9} {_facts(turn, self._row)}  {doc.one_line(turn.text, 300)}"]
         lines += [f"      {call_text(call)}" for call in turn.calls]
@@ -521,35 +524,37 @@ def transcript(
     shown = Tokens(rows, [f"row {number}" for number in numbers], colour)
     main = [one for one in rows if "sub_agent" not in (object_at(one.batch, "agent_extra", one.row) or {})]
     # the prompts of later sequences and of sub-agents are not the row's
-    views = tuple(_sequence(shown, one, asked=one in main[:1]) for one in rows)
+    views = tuple(_sequence(shown, one, prompted=one in main[:1]) for one in rows)
     for view in views:
         view.sequences, view.rendered, view.formulas = views, rendered, formulas
     return views[numbers.index(row)]
 
 
-def _sequence(shown: Tokens, one: TokenRow, *, asked: bool) -> TranscriptView:
-    said, text, prompt = (object_at(one.batch, name, one.row) for name in ("turns", "response_text", "raw_prompt"))
+def _sequence(shown: Tokens, row: TokenRow, *, prompted: bool) -> TranscriptView:
+    records, text, prompt = (object_at(row.batch, name, row.row) for name in ("turns", "response_text", "raw_prompt"))
     # without turns it is one response, or of a loop that keeps no transcript
-    alone = Turn("assistant", str(text or "".join(one.texts)), 0, one.length - 1)
-    turns = [Turn.from_dict(turn) for turn in said or ()] or [alone]
-    chat = [] if prompt is None or not asked else [prompt] if isinstance(prompt, str) else list(prompt)
-    return TranscriptView(shown, one, turns, chat)
+    alone = Turn("assistant", str(text or "".join(row.texts)), 0, row.length - 1)
+    turns = [Turn.from_dict(turn) for turn in records or ()] or [alone]
+    chat = [] if prompt is None or not prompted else [prompt] if isinstance(prompt, str) else list(prompt)
+    return TranscriptView(shown, row, turns, chat)
 
 
-def episode(made: EpisodeStepper, rendered: bool = False, formulas: bool = False) -> doc.Part:
+def episode(stepper: EpisodeStepper, rendered: bool = False, formulas: bool = False) -> doc.Part:
     """The view of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
-    view = transcript(made.batch, 0, tokenizer=made.tokenizer, rendered=rendered, formulas=formulas)
+    view = transcript(stepper.batch, 0, tokenizer=stepper.tokenizer, rendered=rendered, formulas=formulas)
     for number, one in enumerate(view.sequences, 1):
-        several = f"episode {made.number}, sequence {number} of {len(view.sequences)}"
-        one.label = several if len(view.sequences) > 1 else f"row {made.row}"
-    return view.document(), doc.line(doc.bold(_upcoming(made)))
+        several = f"episode {stepper.number}, sequence {number} of {len(view.sequences)}"
+        one.label = several if len(view.sequences) > 1 else f"row {stepper.row}"
+    return view.document(), doc.line(doc.bold(_upcoming(stepper)))
 
 
-def _upcoming(made: EpisodeStepper) -> str:
-    if (who := made.next_role) is None:
-        return f"over: {made.output.finish_reason}"
+def _upcoming(stepper: EpisodeStepper) -> str:
+    if (who := stepper.next_role) is None:
+        return f"over: {stepper.output.finish_reason}"
     if who == "tool":
-        return f"next: the tool, {'; '.join(f'{one.name}({doc.one_line(one.arguments, 200)})' for one in made.asked)}"
+        return (
+            f"next: the tool, {'; '.join(f'{one.name}({doc.one_line(one.arguments, 200)})' for one in stepper.asked)}"
+        )
     return "next: the model" if who == "assistant" else "next: the user"
 
 
@@ -557,10 +562,10 @@ def _facts(turn: Turn, row: TokenRow) -> str:
     count = turn.last + 1 - turn.first
     places = f"tokens {turn.first} to {turn.last}" if count > 0 else "no tokens"
     own = row.own[turn.first : turn.last + 1]
-    said = [places, *([f"mask {int(all(own))}" if len(set(own)) == 1 else "mask mixed"] if own else [])]
-    said += [f"score {turn.score:g}"] if turn.score is not None else []
-    said += ["written by hand"] if turn.edited else []
-    return " · ".join(said)
+    facts = [places, *([f"mask {int(all(own))}" if len(set(own)) == 1 else "mask mixed"] if own else [])]
+    facts += [f"score {turn.score:g}"] if turn.score is not None else []
+    facts += ["written by hand"] if turn.edited else []
+    return " · ".join(facts)
 
 
 def _calls(turn: Turn) -> doc.Part:
@@ -577,17 +582,17 @@ def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
     return doc.line(head, body, style=f"border-left:3px solid {edge};padding:1px 0 3px 8px;margin:5px 0")
 
 
-def agent_loop(made: AgentLoopBase) -> doc.Part:
+def agent_loop(loop: AgentLoopBase) -> doc.Part:
     """The view of an agent loop: its tools with their arguments, simulated users, parser and limits."""
-    said = dict(made.describe())
-    tools = [one.get("function", {}) for one in said.pop("tools", [])]
+    settings = dict(loop.describe())
+    tools = [one.get("function", {}) for one in settings.pop("tools", [])]
     rows = [[one.get("name", ""), _arguments(one), doc.block(one.get("description", ""))] for one in tools]
-    users = said.pop("interactions", [])
+    users = settings.pop("interactions", [])
     return (
-        doc.line(doc.bold(type(made).__name__), " ", str(said.pop("name", ""))),
+        doc.line(doc.bold(type(loop).__name__), " ", str(settings.pop("name", ""))),
         doc.Table(["tool", "arguments", "what it says of itself"], rows),
         doc.line(f"users: {', '.join(users)}") if users else (),
-        doc.Fold("settings", doc.pairs([(name, str(value)) for name, value in said.items()])),
+        doc.Fold("settings", doc.pairs([(name, str(value)) for name, value in settings.items()])),
     )
 
 
@@ -596,3 +601,137 @@ def _arguments(function: Mapping[str, Any]) -> str:
     needed = set(parameters.get("required") or ())
     kinds = {name: str(one.get("type", "any")) for name, one in (parameters.get("properties") or {}).items()}
     return ", ".join(f"{name}: {kind}" + ("" if name in needed else " (optional)") for name, kind in kinds.items())
+
+
+# --- a tree of continuations ------------------------------------------------------------------------
+
+_GOOD = "color:rgb(46,160,67)"
+_TURN_TEXT = 90
+"""Characters of a turn that are shown."""
+
+
+def tree(tree: Tree) -> doc.Part:
+    """The view of a `Tree`: what each stretch of the recorded episode was worth, then all nodes."""
+    nodes = tree.nodes
+    stretches = [
+        [node.places, _turns_text(node), _number(before), _number(node.value), _signed(gained)]
+        for node, before, gained in _gains(tree)
+    ]
+    rewards = [float(one) for one, told in zip(tree.batch["reward"], tree.batch["scored"], strict=True) if told]
+    low, high = min((*rewards, 0.0)), max((*rewards, 1.0))
+    left = len(tree.leaves) - len(rewards)
+    points = ", ".join(map(str, tree.points))
+    facts = [
+        f"row {tree.leaves[0].row}: {doc.counted(len(tree.leaves) - 1, 'continuation')}",
+        f"from turn{'s' * (len(tree.points) > 1)} {points}",
+        *([f"{left} of {len(tree.leaves)} leaves not scored, in no mean"] if left else []),
+    ]
+    return (
+        doc.line(doc.bold(" · ".join(facts))),
+        doc.Table(["turns", "recorded", "value before", "value after", "advantage"], stretches),
+        doc.Fold(
+            f"the tree: {doc.counted(len(nodes), 'node')}, those alike as one",
+            lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
+            opened=True,
+        ),
+        doc.line(
+            doc.faint("value ± standard error · credit: value − mean of the other continuations from its first turn")
+        ),
+    )
+
+
+def credit(tree: Tree) -> pd.DataFrame:
+    """What `Tree.credit` returns."""
+    import pandas as pd
+
+    lines = []
+    for node, before, gained in _gains(tree):
+        words = {"turns": node.places, "role": node.turns[0].role, "text": node.turns[0].text}
+        values = {"before": before.mean, "before_error": before.error}
+        values |= {"after": node.value.mean, "after_error": node.value.error}
+        lines.append(words | values | {"advantage": gained.mean, "error": gained.error, "n": before.count})
+    return pd.DataFrame(lines)
+
+
+def frame(tree: Tree) -> pd.DataFrame:
+    """What `Tree.to_pandas` returns."""
+    import pandas as pd
+
+    rows = [
+        {
+            "node": node.number,
+            "parent": node.parent,
+            "turns": node.places,
+            "recorded": node.recorded,
+            "text": " ⏎ ".join(turn.text for turn in node.turns),
+            "leaves": len(node.leaves),
+            "value": node.value.mean,
+            "error": node.value.error,
+            "credit": node.credit.mean,
+            "credit_error": node.credit.error,
+        }
+        for node in tree.nodes
+    ]
+    return pd.DataFrame(rows).astype({"parent": "Int64"})
+
+
+def _gains(tree: Tree) -> Iterator[tuple[TreeNode, Estimate, Estimate]]:
+    """(a stretch of the recorded episode, the value before it, what it gained)."""
+    for node in tree.nodes:
+        if node.recorded and node.parent is not None:
+            before = tree.value(node.first)
+            yield node, before, node.value.minus(before)
+
+
+def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.Part]]:
+    depth: dict[int | None, int] = {None: -1}
+    rows: list[list[doc.Part]] = []
+    for node, count in _alike(nodes):
+        level = depth[node.number] = depth[node.parent] + 1
+        places = node.places or "the prompt"
+        places = (
+            f"turn {places}" if node.places and len(node.turns) == 1 else f"turns {places}" if node.places else places
+        )
+        name = doc.bold(places) if node.recorded else places
+        shown = doc.Either(["  " * level, name], doc.Span(name, f"padding-left:{1.4 * level:g}em;white-space:nowrap"))
+        share = (node.value.mean - low) / ((high - low) or 1.0)
+        value = doc.Span(
+            doc.bar(0.0 if math.isnan(share) else share, _number(node.value), share >= 0.5), "white-space:nowrap", "div"
+        )
+        rows.append([shown, f"{count}", value, _signed(node.credit), _turns_text(node)])
+    return rows
+
+
+def _alike(nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, int]]:
+    """The nodes with their leaves; continuations that say the same, and got the same reward, are one."""
+    groups: dict[object, tuple[TreeNode, int]] = {}
+    for node in nodes:
+        texts = tuple(turn.text for turn in node.turns)
+        alike = node.number if node.recorded else (node.parent, texts, str(node.value.mean))
+        first, count = groups.get(alike, (node, 0))
+        groups[alike] = first, count + len(node.leaves)
+    return list(groups.values())
+
+
+def _turns_text(node: TreeNode) -> doc.Part:
+    """What the node's turns say, the tools' paler."""
+    parts: list[doc.Part] = []
+    for turn in node.turns:
+        text = doc.one_line(" ".join(turn.text.split()), _TURN_TEXT)
+        parts += [*([" ⏎ "] if parts else []), text if turn.role == "assistant" else doc.faint(text)]
+    return doc.Either(parts, doc.wrapped(parts))
+
+
+def _number(estimate: Estimate) -> str:
+    known = not math.isnan(estimate.error) and estimate.error > 0
+    return doc.number(estimate.mean, ".3g") + (f" ± {estimate.error:.2g}" if known else "")
+
+
+def _signed(estimate: Estimate) -> doc.Part:
+    """A difference with its sign; coloured where it is beyond two standard errors."""
+    if math.isnan(estimate.mean):
+        return "–"
+    error = f" ± {estimate.error:.2g}" if estimate.error > 0 else ""
+    clear = not math.isnan(estimate.error) and abs(estimate.mean) > 2 * estimate.error
+    style = (_GOOD if estimate.mean > 0 else BAD) if clear else ""
+    return doc.Span(f"{estimate.mean:+.3g}{error}", f"{style};white-space:nowrap" if style else "white-space:nowrap")

@@ -14,7 +14,7 @@ from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
-from workbench.dataproto.sessions import SESSION
+from workbench.dataproto.core import SESSION
 from workbench.rewards.score import Score
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
@@ -22,8 +22,8 @@ from workbench.runs.trackers import KL
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, asked, figure, panel, series
-from workbench.views.left_out import counted_reasons, gathered, left_out
 from workbench.views.plots import Plots
+from workbench.views.sample_table import counted_reasons, gathered, left_out
 from workbench.views.samples import SampleIndex, samples
 
 if TYPE_CHECKING:
@@ -69,31 +69,31 @@ def preview(batch: DataProto, name: str) -> str:
 
 def _title(batch: DataProto) -> str:
     """`DataProto of 64 rows (P=8 G=8 B=64 S=41 T=40)`: those of the house's letters that the batch shows."""
-    found = {"B": len(batch)}
+    sizes = {"B": len(batch)}
     if "uid" in batch and len(batch):
         prompts = len(set(batch["uid"]))
-        found = {"P": prompts, "G": len(batch) // prompts, **found}
+        sizes = {"P": prompts, "G": len(batch) // prompts, **sizes}
     for name, raw in batch.batch.raw().items():
         column = declared(name)
         if column is not None and len(column.dims) == 2 and column.dims[1] in ("S", "T"):
-            found.setdefault(column.dims[1], int(raw.shape[1]))
-    letters = " ".join(f"{letter}={size}" for letter, size in found.items())
+            sizes.setdefault(column.dims[1], int(raw.shape[1]))
+    letters = " ".join(f"{letter}={size}" for letter, size in sizes.items())
     return f"DataProto of {len(batch)} rows ({letters})"
 
 
-def batch(made: DataProto) -> doc.Part:
+def batch(batch: DataProto) -> doc.Part:
     """The view of a `DataProto`: each column's name, dtype, shape, writing stage and first values; its `meta_info`."""
     rows = []
-    for name in made.columns:
-        origin, by = made.origins.get(name), doc.Span("–")
+    for name in batch.columns:
+        origin, by = batch.origins.get(name), doc.Span("–")
         if origin is not None:
             when = f"step {origin.step}, policy version {origin.policy_version}, settings {origin.settings}"
             by = doc.Span(origin.stage, title=when)
-        rows.append([_named(name), doc.Span(kind_of(made, name), tag="code"), by, doc.faint(preview(made, name))])
-    meta = [(key, doc.cut(repr(value), 1000)) for key, value in made.meta_info.items()]
+        rows.append([_named(name), doc.Span(kind_of(batch, name), tag="code"), by, doc.faint(preview(batch, name))])
+    meta = [(key, doc.cut(repr(value), 1000)) for key, value in batch.meta_info.items()]
     header, most = ["column", "kind", "written by", "first values"], len(rows)
     columns = doc.Either(doc.Table([""] * 4, rows, most=most), doc.Table(header, rows, most=most))
-    return doc.Fold(_title(made), columns, opened=True), doc.Fold("meta_info", doc.pairs(meta))
+    return doc.Fold(_title(batch), columns, opened=True), doc.Fold("meta_info", doc.pairs(meta))
 
 
 def _named(name: str) -> doc.Part:
@@ -101,18 +101,18 @@ def _named(name: str) -> doc.Part:
     return doc.bold(doc.cut(name, doc.CELL), title=column.doc if column else "not one of the declared columns")
 
 
-def outcome(made: Outcome) -> doc.Part:
+def outcome(outcome: Outcome) -> doc.Part:
     """The view of a stage's `Outcome`: the batch, and the stage's metrics."""
-    metrics = [(name, doc.number(value)) for name, value in reduce([made.metrics]).items()]
-    moved = doc.small(f"{len(made.rows)} rows made of the batch's") if made.rows is not None else ()
+    metrics = [(name, doc.number(value)) for name, value in reduce([outcome.metrics]).items()]
+    moved = doc.small(f"{len(outcome.rows)} rows made of the batch's") if outcome.rows is not None else ()
     title = f"{len(metrics)} metrics"
     said = [title, *(f"  {name} {value}" for name, value in metrics)]
-    return batch(made.batch), doc.Either(said, (moved, doc.Fold(title, doc.pairs(metrics))))
+    return batch(outcome.batch), doc.Either(said, (moved, doc.Fold(title, doc.pairs(metrics))))
 
 
-def data(made: Rows | Report | Samples) -> doc.Part:
+def data(data: Rows | Report | Samples) -> doc.Part:
     """The view of data `Rows`, of a `Report` on them, or of `Samples`: one fact per line, such as the number of rows and the columns."""
-    return doc.pairs(made.lines())
+    return doc.pairs(data.lines())
 
 
 # --- phases in a word ----
@@ -136,74 +136,74 @@ _HEADLINES: Mapping[str, tuple[tuple[str, str], ...]] = {
 _JUDGED = ("uid", SESSION, "reward", "scored", "score")
 
 
-def headline(made: Phase) -> str:
+def headline(phase: Phase) -> str:
     """A phase in words, `64 samples · 24 right · 3 of 8 groups have equal rewards` or `0.3 gradient norm · 2.1% clipped`, with a
     warning if nothing can be learned; its first metric where there are no words for it, and empty where it has none."""
-    told, metrics = _HEADLINES.get(made.stage, ()), made.metrics
-    said = [form.format(metrics[key]) for key, form in told if key in metrics]
-    if "reward" in made.wrote and "reward" in made.batch.batch and (judged := _judged(made.batch)):
-        said = [judged]
-    elif not said and metrics:
+    told, metrics = _HEADLINES.get(phase.stage, ()), phase.metrics
+    parts = [form.format(metrics[key]) for key, form in told if key in metrics]
+    if "reward" in phase.wrote and "reward" in phase.batch.batch and (judged := _judged(phase.batch)):
+        parts = [judged]
+    elif not parts and metrics:
         key = "critic/score/mean" if "critic/score/mean" in metrics else next(iter(metrics))
-        said = [f"{doc.number(metrics[key])} {WORDS.get(key, key)}"]
-    said += ["no row was scored"] if metrics.get("reward/scored_ratio") == 0 else []
-    said += ["every advantage is 0: nothing to learn"] if metrics.get("advantage/zero_share") == 1 else []
-    return " · ".join(said)
+        parts = [f"{doc.number(metrics[key])} {WORDS.get(key, key)}"]
+    parts += ["no row was scored"] if metrics.get("reward/scored_ratio") == 0 else []
+    parts += ["every advantage is 0: nothing to learn"] if metrics.get("advantage/zero_share") == 1 else []
+    return " · ".join(parts)
 
 
 _words: WeakKeyDictionary[DataProto, str] = WeakKeyDictionary()
 """Batch, which does not change → what `_judged` said of it: a face says it several times."""
 
 
-def _judged(made: DataProto) -> str:
+def _judged(batch: DataProto) -> str:
     """The words of the samples' table for a batch with rewards; only the columns for them are read, and once."""
-    if made not in _words:
-        kept = made.without(*(name for name in made.columns if name not in _JUDGED))
+    if batch not in _words:
+        kept = batch.without(*(name for name in batch.columns if name not in _JUDGED))
         if "score" in kept:
             scores, kept = list(kept.non_tensor_batch.passing("score")), kept.without("score")
             kept = kept.with_columns({"score": scores}) if all(isinstance(one, Score) for one in scores) else kept
-        single = len(made.batch.raw()["reward"].shape) == 1
-        _words[made] = SampleIndex(kept).headline if single else ""
-    return _words[made]
+        single = len(batch.batch.raw()["reward"].shape) == 1
+        _words[batch] = SampleIndex(kept).headline if single else ""
+    return _words[batch]
 
 
-def _seconds(made: Phase) -> str:
-    return "reused" if made.reused else f"{made.seconds:.2f} s"
+def _seconds(phase: Phase) -> str:
+    return "reused" if phase.reused else f"{phase.seconds:.2f} s"
 
 
 # --- traces -------------------------------------------------------------------------------
 
 
-def trace(made: Trace) -> doc.Part:
+def trace(trace: Trace) -> doc.Part:
     """The view of a `Trace`: for each phase seconds, main metric and columns written, and which rows were left out; in HTML
     also metrics and settings."""
-    step = f" of step {made.step}" if made.step is not None else ""
-    title = f"Trace{step}: {len(made)} phases, {len(made.batch)} rows, {made.metrics['timing_s/step']:.2f} s"
-    if not (other := left_out(made, made.batch)):
-        return doc.line(doc.bold(title)), phases(made)
+    step = f" of step {trace.step}" if trace.step is not None else ""
+    title = f"Trace{step}: {len(trace)} phases, {len(trace.batch)} rows, {trace.metrics['timing_s/step']:.2f} s"
+    if not (other := left_out(trace, trace.batch)):
+        return doc.line(doc.bold(title)), phases(trace)
     told = counted_reasons(why for one in other for why in one.why)
     table = doc.Fold(told, lambda: samples(gathered(other, _LEFT), _LEFT, "index").document())
-    return doc.line(doc.bold(title)), phases(made), doc.Either(f"{told}: wb.views.samples(trace).left_out", table)
+    return doc.line(doc.bold(title)), phases(trace), doc.Either(f"{told}: wb.views.samples(trace).left_out", table)
 
 
-def phases(made: Trace) -> doc.Part:
+def phases(trace: Trace) -> doc.Part:
     """The phases of a trace as a table: seconds, main metric, columns written."""
-    said, page = list[list[doc.Part]](), list[list[doc.Part]]()
-    for one in made:
-        shown, folded = _apart(one.wrote)
-        wrote = ", ".join([*(f"{name} {kind_of(one.batch, name)}" for name in shown), *_bookkeeping(folded)])
-        seconds, told, more = _seconds(one), headline(one), doc.line(_beneath(one), style="white-space:nowrap")
-        said += [[one.stage, seconds, told], ["", "", f"→ {wrote}"]]
-        page.append([doc.bold(one.stage), seconds.replace(" ", "\u00a0"), told, wrote, more])
-    return doc.Either(doc.Table([""] * 3, said), doc.Table(["phase", "time", "headline", "wrote", ""], page))
+    text, page = list[list[doc.Part]](), list[list[doc.Part]]()
+    for phase in trace:
+        shown, folded = _apart(phase.wrote)
+        wrote = ", ".join([*(f"{name} {kind_of(phase.batch, name)}" for name in shown), *_bookkeeping(folded)])
+        seconds, told, more = _seconds(phase), headline(phase), doc.line(_beneath(phase), style="white-space:nowrap")
+        text += [[phase.stage, seconds, told], ["", "", f"→ {wrote}"]]
+        page.append([doc.bold(phase.stage), seconds.replace(" ", "\u00a0"), told, wrote, more])
+    return doc.Either(doc.Table([""] * 3, text), doc.Table(["phase", "time", "headline", "wrote", ""], page))
 
 
-def _beneath(made: Phase) -> doc.Part:
-    numbers = [[key, doc.number(value)] for key, value in made.metrics.items()]
+def _beneath(phase: Phase) -> doc.Part:
+    numbers = [[key, doc.number(value)] for key, value in phase.metrics.items()]
     metrics = doc.Table(["metric", "value"], numbers, most=len(numbers))
-    settings = doc.Table(["setting", "value"], [[name, str(value)] for name, value in made.settings.items()])
-    sources = [doc.Fold(f"source of {name}", doc.Span(text, tag="pre")) for name, text in made.source.items()]
-    return doc.Fold(f"{len(made.metrics)} metrics", metrics), doc.Fold("settings", (settings, sources))
+    settings = doc.Table(["setting", "value"], [[name, str(value)] for name, value in phase.settings.items()])
+    sources = [doc.Fold(f"source of {name}", doc.Span(text, tag="pre")) for name, text in phase.source.items()]
+    return doc.Fold(f"{len(phase.metrics)} metrics", metrics), doc.Fold("settings", (settings, sources))
 
 
 # --- steppers -----------------------------------------------------------------------------
@@ -224,38 +224,38 @@ class Chip(NamedTuple):
     headline: str
 
 
-def chips(made: Stepper) -> list[Chip]:
+def chips(stepper: Stepper) -> list[Chip]:
     """The phases of a stepper: done, next, to come."""
     done = [
         Chip(name, "●", _seconds(one), headline(one))
-        for name, one in zip(made.pipeline.names, made.trace, strict=False)
+        for name, one in zip(stepper.pipeline.names, stepper.trace, strict=False)
     ]
-    ahead = made.pipeline.names[len(done) :]
+    ahead = stepper.pipeline.names[len(done) :]
     return done + [Chip(name, "○" if place else "▶", "", "") for place, name in enumerate(ahead)]
 
 
-def stepper(made: Stepper) -> doc.Part:
+def stepper(stepper: Stepper) -> doc.Part:
     """The view of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote. Of a replayed step
     also notes on what in it is recorded and which weights it has."""
     strip, boxes = list[str](), list[doc.Part]()
-    for place, chip in enumerate(chips(made)):
+    for place, chip in enumerate(chips(stepper)):
         strip.append(f"{chip.mark} {chip.name}")
-        frame = "rgba(46,160,67,0.75)" if place == made.position - 1 else "rgba(0,0,0,0)"
+        frame = "rgba(46,160,67,0.75)" if place == stepper.position - 1 else "rgba(0,0,0,0)"
         below = (doc.BREAK, doc.small(chip.time, doc.BREAK, chip.headline)) if chip.time else ()
         style = f"{_STEP};border:2px solid {frame};background:{_MARKS[chip.mark]}"
         boxes.append(doc.line(strip[-1], below, style=style))
-    return doc.Either("  ".join(strip), doc.line(boxes)), standing(made)
+    return doc.Either("  ".join(strip), doc.line(boxes)), standing(stepper)
 
 
-def standing(made: Stepper, shown: str | None = None) -> doc.Part:
+def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
     """What is under a stepper's phases: what the last one wrote, or the phase `shown`, which has run; the stepper stays."""
-    past, style = made.trace, "font-size:90%;opacity:0.75"
-    head = [doc.line(doc.bold(said)) for said in outdated(made.pipeline)]
-    prices = made.prices().items()
+    past, style = stepper.trace, "font-size:90%;opacity:0.75"
+    head = [doc.line(doc.bold(said)) for said in outdated(stepper.pipeline)]
+    prices = stepper.prices().items()
     head += [doc.line(f"the update keeps the weights of {role!r}: {price}") for role, price in prices if price]
-    notes = [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in getattr(made, "notes", ())]
+    notes = [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in getattr(stepper, "notes", ())]
     if not len(past):
-        return head, f"nothing has run yet; {doc.counted(len(made.batch), 'prompt')} are waiting", notes
+        return head, f"nothing has run yet; {doc.counted(len(stepper.batch), 'prompt')} are waiting", notes
     one = past[shown] if shown is not None else past.phases[-1]
     earlier = doc.Fold(f"all {len(past)} phases: metrics and settings", lambda: phases(past))
     return head, phase(one, past.before(one.stage)), earlier, notes
@@ -264,21 +264,21 @@ def standing(made: Stepper, shown: str | None = None) -> doc.Part:
 # --- phases -------------------------------------------------------------------------------
 
 
-def phase(made: Phase, before: DataProto | None = None) -> doc.Part:
+def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
     """The view of a `Phase`: its main metric, and each column that it wrote; in HTML also its metrics and settings."""
-    told = headline(made)
-    said = f"{made.stage} ({_seconds(made)}): {', '.join(filter(None, (told, 'wrote')))}"
-    title = doc.Either(said, doc.line(doc.bold(made.stage), f" · {_seconds(made)} · {told}"))
-    return title, fields(made, before), doc.Either(page=_beneath(made))
+    told = headline(phase)
+    said = f"{phase.stage} ({_seconds(phase)}): {', '.join(filter(None, (told, 'wrote')))}"
+    title = doc.Either(said, doc.line(doc.bold(phase.stage), f" · {_seconds(phase)} · {told}"))
+    return title, fields(phase, before), doc.Either(page=_beneath(phase))
 
 
 _BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:6px;text-align:center"
 _ARROW = "display:inline-block;vertical-align:middle;font-size:80%;opacity:0.75;max-width:150px;margin:3px"
 
 
-def pipeline(made: Pipeline) -> doc.Part:
+def pipeline(pipeline: Pipeline) -> doc.Part:
     """The view of a `Pipeline`: its stages as boxes, between them the columns that one writes and a later one reads."""
-    stages = list(made)
+    stages = list(pipeline)
     boxes: list[doc.Part] = []
     for place, stage in enumerate(stages):
         colour = "rgba(207,120,40,0.22)" if stage.updates else "rgba(56,139,253,0.16)"
@@ -286,16 +286,16 @@ def pipeline(made: Pipeline) -> doc.Part:
         said = doc.bold(stage.name), doc.BREAK, doc.small(type(stage).__name__)
         boxes.append(doc.line(said, style=f"{_BOX};background:{colour}", title=moves))
         if place + 1 < len(stages):
-            later = {name for one in stages[place + 1 :] for name in one.reads}
+            later = {name for stage in stages[place + 1 :] for name in stage.reads}
             used = [doc.cut(name, 40) for name in stage.writes if name in later]
             boxes.append(doc.line(doc.stacked(used), " →", style=_ARROW))
     rows = list[list[doc.Part]]()
-    for one in stages:
-        rows.append([doc.bold(one.name), ", ".join(one.reads), ", ".join(one.writes), repr(one)])
-    beside = ", rewards beside the rollout" if made.overlap else ""
-    beside += f", {made.left_out} left to the update's own pass in training" if made.left_out else ""
+    for stage in stages:
+        rows.append([doc.bold(stage.name), ", ".join(stage.reads), ", ".join(stage.writes), repr(stage)])
+    beside = ", rewards beside the rollout" if pipeline.overlap else ""
+    beside += f", {pipeline.left_out} left to the update's own pass in training" if pipeline.left_out else ""
     return (
-        f"Pipeline of {len(made)} stages{beside}",
+        f"Pipeline of {len(pipeline)} stages{beside}",
         doc.Either(page=doc.line(boxes)),
         doc.Fold("reads, writes, settings", doc.Table(["stage", "reads", "writes", "settings"], rows)),
     )
@@ -322,14 +322,14 @@ def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
     shape = batch.batch.raw()[name].shape
     pieces = _pieces(shape[0], max(math.prod(shape[1:]), 1))
     values = torch.cat([torch.empty(0), *(_values(batch, name, start, stop) for start, stop in pieces)])
-    finite, said, histogram = values[values.isfinite()], [], ""
+    finite, notes, histogram = values[values.isfinite()], [], ""
     if len(finite):
         low, high = finite.min().item(), finite.max().item()
         histogram = spark(finite, low, high)
         mean, deviation = doc.number(finite.mean().item(), ".3g"), doc.number(finite.std(correction=0).item(), ".3g")
-        said = [*([] if name in _IDS else [f"{mean} ± {deviation}"]), f"[{low:.3g}, {high:.3g}]"]
-    said += [f"{len(values) - len(finite)} not finite"] if len(finite) < len(values) else []
-    return sum(stop - start for start, stop in pieces), "  ".join(said), histogram
+        notes = [*([] if name in _IDS else [f"{mean} ± {deviation}"]), f"[{low:.3g}, {high:.3g}]"]
+    notes += [f"{len(values) - len(finite)} not finite"] if len(finite) < len(values) else []
+    return sum(stop - start for start, stop in pieces), "  ".join(notes), histogram
 
 
 def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
@@ -396,20 +396,22 @@ def _bookkeeping(folded: Sequence[str]) -> list[str]:
     return [f"{len(folded)} bookkeeping columns"] if folded else []
 
 
-def fields(made: Phase, before: DataProto | None = None) -> doc.Part:
+def fields(phase: Phase, before: DataProto | None = None) -> doc.Part:
     """A table of the columns that a phase wrote, with their kind and range, and the same of the batch `before` it; columns
     of ids, masks and positions are folded."""
-    shown, folded = _apart(made.wrote)
+    shown, folded = _apart(phase.wrote)
     names = f"  {', '.join(_bookkeeping(folded))}: {', '.join(folded)}"
-    more = [doc.Either(names, doc.Fold(title, lambda: _fields(made, before, folded))) for title in _bookkeeping(folded)]
-    return _fields(made, before, shown), more
+    more = [
+        doc.Either(names, doc.Fold(title, lambda: _fields(phase, before, folded))) for title in _bookkeeping(folded)
+    ]
+    return _fields(phase, before, shown), more
 
 
-def _fields(made: Phase, before: DataProto | None, names: Sequence[str]) -> doc.Part:
+def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc.Part:
     rows, page, partial = list[list[doc.Part]](), list[list[doc.Part]](), False
     for name in names:
-        kind, (read, numbers, histogram) = kind_of(made.batch, name), field_of(made.batch, name)
-        partial = partial or read < len(made.batch)
+        kind, (read, numbers, histogram) = kind_of(phase.batch, name), field_of(phase.batch, name)
+        partial = partial or read < len(phase.batch)
         cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), numbers]
         rows.append(cells)
         if before is not None and name in before:
@@ -419,7 +421,7 @@ def _fields(made: Phase, before: DataProto | None, names: Sequence[str]) -> doc.
             cells = [(above, doc.BREAK, below) for above, below in zip(cells, beneath, strict=True)]
         page.append(cells)
     header = ["wrote", "kind", "spread", "mean ± deviation, [range]"]
-    note = doc.small(f"summed up from a part of {len(made.batch):,} rows") if partial else ()
+    note = doc.small(f"summed up from a part of {len(phase.batch):,} rows") if partial else ()
     return doc.Either(doc.Table([""] * 4, rows) if rows else (), (doc.Table(header, page, most=len(page)), note))
 
 
@@ -432,28 +434,28 @@ def _bars(histogram: str) -> doc.Part:
 _REWARD = "critic/score/mean"
 
 
-def run(made: Run) -> doc.Part:
+def run(run: Run) -> doc.Part:
     """The view of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the recorded steps."""
-    rows = made.rows
+    rows = run.rows
     step = rows[-1][STEP] if rows else 0
-    title = f"Run {made.address}: {made.state}, step {step} of {made.settings.get('train', {}).get('steps')}"
-    steps = doc.Fold("recorded steps", lambda: traces(made.traces)) if len(made.traces) else ()
+    title = f"Run {run.address}: {run.state}, step {step} of {run.settings.get('train', {}).get('steps')}"
+    steps = doc.Fold("recorded steps", lambda: traces(run.traces)) if len(run.traces) else ()
     rewards = [row[_REWARD] for row in rows if row.get(_REWARD) is not None]
-    kept = ", ".join(f"{step} ({why})" for step, why in made.traces.reasons().items())
-    saved = ", ".join(map(str, made.checkpoints))
-    pairs = list(made.summary.pairs())
+    kept = ", ".join(f"{step} ({why})" for step, why in run.traces.reasons().items())
+    saved = ", ".join(map(str, run.checkpoints))
+    pairs = list(run.summary.pairs())
     if rewards:
         pairs.append(("training reward", f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}"))
     pairs += [("checkpoints", f"of steps {saved}" if saved else "none")]
-    pairs += [("exact weights", f"of steps {made.restorable_steps}"), ("traces", kept or "none")]
-    if made.stopped is not None:
-        pairs.append(("stopped", f"before the update of step {made.stopped.trace.step}: look at .stopped"))
-    pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in made.notes]
+    pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
+    if run.stopped is not None:
+        pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
+    pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
     calls = [
         "run.curves()",
         "run.diagnose()",
         "run.traces",
-        *(f'run.stepper(step={last}, at="reward")' for last in [*made.traces][-1:]),
+        *(f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]),
     ]
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), doc.pairs(pairs), steps
@@ -466,11 +468,11 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
 """Title → metrics; the first that a step has is shown."""
 
 
-def traces(made: Traces) -> doc.Part:
+def traces(traces: Traces) -> doc.Part:
     """The view of a run's `Traces`: for each recorded step its main metrics, and why its trace was kept."""
-    metrics = {row[STEP]: row for row in made.rows}
+    metrics = {row[STEP]: row for row in traces.rows}
     lines = []
-    for step, kept in made.reasons().items():
+    for step, kept in traces.reasons().items():
         row = metrics.get(step, {})
         found = (next((row[key] for key in keys if row.get(key) is not None), None) for keys in _COLUMNS.values())
         lines.append([str(step), *map(doc.number, found), str(kept)])
@@ -480,57 +482,57 @@ def traces(made: Traces) -> doc.Part:
     return title, doc.Table(["step", *_COLUMNS, "kept because"], lines, right=True, most=len(lines))
 
 
-def summary(made: Summary) -> doc.Part:
+def summary(summary: Summary) -> doc.Part:
     """The view of a run's `Summary`: its main numbers in a line, in HTML as a table."""
-    said = "; ".join(f"{what} {value}" for what, value in made.pairs())
-    return doc.Either(said or "no summary yet", doc.pairs(made.pairs()))
+    said = "; ".join(f"{what} {value}" for what, value in summary.pairs())
+    return doc.Either(said or "no summary yet", doc.pairs(summary.pairs()))
 
 
-def symptoms(made: Symptoms) -> doc.Part:
+def symptoms(symptoms: Symptoms) -> doc.Part:
     """The view of `Symptoms` of failing training: name, since which step, what was found, what people do about it."""
-    if not made:
+    if not symptoms:
         return "no symptoms"
-    rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in made]
+    rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in symptoms]
     table = doc.Table(["symptom", "since step", "found", "what people do"], rows)
-    return doc.Either([f"· {one}" for one in made], table)
+    return doc.Either([f"· {one}" for one in symptoms], table)
 
 
-def preflight(made: Preflight) -> doc.Part:
+def preflight(preflight: Preflight) -> doc.Part:
     """The view of a `Preflight`: what was checked before training, and what was found."""
-    return doc.pairs(list(made.findings))
+    return doc.pairs(list(preflight.findings))
 
 
-def tuning(made: Tuning) -> doc.Part:
+def tuning(tuning: Tuning) -> doc.Part:
     """The view of a `Tuning`: seconds and memory of each phase, the settings that were tried, and the lines to paste."""
 
     def cells(seconds: float, host: int, device: int) -> list[str]:
         return [f"{seconds:.2f}", gib(host) if host else "–", gib(device) if device else "–"]
 
     header = ["seconds", "peak of memory", "of GPU tensors"]
-    phases = [[one.phase, *cells(one.seconds, one.host, one.device)] for one in made.phases]
-    tried = [[one.role, str(one), *cells(one.seconds, one.host, one.device), one.error] for one in made.trials]
+    phases = [[one.phase, *cells(one.seconds, one.host, one.device)] for one in tuning.phases]
+    tried = [[one.role, str(one), *cells(one.seconds, one.host, one.device), one.error] for one in tuning.trials]
     return (
         doc.line(doc.bold("A step, as it is")),
         doc.Table(["phase", *header], phases, right=True),
         doc.line(doc.bold("Its learning phases, with other settings")),
         doc.Table(["learner", "setting", *header, ""], tried),
         doc.line(doc.bold("To paste into the engine's call")),
-        doc.block("\n".join(made.lines)),
+        doc.block("\n".join(tuning.lines)),
     )
 
 
-def counterfactual(made: Counterfactual) -> doc.Part:
+def counterfactual(trial: Counterfactual) -> doc.Part:
     """The view of a `Counterfactual`: how far the weights differ, each step's metrics as they were → would have been."""
-    moved = ", ".join(f"{role} by {share:.1%}" for role, share in made.distance.items())
+    moved = ", ".join(f"{role} by {share:.1%}" for role, share in trial.distance.items())
     title = (
-        f"Step {made.step} without {len(made.left_out)} rows, the later updates as recorded to step {made.until}: the final "
+        f"Step {trial.step} without {len(trial.left_out)} rows, the later updates as recorded to step {trial.until}: the final "
         f"weights differ ({moved} of the distance trained since then)"
     )
-    names = [name for name in WORDS if any(name in pairs for pairs in made.metrics.values())]
-    rows = [[str(step), *(_was_would(pairs.get(name)) for name in names)] for step, pairs in made.metrics.items()]
+    names = [name for name in WORDS if any(name in pairs for pairs in trial.metrics.values())]
+    rows = [[str(step), *(_was_would(pairs.get(name)) for name in names)] for step, pairs in trial.metrics.items()]
     return (
         doc.line(doc.bold(title)),
-        doc.Fold(f"{len(made.left_out)} rows left out", ", ".join(map(str, made.left_out))),
+        doc.Fold(f"{len(trial.left_out)} rows left out", ", ".join(map(str, trial.left_out))),
         doc.Table(["step", *(name.split("/")[-1] for name in names)], rows, right=True, most=len(rows)),
     )
 
@@ -546,13 +548,13 @@ def _was_would(pair: tuple[float, float] | None) -> str:
 def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
     """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step axis."""
     if not keys:
-        made: Any = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
+        drawn: Any = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
     else:
         several = series(run.path.name, run.rows, {name: other.rows for name, other in (others or {}).items()})
         width = "page" if len(asked(keys, several)) > 2 else "column"
-        made = run_figure(run, *keys, others=others, marks=marks, width=width)
-    made.plots = Plots({run.path.name: run, **(others or {})}, keys, Watch(run.rows).marks if marks else ())
-    return made
+        drawn = run_figure(run, *keys, others=others, marks=marks, width=width)
+    drawn.plots = Plots({run.path.name: run, **(others or {})}, keys, Watch(run.rows).marks if marks else ())
+    return drawn
 
 
 def run_figure(

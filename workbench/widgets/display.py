@@ -104,11 +104,11 @@ class Live:
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
-            asked = (self.control.paused, self.control.holding)
-            if self._said != asked or now - self._shown >= HEARTBEAT:
-                if self._said != asked:  # who pauses wants to see all that there is
+            wishes = (self.control.paused, self.control.holding)
+            if self._said != wishes or now - self._shown >= HEARTBEAT:
+                if self._said != wishes:  # who pauses wants to see all that there is
                     self._draw(now)
-                self._said = asked
+                self._said = wishes
                 self._show(now)
 
     def close(self, stopped: str | None = None) -> None:

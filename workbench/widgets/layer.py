@@ -26,8 +26,7 @@ from workbench.base.distribution import optional
 from workbench.base.errors import EngineError, first_line
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
-from workbench.views.beside import difference, same_row
-from workbench.views.left_out import LEFT_OUT, OF_ROW, counted_reasons
+from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, same_row
 from workbench.views.samples import group_line
 from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
 from workbench.views.traces import chips, standing
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from workbench.cluster.status import Status
     from workbench.dataproto import DataProto
     from workbench.steps.stepper import Stepper
+    from workbench.views.curves import Live
     from workbench.views.samples import SampleIndex, Samples
     from workbench.views.tokens import Tokens
 
@@ -126,11 +126,11 @@ class Layer(anywidget.AnyWidget):
         A page that waits sends its question again under the same id (`asked`), word for word. It is acted on once: a copy
         gets the reply that is kept or, while another thread is still at work on the first, word that it runs.
         """
-        asked = content.get("asked")
+        request = content.get("asked")
         key = repr(content)
-        running = {"kind": "running", "text": self.work(content), "asked": asked}
+        running = {"kind": "running", "text": self.work(content), "asked": request}
         # one step: a front end may bring copies on two threads (kernel subshells)
-        if asked is not None and (known := self._replies.setdefault(key, running)) is not running:
+        if request is not None and (known := self._replies.setdefault(key, running)) is not running:
             return known
         if len(self._replies) > KEPT:
             self._replies.pop(next(iter(self._replies)))
@@ -142,14 +142,14 @@ class Layer(anywidget.AnyWidget):
         except Exception as error:  # noqa: BLE001 - shown in the widget
             reply = {"kind": "error", "text": first_line(error, 400)}
         finally:
-            self._replies[key] = {**reply, "asked": asked, "at": time.monotonic()}
+            self._replies[key] = {**reply, "asked": request, "at": time.monotonic()}
         return self._replies[key]
 
-    def work(self, asked: dict[str, Any]) -> str:
+    def work(self, request: dict[str, Any]) -> str:
         """What a question makes the kernel do, in words, where that may take long; "" for one that only looks."""
         return ""
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to a message from the page's script; both are dicts with a `kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
 
@@ -222,40 +222,40 @@ class SamplesTable(Layer):
         )
         self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply: a page of rows or the code for them; of one row all, its tokens, a difference or its history as HTML, its
         text, or a note that it was pinned."""
         left = self._samples.left_out
-        view = left if asked.get("tab") == "left" and left is not None else self._samples
-        if asked["kind"] == "rows":
-            return self._page(view, asked)
-        if asked["kind"] == "code":
-            return {"kind": "text", "text": self._code(view, asked)}
-        row = int(asked["row"])
-        if asked["kind"] == "pick":
-            return self._card(view, row, bool(asked.get("rendered")))
-        if asked["kind"] == "text":
+        view = left if request.get("tab") == "left" and left is not None else self._samples
+        if request["kind"] == "rows":
+            return self._page(view, request)
+        if request["kind"] == "code":
+            return {"kind": "text", "text": self._code(view, request)}
+        row = int(request["row"])
+        if request["kind"] == "pick":
+            return self._card(view, row, bool(request.get("rendered")))
+        if request["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
-        if asked["kind"] == "pin":
+        if request["kind"] == "pin":
             return {
                 "kind": "pinned",
-                "text": _pin(view.index.batch, row, str(asked.get("expected", "")), str(asked.get("note", ""))),
+                "text": _pin(view.index.batch, row, str(request.get("expected", "")), str(request.get("note", ""))),
             }
-        return {"kind": "card", "html": self._shown(view, row, asked).html()}
+        return {"kind": "card", "html": self._shown(view, row, request).html()}
 
-    def _shown(self, view: Samples, row: int, asked: dict[str, Any]) -> doc.View:
+    def _shown(self, view: Samples, row: int, request: dict[str, Any]) -> doc.View:
         """What is shown of a row in place of its card."""
-        if asked["kind"] == "history":
+        if request["kind"] == "history":
             made: doc.View = self._samples.against.history(view.row(row))
             return made
-        if asked["kind"] == "tokens":
+        if request["kind"] == "tokens":
             of_row = view.index.frame.iloc[row].get(OF_ROW, row)
             if of_row is None:
                 raise ValueError("this row is not in the step any more: its text was kept, its tokens were not")
             return tokens(self._samples.thing, int(of_row))
-        if asked["kind"] == "beside":
+        if request["kind"] == "beside":
             return same_row(view.index.batch, row, self._samples.against)
-        return difference(view.index.frame, row, int(asked["other"]))
+        return difference(view.index.frame, row, int(request["other"]))
 
     def _card(self, view: Samples, row: int, rendered: bool) -> dict[str, Any]:
         card, against = view.row(row, rendered, formulas=True), self._samples.against
@@ -271,41 +271,41 @@ class SamplesTable(Layer):
         name = name_of(self._samples.thing, "batch")
         return name if view is self._samples else f"wb.views.samples({name}).left_out"
 
-    def _code(self, view: Samples, asked: dict[str, Any]) -> str:
+    def _code(self, view: Samples, request: dict[str, Any]) -> str:
         """The line that makes the DataFrame of what the page shows now."""
-        page, own = _filters(asked), view.where or {}
-        if callable(own) or set(own) & set(page):
-            rows = self._select(view, asked).tolist()
+        page, where = _filters(request), view.where or {}
+        if callable(where) or set(where) & set(page):
+            rows = self._select(view, request).tolist()
             return f"wb.views.samples({self._name(view)}).index.frame.iloc[{rows}]"
-        chosen = {"order": str(asked["order"]), "by_group": bool(asked.get("by_group")), "where": {**own, **page}}
-        chosen["search"] = str(asked.get("search") or "")
+        chosen = {"order": str(request["order"]), "by_group": bool(request.get("by_group")), "where": {**where, **page}}
+        chosen["search"] = str(request.get("search") or "")
         usual = {"order": "worst", "by_group": False, "where": {}, "search": ""}
         options = "".join(f", {name}={value!r}" for name, value in chosen.items() if value != usual[name])
         return f"wb.views.samples({self._name(view)}{options}).to_pandas()"
 
-    def _select(self, view: Samples, asked: dict[str, Any]) -> np.ndarray:
+    def _select(self, view: Samples, request: dict[str, Any]) -> np.ndarray:
         """Rows that pass Python's and the page's filters, in the page's order."""
-        order, search, by_group = str(asked["order"]), str(asked.get("search") or ""), bool(asked.get("by_group"))
+        order, search, by_group = str(request["order"]), str(request.get("search") or ""), bool(request.get("by_group"))
         rows = view.index.select(order, where=view.where, search=search, by_group=by_group)
-        return rows[np.isin(rows, view.index.select("index", where=_filters(asked)))]
+        return rows[np.isin(rows, view.index.select("index", where=_filters(request)))]
 
-    def _page(self, view: Samples, asked: dict[str, Any]) -> dict[str, Any]:
-        start = int(asked["start"])
-        if (names := asked.get("choose")) is not None:
+    def _page(self, view: Samples, request: dict[str, Any]) -> dict[str, Any]:
+        start = int(request["start"])
+        if (names := request.get("choose")) is not None:
             self._samples.choose([name for name in self.known if name in names])
             self.columns = self._samples.columns or []
         if start == 0:  # later pages continue the same selection, also if the view has another one by then
-            self._rows = self._select(view, asked)
+            self._rows = self._select(view, request)
             view.selected = self._rows
         whole = view.index.frame
-        frame = whole.iloc[self._rows[start : start + min(int(asked["count"]), _MOST)]]
+        frame = whole.iloc[self._rows[start : start + min(int(request["count"]), _MOST)]]
         columns = self._columns(view)
         records = frame.assign(row=frame.index)[columns].to_dict("records")
         rows = [
             {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}}
             for row, group, one in zip(frame.index, frame["group"], records, strict=True)
         ]
-        grouped = frame["group"].unique() if asked.get("by_group") else ()
+        grouped = frame["group"].unique() if request.get("by_group") else ()
         groups = {str(group): _group(view.index, int(group)) for group in grouped}
         return {
             "kind": "rows",
@@ -326,11 +326,11 @@ class SamplesTable(Layer):
         return [*first, *chosen] if chosen else ["row", *first, *rest]
 
 
-def _filters(asked: dict[str, Any]) -> dict[str, Any]:
+def _filters(request: dict[str, Any]) -> dict[str, Any]:
     """The page's filters as `where` takes them."""
-    filters: dict[str, Any] = {"status": asked["status"]} if asked.get("status") else {}
-    if asked.get("low") is not None or asked.get("high") is not None:
-        filters["reward"] = (asked.get("low"), asked.get("high"))
+    filters: dict[str, Any] = {"status": request["status"]} if request.get("status") else {}
+    if request.get("low") is not None or request.get("high") is not None:
+        filters["reward"] = (request.get("low"), request.get("high"))
     return filters
 
 
@@ -378,11 +378,11 @@ class TokenView(Layer):
         super().__init__(quantities=tokens.quantities, labels=tokens.labels, colour=tokens.colour)
         self.observe(lambda change: setattr(tokens, "colour", change["new"]), "colour")
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply: the tokens of all shown rows, or their colours for one quantity with its range."""
-        if asked["kind"] == "tokens":
+        if request["kind"] == "tokens":
             return {"kind": "tokens", "rows": [_row(row) for row in self._tokens.rows]}
-        quantity, span = self._tokens.quantity(str(asked["colour"]))
+        quantity, span = self._tokens.quantity(str(request["colour"]))
         self._tokens.colour = quantity.name
         scale = {"what": quantity.what, "low": span[0], "high": span[1], "stops": stops(quantity, span)}
         return {"kind": "colours", **scale, "colours": [_colours(row, quantity, span) for row in self._tokens.rows]}
@@ -426,18 +426,18 @@ class Face(Layer):
         self._stepped = stepped
         super().__init__(face=self._face(), **traits)
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Move the stepped object as the clicked button asks, and return its new view.
 
         Where a cell or another widget has moved the object meanwhile, the click only refreshes the view.
         """
-        if asked["kind"] != "look" and asked.get("stands") != self._stands():
+        if request["kind"] != "look" and request.get("stands") != self._stands():
             return self._face(note=f"the {self.noun} is elsewhere by now")
-        return self._face(self._move(asked))
+        return self._face(self._move(request))
 
-    def work(self, asked: dict[str, Any]) -> str:
+    def work(self, request: dict[str, Any]) -> str:
         """What next and run are about to run: the first phase of it."""
-        moves = asked.get("kind") in ("next", "run") and asked.get("stands") == self._stands()
+        moves = request.get("kind") in ("next", "run") and request.get("stands") == self._stands()
         return str(getattr(self._stepped, self.ahead) or "") if moves else ""
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
@@ -451,7 +451,7 @@ class Face(Layer):
         """A value that differs between places of the stepped object."""
         raise NotImplementedError(f"{type(self).__name__} has no method `_stands`")
 
-    def _move(self, asked: dict[str, Any]) -> str:
+    def _move(self, request: dict[str, Any]) -> str:
         """Do what was asked, and return the line of code for it."""
         raise NotImplementedError(f"{type(self).__name__} has no method `_move`")
 
@@ -471,11 +471,11 @@ class StepperFace(Face):
         super().__init__(stepper, names=list(stepper.pipeline.names))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
-        said = [{name: plain(value) for name, value in one._asdict().items()} for one in chips(self._stepped)]
+        phases = [{name: plain(value) for name, value in one._asdict().items()} for one in chips(self._stepped)]
         names = self._stepped.trace.names
         shown = self._shown or (names[-1] if names else "")
         try:
-            return {**super()._face(code, note), "chips": said, "shown": shown}
+            return {**super()._face(code, note), "chips": phases, "shown": shown}
         finally:
             self._shown = None
 
@@ -485,15 +485,15 @@ class StepperFace(Face):
     def _stands(self) -> int:
         return int(self._stepped.position)
 
-    def _move(self, asked: dict[str, Any]) -> str:
-        kind, name = asked["kind"], name_of(self._stepped, "s")
+    def _move(self, request: dict[str, Any]) -> str:
+        kind, name = request["kind"], name_of(self._stepped, "s")
         if kind == "show":
-            self._shown = self._stepped.trace[str(asked["phase"])].stage
+            self._shown = self._stepped.trace[str(request["phase"])].stage
             return f'{name}.trace["{self._shown}"]'
         if kind not in ("next", "back", "run", "back to"):
             return ""
         method, argument = kind.split()[0], {"run": "until", "back to": "to"}.get(kind)
-        options = {argument: str(asked["phase"])} if argument else {}
+        options = {argument: str(request["phase"])} if argument else {}
         getattr(self._stepped, method)(**options)
         said = ", ".join(f'{option}="{value}"' for option, value in options.items())
         return f"{name}.{method}({said})"
@@ -508,10 +508,10 @@ class EpisodeFace(Face):
     noun = "episode"
     ahead = "next_role"
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """As any face; the texts of its turns are drawn as Markdown, LaTeX and code if that is asked."""
-        self.rendered = bool(asked.get("rendered", self.rendered))
-        return super().answer(asked)
+        self.rendered = bool(request.get("rendered", self.rendered))
+        return super().answer(request)
 
     def _html(self) -> str:
         return doc.html(episode(self._stepped, self.rendered, formulas=True))
@@ -524,17 +524,17 @@ class EpisodeFace(Face):
         episode = self._stepped
         return f"{episode.next_role} {hash(episode.output.response_ids)} {len(episode.turns)}"
 
-    def _move(self, asked: dict[str, Any]) -> str:
-        episode, name, kind = self._stepped, name_of(self._stepped, "e"), asked["kind"]
+    def _move(self, request: dict[str, Any]) -> str:
+        episode, name, kind = self._stepped, name_of(self._stepped, "e"), request["kind"]
         if kind in ("next", "run"):
             getattr(episode, kind)()
             return f"{name}.{kind}()"
         if kind == "back":
-            to = int(asked["turn"])
+            to = int(request["turn"])
             episode.back(to=to)
             return f"{name}.back(to={to})"
         if kind == "say":
-            text, turn = str(asked["text"]), asked.get("turn")
+            text, turn = str(request["text"]), request.get("turn")
             if turn is not None:
                 episode.back(to=int(turn))
             # answers to several calls: a line each
@@ -592,12 +592,42 @@ class ClusterTable(Layer):
                 self._over.set()
             wait = max(self._every, CALM * (time.monotonic() - began))
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Count a page's view of the table as opened or closed; while none is open the cluster is not read."""
-        self._views = max((self._views or 0) + (1 if asked["kind"] == "opened" else -1), 0)
+        self._views = max((self._views or 0) + (1 if request["kind"] == "opened" else -1), 0)
         return {"kind": "heard"}
 
     def close(self) -> None:
         """Stop the thread that reads the cluster, and close the widget."""
         self._over.set()
         super().close()
+
+
+# --- a run's curves: uPlot draws them in the page, and a clicked point opens the step's samples -------
+
+
+class CurvePlots(Layer):
+    """The widget of a figure of curves: its script asks for all `columns`, again when `version` changes, and for the `samples`
+    of a run's step."""
+
+    script = "curves"
+    library = "uplot/uPlot"
+
+    version = traitlets.Int().tag(sync=True)
+    """Counts the times that the curves went on."""
+    alone = traitlets.Bool().tag(sync=True)
+    """Whether no static form lies above it, which it would hide."""
+
+    def __init__(self, figure: Live) -> None:
+        self._figure = figure
+        super().__init__(alone=figure.alone)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply: the columns (`keys`: those of other metrics), or a step's samples as HTML with the code that shows them."""
+        plots = self._figure.plots
+        if request["kind"] == "columns":
+            return {"kind": "columns", **plots.columns(tuple(map(str, request.get("keys") or ())))}
+        number, step = int(request["run"]), int(request["step"])
+        html = plots.samples(number, step)._repr_html_()
+        code = f"wb.views.samples({name_of(list(plots.runs.values())[number], 'run')}.traces[{step}])"
+        return {"kind": "samples", "html": html, "code": code}

@@ -22,8 +22,7 @@ from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
 from workbench.rewards.scorers.numeric import geometry3k, number, numeric
 from workbench.rewards.scorers.search import search_em, search_f1
-from workbench.testing.rewards import answered
-from workbench.testing.scorers import ResponseContract, ScorerContract
+from workbench.testing.rewards import ResponseContract, ScorerContract, answered
 
 
 class TestGsm8k(ScorerContract):

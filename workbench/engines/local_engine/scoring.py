@@ -25,8 +25,8 @@ from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Head, Layer, head_of, linear_head, pictured_inputs, planned, replay
 from workbench.engines.local_engine.loading import check_length
-from workbench.functional.kl import full_kl
 from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
+from workbench.functional.losses import full_kl
 
 LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""
