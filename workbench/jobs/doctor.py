@@ -89,11 +89,16 @@ class Diagnosis(doc.View):
     def document(self) -> doc.Part:
         """The title, and a line for each finding with what to do."""
         cells: list[list[doc.Part]] = [
-            [doc.Span(f"{_MARKS[one.state]} {one.state}", _STYLES.get(one.state, "")), one.name, one.found, one.do]
-            for one in self.findings
+            [
+                doc.Span(f"{_MARKS[finding.state]} {finding.state}", _STYLES.get(finding.state, "")),
+                finding.name,
+                finding.found,
+                finding.do,
+            ]
+            for finding in self.findings
         ]
         page = doc.Table(("", "check", "found", "what to do"), cells, most=len(cells))
-        return doc.line(doc.bold(self.title)), doc.Either([line_of(one) for one in self.findings], page)
+        return doc.line(doc.bold(self.title)), doc.Either([line_of(finding) for finding in self.findings], page)
 
     def records(self) -> list[dict[str, Any]]:
         """The findings as dicts: `pandas.DataFrame(diagnosis.records())`."""
@@ -127,15 +132,15 @@ def doctor(
         if name not in CHECKS:
             raise SettingError(unknown("check of the doctor", name, CHECKS))
     names = [name for name in CHECKS if (not only or name in only) and name not in without]
-    found = []
-    for one in _carried_out(names):
-        found.append(one)
+    findings = []
+    for finding in _carried_out(names):
+        findings.append(finding)
         if say is not None:
-            say(line_of(one))
+            say(line_of(finding))
     about = {"workbench": version(), "python": platform.python_version()}
     about |= {name: number for name in ("torch", "transformers", "vllm", "ray") if (number := version_of(name))}
     about |= {"platform": clean(platform.platform()), "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
-    return Diagnosis(tuple(found), about)
+    return Diagnosis(tuple(findings), about)
 
 
 def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
@@ -149,13 +154,13 @@ def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
                 children.callback(child.close)
             began = time.monotonic()
             try:
-                found = _answered(child, function, seconds)
+                finding = _answered(child, function, seconds)
             except OSError as error:  # the child has been closed
                 do = HINTS.get(name, "see the kernel's log (dmesg)")
-                found = Finding(WRONG, _ending(child, error, seconds), do)
-            do = found.do or (HINTS.get(name, "") if found.state == WRONG else "")
-            yield replace(found, do=do, name=name, seconds=round(time.monotonic() - began, 1))
-            if found.state == WRONG:
+                finding = Finding(WRONG, _ending(child, error, seconds), do)
+            do = finding.do or (HINTS.get(name, "") if finding.state == WRONG else "")
+            yield replace(finding, do=do, name=name, seconds=round(time.monotonic() - began, 1))
+            if finding.state == WRONG:
                 child.close()
                 child = None
 
@@ -187,16 +192,18 @@ def main(parent: Any) -> None:
 def examined(function: str) -> Finding:
     """Do one check. An error is a finding, and no text of one names this machine, its folders or its user."""
     try:
-        found = resolve_name(function)()
+        finding = resolve_name(function)()
     except ModuleNotFoundError as error:
-        found = Finding(WARNING, f"not checked: the package {error.name} is not installed", f"pip install {error.name}")
+        finding = Finding(
+            WARNING, f"not checked: the package {error.name} is not installed", f"pip install {error.name}"
+        )
     except Exception as error:  # noqa: BLE001 - whatever a check raises is what the doctor reports
         do = "" if isinstance(error, WorkbenchError) else "attach this report to an issue"
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({Path(place.filename).name}:{place.lineno})"
-        found = Finding(WRONG, f"{first_line(error, 600)}{where}", do)
+        finding = Finding(WRONG, f"{first_line(error, 600)}{where}", do)
     _free()
-    return replace(found, found=clean(found.found), do=clean(found.do))
+    return replace(finding, found=clean(finding.found), do=clean(finding.do))
 
 
 def _free() -> None:

@@ -165,18 +165,21 @@ class Health(doc.View):
         queues = [
             [
                 name,
-                *(f"{count:,}" for count in (one.waiting, one.running, one.done, one.failed)),
-                _mean(one.queue_seconds, one.begun),
-                _mean(one.seconds, one.done),
+                *(f"{count:,}" for count in (entry.waiting, entry.running, entry.done, entry.failed)),
+                _mean(entry.queue_seconds, entry.begun),
+                _mean(entry.seconds, entry.done),
             ]
-            for name, one in self.queues.items()
+            for name, entry in self.queues.items()
         ]
         metrics = [[name, doc.number(self.row[name])] for name in _SHOWN if name in self.row]
         return (
             doc.line(doc.bold(f"{self.state}: {self.run}"), f", {self.seconds:.0f} s since the start"),
             doc.line(doc.bold(self.why)) if self.why else (),
             doc.bar(share, f"step {self.step} of {self.steps}{left}", self.ok),
-            [doc.line(doc.bold(one.name), f" since step {one.since}: {one.found}; {one.do}") for one in self.symptoms],
+            [
+                doc.line(doc.bold(entry.name), f" since step {entry.since}: {entry.found}; {entry.do}")
+                for entry in self.symptoms
+            ],
             doc.pairs(facts),
             doc.Table(["stage", "now", "seconds of all steps"], _stages(self)),
             doc.Table(["asked", "waiting", "running", "done", "failed", "waits", "answer after"], queues),
@@ -414,23 +417,29 @@ def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
     phases = [({"stage": stage}, seconds) for stage, seconds in look.phases]
     yield "phase_seconds", "gauge", "Seconds that a stage has run by now.", phases
     for name, text in (("waiting", "asked and not begun"), ("running", "begun and not answered")):
-        counts = [({"queue": queue}, getattr(one, name)) for queue, one in queues]
+        counts = [({"queue": queue}, getattr(entry, name)) for queue, entry in queues]
         yield f"requests_{name}", "gauge", f"Questions to an engine or a reward: {text}.", counts
     over = [
-        ({"queue": queue, "outcome": end}, getattr(one, end)) for queue, one in queues for end in ("done", "failed")
+        ({"queue": queue, "outcome": end}, getattr(entry, end)) for queue, entry in queues for end in ("done", "failed")
     ]
     yield "requests", "counter", "Questions that are over.", over
-    answers = [({"queue": queue}, one.done, one.seconds) for queue, one in queues]
+    answers = [({"queue": queue}, entry.done, entry.seconds) for queue, entry in queues]
     yield "request_seconds", "summary", "Seconds from a question to its answer.", answers
-    waits = [({"queue": queue}, one.begun, one.queue_seconds) for queue, one in queues]
+    waits = [({"queue": queue}, entry.begun, entry.queue_seconds) for queue, entry in queues]
     yield "request_queue_seconds", "summary", "Seconds that an answered question waited.", waits
     versions = [({"role": role}, version) for role, version in look.versions.items()]
     yield "policy_version", "gauge", "Policy version of a learner.", versions
-    begun = [({"symptom": one.name}, one.since) for one in look.symptoms]
+    begun = [({"symptom": entry.name}, entry.since) for entry in look.symptoms]
     yield "symptom_since_step", "gauge", "A symptom and the step in which it was first seen.", begun
-    doing = [({"group": one.group, "rank": str(one.rank), "doing": one.doing}, one.seconds or 0) for one in workers]
+    doing = [
+        ({"group": entry.group, "rank": str(entry.rank), "doing": entry.doing}, entry.seconds or 0) for entry in workers
+    ]
     yield "worker_seconds", "gauge", "What a worker does, and for how long.", doing
-    held = [({"group": one.group, "rank": str(one.rank)}, one.resident) for one in workers if one.resident is not None]
+    held = [
+        ({"group": entry.group, "rank": str(entry.rank)}, entry.resident)
+        for entry in workers
+        if entry.resident is not None
+    ]
     yield "worker_resident_bytes", "gauge", "Memory of a worker.", held
     row = [({"name": name}, value) for name, value in look.row.items() if math.isfinite(value)]
     yield "metric", "gauge", "The last metrics row of the run, by name.", row
@@ -511,15 +520,15 @@ class HealthPage:
             self._workers = time.monotonic(), found
             return found
 
-    def answer(self, asked: Asked) -> tuple[int, Any]:
+    def answer(self, request: Asked) -> tuple[int, Any]:
         """What `serving` sends."""
         pages: dict[str, Callable[[Health], Any]] = {
             "/health": _page,
             "/health.json": lambda look: strict(look.to_dict()),
             "/metrics": lambda look: Text(exposition(look).decode(), "text/plain; version=0.0.4; charset=utf-8", STILL),
         }
-        path = asked.path.partition("?")[0].rstrip("/") or "/health"
-        if asked.method != "GET" or path not in (*pages, "/timeline.json"):
+        path = request.path.partition("?")[0].rstrip("/") or "/health"
+        if request.method != "GET" or path not in (*pages, "/timeline.json"):
             return 404, {"detail": f"expected GET {', '.join(pages)} or /timeline.json"}
         if self._watcher is None:
             return 200, {"state": "starting", "ok": True}

@@ -111,20 +111,20 @@ def judged(found: str, *flaws: tuple[bool, str, str]) -> Finding:
 def packages() -> Finding:
     """Installed packages against the ranges that this workbench is tested with."""
     lacking, others = [], []
-    for one in required():
-        there = version_of(one.name)
+    for requirement in required():
+        there = version_of(requirement.name)
         if there is None:
-            lacking.append(one.name)
-        elif not one.specifier.contains(there, prereleases=True):
-            others.append(f"{one.name} {there} (tested: {one.specifier})")
-    found = [f"workbench {version()}, torch {torch.__version__}"]
-    found += [f"not the tested version: {', '.join(others)}"] if others else []
-    found += [f"not installed: {', '.join(lacking)}"] if lacking else []
+            lacking.append(requirement.name)
+        elif not requirement.specifier.contains(there, prereleases=True):
+            others.append(f"{requirement.name} {there} (tested: {requirement.specifier})")
+    facts = [f"workbench {version()}, torch {torch.__version__}"]
+    facts += [f"not the tested version: {', '.join(others)}"] if others else []
+    facts += [f"not installed: {', '.join(lacking)}"] if lacking else []
     if absent := [name for name in LOST if name not in lacking and version_of(name) is None]:
-        found.append(f"optional and not installed: {', '.join(absent)} (for {_lost(absent)}; {install('all')})")
+        facts.append(f"optional and not installed: {', '.join(absent)} (for {_lost(absent)}; {install('all')})")
     fatal = [name for name in lacking if name in NEEDED]
     return judged(
-        "; ".join(found),
+        "; ".join(facts),
         (bool(fatal), WRONG, f"pip install {' '.join(fatal)}: nothing works without"),
         (bool(lacking), WARNING, f"does not work without: {_lost(lacking)}"),
         (bool(others), WARNING, "the checks below say whether they work; else install the tested ones"),
@@ -142,12 +142,12 @@ def devices() -> Finding:
         if driver is None:
             return Finding(OK, f"no GPU: everything runs on the CPU, {os.cpu_count()} cores, {threads} threads")
         if built is None:
-            found = f"an NVIDIA driver for CUDA {driver}, but torch {torch.__version__} is built for the CPU"
-            return Finding(WRONG, found, "install the CUDA build of torch")
+            facts = f"an NVIDIA driver for CUDA {driver}, but torch {torch.__version__} is built for the CPU"
+            return Finding(WRONG, facts, "install the CUDA build of torch")
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"a driver for CUDA {driver}, torch for CUDA {built}, but torch finds no GPU"
-        found += f"; CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
-        return Finding(WRONG, found, f"a driver for CUDA {built} or newer; in a container pass the GPUs (--gpus all)")
+        facts = f"a driver for CUDA {driver}, torch for CUDA {built}, but torch finds no GPU"
+        facts += f"; CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
+        return Finding(WRONG, facts, f"a driver for CUDA {built} or newer; in a container pass the GPUs (--gpus all)")
     lines, state, do = [], OK, []
     for number in range(torch.cuda.device_count()):
         card, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
@@ -219,7 +219,7 @@ def shared_memory() -> Finding:
 
 def disk() -> Finding:
     """Free space and speed, by real fsyncs, of this folder and of the temporary one: runs and snapshots are written there."""
-    said: list[str] = []
+    places: list[str] = []
     do: list[str] = []
     state = OK
     for place, folder in (("this folder", os.getcwd()), ("temporary folder", tempfile.gettempdir())):
@@ -227,12 +227,12 @@ def disk() -> Finding:
             free, speed, sync = shutil.disk_usage(folder).free, *speeds(folder)
         except OSError as error:
             return Finding(WRONG, f"{place}: {error}", "make it writable, or work in another folder (TMPDIR=…)")
-        said.append(f"{place}: {gib(free)} free, {speed / 2**20:.0f} MiB/s, {sync * 1000:.1f} ms an fsync")
+        places.append(f"{place}: {gib(free)} free, {speed / 2**20:.0f} MiB/s, {sync * 1000:.1f} ms an fsync")
         if free < LEAST_DISK:
             state, do = WARNING, [*do, f"{place}: a checkpoint of a 7B model takes {gib(84 << 30)} with its optimizer"]
         elif speed < SLOW_DISK or sync > SLOW_SYNC:
             state, do = WARNING, [*do, f"{place} is slow: write runs to a local disk"]
-    return Finding(state, "; ".join(said), "; ".join(do))
+    return Finding(state, "; ".join(places), "; ".join(do))
 
 
 def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
@@ -272,17 +272,17 @@ def ports() -> Finding:
 def collectives() -> Finding:
     """A real all-reduce of two ranks: NCCL where there are two GPUs; else gloo, and NCCL on one GPU alone."""
     cards = torch.cuda.device_count()
-    said = []
+    backends = []
     for backend, ranks in (("nccl", min(cards, 2)), ("gloo", 0 if cards > 1 else 2)):
         if not ranks or not (dist.is_nccl_available() if backend == "nccl" else dist.is_gloo_available()):
             continue
         with tempfile.TemporaryDirectory(prefix="workbench-doctor-") as folder:
             torch.multiprocessing.spawn(all_reduce, (ranks, backend, f"file://{folder}/store"), ranks)
         version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
-        said.append(f"{backend} {version}".strip() + f": {ranks} rank{'s' * (ranks > 1)}")
-    if not said:
+        backends.append(f"{backend} {version}".strip() + f": {ranks} rank{'s' * (ranks > 1)}")
+    if not backends:
         return Finding(WRONG, "torch has neither NCCL nor gloo", "install a build of torch with torch.distributed")
-    return Finding(OK, f"all-reduce over {', '.join(said)}")
+    return Finding(OK, f"all-reduce over {', '.join(backends)}")
 
 
 def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
@@ -293,10 +293,10 @@ def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
     one = torch.full((1 << 20,), rank + 1.0, device=device)
     dist.all_reduce(one)
-    found, expected = float(one.mean()), ranks * (ranks + 1) / 2
+    total, expected = float(one.mean()), ranks * (ranks + 1) / 2
     dist.destroy_process_group()
-    if found != expected:
-        raise ArithmeticError(f"{backend} added {ranks} ranks up to {found} in place of {expected}")
+    if total != expected:
+        raise ArithmeticError(f"{backend} added {ranks} ranks up to {total} in place of {expected}")
 
 
 def attention() -> Finding:
@@ -319,15 +319,15 @@ def attention() -> Finding:
         turned = [one.transpose(1, 2) for one in (query, key, value)]  # [B, S, heads, head]
         function = importlib.import_module("flash_attn").flash_attn_func
         ways[f"flash-attn {package}"] = lambda: function(*turned, causal=True).transpose(1, 2)
-    said, wrong = [], []
+    notes, wrong = [], []
     for name, compute in ways.items():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             gap = float((compute().float() - plain).abs().max())
-        said.append(f"{name}: {gap:.1e} from plain attention")
+        notes.append(f"{name}: {gap:.1e} from plain attention")
         wrong += [name] if not gap < CLOSE else []
-    said += [] if package or wrong else ["flash-attn is not installed, and not needed"]
+    notes += [] if package or wrong else ["flash-attn is not installed, and not needed"]
     do = f"do not use {' or '.join(wrong)}: attn_implementation='eager'"
-    return judged("; ".join(said), (bool(wrong), WRONG, do))
+    return judged("; ".join(notes), (bool(wrong), WRONG, do))
 
 
 def ray() -> Finding:
@@ -348,14 +348,14 @@ def ray() -> Finding:
 def sandbox() -> Finding:
     """The isolation that model code can be run with here, and a program run in it."""
     try:
-        made = LocalSandbox()
+        box = LocalSandbox()
     except SandboxError as error:
         do = "only rewards and tools that run code need it; where bubblewrap is missing, as root: apt-get install bubblewrap"
         return Finding(WARNING, str(error), do)
-    result = made.run("print(6 * 7)")
+    result = box.run("print(6 * 7)")
     if result.stdout.strip() != "42":
-        return Finding(WRONG, f"{made.describe()}: a program did not run, {result.status}", "use a remote sandbox")
-    return Finding(OK, made.describe())
+        return Finding(WRONG, f"{box.describe()}: a program did not run, {result.status}", "use a remote sandbox")
+    return Finding(OK, box.describe())
 
 
 # --- what may be shown to others ------------------------------------------------------------------
@@ -435,27 +435,27 @@ def step() -> Finding:
     batch, norm = trace.batch, float(trace.metrics["actor/grad_norm"])
     gap = gap_of(batch["old_log_probs"], batch["rollout_log_probs"], batch)
     device = "the GPU" if torch.cuda.is_available() else "the CPU"
-    said = f"{len(batch)} rows in {seconds:.1f} s on {device}, reward {float(batch['reward'].mean()):.2f}, gradient norm {norm:.3f}"
+    summary = f"{len(batch)} rows in {seconds:.1f} s on {device}, reward {float(batch['reward'].mean()):.2f}, gradient norm {norm:.3f}"
     if engine.version != 1 or not 0 < norm < float("inf"):
-        return Finding(WRONG, f"{said}, policy version {engine.version}", "the update did nothing: see `numbers`")
+        return Finding(WRONG, f"{summary}, policy version {engine.version}", "the update did nothing: see `numbers`")
     if not bool(batch["scored"].all()):
-        return Finding(WRONG, f"{said}; {int((~batch['scored']).sum())} rows were not scored", "see batch['score']")
+        return Finding(WRONG, f"{summary}; {int((~batch['scored']).sum())} rows were not scored", "see batch['score']")
     if not gap < 0.5:
-        return Finding(WRONG, f"{said}; sampled and scored log-probs are {gap:.2g} nats apart", "see `numbers`")
-    return Finding(OK, f"{said}; sampled and scored log-probs {gap:.0e} nats apart")
+        return Finding(WRONG, f"{summary}; sampled and scored log-probs are {gap:.2g} nats apart", "see `numbers`")
+    return Finding(OK, f"{summary}; sampled and scored log-probs {gap:.0e} nats apart")
 
 
 def numbers() -> Finding:
     """Log-probs and an update of a recorded batch: as recorded, and on a GPU as on the CPU."""
     batch, engine = recorded(), opened()
     gap = gap_of(engine.compute_log_probs(batch)["log_probs"], batch["old_log_probs"], batch)
-    said = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
+    summary = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
     do = "float32 is not computed as such: unset TF32 overrides (NVIDIA_TF32_OVERRIDE), try another torch or driver"
     if not gap < EXACT or not torch.cuda.is_available():
-        return judged(said, (not gap < EXACT, WRONG, do))
+        return judged(summary, (not gap < EXACT, WRONG, do))
     here, there = updated(engine, batch), updated(opened(device="cpu"), batch)
     apart = abs(here["actor/grad_norm"] / there["actor/grad_norm"] - 1)
-    return judged(f"{said}; gradient norm {apart:.0e} from the CPU's", (not apart < NEAR, WRONG, do))
+    return judged(f"{summary}; gradient norm {apart:.0e} from the CPU's", (not apart < NEAR, WRONG, do))
 
 
 def push() -> Finding:
@@ -487,10 +487,10 @@ def vllm_engine() -> Finding:
     settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_mb": 256}
     dtype = "bfloat16" if gpu else "float32"
     with vllm(model(), **settings, dtype=dtype, enforce_eager=True, sleep_mode=gpu) as sampler:
-        said = [f"{sampler.about().partition(', process')[0]}, started in {time.perf_counter() - began:.0f} s"]
+        facts = [f"{sampler.about().partition(', process')[0]}, started in {time.perf_counter() - began:.0f} s"]
         pair = paired(learner, sampler, share_device=gpu)
         updated(learner, recorded())  # beside a GPU's vLLM, which sleeps meanwhile
-        said.append(f"pushed {push_once(pair)}")
+        facts.append(f"pushed {push_once(pair)}")
         gaps = [sampled_gap(pair)]
         if gpu:
             free = torch.cuda.mem_get_info()[0]
@@ -498,13 +498,13 @@ def vllm_engine() -> Finding:
             freed = torch.cuda.mem_get_info()[0] - free
             sampler.wake()
             gaps.append(sampled_gap(pair))
-            said.append(f"sleep freed {gib(max(freed, 0))}")
+            facts.append(f"sleep freed {gib(max(freed, 0))}")
             if freed <= 0:
-                return Finding(WARNING, "; ".join(said), "sleep frees nothing: use share_device=False, or two GPUs")
-        said.append(f"log-probs {max(gaps):.0e} nats from the learner's on average")
-    said += [] if gpu else ["no sleep on a CPU"]
+                return Finding(WARNING, "; ".join(facts), "sleep frees nothing: use share_device=False, or two GPUs")
+        facts.append(f"log-probs {max(gaps):.0e} nats from the learner's on average")
+    facts += [] if gpu else ["no sleep on a CPU"]
     do = "vLLM computes other numbers than the learner, or kept old weights: try another version, attention or dtype"
-    return judged("; ".join(said), (not max(gaps) < SAMPLERS, WRONG, do))
+    return judged("; ".join(facts), (not max(gaps) < SAMPLERS, WRONG, do))
 
 
 def sampled_gap(pair: Any) -> float:
@@ -558,9 +558,9 @@ def shards() -> Finding:
     there = fsdp(model(), ranks=ranks, lr=1e-4, dtype="float32", threads=None if cards else 1)
     try:
         gap = gap_of(there.compute_log_probs(batch)["log_probs"], here.compute_log_probs(batch)["log_probs"], batch)
-        one, many = (updated(engine, batch)["actor/grad_norm"] for engine in (here, there))
+        single, many = (updated(engine, batch)["actor/grad_norm"] for engine in (here, there))
     finally:
         there.close()
-    said = f"{ranks} {where}: log-probs {gap:.0e} nats from one process, gradient norm {abs(many / one - 1):.0e}"
+    summary = f"{ranks} {where}: log-probs {gap:.0e} nats from one process, gradient norm {abs(many / single - 1):.0e}"
     do = "ranks do not add up: see `collectives`; NCCL_P2P_DISABLE=1 tells whether it is the links"
-    return judged(said, (not gap < EXACT or not abs(many / one - 1) < NEAR, WRONG, do))
+    return judged(summary, (not gap < EXACT or not abs(many / single - 1) < NEAR, WRONG, do))

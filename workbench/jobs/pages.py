@@ -191,16 +191,16 @@ class Pages:
         return Page(page, name, sections, trail, live=lambda: _stamp(run))
 
     def _step(self, name: str, run: Run, step: int, trail: Sequence[tuple[str, str]]) -> Page:
-        page, made = _step_path(name, step), run.traces[step]
+        page, trace = _step_path(name, step), run.traces[step]
         folder = page.removesuffix("index.html")
-        worst = samples(made).selected[:ROWS]
+        worst = samples(trace).selected[:ROWS]
         before = _before(run, step)
         further = [("samples in full, with tokens", [(f"row {row}", f"{folder}row_{row}.html") for row in worst])]
         if before is not None:
             further.append(("compared", [(f"with step {before}", f"{folder}compare.html")]))
         sections = [
-            Section("phases", lambda: _html(made)),
-            self._table(made),
+            Section("phases", lambda: _html(trace)),
+            self._table(trace),
             Section(
                 "look at",
                 lambda: "".join(self._links(page, *one) for one in further) + self._choices(f"{name}/{step}"),
@@ -308,12 +308,12 @@ def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = 
     """A page as an HTML document. `embed`: the place of a widget; without it, and the scripts that `head` names, the static
     forms stand there, and the document needs no kernel, script or network."""
     parts = []
-    for number, one in enumerate(page.sections):
-        if embed is not None and one.shown is not None:
-            inner = embed(shows(one.shown, "widget"))
+    for number, section in enumerate(page.sections):
+        if embed is not None and section.shown is not None:
+            inner = embed(shows(section.shown, "widget"))
         else:
-            inner = f'<div id="part{number}">{contents(one)}</div>'
-        parts.append(f"<section><h2>{doc.escape(one.title)}</h2>{inner}</section>")
+            inner = f'<div id="part{number}">{contents(section)}</div>'
+        parts.append(f"<section><h2>{doc.escape(section.title)}</h2>{inner}</section>")
     trail = " › ".join(link(page.path, words, path) for words, path in page.trail)
     safe = (
         ""
@@ -459,18 +459,18 @@ def shown(
 
     Raises `RunError` for a step without a trace, `SettingError` for an order, row or colour that there is not.
     """
-    found: Any
+    record: Any
     if not is_address(source) and not is_run(Path(source)):
-        found = read_dump(source, step=step)
+        record = read_dump(source, step=step)
     else:
         run = load_run(source)
         if step is None and row is None:
             return "\n\n".join(str(one) for one in (run, run.traces, run.symptoms) if one)
-        found = run.traces[max(run.traces, default=0) if step is None else step]
+        record = run.traces[max(run.traces, default=0) if step is None else step]
     try:
         if row is None:
-            return str(samples(found, rows, order, search=search))
-        parts = [str(samples(found).row(row)), *([str(tokens(found, row, colour))] if colour else [])]
+            return str(samples(record, rows, order, search=search))
+        parts = [str(samples(record).row(row)), *([str(tokens(record, row, colour))] if colour else [])]
     except (ValueError, IndexError) as error:
         raise SettingError(str(error)) from error
     return "\n\n".join(parts)

@@ -191,22 +191,22 @@ def _home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def open_reward(given: str, tokenizer: Any) -> BaseReward:
+def open_reward(name: str, tokenizer: Any) -> BaseReward:
     """The reward that a job's parameter names; `tokenizer` is the policy's.
 
     `file.py` or `file.py:function`, a yaml or JSON file with verl's `reward.*` settings, or a scorer, by its own name or a
     `data_source`'s; "" is the scorer of each row's `data_source`. Raises `SettingError` for another name.
     """
-    file = given.partition(":")[0]
+    file = name.partition(":")[0]
     if file.endswith((".yaml", ".yml", ".json")):
         return reward_from(read_yaml(file), tokenizer=tokenizer)
-    if not given or file.endswith(".py"):
-        return rewards.as_reward(given or None)
+    if not name or file.endswith(".py"):
+        return rewards.as_reward(name or None)
     scorers = {**{one.__name__: one for one in (*rewards.SCORERS.values(), rewards.math_verify)}, **rewards.SCORERS}
-    if given not in scorers:
+    if name not in scorers:
         do = "or name a file: file.py:function, or a yaml of reward.* settings"
-        raise SettingError(unknown("scorer", given, scorers), do=do)
-    return rewards.as_reward(scorers[given])
+        raise SettingError(unknown("scorer", name, scorers), do=do)
+    return rewards.as_reward(scorers[name])
 
 
 def open_recipe(name: str, rows: Rows) -> Callable[..., Pipeline]:

@@ -193,20 +193,20 @@ def check_notebook(
     values = resolve(source, parameters)
     kernel, language = kernel_of(source, kernel)
     declared = {parameter.name for parameter in declared_parameters(source)}
-    given, job = {name: one for name, one in values.items() if name in declared}, {"parameters": values}
+    given, job = {name: output for name, output in values.items() if name in declared}, {"parameters": values}
     with (
         tempfile.TemporaryDirectory(prefix="workbench-") as folder,
         _job(lambda line: None, job, declared, WORKBENCH_CHECK="1"),
     ):
         target = Path(folder) / source.name
-        code, told = _execute(source, target, given, kernel, language, skip_look=True)
-        outputs = [one for cell in read_json(target)["cells"] for one in cell.get("outputs", [])]
-    errors = [one for one in outputs if one["output_type"] == "error"]
+        code, error = _execute(source, target, given, kernel, language, skip_look=True)
+        outputs = [output for cell in read_json(target)["cells"] for output in cell.get("outputs", [])]
+    errors = [output for output in outputs if output["output_type"] == "error"]
     if code == OK:
         return OK, "every cell ran; none of them trains"
     if errors and errors[0]["ename"] == "Checked":
         return OK, errors[0]["evalue"]
-    return (REFUSED if code == FAILED else code), f"{errors[0]['ename']}: {errors[0]['evalue']}" if errors else told
+    return (REFUSED if code == FAILED else code), f"{errors[0]['ename']}: {errors[0]['evalue']}" if errors else error
 
 
 def _fresh(source: Path) -> Path:

@@ -28,14 +28,14 @@ def files() -> dict[str, Path]:
     """Starter files (notebooks, data, tiny models): path in the folder to be written → path in the installation."""
     packed, project = PACKAGE / "starter", PACKAGE.parent / "pyproject.toml"
     if packed.is_dir():
-        found = [path for path in packed.rglob("*") if path.is_file()]
-        return {path.relative_to(packed).as_posix(): path for path in sorted(found)}
+        paths = [path for path in packed.rglob("*") if path.is_file()]
+        return {path.relative_to(packed).as_posix(): path for path in sorted(paths)}
     if not project.is_file():
         what = f"no notebooks found in the workbench installation {str(PACKAGE)!r}"
         raise SettingError(what, expected=f"the folder {packed} or the file {project}", do="install workbench again")
     patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["workbench"]["starter"]
-    found = [path for pattern in patterns for path in project.parent.glob(pattern) if path.is_file()]
-    return {path.relative_to(project.parent).as_posix(): path for path in sorted(found)}
+    paths = [path for pattern in patterns for path in project.parent.glob(pattern) if path.is_file()]
+    return {path.relative_to(project.parent).as_posix(): path for path in sorted(paths)}
 
 
 def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -125,15 +125,15 @@ def new(
         raise SettingError(f"name of the notebook {str(target)!r}", expected="a name that ends in .ipynb")
     if path.exists():
         raise SettingError(f"there is a file {str(target)!r} already", do="choose another name, or move it away")
-    given = {"model": model, "train_file": train_file}
+    defaults = {"model": model, "train_file": train_file}
     document = json.loads(TEMPLATE.read_text(encoding="utf-8"))
     for cell in document["cells"]:
         lines = cell["source"]
         for number, line in enumerate(lines):
             name, equals, rest = line.partition(" = ")
-            if cell["metadata"].get("tags") == ["parameters"] and equals and name in given:
+            if cell["metadata"].get("tags") == ["parameters"] and equals and name in defaults:
                 value, _, help = rest.partition("  # ")
-                chosen = given[name] or _found(ast.literal_eval(value), path.parent)
+                chosen = defaults[name] or _found(ast.literal_eval(value), path.parent)
                 lines[number] = f"{name} = {json.dumps(chosen, ensure_ascii=False)}  # {help}"
             lines[number] = lines[number].replace("mine.ipynb", path.name).replace("runs/mine", f"runs/{path.stem}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -59,17 +59,17 @@ def values_of(text: str) -> list[Any]:
             piece = ""
     if piece or (len(parts) > 1 and "" in parts):
         raise SettingError("values of a grid", expected="values with commas between them", found=repr(text))
-    found: list[Any] = []
+    values: list[Any] = []
     for part in parts:
         if ends := re.fullmatch(r"([+-]?\d+)\.\.([+-]?\d+)", part):
             first, last = map(int, ends.groups())
             if not first <= last < first + MOST:
                 expected = f"first..last, both included, at most {MOST}"
                 raise SettingError("a range in a grid", expected=expected, found=part)
-            found += range(first, last + 1)
+            values += range(first, last + 1)
         else:
-            found.append(ast.literal_eval(part) if part[:1] in ("'", '"') else part)
-    return found
+            values.append(ast.literal_eval(part) if part[:1] in ("'", '"') else part)
+    return values
 
 
 def _closed(text: str) -> bool:
@@ -97,14 +97,14 @@ def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str
         number *= len(values)
     if not 1 <= number <= MOST:
         raise SettingError("jobs of a sweep", expected=f"1 to {MOST}", found=number)
-    several, found = [name for name, values in axes.items() if len(values) > 1], dict[str, dict[str, Any]]()
+    several, jobs = [name for name, values in axes.items() if len(values) > 1], dict[str, dict[str, Any]]()
     for combination in itertools.product(*axes.values()):
         values = resolve(notebook, dict(zip(axes, combination, strict=True)))
         name = ",".join(f"{one}={_plain(values[one])}" for one in several) or Path(notebook).stem
-        if name in found:
+        if name in jobs:
             raise SettingError("two jobs of a sweep are the same", found=name, do="leave one of the values out")
-        found[name] = values
-    return found
+        jobs[name] = values
+    return jobs
 
 
 def _plain(value: Any) -> str:

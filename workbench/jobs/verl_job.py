@@ -80,16 +80,18 @@ class VerlJob:
 
         A smaller batch takes its mini-batches along. Raises `SettingError` for an unknown name, or one of several settings.
         """
-        found = {self._key(name): value for name, value in settings.items()}
+        changes = {self._key(name): value for name, value in settings.items()}
         spelled = {key: name for name in self.settings for key in canonical({name: self.settings[name]})}
-        given = {name: value for name, value in self.settings.items() if not set(canonical({name: value})) & set(found)}
-        batch, mini = found.get(_BATCH), canonical(self.settings).get(_MINI, DEFAULTS[_MINI])
-        if batch is not None and _MINI not in found and isinstance(mini, int):
+        kept = {
+            name: value for name, value in self.settings.items() if not set(canonical({name: value})) & set(changes)
+        }
+        batch, mini = changes.get(_BATCH), canonical(self.settings).get(_MINI, DEFAULTS[_MINI])
+        if batch is not None and _MINI not in changes and isinstance(mini, int):
             before = canonical(self.settings).get(_BATCH, DEFAULTS[_BATCH])
-            given.pop(spelled.get(_MINI, _MINI), None)
-            found[_MINI] = max(1, round(min(mini, before) * batch / before))
-        suffix = "" if _SHORT["run"] in found else self.suffix
-        return _job(Command({**given, **found}, dict(self.left_out), self.source, suffix))
+            kept.pop(spelled.get(_MINI, _MINI), None)
+            changes[_MINI] = max(1, round(min(mini, before) * batch / before))
+        suffix = "" if _SHORT["run"] in changes else self.suffix
+        return _job(Command({**kept, **changes}, dict(self.left_out), self.source, suffix))
 
     def _key(self, name: str) -> str:
         if "." in name:
@@ -148,33 +150,33 @@ class VerlJob:
             >>> run = await wb.train(pipe, rows, eval_rows=held, **how)  # doctest: +SKIP
         """
         job = self.adapted(model, train_files, val_files, without, overrides)
-        made = _planned(job, policy=engine is None)
+        planned = _planned(job, policy=engine is None)
         rows, eval_rows = (files if isinstance(files, Rows) else None for files in (train_files, val_files))
         names: dict[str, Any] = {"policy": engine, "rows": rows, "eval_rows": eval_rows, "reward": reward}
-        parts = [Call("rows", (file,), made.rows) for file in made.train_files]
-        for name, call in data(made, made.model, made.train_files, made.eval_files, parts):
-            if names[name] is None and (name != "eval_rows" or made.eval_files):
+        parts = [Call("rows", (file,), planned.rows) for file in planned.train_files]
+        for name, call in data(planned, planned.model, planned.train_files, planned.eval_files, parts):
+            if names[name] is None and (name != "eval_rows" or planned.eval_files):
                 names[name] = _result(call, names)
-        if reward is None and made.reward:
-            names["reward"] = reward_from(made.reward, tokenizer=names["policy"].tokenizer)
-        for name, call in program(made, reward=names["reward"] is not None):
+        if reward is None and planned.reward:
+            names["reward"] = reward_from(planned.reward, tokenizer=names["policy"].tokenizer)
+        for name, call in program(planned, reward=names["reward"] is not None):
             names[name] = _result(call, names)
-        how = dict(made.train)
-        how.setdefault("steps", made.epochs * (len(names["rows"]) // how["batch_size"]))
+        how = dict(planned.train)
+        how.setdefault("steps", planned.epochs * (len(names["rows"]) // how["batch_size"]))
         return names["pipe"], names["rows"], names["eval_rows"], how
 
     def adapted(
         self, model: Any, train_files: Any, val_files: Any, without: Sequence[str], overrides: Mapping[str, Any]
     ) -> VerlJob:
         """The job with another model and files, without refused settings that are named. Raises `SettingError` for the others."""
-        given = _replaced(model, train_files, val_files) | dict(overrides)
+        changes = _replaced(model, train_files, val_files) | dict(overrides)
         names = {row.key for row in self.rows}
         for name in without:
             if name not in names:
                 raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
         left = {key: value for key, value in self.left_out.items() if key not in without}
         kept = {key: value for key, value in self.settings.items() if key not in without}
-        job = _job(Command(kept, left, self.source, self.suffix)).with_settings(**given)
+        job = _job(Command(kept, left, self.source, self.suffix)).with_settings(**changes)
         lines = [f"\n- {row.key}={row.value}: {row.why}" for row in job.refused if row.key not in without]
         if lines:
             do = "\nchange these, or leave them out by name: open(without=[…])"
@@ -199,14 +201,14 @@ class VerlJob:
 
 def _replaced(model: Any, train_files: Any, val_files: Any) -> dict[str, Any]:
     """Settings for another model and files; rows that are there need none."""
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if model is not None:
-        given |= {"actor_rollout_ref.model.path": str(model), "critic.model.path": str(model)}
+        changes |= {"actor_rollout_ref.model.path": str(model), "critic.model.path": str(model)}
     if train_files is not None:
-        given |= {"data.train_files": [] if isinstance(train_files, Rows) else train_files, "data.val_files": []}
+        changes |= {"data.train_files": [] if isinstance(train_files, Rows) else train_files, "data.val_files": []}
     if val_files is not None and not isinstance(val_files, Rows):
-        given["data.val_files"] = val_files
-    return given
+        changes["data.val_files"] = val_files
+    return changes
 
 
 def verl(source: Any, *, command: int | None = None) -> VerlJob:
@@ -257,13 +259,13 @@ def _result(value: Any, names: Mapping[str, Any]) -> Any:
         name, *attributes = value.split(".")
         return functools.reduce(getattr, attributes, names[name])
     if isinstance(value, list):
-        return [_result(one, names) for one in value]
+        return [_result(part, names) for part in value]
     if not isinstance(value, Call):
         return value
-    args = [_result(one, names) for one in value.args]
+    args = [_result(part, names) for part in value.args]
     if value.name.startswith("."):
         function = getattr(args.pop(0), value.name[1:])
     else:
         function = resolve_name(f"workbench.{value.name}")
-    settings = {name: _result(one, names) for name, one in value.settings.items()}
+    settings = {name: _result(part, names) for name, part in value.settings.items()}
     return function if value.bare else function(*args, **settings)

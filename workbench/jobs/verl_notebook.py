@@ -44,10 +44,10 @@ _TITLES = {
 }  # fmt: skip
 
 
-def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Path:
+def write(path: str | Path, source: str, planned: Plan, near: Sequence[Row]) -> Path:
     """Write the notebook of a plan to `path`, and return that; `near` is where it is not verl to the letter."""
-    values, name = _parameters(made), Path(path).name
-    statements = program(replace(made, settings=_recipe_settings(made)), reward=bool(made.reward))
+    values, name = _parameters(planned), Path(path).name
+    statements = program(replace(planned, settings=_recipe_settings(planned)), reward=bool(planned.reward))
     written = [(target, _statement(f"{target} = ", call)) for target, call in statements]
     origin = "a verl command" if source in TEXTS else Path(source).name
     lines = [
@@ -55,7 +55,7 @@ def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Pat
         for row in near
     ]
     title = [
-        f"# {_TITLES.get(made.recipe, made.recipe)}, as in {origin}", "",
+        f"# {_TITLES.get(planned.recipe, planned.recipe)}, as in {origin}", "",
         "Made by `workbench translate` from a verl command. Where it is not verl to the letter:", "", *(lines or ["- nowhere"]), "",
         "```", f"workbench check {name}      # everything that can be refused before work starts", f"workbench train {name}", "```",
     ]  # fmt: skip
@@ -65,15 +65,15 @@ def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Pat
         v4.new_code_cell(_parameter_lines(values), metadata={"tags": ["parameters"]}),
         v4.new_code_cell("import workbench as wb"),
         v4.new_markdown_cell("## The data, checked"),
-        v4.new_code_cell(_data(made)),
-        *([v4.new_code_cell(_reward(made))] if made.reward else []),
+        v4.new_code_cell(_data(planned)),
+        *([v4.new_code_cell(_reward(planned))] if planned.reward else []),
         *[v4.new_code_cell(f"{text}\n{target}") for target, text in written if target != "pipe"],
         v4.new_markdown_cell("## The algorithm\n\nA list of stages: replace one, change a setting, print it."),
         v4.new_code_cell("\n".join([*(text for target, text in written if target == "pipe"), "pipe"])),
         v4.new_markdown_cell("One batch first, phase by phase; stepping up to the advantage changes no weights."),
         v4.new_code_cell('wb.Stepper(pipe, rows.batch(batch_size, seed=seed)).run(until="advantage")', metadata={"tags": ["look"]}),
         v4.new_markdown_cell("## Training"),
-        v4.new_code_cell(_training(made, values)),
+        v4.new_code_cell(_training(planned, values)),
         v4.new_markdown_cell("## What happened"),
         v4.new_code_cell("result.curves()"),
         v4.new_code_cell("result.summary"),
@@ -87,26 +87,26 @@ def write(path: str | Path, source: str, made: Plan, near: Sequence[Row]) -> Pat
     return Path(path)
 
 
-def _parameters(made: Plan) -> dict[str, Any]:
+def _parameters(planned: Plan) -> dict[str, Any]:
     """The notebook's parameters: name → value. `None` for steps where the command counts epochs."""
-    known = inspect.signature(recipes.by_name(made.recipe)).parameters
+    known = inspect.signature(recipes.by_name(planned.recipe)).parameters
     settings = {
-        name: made.settings.get(name, known[name].default)
+        name: planned.settings.get(name, known[name].default)
         for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")
     }
-    if "sampling" in made.settings:
-        settings["max_tokens"] = made.settings["sampling"].settings.get("max_tokens")
-    found = {
-        "model": made.model, "train_file": made.train_files, "eval_file": made.eval_files, "run": made.train["run"],
-        "resume": made.train.get("resume", "never"), "steps": made.train.get("steps"), "epochs": made.epochs,
-        "batch_size": made.train["batch_size"], **settings, "lr": made.engine.get("lr", 1e-6),
-        "max_prompt_length": made.rows.get("max_prompt_length"), "test_freq": made.train.get("test_freq", 0),
-        "save_freq": made.train.get("save_freq", 0), "seed": made.train.get("seed", 0),
+    if "sampling" in planned.settings:
+        settings["max_tokens"] = planned.settings["sampling"].settings.get("max_tokens")
+    values = {
+        "model": planned.model, "train_file": planned.train_files, "eval_file": planned.eval_files, "run": planned.train["run"],
+        "resume": planned.train.get("resume", "never"), "steps": planned.train.get("steps"), "epochs": planned.epochs,
+        "batch_size": planned.train["batch_size"], **settings, "lr": planned.engine.get("lr", 1e-6),
+        "max_prompt_length": planned.rows.get("max_prompt_length"), "test_freq": planned.train.get("test_freq", 0),
+        "save_freq": planned.train.get("save_freq", 0), "seed": planned.train.get("seed", 0),
     }  # fmt: skip
-    found["max_tokens"] = found["max_tokens"] or 128
-    if found["steps"] is not None:
-        del found["epochs"]
-    return found
+    values["max_tokens"] = values["max_tokens"] or 128
+    if values["steps"] is not None:
+        del values["epochs"]
+    return values
 
 
 def _parameter_lines(values: Mapping[str, Any]) -> str:
@@ -137,20 +137,20 @@ def _reward(made: Plan) -> str:
     return f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
 
 
-def _recipe_settings(made: Plan) -> dict[str, Any]:
+def _recipe_settings(planned: Plan) -> dict[str, Any]:
     """The recipe's settings; those that are parameters by their names."""
     names = {name: Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
-    settings = {**made.settings, **names}
-    if "sampling" in made.settings:
-        call = made.settings["sampling"]
+    settings = {**planned.settings, **names}
+    if "sampling" in planned.settings:
+        call = planned.settings["sampling"]
         settings["sampling"] = call._replace(settings={**call.settings, "max_tokens": settings.pop("max_tokens")})
     return settings
 
 
-def _training(made: Plan, values: Mapping[str, Any]) -> str:
+def _training(planned: Plan, values: Mapping[str, Any]) -> str:
     names = ("steps", "batch_size", "seed", "run", "resume", "eval_rows", "test_freq", "save_freq")
     settings = {name: Name(name) for name in names} | {
-        name: one for name, one in made.train.items() if name not in names
+        name: one for name, one in planned.train.items() if name not in names
     }
     if "epochs" in values:
         settings["steps"] = Name("steps or epochs * (len(rows) // batch_size)")
@@ -163,11 +163,11 @@ def _statement(start: str, call: Call) -> str:
     A method of what a call makes stands behind that call.
     """
     if call.name.startswith(".") and isinstance(call.args[0], Call):
-        _, given = _parts(call._replace(name="", args=call.args[1:]))
-        return f"{_statement(start, call.args[0])}{call.name}({', '.join(given)})"
-    function, given = _parts(call)
-    line = f"{start}{function}({', '.join(given)})"
-    return line if len(line) <= 100 else "\n".join([f"{start}{function}(", *(f"    {one}," for one in given), ")"])
+        _, arguments = _parts(call._replace(name="", args=call.args[1:]))
+        return f"{_statement(start, call.args[0])}{call.name}({', '.join(arguments)})"
+    function, arguments = _parts(call)
+    line = f"{start}{function}({', '.join(arguments)})"
+    return line if len(line) <= 100 else "\n".join([f"{start}{function}(", *(f"    {one}," for one in arguments), ")"])
 
 
 def _parts(call: Call) -> tuple[str, list[str]]:

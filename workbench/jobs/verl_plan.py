@@ -136,54 +136,57 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Pla
     )
 
 
-def data(made: Plan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
+def data(planned: Plan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
     """The statements `name = call` that make `policy`, `rows` and `eval_rows`; a mixture has `parts`, the rows of each file."""
 
     def fitting(rows: Call) -> Call:
-        left_out = made.overlong == "drop"
+        left_out = planned.overlong == "drop"
         return Call(".fitting", (rows, Name("policy.tokenizer")), {"overlong": "drop"}) if left_out else rows
 
-    switches = {"template_switches": made.switches} if made.switches else {}
-    yield "policy", Call("engines.local", (model,), {**made.engine, **switches})
-    every = Call("rows", (train_files,), made.rows)
-    yield "rows", fitting(every if made.weights is None else Call("datasets.mix", (parts,), {"weights": made.weights}))
-    held = {name: one for name, one in made.rows.items() if name != "limit"}
-    held |= {"limit": made.eval_limit} if made.eval_limit else {}
+    switches = {"template_switches": planned.switches} if planned.switches else {}
+    yield "policy", Call("engines.local", (model,), {**planned.engine, **switches})
+    every = Call("rows", (train_files,), planned.rows)
+    yield (
+        "rows",
+        fitting(every if planned.weights is None else Call("datasets.mix", (parts,), {"weights": planned.weights})),
+    )
+    held = {name: one for name, one in planned.rows.items() if name != "limit"}
+    held |= {"limit": planned.eval_limit} if planned.eval_limit else {}
     yield "eval_rows", fitting(Call("rows", (eval_files,), held))
 
 
-def program(made: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
+def program(planned: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
     """The statements `name = call` that make `agent`, `critic` and `pipe` of `policy`, `rows` and, where there is one, `reward`."""
     policy, pipe = Name("policy"), Name("pipe")
-    objects: dict[str, Any] = {} if made.agent is None else {"agent": made.agent}
-    if isinstance(made.agent, dict):
-        files = [name for name in ("tools", "interactions") if name in made.agent]
-        loaded: dict[str, Any] = {name: Call(f"agents.load_{name}", (made.agent[name],)) for name in files}
-        yield "agent", Call("agents.ToolAgent", (), {**made.agent, **loaded})
+    objects: dict[str, Any] = {} if planned.agent is None else {"agent": planned.agent}
+    if isinstance(planned.agent, dict):
+        files = [name for name in ("tools", "interactions") if name in planned.agent]
+        loaded: dict[str, Any] = {name: Call(f"agents.load_{name}", (planned.agent[name],)) for name in files}
+        yield "agent", Call("agents.ToolAgent", (), {**planned.agent, **loaded})
         objects["agent"] = Name("agent")
-    if made.critic is not None:
-        settings = dict(made.critic)
+    if planned.critic is not None:
+        settings = dict(planned.critic)
         base = Call("engines.local", (settings.pop("path"),)) if "path" in settings else policy
         yield "critic", Call(".critic", (base,), settings)
         objects["critic"] = Name("critic")
-    if made.recipe == "dapo":
+    if planned.recipe == "dapo":
         objects["rows"] = Name("rows")
-    if made.reference is not None:
-        objects["reference"] = Call("engines.local", (made.reference,))
+    if planned.reference is not None:
+        objects["reference"] = Call("engines.local", (planned.reference,))
     args = (policy, Name("reward")) if reward else (policy,)
-    yield "pipe", Call(f"recipes.{made.recipe}", args, {**made.settings, **objects})
-    changes = dict(made.changes)
-    if made.advantage is not None:
+    yield "pipe", Call(f"recipes.{planned.recipe}", args, {**planned.settings, **objects})
+    changes = dict(planned.changes)
+    if planned.advantage is not None:
         if "old_log_prob" in changes:
             yield "pipe", Call(".replace", (pipe, "old_log_prob"), changes.pop("old_log_prob"))
-        settings = {**made.advantage.settings, **changes.pop("advantage", {})}
-        yield "pipe", Call(".replace", (pipe, "advantage", made.advantage._replace(settings=settings)))
+        settings = {**planned.advantage.settings, **changes.pop("advantage", {})}
+        yield "pipe", Call(".replace", (pipe, "advantage", planned.advantage._replace(settings=settings)))
     for stage, settings in changes.items():
         yield "pipe", Call(".replace", (pipe, stage), settings)
-    if made.correction:
-        yield "pipe", Call("recipes.with_rollout_correction", (pipe,), made.correction)
-    if made.resample is not None:
-        yield "pipe", Call(".insert_after", (pipe, "advantage", made.resample))
+    if planned.correction:
+        yield "pipe", Call("recipes.with_rollout_correction", (pipe,), planned.correction)
+    if planned.resample is not None:
+        yield "pipe", Call(".insert_after", (pipe, "advantage", planned.resample))
 
 
 class _Read:
@@ -242,17 +245,17 @@ def _mini(read: _Read) -> int | None:
 
 def _engine(read: _Read) -> dict[str, Any]:
     """Settings of the engine that are not its defaults."""
-    found = _at(read, "LocalSettings")
-    found.pop("dtype", None)
-    found.pop("warmup_steps", None)
-    found["pack"] = "auto"
-    found |= _warmup(read, f"{_ACTOR}.optim") | _lora(read)
-    if found.get("schedule") == "cosine":
-        found["total_steps"] = _total(read)
-    if isinstance(found.get("betas"), list):
-        found["betas"] = tuple(found["betas"])
+    settings = _at(read, "LocalSettings")
+    settings.pop("dtype", None)
+    settings.pop("warmup_steps", None)
+    settings["pack"] = "auto"
+    settings |= _warmup(read, f"{_ACTOR}.optim") | _lora(read)
+    if settings.get("schedule") == "cosine":
+        settings["total_steps"] = _total(read)
+    if isinstance(settings.get("betas"), list):
+        settings["betas"] = tuple(settings["betas"])
     usual = LocalSettings()
-    return {name: value for name, value in found.items() if value is not None and value != getattr(usual, name)}
+    return {name: value for name, value in settings.items() if value is not None and value != getattr(usual, name)}
 
 
 def _total(read: _Read) -> int | None:
@@ -295,15 +298,17 @@ def _critic(read: _Read) -> dict[str, Any] | None:
     if not has_critic(read.values):
         return None
     usual, mine = LocalSettings(), _engine(read)
-    own = {name: one for name, one in _at(read, "critic").items() if name != "warmup_steps"}
-    own = {"weight_decay": usual.weight_decay, "betas": usual.betas, "grad_clip": usual.grad_clip, **own}
-    own |= {"schedule": "constant", "warmup_steps": _warmup(read, "critic.optim").get("warmup_steps", 0)}
-    own["betas"] = tuple(own["betas"])
+    settings = {name: one for name, one in _at(read, "critic").items() if name != "warmup_steps"}
+    settings = {"weight_decay": usual.weight_decay, "betas": usual.betas, "grad_clip": usual.grad_clip, **settings}
+    settings |= {"schedule": "constant", "warmup_steps": _warmup(read, "critic.optim").get("warmup_steps", 0)}
+    settings["betas"] = tuple(settings["betas"])
     path, model = read("critic.model.path"), read(f"{_MODEL}.path")
-    found = {name: value for name, value in own.items() if value != mine.get(name, getattr(usual, name))}
+    changes = {name: value for name, value in settings.items() if value != mine.get(name, getattr(usual, name))}
     if path is not None and path != model:
-        found = {name: value for name, value in own.items() if value != getattr(usual, name)} | {"path": _path(path)}
-    return {"lr": read("critic.optim.lr", 1e-5), **found} if found else None
+        changes = {name: value for name, value in settings.items() if value != getattr(usual, name)} | {
+            "path": _path(path)
+        }
+    return {"lr": read("critic.optim.lr", 1e-5), **changes} if changes else None
 
 
 # --- recipe ---------------------------------------------------------------------------------------
@@ -328,49 +333,52 @@ def _clip(read: _Read) -> dict[str, float]:
 
 
 def _sampling(read: _Read) -> dict[str, Any]:
-    given = _at(read, "SamplingSettings")
-    given = {"temperature": 1.0, **given, "max_tokens": longest(read.values, "response")}
-    given["temperature"] = read(f"{_ROLLOUT}.temperature", 1.0)
+    settings = _at(read, "SamplingSettings")
+    settings = {"temperature": 1.0, **settings, "max_tokens": longest(read.values, "response")}
+    settings["temperature"] = read(f"{_ROLLOUT}.temperature", 1.0)
     usual = SamplingSettings()
-    given = {name: value for name, value in given.items() if value is not None and value != getattr(usual, name)}
-    more = set(given) - {"temperature", "max_tokens"}
-    return {"sampling": Call("SamplingSettings", (), given)} if more else given
+    settings = {name: value for name, value in settings.items() if value is not None and value != getattr(usual, name)}
+    more = set(settings) - {"temperature", "max_tokens"}
+    return {"sampling": Call("SamplingSettings", (), settings)} if more else settings
 
 
 def _settings(read: _Read) -> dict[str, Any]:
     """Settings of the recipe, without those that are its own defaults."""
     recipe, (in_loss, in_reward) = _recipe(read), _kl(read)
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **_at(read, "PolicyLoss"),
         **_clip(read),
         **_sampling(read),
         "loss_mode": read(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"),
     }
-    given |= {
+    settings |= {
         "group_size": read(f"{_ROLLOUT}.n"),
         "ppo_mini_batch_size": _mini(read),
         "ppo_epochs": read(f"{_ACTOR}.ppo_epochs", 1),
     }
-    given |= {"loss_agg_mode": read(f"{_ACTOR}.loss_agg_mode", "token-mean"), "kl_coef": in_loss or in_reward}
-    given |= {
+    settings |= {"loss_agg_mode": read(f"{_ACTOR}.loss_agg_mode", "token-mean"), "kl_coef": in_loss or in_reward}
+    settings |= {
         "kl_type": read(f"{_ACTOR}.kl_loss_type"),
         "norm_adv_by_std": read("algorithm.norm_adv_by_std_in_grpo", True),
     }
-    if given["loss_agg_mode"] == "seq-mean-token-sum-norm":  # verl's width is the padded one
-        given.setdefault("loss_scale_factor", float(longest(read.values, "response")))
+    if settings["loss_agg_mode"] == "seq-mean-token-sum-norm":  # verl's width is the padded one
+        settings.setdefault("loss_scale_factor", float(longest(read.values, "response")))
     if recipe in ("ppo", "reinforce_plus_plus"):
-        given |= {"kl_type": _kind(read), "kl_coef": in_reward or in_loss, "gamma": read("algorithm.gamma", 1.0)}
+        settings |= {"kl_type": _kind(read), "kl_coef": in_reward or in_loss, "gamma": read("algorithm.gamma", 1.0)}
     if recipe == "ppo":
         lam, lr = read("algorithm.lam", 1.0), read("critic.optim.lr", 1e-5)
-        given |= {"lam": lam, "critic_lr": lr, "critic_warmup": read("trainer.critic_warmup", 0)}
-        given |= {"cliprange_value": read("critic.cliprange_value", 0.5)}
+        settings |= {"lam": lam, "critic_lr": lr, "critic_warmup": read("trainer.critic_warmup", 0)}
+        settings |= {"cliprange_value": read("critic.cliprange_value", 0.5)}
         if in_reward and read("algorithm.kl_ctrl.type") == "adaptive":
-            given |= {"kl_target": read("algorithm.kl_ctrl.target_kl"), "kl_horizon": read("algorithm.kl_ctrl.horizon")}
+            settings |= {
+                "kl_target": read("algorithm.kl_ctrl.target_kl"),
+                "kl_horizon": read("algorithm.kl_ctrl.horizon"),
+            }
     if recipe == "dapo":
-        given["max_num_gen_batches"] = read("algorithm.filter_groups.max_num_gen_batches") or 4
+        settings["max_num_gen_batches"] = read("algorithm.filter_groups.max_num_gen_batches") or 4
     known = inspect.signature(recipes.by_name(recipe)).parameters
     # dr_grpo, dapo and gspo have their own max_tokens; a default of the recipe's that is not verl's is written out
-    return {name: value for name, value in given.items() if name in known and value != known[name].default}
+    return {name: value for name, value in settings.items() if name in known and value != known[name].default}
 
 
 def _kind(read: _Read) -> str:
@@ -382,13 +390,13 @@ def _changes(read: _Read) -> dict[str, dict[str, Any]]:
     """Stage → settings that the recipe does not take."""
     squares = {"sum_pi_squared": True} if "token_baseline" in estimator(read.values) else {}
     critic = _critic_changes(read) if _recipe(read) == "ppo" else {}
-    found = {
+    changes = {
         "old_log_prob": squares,
         "advantage": _advantage_changes(read),
         "update_critic": critic,
         "update_actor": _actor_changes(read),
     }
-    return {stage: settings for stage, settings in found.items() if settings}
+    return {stage: settings for stage, settings in changes.items() if settings}
 
 
 def _inner(read: _Read) -> bool:
@@ -399,35 +407,35 @@ def _inner(read: _Read) -> bool:
 def _actor_changes(read: _Read) -> dict[str, Any]:
     in_loss, in_reward = _kl(read)
     known = (*inspect.signature(recipes.by_name(_recipe(read))).parameters, "clip_ratio_low", "kl_coef")
-    found = {name: one for name, one in _at(read, "PolicyLoss").items() if name not in known} | _at(read, "Update")
+    changes = {name: one for name, one in _at(read, "PolicyLoss").items() if name not in known} | _at(read, "Update")
     if _inner(read) and in_reward and not in_loss:
-        found["kl_coef"] = 0.0
+        changes["kl_coef"] = 0.0
     if not _inner(read) and in_loss:
-        found |= {"kl_coef": in_loss, "kl_type": read(f"{_ACTOR}.kl_loss_type")}
-    return found
+        changes |= {"kl_coef": in_loss, "kl_type": read(f"{_ACTOR}.kl_loss_type")}
+    return changes
 
 
 def _advantage_changes(read: _Read) -> dict[str, Any]:
     in_loss, in_reward = _kl(read)
-    recipe, method, found = _recipe(read), estimator(read.values), dict[str, Any]()
+    recipe, method, changes = _recipe(read), estimator(read.values), dict[str, Any]()
     if in_reward and recipe != "ppo":
-        found |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
+        changes |= {"kl_controller": _controller(read), "kl_type": _kind(read)}
     if not _inner(read) and in_loss and not in_reward:
-        found["kl_controller"] = None
+        changes["kl_controller"] = None
     plain = read("algorithm.norm_adv_by_std_in_grpo", True) is False and method.startswith("grpo")
     if plain and "norm_adv_by_std" not in inspect.signature(recipes.by_name(recipe)).parameters:
-        found["norm_by_std"] = False
+        changes["norm_by_std"] = False
     if read(f"{_ROLLOUT}.n") == 1 and method in GROUPED and method not in ("grpo_passk", "rloo_vectorized"):
-        found["singleton"] = "verl"
-    return found
+        changes["singleton"] = "verl"
+    return changes
 
 
 def _critic_changes(read: _Read) -> dict[str, Any]:
-    found = {name: one for name, one in _at(read, "update_critic").items() if one is not None}
-    if found.get("ppo_mini_batch_size", 0) >= read("data.train_batch_size"):
-        found["ppo_mini_batch_size"] = None
+    changes = {name: one for name, one in _at(read, "update_critic").items() if one is not None}
+    if changes.get("ppo_mini_batch_size", 0) >= read("data.train_batch_size"):
+        changes["ppo_mini_batch_size"] = None
     mode = read("critic.loss_agg_mode", read(f"{_ACTOR}.loss_agg_mode"))
-    return found | ({"loss_agg_mode": mode} if mode not in (None, "token-mean") else {})
+    return changes | ({"loss_agg_mode": mode} if mode not in (None, "token-mean") else {})
 
 
 def _controller(read: _Read) -> Call:
@@ -466,22 +474,22 @@ def _agent(read: _Read) -> dict[str, Any] | str | None:
         return loop
     if not has_turns(read.values):
         return None
-    given = {name: one for name, one in _at(read, "ToolAgent").items() if one is not None}
+    settings = {name: one for name, one in _at(read, "ToolAgent").items() if one is not None}
     files = {"tools": read(f"{_TURNS}.tool_config_path"), "interactions": read(f"{_TURNS}.interaction_config_path")}
     if files["tools"]:
-        given.setdefault("parser", "hermes")  # verl's default
+        settings.setdefault("parser", "hermes")  # verl's default
     else:
-        given.pop("parser", None)
-    return {**given, **{name: _path(file) for name, file in files.items() if file}}
+        settings.pop("parser", None)
+    return {**settings, **{name: _path(file) for name, file in files.items() if file}}
 
 
 def _train(read: _Read) -> dict[str, Any]:
-    given = _at(read, "train")
+    settings = _at(read, "train")
     kept, logger = read("trainer.max_actor_ckpt_to_keep"), read("trainer.logger")
     ahead = read("trainer.v1.trainer_mode", "sync") not in ("sync", None) or read("trainer.scheduler")
-    found = {
+    values = {
         "seed": read("data.seed", read("actor_rollout_ref.rollout.seed")),
-        "val_samples": given.get("val_samples"),
+        "val_samples": settings.get("val_samples"),
         **{name: every for name in ("test_freq", "save_freq") if (every := read(f"trainer.{name}") or 0) > 0},
         "keep_checkpoints": None if kept is None else max(2, kept),
         "trace_freq": 1 if read("trainer.rollout_data_dir") else None,
@@ -489,9 +497,9 @@ def _train(read: _Read) -> dict[str, Any]:
         "project": read("trainer.project_name"),
         "trackers": None if logger is None else [one for one in ([logger] if isinstance(logger, str) else logger) if _there(one)],
     }  # fmt: skip
-    found = {name: one for name, one in found.items() if one is not None}
+    values = {name: one for name, one in values.items() if one is not None}
     resume = "never" if read("trainer.resume_mode") == "disable" else "auto"
-    return {"batch_size": read("data.train_batch_size"), "resume": resume, **found}
+    return {"batch_size": read("data.train_batch_size"), "resume": resume, **values}
 
 
 def _run(read: _Read, name: str) -> str:

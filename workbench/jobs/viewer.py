@@ -42,46 +42,46 @@ class Viewer:
         self._one = threading.Lock()
         self._cookie = f"workbench-{secrets.token_hex(4)}"  # cookies are shared by all servers of a host
 
-    def guard(self, asked: Asked) -> str:
+    def guard(self, request: Asked) -> str:
         """Why a request is refused: a name that is not this machine's, another page's script, or no token."""
-        host = asked.headers.get("Host") or ""
+        host = request.headers.get("Host") or ""
         if not is_named(host, self._names):
             return f"not served under the name {host[:80]!r}: open the address that workbench view printed"
-        if asked.headers.get("Origin", f"http://{host}") != f"http://{host}":
-            return f"not for pages of {asked.headers['Origin'][:80]!r}"
-        given = [*parse_qs(urlsplit(asked.path).query).get("token", ()), self._kept(asked)]
-        if not any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given):
+        if request.headers.get("Origin", f"http://{host}") != f"http://{host}":
+            return f"not for pages of {request.headers['Origin'][:80]!r}"
+        tokens = [*parse_qs(urlsplit(request.path).query).get("token", ()), self._kept(request)]
+        if not any(hmac.compare_digest(one.encode(), self.token.encode()) for one in tokens):
             return "the token is missing or wrong: open the whole address that workbench view printed"
         return ""
 
-    def _kept(self, asked: Asked) -> str:
+    def _kept(self, request: Asked) -> str:
         try:
-            found = SimpleCookie(asked.headers.get("Cookie") or "").get(self._cookie)
+            cookie = SimpleCookie(request.headers.get("Cookie") or "").get(self._cookie)
         except CookieError:
             return ""
-        return found.value if found is not None else ""
+        return cookie.value if cookie is not None else ""
 
-    def __call__(self, asked: Asked) -> tuple[int, Any]:
+    def __call__(self, request: Asked) -> tuple[int, Any]:
         """The answer to a request."""
-        address = urlsplit(asked.path)
+        address = urlsplit(request.path)
         path, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         with self._one:
             try:
-                if "token" in query and asked.method == "GET":  # out of the address, the history and the next Referer
+                if "token" in query and request.method == "GET":  # out of the address, the history and the next Referer
                     kept = f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
                     here = "/" + quote(path.lstrip("/\\"))  # browsers read `/\evil.com/` as the address of another host
                     return 302, Text("", "text/plain", {"Location": here, "Set-Cookie": kept, **HEADERS})
-                if asked.method == "POST":
-                    return 200, self._ask(path.removeprefix("-/ask/"), json.loads(asked.body))
+                if request.method == "POST":
+                    return 200, self._ask(path.removeprefix("-/ask/"), json.loads(request.body))
                 if path.startswith("-/"):
                     return 200, self._own(path[2:], query)
                 return 200, self._page(path + "index.html" if path.endswith("/") or not path else path, query)
             except (json.JSONDecodeError, RecursionError) as error:
-                return 400, _sorry(asked, first_line(error, 300))
+                return 400, _sorry(request, first_line(error, 300))
             except LookupError as error:
-                return 404, _sorry(asked, first_line(error, 300))
+                return 404, _sorry(request, first_line(error, 300))
             except (WorkbenchError, ValueError, OSError) as error:
-                return 500, _sorry(asked, first_line(error, 1000))
+                return 500, _sorry(request, first_line(error, 1000))
 
     # --- pages ----------------------------------------------------------------------------------
 
@@ -107,15 +107,15 @@ class Viewer:
         style = f'<link rel="stylesheet" href="{up}-/style/{kind}.css">'
         return f'{style}<div data-widget="{number}" data-kind="{kind}" data-state="{held}"></div>'
 
-    def _ask(self, number: str, asked: Any) -> dict[str, Any]:
+    def _ask(self, number: str, message: Any) -> dict[str, Any]:
         """What a widget answers its script, or a trait that the script has set. Raises `LookupError` for one that is gone."""
         if number not in self._widgets:
             raise LookupError("this page was left long ago: load it again")
         self._widgets.move_to_end(number)
         widget = self._widgets[number]
-        if "content" in asked:
-            return widget.reply(asked["content"])
-        widget.set_state({name: value for name, value in asked["values"].items() if not name.startswith("_")})
+        if "content" in message:
+            return widget.reply(message["content"])
+        widget.set_state({name: value for name, value in message["values"].items() if not name.startswith("_")})
         return {}
 
     def _own(self, path: str, query: dict[str, list[str]]) -> Any:

@@ -317,12 +317,12 @@ def _reader(model: Any) -> tuple[Any, frozenset[int]]:
         tokenizer = open_tokenizer(model) if isinstance(model, str) else None
     except (OSError, ValueError, ImportError, RuntimeError):  # one that needs its own code, or a damaged folder
         tokenizer = None
-    found: set[int] = {getattr(tokenizer, "eos_token_id", None) or 0} if tokenizer is not None else set()
+    ends_of_text: set[int] = {getattr(tokenizer, "eos_token_id", None) or 0} if tokenizer is not None else set()
     for name in ("generation_config.json", "config.json"):
         path = Path(str(model)) / name
         ends = json.loads(path.read_text()).get("eos_token_id") if tokenizer is not None and path.is_file() else None
-        found |= set(ends if isinstance(ends, list) else [ends]) - {None}
-    return tokenizer, frozenset(found)
+        ends_of_text |= set(ends if isinstance(ends, list) else [ends]) - {None}
+    return tokenizer, frozenset(ends_of_text)
 
 
 def _exact(actor: Mapping[str, Any]) -> bool:
@@ -345,33 +345,35 @@ def _carried(view: View, spoken: set[str]) -> Claims:
             yield Claim(name, [view.before[name][row] for row in rows], "the rows' own", near=0.0, partial=True)
 
 
-def _drawn_rows(found: _Findings, views: Sequence[View], view: View) -> set[str]:
+def _drawn_rows(findings: _Findings, views: Sequence[View], view: View) -> set[str]:
     """Columns of rows that dynamic sampling drew beside the step's own: what the stages before wrote, checked at the end."""
     spoken: set[str] = set()
-    scored = [float(one.value) * (str(one.status.value) not in audit_stages.UNSCORED) for one in view.after["score"]]
-    for one in views[: views.index(view)]:
+    scored = [
+        float(record.value) * (str(record.status.value) not in audit_stages.UNSCORED) for record in view.after["score"]
+    ]
+    for record in views[: views.index(view)]:
         past = Lists(view.after.batch)
-        if one.stage == "overlong":
+        if record.stage == "overlong":
             past = Lists(past.batch, reward=scored, token_level_scores=slow.on_last(scored, past.mask))
-        again = replace(one, before=past, after=view.after, metrics={}, rows=None)
-        formulas = FORMULAS.get(one.stage)
-        overlong = "reward/overlong" in view.after and one.stage == "reward"
+        again = replace(record, before=past, after=view.after, metrics={}, rows=None)
+        formulas = FORMULAS.get(record.stage)
+        overlong = "reward/overlong" in view.after and record.stage == "reward"
         changed = ("reward", "token_level_scores") if overlong else ()
         claims = [] if formulas is None else [claim for claim in formulas(again) if claim.name not in changed]
         columns = [claim for claim in claims if isinstance(claim, Left) or isinstance(claim.value, list)]
-        spoken |= found.compare("filter_groups", columns, view.after, {})
+        spoken |= findings.compare("filter_groups", columns, view.after, {})
     return spoken | set(view.before)
 
 
-def _whole_step(found: _Findings, trace: Trace, last: View | None, row: Mapping[str, Any]) -> None:
+def _whole_step(findings: _Findings, trace: Trace, last: View | None, row: Mapping[str, Any]) -> None:
     """The row of metrics.jsonl: what the loop adds, and all else as in the trace."""
     mine, spoken = trace.metrics, set()
     if last is not None:
-        spoken = found.compare("step", slow.whole_step(last, trace, row), last.after, row)
-        found.unread([name for name in row if name not in mine], spoken)
+        spoken = findings.compare("step", slow.whole_step(last, trace, row), last.after, row)
+        findings.unread([name for name in row if name not in mine], spoken)
     kept = {name: value for name, value in mine.items() if name not in spoken and math.isfinite(value)}
     same = [Claim(name, value, "the trace's", near=0.0, partial=True) for name, value in kept.items()]
-    found.compare("metrics.jsonl", same, Lists(trace.start), row)
+    findings.compare("metrics.jsonl", same, Lists(trace.start), row)
 
 
 def audit_run(
@@ -391,11 +393,13 @@ def audit_run(
         origins = trace.batch.origins
         versions[number] = origins["old_log_probs"].policy_version if "old_log_probs" in origins else None
         if number not in by_step and number <= max(by_step, default=number):  # the last trace is written before its row
-            told = Disagreement(number, "metrics.jsonl", "step", None, None, "nothing", number, "a row of each step")
-            audits.append(Audit((), disagreements=(told,)))
+            disagreement = Disagreement(
+                number, "metrics.jsonl", "step", None, None, "nothing", number, "a row of each step"
+            )
+            audits.append(Audit((), disagreements=(disagreement,)))
         if trace.step != number:
-            told = Disagreement(number, "trace", "step", None, None, trace.step, number, "the folder's number")
-            audits.append(Audit((), disagreements=(told,)))
+            disagreement = Disagreement(number, "trace", "step", None, None, trace.step, number, "the folder's number")
+            audits.append(Audit((), disagreements=(disagreement,)))
     return _together([*audits, Audit((), disagreements=tuple(_versions(versions, by_step)))])
 
 

@@ -48,13 +48,13 @@ def _keys(b: Lists) -> list[list[Key | None]]:
 
 def _leaves(keys: Sequence[Sequence[Key | None]], counted: Sequence[bool]) -> dict[Key, list[int]]:
     """Node → the counted rows that have it."""
-    found: dict[Key, list[int]] = {}
+    leaves: dict[Key, list[int]] = {}
     for row, line in enumerate(keys):
         for key in dict.fromkeys(one for one in line if one is not None):
-            found.setdefault(key, [])
+            leaves.setdefault(key, [])
             if counted[row]:
-                found[key].append(row)
-    return found
+                leaves[key].append(row)
+    return leaves
 
 
 def _whole(keys: Sequence[Sequence[Key | None]]) -> list[list[int | None]]:
@@ -82,10 +82,10 @@ def trees(v: View, *, counted: bool) -> Claims:
     seen: list[bool] = []
     branched, expected, log_probs = 0, [], []
     for row, line in enumerate(keys):
-        told = [(one, place) for place, one in enumerate(line) if one is not None]
-        branched += bool(told) and told[0] in first
-        seen += [one in first for one in told if b.mask[row][one[1]]]
-        for one in told:
+        tokens = [(one, place) for place, one in enumerate(line) if one is not None]
+        branched += bool(tokens) and tokens[0] in first
+        seen += [one in first for one in tokens if b.mask[row][one[1]]]
+        for one in tokens:
             first.setdefault(one, (b["responses"][row][one[1]], b["rollout_log_probs"][row][one[1]]))
         there = [first[one, place] if one is not None else (None, None) for place, one in enumerate(line)]
         expected.append([token for token, _ in there])
@@ -126,13 +126,13 @@ def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Any:
         keys = _keys(v.after)
         worth = _worth(v, keys, scored, value)
-        made = [
+        advantages = [
             [worth.get(key, 0.0) * ok for key, own in zip(line, inside, strict=True) if own]  # type: ignore[arg-type]
             for line, inside, ok in zip(keys, mask, scored, strict=True)
         ]
         top = max(map(abs, worth.values()), default=0.0)
         rough = max((math.fsum(map(abs, row)) for row in rewards), default=0.0)
-        return made, made, 1e-6 * (rough + top), EXACT
+        return advantages, advantages, 1e-6 * (rough + top), EXACT
 
     return estimate
 
@@ -204,14 +204,14 @@ def _estimated(v: View, mask: list[list[int]]) -> Claims:
         yield Left("returns", f"foreign estimator {name}")
         return
     scored = v.after["scored"] if "scored" in v.after else [True] * len(mask)
-    told = [bool(ok) and last[row] == row for row, ok in enumerate(scored)]
+    counted = [bool(ok) and last[row] == row for row, ok in enumerate(scored)]
     several = last != list(range(len(mask)))
-    whole = [own if any(own) or not several else [1, *own[1:]] for own in mask]
-    *found, noise, near = estimate(v, whole, rewards, told)
+    whole = [row_mask if any(row_mask) or not several else [1, *row_mask[1:]] for row_mask in mask]
+    *columns, noise, near = estimate(v, whole, rewards, counted)
     if several:  # a row's advantage is one number: that of its session's last row
-        numbers = [found[0][row][0] for row in last]
-        found = [[[x] * sum(own) for x, own in zip(numbers, mask, strict=True)]] * 2
-    for column, ragged in zip(("advantages", "returns"), found, strict=True):
+        numbers = [columns[0][row][0] for row in last]
+        columns = [[[x] * sum(row_mask) for x, row_mask in zip(numbers, mask, strict=True)]] * 2
+    for column, ragged in zip(("advantages", "returns"), columns, strict=True):
         yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)
 
 
@@ -234,18 +234,18 @@ def _penalised(v: View) -> Claims:
     if "kl_controller" not in v.settings:
         yield Claim("token_level_rewards", scores, "the token scores", near=0.0)
         return
-    kind, made = v.setting("kl_type"), str(v.settings["kl_controller"])
+    kind, controller = v.setting("kl_type"), str(v.settings["kl_controller"])
     deltas = each(gap, b.own("old_log_probs"), b.own("ref_log_prob"))
     penalties = each(lambda x: kl(x, kind), deltas)
     numbers = _numbers(v)
-    beta = numbers.get("coef") if made.startswith("FixedKL") else (v.state or {}).get("value")
+    beta = numbers.get("coef") if controller.startswith("FixedKL") else (v.state or {}).get("value")
     if beta is None and v.step == 1:
         beta = numbers.get("coef")
     if beta is None:
         beta = v.metrics["actor/reward_kl_penalty_coeff"]
         yield Left("actor/reward_kl_penalty_coeff", "the controller's state before the step was not kept")
     else:
-        yield Claim("actor/reward_kl_penalty_coeff", beta, f"β of {made}")
+        yield Claim("actor/reward_kl_penalty_coeff", beta, f"β of {controller}")
     rewards = each(lambda s, x: s - beta * x, scores, placed(penalties, mask))
     noise = [2 * abs(beta) * max(map(abs, row), default=0.0) for row in deltas]
     yield Claim("token_level_rewards", rewards, f"token scores − β·{kind}", noise, EXACT)
@@ -271,13 +271,15 @@ Estimate = tuple[Ragged, Ragged, Any, float]
 """Advantages and returns of own tokens, noise, relative tolerance."""
 
 
-def _grouped(v: View, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], one: Any) -> list[float]:
+def _grouped(
+    v: View, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], formula: Any
+) -> list[float]:
     """A number per row: `one(v, scores, lengths)` of each group's counted rows; a row alone gets 0, or its score ("verl")."""
     values = [0.0] * len(mask)
     for rows in groups_of(v.after["uid"]).values():
         inside = [row for row in rows if counted[row]]
         of = [scores[row] for row in inside]
-        found = one(v, of, [sum(mask[row]) for row in inside]) if len(of) > 1 else of
+        found = formula(v, of, [sum(mask[row]) for row in inside]) if len(of) > 1 else of
         for row, value in zip(inside, found, strict=True):
             values[row] = value if len(of) > 1 or v.setting("singleton") == "verl" else 0.0
     return values
@@ -354,22 +356,24 @@ def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0) -> Estima
     """Whitened over own tokens of scored rows, (x − mean) / √(variance + 1e-8); other rows 0. Fewer than two: as they are."""
     inside = [x for row, ok in zip(ragged, scored, strict=True) for x in row if ok]
     middle, var = (mean(inside), variance(inside)) if len(inside) > 1 else (0.0, 1 - 1e-8)
-    made = [[(x - middle) / math.sqrt(var + 1e-8) * ok for x in row] for row, ok in zip(ragged, scored, strict=True)]
+    whitened = [
+        [(x - middle) / math.sqrt(var + 1e-8) * ok for x in row] for row, ok in zip(ragged, scored, strict=True)
+    ]
     top = max(map(abs, inside), default=0.0) + noise
     more = top / math.sqrt(var + 1e-8) * (1 + top / math.sqrt(var + 1e-8))
-    return made, made, more, FLOAT32
+    return whitened, whitened, more, FLOAT32
 
 
 def _to_go(rewards: Ragged, gamma: float, scored: Sequence[bool]) -> Ragged:
     """Discounted reward-to-go of own tokens; 0 in rows that were not scored."""
-    made = []
+    sums = []
     for row, ok in zip(rewards, scored, strict=True):
-        carried, found = 0.0, []
+        carried, backwards = 0.0, []
         for x in reversed(row):
             carried = x + gamma * carried
-            found.append(carried * ok)
-        made.append(found[::-1])
-    return made
+            backwards.append(carried * ok)
+        sums.append(backwards[::-1])
+    return sums
 
 
 def _total(rewards: Ragged) -> float:
@@ -389,25 +393,25 @@ def _remax(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) 
 
 
 def _gae(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
-    gamma, lam, made = v.setting("gamma", 1.0), v.setting("lam", 1.0), []
+    gamma, lam, advantages = v.setting("gamma", 1.0), v.setting("lam", 1.0), []
     guesses = v.after.own("values", mask)
     for row, guess in zip(_inside(rewards, mask), guesses, strict=True):
         after = next_value = 0.0
-        found = []
+        backwards = []
         for r, value in zip(reversed(row), reversed(guess), strict=True):
             after = r + gamma * next_value - value + gamma * lam * after
             next_value = value
-            found.append(after)
-        made.append(found[::-1])
-    made = [[a * ok for a in row] for row, ok in zip(made, scored, strict=True)]
+            backwards.append(after)
+        advantages.append(backwards[::-1])
+    advantages = [[a * ok for a in row] for row, ok in zip(advantages, scored, strict=True)]
     returns = [
         [a + value * ok for a, value in zip(*rows, strict=True)]
-        for *rows, ok in zip(made, guesses, scored, strict=True)
+        for *rows, ok in zip(advantages, guesses, scored, strict=True)
     ]
     noise = _total(rewards) + 2 * _total(guesses)
     if not v.setting("whiten", True):
-        return made, returns, noise, FLOAT32
-    white, _, more, near = _white(made, scored, noise)
+        return advantages, returns, noise, FLOAT32
+    white, _, more, near = _white(advantages, scored, noise)
     return white, returns, more, near
 
 
@@ -432,7 +436,7 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         returns, weights = _to_go(_inside(rewards, mask), 1.0, scored), _energies(v, mask, scored)
         places = [_places(own, packed) for own in mask]
-        made: Ragged = [[] for _ in mask]
+        advantages: Ragged = [[] for _ in mask]
         for rows in groups_of(v.after["uid"]).values():
             lengths = sorted([sum(mask[row]) * scored[row] for row in rows] + [0, 0])
             longest, second = lengths[-1], lengths[-2]
@@ -440,8 +444,8 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
                 alone = second if sum(mask[row]) == longest > second else math.inf
                 for place, n in places[row].items():
                     base = _base(rows, place, places, returns, weights, v.setting("eps", 1e-8))
-                    made[row].append((returns[row][n] - (base if place < alone else 0.0)) * scored[row])
-        return made, returns, 4 * _total(rewards), FLOAT32
+                    advantages[row].append((returns[row][n] - (base if place < alone else 0.0)) * scored[row])
+        return advantages, returns, 4 * _total(rewards), FLOAT32
 
     return estimate
 

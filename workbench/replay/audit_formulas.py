@@ -123,11 +123,11 @@ class View:
 
 def placed(ragged: Sequence[Sequence[Any]], mask: Sequence[Sequence[int]], outside: Any = 0.0) -> list[list[Any]]:
     """[B, T]: the values of own tokens at their places, `outside` elsewhere."""
-    made = []
+    rows = []
     for values, own in zip(ragged, mask, strict=True):
         left = iter(values)
-        made.append([next(left) if inside else outside for inside in own])
-    return made
+        rows.append([next(left) if inside else outside for inside in own])
+    return rows
 
 
 def each(function: Callable[..., Any], *columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -194,18 +194,18 @@ def spread(prefix: str, values: Sequence[float], what: str, noise: float = 0.0) 
 
 def groups_of(uids: Sequence[Any]) -> dict[Any, list[int]]:
     """uid → its rows."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(uids):
-        found.setdefault(uid, []).append(row)
-    return found
+        groups.setdefault(uid, []).append(row)
+    return groups
 
 
 def on_last(values: Sequence[float], mask: Sequence[Sequence[int]]) -> Ragged:
     """[B, T]: each row's value on its last own token, 0 elsewhere."""
-    lasts = [max((place for place, inside in enumerate(own) if inside), default=-1) for own in mask]
+    lasts = [max((place for place, inside in enumerate(row_mask) if inside), default=-1) for row_mask in mask]
     return [
-        [value if place == last else 0.0 for place in range(len(own))]
-        for value, last, own in zip(values, lasts, mask, strict=True)
+        [value if place == last else 0.0 for place in range(len(row_mask))]
+        for value, last, row_mask in zip(values, lasts, mask, strict=True)
     ]
 
 
@@ -261,12 +261,12 @@ def measured_lengths(b: Lists) -> Claims:
 
 def sessions_of(b: Lists, column: str = "session") -> dict[Any, list[int]]:
     """(uid, number of the episode) → its rows; each row an episode without the column."""
-    found: dict[Any, list[int]] = {}
+    sessions: dict[Any, list[int]] = {}
     rows = range(len(b.mask))
     each = zip(rows, b.get("uid", [None] * len(rows)), b.get(column, rows), strict=True)
     for row, uid, number in each:
-        found.setdefault((uid, number), []).append(row)
-    return found
+        sessions.setdefault((uid, number), []).append(row)
+    return sessions
 
 
 def lasts(b: Lists) -> list[bool]:
@@ -352,10 +352,10 @@ def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
         tokens, took = (sum(b.lengths) if name == "gen" else total), row.get(f"timing_s/{name}")
         if took is not None and tokens:
             yield Claim(f"timing_per_token_ms/{name}", 1000 * took / tokens, "milliseconds per token")
-    overlapped = sum(one.metrics.get("timing_s/overlapped", 0.0) for one in trace if not one.reused)
-    yield Claim("timing_s/step", sum(one.seconds for one in trace) - overlapped, "the phases' seconds")
-    for one in trace:
-        yield Claim(f"timing_s/{one.stage}", one.seconds, "the phase's seconds")
+    overlapped = sum(phase.metrics.get("timing_s/overlapped", 0.0) for phase in trace if not phase.reused)
+    yield Claim("timing_s/step", sum(phase.seconds for phase in trace) - overlapped, "the phases' seconds")
+    for phase in trace:
+        yield Claim(f"timing_s/{phase.stage}", phase.seconds, "the phase's seconds")
     yield from _held_out(row)
     updated = v.metrics.get("actor/lr") is not None
     if v.version is not None and "training/policy_lag/max" not in trace.metrics and b.get("policy_version"):

@@ -77,7 +77,7 @@ def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Clai
         return
     mine, theirs = [-mean(row) for row in trainer], [-mean(row) for row in sampler]
     gaps, sums = [x - y for x, y in zip(mine, theirs, strict=True)], [clamp(math.fsum(row), -20, 20) for row in logs]
-    found = {
+    metrics = {
         "training_ppl": mean([math.exp(x) for x in mine]),
         "training_log_ppl": mean(mine),
         "rollout_ppl": mean([math.exp(x) for x in theirs]),
@@ -93,7 +93,7 @@ def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Clai
         "chi2_seq": mean([math.expm1(2 * x) for x in sums]),
     }
     rough = {"k3_kl": size(each_log), "kl": size(each_log), "chi2_token": size(each_log), "chi2_seq": size(sums)}
-    for name, value in found.items():
+    for name, value in metrics.items():
         noise = rough.get(name, max(map(abs, (*mine, *theirs))) if "diff" in name else 1.0)
         yield Claim(f"rollout_corr/{name}", value, "verl's off-policy diagnostics", noise)
 
@@ -167,10 +167,10 @@ def _of_rows(p: str, rows: list[float], what: str, noise: float) -> Iterator[Cla
 
 def _kinds(v: View, prefix: str) -> dict[str, Any]:
     """Kind of rejection → its threshold, from a mapping, or from verl's two texts."""
-    given, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
-    if not isinstance(given, str):
-        return dict(given)
-    names = [one.strip() for one in given.split(",")]
+    kinds, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
+    if not isinstance(kinds, str):
+        return dict(kinds)
+    names = [one.strip() for one in kinds.split(",")]
     parts = thresholds.split(",") if isinstance(thresholds, str) else [thresholds]
     return dict(zip(names, parts * len(names) if len(parts) == 1 else parts, strict=True))
 
@@ -312,15 +312,15 @@ def _of_steps(v: View, cut: list[range] | None, name: str, mask: Masks) -> Ragge
 
 def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = None) -> float:
     """Token losses of a mini-batch as one number; rows without a token are left out. `counts`: rows whose tokens are counted."""
-    told = [row for row in (rows if counts is None else counts) if row]
+    counted = [row for row in (rows if counts is None else counts) if row]
     total = math.fsum(flat(rows))
     if mode == "token-sum":
         return total
     if mode == "token-mean":
-        return total / max(len(flat(told)), 1)
+        return total / max(len(flat(counted)), 1)
     if mode == "seq-mean-token-mean":
-        return math.fsum(mean(row) for row in rows) / max(len(told), 1)
-    return total / max(len(told), 1) / (scale if mode == "seq-mean-token-sum-norm" else 1)
+        return math.fsum(mean(row) for row in rows) / max(len(counted), 1)
+    return total / max(len(counted), 1) / (scale if mode == "seq-mean-token-sum-norm" else 1)
 
 
 def _critic(v: View, role: str) -> Claims:
@@ -459,10 +459,10 @@ class _Over:
 
     def __call__(self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None) -> Claim:
         """A sum over counted tokens by the mode `how`; without it a mean over kept tokens of mini-batches that have some."""
-        told = [one for one in self.steps if how or any(rows[row] for row in one)]
-        found = mean([self._one(one, rows, how) for one in told]) if told else math.nan
+        steps = [step for step in self.steps if how or any(rows[row] for row in step)]
+        found = mean([self._one(step, rows, how) for step in steps]) if steps else math.nan
         rough = each(lambda x: abs(x) + self.first * (1 + abs(x)), rows if noise is None else noise)
-        return Claim(f"{self.role}/{name}", found, formula, mean([self._one(one, rough, how) for one in told]))
+        return Claim(f"{self.role}/{name}", found, formula, mean([self._one(step, rough, how) for step in steps]))
 
     def _one(self, step: range, rows: Ragged, how: str) -> float:
         counts = [self.counts[row] for row in step] if how else None

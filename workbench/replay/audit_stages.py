@@ -156,11 +156,11 @@ def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
         yield Claim("response_mask", whole, "1 on the response's tokens, 0 behind")
         yield from bounded(b, "rollout_log_probs", whole)
         return
-    told = all(b["turns"])
+    complete = all(b["turns"])
     expected = each(lambda x: None if x else 0, whole)
-    if told:
+    if complete:
         expected = [_of_turns(turns, row) for turns, row in zip(b["turns"], whole, strict=True)]
-    yield Claim("response_mask", expected, "1 on the tokens of the model's turns", partial=not told)
+    yield Claim("response_mask", expected, "1 on the tokens of the model's turns", partial=not complete)
     yield from bounded(b, "rollout_log_probs", expected)
 
 
@@ -240,10 +240,10 @@ def _episodes(v: View) -> Claims:
 def _counts(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One episode's columns. Turns put to the model count where it read them; calls where they were answered."""
     calls = [call for turn in turns for call in turn["calls"] if call["status"] not in ("ignored", "not run")]
-    said = [turn["role"] == "assistant" for turn in turns]
+    assistant = [turn["role"] == "assistant" for turn in turns]
     heard = [turn["role"] != "assistant" and turn["last"] >= turn["first"] for turn in turns]
     return {
-        "num_turns": sum(said) + sum(heard) + 1,
+        "num_turns": sum(assistant) + sum(heard) + 1,
         "num_tool_calls": len(calls),
         "turn_scores": [turn["score"] for turn in turns if turn["score"] is not None],
         "tool_rewards": [call["reward"] for call in calls if call["reward"] is not None],
@@ -259,15 +259,15 @@ UNSCORED = ("infra_error", "not_applicable")
 def reward(v: View) -> Claims:
     """Rewards and metrics from the Score records."""
     b, mask, records = v.after, v.after.mask, v.after["score"]
-    scored = [str(one.status.value) not in UNSCORED for one in records]
+    scored = [str(record.status.value) not in UNSCORED for record in records]
     once = [row == last for row, last in enumerate(_counting(v))]
-    value = [float(one.value) if ok else 0.0 for one, ok in zip(records, scored, strict=True)]
+    value = [float(record.value) if ok else 0.0 for record, ok in zip(records, scored, strict=True)]
     yield from _scores(v, _counting(v))
     yield Claim("scored", scored, "status is neither infra_error nor not_applicable")
     yield Claim("reward", value, "value of the Score; 0 where not scored", near=EXACT)
     yield Claim("token_level_scores", on_last(value, mask), "the reward on the last own token", near=EXACT)
     yield from _parts(v, once)
-    for status, number in Counter(str(one.status.value) for one in itertools.compress(records, once)).items():
+    for status, number in Counter(str(record.status.value) for record in itertools.compress(records, once)).items():
         yield Claim(f"reward/status/{status}", number, "rows of this status, or episodes")
     yield Claim("reward/empty_responses", sum(not any(own) for own in mask), "rows without an own token")
     yield from shares(
@@ -279,15 +279,15 @@ def reward(v: View) -> Claims:
 def _parts(v: View, once: list[bool]) -> Claims:
     """Columns of the scores' parts and extras; metrics count an episode `once`."""
     b, records = v.after, v.after["score"]
-    for part in dict.fromkeys(part for one in records for part in one.parts):
-        column = [float(one.parts.get(part, math.nan)) for one in records]
+    for part in dict.fromkeys(part for score in records for part in score.parts):
+        column = [float(score.parts.get(part, math.nan)) for score in records]
         yield Claim(f"reward/{part}", column, "the part of the Score; NaN without it", near=EXACT)
-        told = [x for x in itertools.compress(b[f"reward/{part}"], once) if x == x]
-        yield from spread(f"reward/{part}", told, f"part {part}")
-    for key in dict.fromkeys(key for one in records for key in one.extra):
+        values = [x for x in itertools.compress(b[f"reward/{part}"], once) if x == x]
+        yield from spread(f"reward/{part}", values, f"part {part}")
+    for key in dict.fromkeys(key for score in records for key in score.extra):
         recorded = b[f"reward_extra/{key}"]
-        told = [one.extra.get(key, recorded[row]) for row, one in enumerate(records)]
-        yield Claim(f"reward_extra/{key}", told, "the extra of the Score")
+        values = [score.extra.get(key, recorded[row]) for row, score in enumerate(records)]
+        yield Claim(f"reward_extra/{key}", values, "the extra of the Score")
 
 
 def _counting(v: View) -> list[int]:
@@ -301,10 +301,10 @@ def _scores(v: View, last: list[int]) -> Claims:
     """The Score records: GSM8K's rule is applied again where `data_source` chose it, any other record is the source."""
     b, routed = v.after, v.settings.get("function") == "by data_source"  # a function named gsm8k may have other rules
     expected: list[float | None] = []
-    for row, one in enumerate(b["score"]):
+    for row, score in enumerate(b["score"]):
         truth = (b["reward_model"][row] or {}).get("ground_truth") if "reward_model" in b else None
         known = routed and "data_source" in b and b["data_source"][row] in _GSM8K
-        if not (known and isinstance(truth, str) and str(one.status.value) in ("scored", "no_answer")):
+        if not (known and isinstance(truth, str) and str(score.status.value) in ("scored", "no_answer")):
             expected.append(None)
             continue
         answers = re.findall(r"#### (-?[0-9.,]+)", b["response_text"][last[row]][-300:])

@@ -81,10 +81,10 @@ class Evidence:
 
     def groups(self) -> list[list[Row]]:
         """The scored samples by prompt and step, where a prompt has three or more."""
-        found: dict[str, list[Row]] = {}
+        groups: dict[str, list[Row]] = {}
         for row in self.scored:
-            found.setdefault(row.group, []).append(row)
-        return [rows for rows in found.values() if len(rows) > 2]
+            groups.setdefault(row.group, []).append(row)
+        return [rows for rows in groups.values() if len(rows) > 2]
 
     def look(self, order: str = "worst") -> str:
         """The line of code that shows the samples of the last recorded step."""
@@ -108,7 +108,7 @@ _READ = ("uid", "response_text", "score", "scored", "reward", "reward_model", "e
 
 
 def _samples(step: int, batch: Any) -> list[Row]:
-    nothing, found = [None] * len(batch), []
+    nothing, samples = [None] * len(batch), []
     columns = [batch[name].tolist() if name in batch else nothing for name in _READ]
     lengths, advantages = _of_tokens(batch)
     for row, (uid, text, score, scored, reward, judged, extra, chat) in enumerate(zip(*columns, strict=True)):
@@ -116,10 +116,10 @@ def _samples(step: int, batch: Any) -> list[Row]:
         value = None if scored is False or reward is None else float(reward)
         status, why = (score.status.value, score.why) if isinstance(score, Score) else ("", "")
         numbers = lengths[row], advantages[row]
-        found.append(
+        samples.append(
             Row(step, f"{step} {uid}", _said(chat), str(text or ""), truth, value, *numbers, status, why or "")
         )
-    return found
+    return samples
 
 
 def _of_tokens(batch: Any) -> tuple[list[int], list[float | None]]:
@@ -184,13 +184,13 @@ def disagreeing_audit(seen: Evidence) -> Iterator[Finding]:
 
 def flipped_advantage(seen: Evidence) -> Iterator[Finding]:
     """Better responses of a group get lower advantages."""
-    found = [
+    correlations = [
         value
         for rows in seen.groups()
         if (value := _together([(row.reward, row.advantage) for row in rows if row.advantage is not None])) is not None
     ]
-    if found and fmean(found) < -0.5:
-        numbers = f"reward and advantage of a prompt's responses correlate by {fmean(found):.2f} in {len(found)} groups"
+    if correlations and fmean(correlations) < -0.5:
+        numbers = f"reward and advantage of a prompt's responses correlate by {fmean(correlations):.2f} in {len(correlations)} groups"
         look = seen.look("best")
         turn = "the estimator returns score − baseline, not the reverse: compare with functional.grpo"
         yield Finding(
@@ -294,11 +294,11 @@ def leaked_answer(seen: Evidence) -> Iterator[Finding]:
     rows = list({row.prompt: row for row in seen.samples if (as_text(row.truth) or "").strip()}.values())[:256]
     if len(rows) < 4:
         return
-    own = fmean(_holds(row.prompt, row.truth) for row in rows)
+    share = fmean(_holds(row.prompt, row.truth) for row in rows)
     others = [_holds(a.prompt, b.truth) for a in rows for b in rows[:16] if as_text(a.truth) != as_text(b.truth)]
     chance = fmean(others) if others else 1.0
-    if own > 0.8 and chance < 0.4:
-        numbers = f"{own:.0%} of {len(rows)} prompts hold their own truth, {chance:.0%} hold another prompt's"
+    if share > 0.8 and chance < 0.4:
+        numbers = f"{share:.0%} of {len(rows)} prompts hold their own truth, {chance:.0%} hold another prompt's"
         turn = "the data: take the answer out of the prompt (a column, a few-shot example, a template's field)"
         yield Finding("the answer stands in the prompt", "sure", numbers, seen.look("index"), turn, (TEACH,))
 
@@ -521,13 +521,23 @@ class Diagnosis(Shown):
 
 def diagnosed(seen: Evidence) -> Diagnosis:
     """Ask each cause, and add the symptoms that none of the found ones explains."""
-    found = [one for cause in CAUSES for one in cause(seen)]
-    explained = {name for one in found for name in one.explains}
-    for one in seen.symptoms:
-        if one.name not in explained:
-            look = f"run.stepper({one.steps[0]})" if one.steps else seen.look()
-            found.append(Finding(one.name, "hint", f"{one.found}, since step {one.since}", look, one.do))
-    return Diagnosis(tuple(sorted(found, key=lambda one: LEVELS.index(one.sure))), tuple(_looked(seen)))
+    causes = [cause_or_symptom for cause in CAUSES for cause_or_symptom in cause(seen)]
+    explained = {name for cause_or_symptom in causes for name in cause_or_symptom.explains}
+    for cause_or_symptom in seen.symptoms:
+        if cause_or_symptom.name not in explained:
+            look = f"run.stepper({cause_or_symptom.steps[0]})" if cause_or_symptom.steps else seen.look()
+            causes.append(
+                Finding(
+                    cause_or_symptom.name,
+                    "hint",
+                    f"{cause_or_symptom.found}, since step {cause_or_symptom.since}",
+                    look,
+                    cause_or_symptom.do,
+                )
+            )
+    return Diagnosis(
+        tuple(sorted(causes, key=lambda cause_or_symptom: LEVELS.index(cause_or_symptom.sure))), tuple(_looked(seen))
+    )
 
 
 def _looked(seen: Evidence) -> list[tuple[str, str]]:

@@ -114,12 +114,12 @@ class Trust:
 
     def against_block(self, settings: Mapping[str, Any]) -> str | None:
         """Why settings of verl's reward (dotted names) are not obeyed, as text; None where they may be."""
-        asks = {key: one for key, one in settings.items() if key.startswith(_GRANTING)}
+        asks = {key: value for key, value in settings.items() if key.startswith(_GRANTING)}
         if not asks or self.given:
             return None
-        files = [Path(str(one).removeprefix("file://")) for key, one in asks.items() if key.endswith(".path")]
+        files = [Path(str(value).removeprefix("file://")) for key, value in asks.items() if key.endswith(".path")]
         hashes = [f"{file.name} ({_hash(file)})" for file in files if file.is_file()]
-        return "; ".join((", ".join(f"{key}={one!r}" for key, one in asks.items()), *hashes, self.advice))
+        return "; ".join((", ".join(f"{key}={value!r}" for key, value in asks.items()), *hashes, self.advice))
 
     def _came_along(self, file: Path) -> bool:
         """Whether a file may have come with the folder, or is no file of a project: it lies in this or another run, in the
@@ -259,17 +259,17 @@ def rebuilt(
     """
     if not records:
         raise RunError("the run has no record of its pipeline", do="look at its recorded traces: run.traces[step]")
-    maker, made = _Maker(learners, open_frozen, trust), []
+    maker, stages = _Maker(learners, open_frozen, trust), []
     for record in records:
         remake = functools.partial(maker.stage, record)
         learner = learners.get(record["updates"])
         try:
-            made.append(remake({}))
+            stages.append(remake({}))
         except _Gone as gone:
-            made.append(Missing(record, str(gone), learner, remake))
+            stages.append(Missing(record, str(gone), learner, remake))
         except (TypeError, WorkbenchError) as error:  # this version's stage does not take that version's arguments
-            made.append(Missing(record, f"arguments of another version ({first_line(error)})", learner, remake))
-    return Pipeline(made)
+            stages.append(Missing(record, f"arguments of another version ({first_line(error)})", learner, remake))
+    return Pipeline(stages)
 
 
 @dataclass(frozen=True)
@@ -280,15 +280,17 @@ class _Maker:
     open_frozen: Callable[..., Any]
     trust: Trust
 
-    def stage(self, record: Mapping[str, Any], given: Mapping[str, Any]) -> Stage:
+    def stage(self, record: Mapping[str, Any], inner: Mapping[str, Any]) -> Stage:
         """One stage from its record, with some arguments or settings replaced by those given."""
         kind = getattr(stages, record["class"]) if record["class"] in stages.__all__ else _own_class(record)
         of_it = record["arguments"]
-        if why := self.trust.against(record.get("name"), {key: one for key, one in of_it.items() if key not in given}):
+        if why := self.trust.against(
+            record.get("name"), {key: value for key, value in of_it.items() if key not in inner}
+        ):
             raise _Gone(why)
-        arguments = {key: given[key] if key in given else self.value(one) for key, one in of_it.items()}
+        arguments = {key: inner[key] if key in inner else self.value(value) for key, value in of_it.items()}
         stage: Stage = kind(**arguments)
-        rest = {key: one for key, one in given.items() if key not in of_it}
+        rest = {key: value for key, value in inner.items() if key not in of_it}
         return stage.with_settings(**rest) if rest else stage
 
     def value(self, plain: Any) -> Any:
@@ -318,13 +320,13 @@ class _Maker:
             return _function(plain["function"])
         raise _Gone(plain["missing"])
 
-    def part(self, name: str, given: Mapping[str, Any]) -> Any:
+    def part(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """An object of one of the classes of `MADE_AGAIN`."""
-        kind = next((one for one in MADE_AGAIN if one.__name__ == name), None)
+        kind = next((candidate for candidate in MADE_AGAIN if candidate.__name__ == name), None)
         if kind is None:
             raise _Gone(name)
         try:
-            return kind(**{key: self.value(one) for key, one in given.items()})
+            return kind(**{key: self.value(candidate) for key, candidate in arguments.items()})
         except _Gone as gone:
             raise _Gone(f"{gone} in a {name}") from gone
 
@@ -333,13 +335,13 @@ def _own_class(record: Mapping[str, Any]) -> type[Stage]:
     """The user's class of a recorded stage, where this process has one with the recorded name and source text."""
     name, crc = record.get("own") or (None, None)
     known: list[Any] = [BaseStage]
-    for one in known:  # it grows
-        known += one.__subclasses__()
-    named = [one for one in known if one.__name__ == name]
-    found = [one for one in named if crc is not None and crc_of_class(one) == [name, crc]]
-    if not found:
+    for candidate in known:  # it grows
+        known += candidate.__subclasses__()
+    named = [candidate for candidate in known if candidate.__name__ == name]
+    matching = [candidate for candidate in named if crc is not None and crc_of_class(candidate) == [name, crc]]
+    if not matching:
         raise _Gone(f"a {name} of another source text" if named else f"a class of another package ({record['name']})")
-    return found[-1]
+    return matching[-1]
 
 
 class _LateTokenizer:
@@ -370,12 +372,12 @@ def _function(place: str) -> Any:
     if not place.startswith(FUNCTIONS):
         raise _Gone(place)
     try:
-        made = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):  # it has moved since
         raise _Gone(place) from None
-    if place_of(made) != place:  # of another module, which this one imports
+    if place_of(function) != place:  # of another module, which this one imports
         raise _Gone(place)
-    return made
+    return function
 
 
 # --- engines ------------------------------------------------------------------------------------
@@ -525,10 +527,10 @@ def standing_after(folder: Path, step: int, given: bool = False) -> Pipeline:
     return pipeline
 
 
-def _twin(folder: Path, step: int, standing: Pipeline, given: bool) -> Pipeline:
+def _twin(folder: Path, step: int, standing: Pipeline, trusted: bool) -> Pipeline:
     """Another pipeline of the run, on engines of its own, with all states of the one that stands after `step`."""
     settings = read_settings(folder)
-    trust = trust_of(folder, settings, given)
+    trust = trust_of(folder, settings, trusted)
     _, engines = _nearest(folder, settings, step, trust)
     for role, learner in standing.learners().items():
         engines[role].restore(learner.snapshot())
@@ -572,11 +574,11 @@ def restorable_steps(folder: Path) -> str:
     """The steps whose weights can be restored, as text such as `0, 3–6`. Model folders are only checked to exist."""
     settings = read_settings(folder)
     there = all(folder_of(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
-    found = {*checkpoint.steps(folder / "checkpoints"), *([0] if there and not _in_memory(settings) else [])}
+    steps = {*checkpoint.steps(folder / "checkpoints"), *([0] if there and not _in_memory(settings) else [])}
     for step in updates.steps(folder / "updates"):
-        if step - 1 in found:
-            found.add(step)
-    return updates.ranges(sorted(found))
+        if step - 1 in steps:
+            steps.add(step)
+    return updates.ranges(sorted(steps))
 
 
 def _in_memory(settings: Mapping[str, Any]) -> bool:

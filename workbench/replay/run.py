@@ -232,15 +232,15 @@ class Replayed(Stepper):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that say what is recorded here, what was run again, and with which weights."""
-        found = [f"step {self._step} of {self._folder}", self._weights_note()]
+        lines = [f"step {self._step} of {self._folder}", self._weights_note()]
         still = [name for name in self._trace.names if name in self._recorded and self._is_recorded(name)]
         if still:
-            found.append(f"as recorded, not run again: {', '.join(still)}")
+            lines.append(f"as recorded, not run again: {', '.join(still)}")
         for stage in self._pipeline:
             if isinstance(stage, Missing):
                 how = "its recorded outputs, not run again" if stage.has_record else "cannot be run again, replace it"
-                found.append(f"{stage.name}: {how} (made with {stage.what})")
-        return (*found, *self._age_note(still))
+                lines.append(f"{stage.name}: {how} (made with {stage.what})")
+        return (*lines, *self._age_note(still))
 
     def _age_note(self, still: list[str]) -> tuple[str, ...]:
         """A note on rows that were sampled one step ahead, by weights that this stepper does not have."""
@@ -306,11 +306,11 @@ class Replayed(Stepper):
 
     def _take(self, stage: Stage, trace: Trace, past: Sequence[str], before: bool) -> None:
         """Use a stage's recorded phase; of a later stage (not `before`) only where it uses no engine that was given."""
-        roles = {id(one): role for role, one in self._pipeline.learners().items()}
-        used = [(roles[id(one)], one) for one in stage.learners() if id(one) in roles]
+        roles = {id(learner): role for role, learner in self._pipeline.learners().items()}
+        used = [(roles[id(learner)], learner) for learner in stage.learners() if id(learner) in roles]
         others = not before and any(role in self._given for role, _ in used)
         if not stage.updates and stage.name in trace.names and not others:
-            self._reuse(stage, trace, tuple(_state(one, f"update_{role}" in past) for role, one in used))
+            self._reuse(stage, trace, tuple(_state(learner, f"update_{role}" in past) for role, learner in used))
 
 
 def _state(learner: Any, updated: bool) -> str:
@@ -325,7 +325,7 @@ def _asks_models(settings: Mapping[str, Any], stage: str) -> bool:
     return any(isinstance(value, dict) and ("engine" in value or "frozen" in value) for value in made)
 
 
-def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any], trust: bool = False) -> Replayed:
+def stepper_at(folder: Path, step: int, at: str | None, values: Mapping[str, Any], trust: bool = False) -> Replayed:
     """Open a recorded step in a stepper: see `Run.stepper`; `given` are the caller's engines by role, `trust` their word for the
     folder's code."""
     settings = read_settings(folder)
@@ -333,23 +333,23 @@ def stepper_at(folder: Path, step: int, at: str | None, given: Mapping[str, Any]
     names = [one["name"] for one in records]
     if at is not None and at not in names:
         raise PipelineError(unknown("phase of this run", at, names))
-    for role in sorted(given.keys() - settings["engines"].keys()):
+    for role in sorted(values.keys() - settings["engines"].keys()):
         raise RunError(unknown("role of this run", role, settings["engines"]))
     past = names[: names.index(at)] if at is not None else []
     trace = _recorded(folder, step, at, past)
-    if at is None and not given:
+    if at is None and not values:
         return _at_the_start(folder, step, trace, trust)
     weights = Weights(folder, step, settings["engines"], trace, past, trust)
     late = {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
-    trace = _of_weights(trace, weights, given)
+    trace = _of_weights(trace, weights, values)
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
     word = trust_of(folder, settings, trust)
-    elsewhere = [str(engine.path) for engine in given.values() if getattr(engine, "path", None)]
-    pipeline = rebuilt(records, {**late, **given}, frozen_of(settings, folder, word, elsewhere), word)
+    elsewhere = [str(engine.path) for engine in values.values() if getattr(engine, "path", None)]
+    pipeline = rebuilt(records, {**late, **values}, frozen_of(settings, folder, word, elsewhere), word)
     pipeline = _with_records(pipeline, trace, records, nowhere)
     trace = trace or Trace(start_of(folder, step))
-    stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(given), late=weights)
+    stepper = Replayed(pipeline, trace.start, folder, step, given=tuple(values), late=weights)
     stepper.stand(trace, len(past), before or {}, after or {})
     return stepper
 
@@ -364,10 +364,10 @@ def _of_weights(trace: Trace | None, weights: Weights, given: Mapping[str, Any])
 
 def _signed(batch: DataProto, state_id: str) -> DataProto:
     """A recorded batch whose old log-probs say that they are of the weights called `state_id`, which here they are."""
-    made = batch.origins.get("old_log_probs")
-    if made is None or made.policy_version is None:
+    origin = batch.origins.get("old_log_probs")
+    if origin is None or origin.policy_version is None:
         return batch
-    return batch.with_columns({"old_log_probs": batch["old_log_probs"]}, origin=replace(made, state_id=state_id))
+    return batch.with_columns({"old_log_probs": batch["old_log_probs"]}, origin=replace(origin, state_id=state_id))
 
 
 def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
@@ -642,10 +642,10 @@ class Run(Shown):
         self._files.fetch("updates")
         self._files.fetch_steps("traces", *(self.traces if step is None else [step]))
         actor = (self.settings.get("engines") or {}).get("actor")
-        found = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
+        report = audit_run(self.traces, self.rows, functools.partial(controllers, self.path), step, actor)
         there = bool(actor and actor.get("path") and Path(actor["path"]).is_dir())
         wrong = rebuild.wrong_files(actor) if actor and there else None
-        return replace(found, left={**found.left, "tokenizer": wrong}) if wrong else found
+        return replace(report, left={**report.left, "tokenizer": wrong}) if wrong else report
 
     # --- any step again -------------------------------------------------------------------------
 
@@ -745,13 +745,13 @@ class Summary(Shown, dict[str, Any]):
 
     def pairs(self) -> list[tuple[str, str]]:
         """(name, text) pairs of the main numbers, for display."""
-        found = []
+        pairs = []
         for when in ("before", "after"):
             if f"reward_{when}" in self:
                 low, high = (number(bound) for bound in self[f"interval_{when}"])
                 text = f"{number(self[f'reward_{when}'])}  (95 % in [{low}, {high}], greedy {number(self[f'greedy_{when}'])})"
-                found.append((f"held-out reward {when}", text))
-        return found + [
+                pairs.append((f"held-out reward {when}", text))
+        return pairs + [
             (key, str(self[key]))
             for key in ("num_eval_rows", "steps", "seconds", "stopped")
             if self.get(key) is not None and (key, self[key]) != ("num_eval_rows", 0)
