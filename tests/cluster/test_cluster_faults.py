@@ -25,7 +25,7 @@ from tests_patience import LONG, patience, within
 from workbench import DataProto
 from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, NonFinite, SettingError, WorkerLost
-from workbench.cluster import Cluster, RayRanks, connect, discovery, session
+from workbench.cluster import Cluster, RayRanks, connect, discovery, ray_internals, session
 from workbench.cluster.ranks import Environment
 from workbench.cluster.session import HEAD
 from workbench.engines.workers.processes import Ranks
@@ -351,7 +351,7 @@ def test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_
         assert len(listening) >= 6 and {ip for _, ip, _ in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         assert {"gcs_server", "raylet"} <= {name for name, *_ in listening}
         head = next(f"127.0.0.1:{port}" for name, _, port in listening if name == "gcs_server")
-        assert head in discovery.running() and _says(head) == "UNAUTHENTICATED", "loopback, and a token besides"
+        assert head in ray_internals.heads_here() and _says(head) == "UNAUTHENTICATED", "loopback, and a token besides"
         kernel.kill()
     time.sleep(3)
     notes = discovery.clear_left()

@@ -22,7 +22,7 @@ from tests_patience import LONG, within
 
 from workbench import DataProto
 from workbench.base.errors import BatchError, EngineError, SettingError
-from workbench.cluster import discovery, plan, scatter, session
+from workbench.cluster import discovery, plan, ray_internals, scatter, session
 from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Node
 from workbench.cluster.ranks import Environment, tail
@@ -376,15 +376,15 @@ def test_a_busy_machine_gets_as_long_as_it_is_given(monkeypatch: pytest.MonkeyPa
 
     def init(what: str, environment: Environment, notes: list[str], **options: Any) -> Any:
         try:
-            return services.get_node("address", "id"), os.environ[session._GCS_WAIT]
+            return services.get_node("address", "id"), os.environ[ray_internals.GCS_WAIT]
         except RuntimeError:
             raise EngineError("The current node timed out during startup.") from None
 
-    monkeypatch.delenv(session._GCS_WAIT, raising=False)
+    monkeypatch.delenv(ray_internals.GCS_WAIT, raising=False)
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(session, "_init", init)
     assert session._begin(Environment(), [], 60.0) == ("a node", "60")
-    assert len(asked) == 3 and services.get_node is get_node and session._GCS_WAIT not in os.environ
+    assert len(asked) == 3 and services.get_node is get_node and ray_internals.GCS_WAIT not in os.environ
     asked.clear()
     with pytest.raises(EngineError, match=r"did not start in 0 s.*start_seconds="):
         session._begin(Environment(), [], 0.0)

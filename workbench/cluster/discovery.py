@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workbench.cluster.ray_internals import heads_here
+
 if TYPE_CHECKING:
     import psutil
 
@@ -192,17 +194,10 @@ def clear_left() -> list[str]:
 # --- clusters that could be attached to ------------------------------------------------------------
 
 
-def running() -> list[str]:
-    """Addresses of the Ray heads whose nodes run on this machine."""
-    from ray._private.services import _find_address_from_flag  # Ray's own public look-up remembers what it found once
-
-    return sorted(_find_address_from_flag("--gcs-address"))
-
-
 def known() -> dict[str, str]:
     """Cluster address → how it is known: a cluster runs there, or a variable or a file names it."""
     named = {address: f"{where} names {address}" for where, address in pointed_at().items()}
-    return named | {address: f"a cluster runs at {address}" for address in running()}
+    return named | {address: f"a cluster runs at {address}" for address in heads_here()}
 
 
 def pointed_at() -> dict[str, str]:

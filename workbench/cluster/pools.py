@@ -13,6 +13,7 @@ from typing import Any
 
 from workbench.base.errors import EngineError, SettingError, describe
 from workbench.base.shown import Shown
+from workbench.cluster.ray_internals import free_resources, store_bytes
 from workbench.cluster.transport import quietly
 
 READY_SECONDS = 20.0
@@ -41,10 +42,8 @@ def nodes() -> list[Node]:
     """The cluster's nodes, dead ones included, with what is free on each."""
     import ray
     from grpc import RpcError
-    from ray._private.internal_api import node_stats
-    from ray._private.state import available_resources_per_node
 
-    free: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    free = free_resources()
     listed = []
     for entry in ray.nodes():
         has, left = entry["Resources"], free.get(entry["NodeID"], {})
@@ -52,8 +51,8 @@ def nodes() -> list[Node]:
         host, address, alive = entry["NodeManagerHostname"], entry["NodeManagerAddress"], bool(entry["Alive"])
         if alive:
             with suppress(RpcError):  # a node that does not answer now
-                said = node_stats(address, entry["NodeManagerPort"], include_memory_info=False).store_stats
-                used, store = int(said.object_store_bytes_used), int(said.object_store_bytes_avail) or store
+                used, available = store_bytes(address, entry["NodeManagerPort"])
+                store = available or store
         cpus, free_cpus = (counts.get("CPU", 0.0) for counts in (has, left))
         gpus, free_gpus = (counts.get("GPU", 0.0) for counts in (has, left))
         room = cpus, gpus, free_cpus, free_gpus, int(has.get("memory", 0))

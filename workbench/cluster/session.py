@@ -16,7 +16,6 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any
 from workbench.base.config import require
 from workbench.base.distribution import install, require_package
 from workbench.base.errors import EngineError, SettingError, first_line, message, unknown
-from workbench.cluster import discovery, fitting, placing
+from workbench.cluster import discovery, fitting, placing, ray_internals
 from workbench.cluster.fitting import Fit
 from workbench.cluster.holding import Session
 from workbench.cluster.pools import nodes
@@ -84,7 +83,7 @@ def start(
     tokens = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"  # Ray's own default
     if tokens and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
         _ensure_token()
-    _forget_token()
+    ray_internals.forget_token()
     notes = [f"{how}; it was not joined: wb.cluster({one!r}) would" for one, how in discovery.known().items()]
     # Ray warns without; a rank without GPUs needs none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -125,39 +124,9 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
 
 
 def _begun(environment: Environment, notes: list[str], seconds: float, watch: discovery.Watch, **options: Any) -> Any:
-    """A cluster that listens where this machine alone reaches it, as Ray's do by themselves on macOS and Windows; on Linux there
-    is no setting. Nor is there one for the half minute that Ray gives its own node: we ask for that node as long as `seconds`,
-    and while Ray's processes live."""
-    from ray._private import ray_constants, services
-
-    original: Any = services.get_node
-    until = time.monotonic() + seconds
-
-    def get_node(*arguments: Any) -> Any:
-        while True:
-            try:
-                return original(*arguments)
-            except RuntimeError:
-                if ended := watch.look():
-                    raise ProcessLookupError(ended) from None  # Ray asks again after a RuntimeError
-                if time.monotonic() > until:
-                    raise
-            time.sleep(0.1)
-
-    kept, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    waits = os.environ.get(_GCS_WAIT)
-    os.environ[_GCS_WAIT] = waits or str(max(int(seconds), 1))
-    services.get_node = get_node
-    try:
+    """A cluster that listens where this machine alone reaches it, and has `seconds` to start."""
+    with ray_internals.starting_on_loopback(seconds, watch.look):
         return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
-    finally:
-        services.get_node = original
-        ray_constants.ENABLE_RAY_CLUSTER = kept
-        if not waits:
-            del os.environ[_GCS_WAIT]
-
-
-_GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
 
 
 def attach(address: str, environment: Environment, seconds: float) -> Link:
@@ -166,7 +135,7 @@ def attach(address: str, environment: Environment, seconds: float) -> Link:
     why = discovery.answers(target.removeprefix("ray://"))
     if why is not None:
         raise EngineError(_nothing(f"nothing answers at {target}", why))
-    _forget_token()
+    ray_internals.forget_token()
     _probe(target, seconds / 2)
     notes: list[str] = []
     context = _init(f"attaching to {target}", environment, notes, address=target)
@@ -193,7 +162,6 @@ def _probe(target: str, seconds: float) -> None:
     """Ask a head, or the server of `ray://`, whether it is one: `ray.init` would wait for ever for a port that listens and
     never answers, and over `ray://` for a token that is wrong or not sent."""
     import grpc
-    from ray._private.authentication.authentication_token_setup import _enable_token_auth
     from ray.core.generated import gcs_service_pb2_grpc, ray_client_pb2, ray_client_pb2_grpc
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
 
@@ -217,7 +185,7 @@ def _probe(target: str, seconds: float) -> None:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             what = "a token that it does not know" if token else "no token here"
             raise EngineError(f"the cluster at {target} requires its authentication token", found=what, do=TOKEN_HOW)
-        _enable_token_auth()  # Ray sends its token by itself only to a cluster that it starts
+        ray_internals.send_token()
     if code is not grpc.StatusCode.OK:
         kind = "the server of ray://" if target.startswith("ray://") else "a Ray head"
         raise EngineError(_nothing(f"what listens at {target} does not answer as {kind}", code.name))
@@ -245,24 +213,18 @@ def _init(what: str, environment: Environment, notes: list[str], **options: Any)
 
 def _silence(notes: list[str] | None) -> None:
     """Keep Ray's log messages out of cells, and make notes of what it would print there (that a node was lost); None: no more."""
-    from ray._private import worker
-
-    log, kept = logging.getLogger("ray"), vars(worker)
-    printed, level = kept.pop("_workbench_found", (worker.print_to_stdstream, log.level))
     if notes is None:
-        kept["print_to_stdstream"] = printed
-        log.setLevel(level)
+        ray_internals.print_to(None)
         return
 
-    def note(data: Mapping[str, Any], **_: Any) -> None:
+    def note(data: Mapping[str, Any]) -> None:
         for said in data.get("lines", ()):
             first = str(said).strip().split("\n")[0][:300]
             if first and first not in notes:
                 notes.append(first)
                 del notes[:-NOTES]
 
-    kept |= {"_workbench_found": (printed, level), "print_to_stdstream": note}
-    log.setLevel(logging.ERROR)
+    ray_internals.print_to(note)
 
 
 def _require_dashboard() -> None:
@@ -294,7 +256,7 @@ def _nothing(what: str, why: str | None) -> str:
     for where, one in discovery.pointed_at().items():
         if discovery.answers(one, 1.0):
             seen.append(f"{where} names {one}, where nothing answers")
-    if running := discovery.running():
+    if running := ray_internals.heads_here():
         seen.append(f"Ray clusters running here: {', '.join(running)}")
     do = f"give the head node's host:port, start a cluster with `{HEAD}`, or call wb.cluster() for a local one"
     return message(what, found="; ".join(seen) or None, do=do)
@@ -330,13 +292,6 @@ def _ensure_token() -> None:
     with suppress(OSError):
         if path.stat().st_uid == os.getuid():
             path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-
-
-def _forget_token() -> None:
-    """Ray reads its token once a process; the next cluster may have another."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined] # compiled
-
-    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _token_path() -> Path:

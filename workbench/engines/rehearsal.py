@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from workbench.base.errors import EngineError, boundary
 from workbench.dataproto.core import DataProto
@@ -35,6 +33,16 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
 from workbench.engines.protocol import LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
+from workbench.engines.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    asks_for_shapes,
+    fake_store,
+    storage_id,
+    tree_leaves,
+)
+from workbench.engines.transformers_internals import whole_blocks
 
 SHALLOW = (3, 4)
 """Layers of the two models that are measured in place of a deeper one: more than FSDP has gathered at one time."""
@@ -237,7 +245,7 @@ class _Marks:
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of a transformers model, from the lowest, sharded or not."""
-    kinds = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    kinds = {name for part in module.modules() for name in whole_blocks(part)}
     return [part for part in module.modules() if type(part).__name__.removeprefix("FSDP") in kinds]
 
 
@@ -261,7 +269,6 @@ class Counting(TorchDispatchMode):
 
     def __init__(self, gpu: bool) -> None:
         super().__init__()
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
         from torch.distributed.tensor import DTensor
 
         self._fakes: Any = FakeTensor
@@ -287,7 +294,7 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, self._wrapped) for kind in types):
             return NotImplemented  # its own operations on the local parts come here
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        if asks_for_shapes():
             return func(*args, **kwargs)  # DTensor asks for shapes
         inputs = _tensors((args, kwargs))
         if any(isinstance(tensor, self._fakes) for tensor in inputs):
@@ -316,7 +323,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count(self, storage: Any) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
             self.live += storage.nbytes()
@@ -328,16 +335,16 @@ class Counting(TorchDispatchMode):
     def _repeat(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         for one in (key, value) if key.shape[1] < query.shape[1] else ():
             more = one.nbytes * (query.shape[1] // key.shape[1] - 1)
-            self._sizes[one.untyped_storage()._cdata] += more
+            self._sizes[storage_id(one.untyped_storage())] += more
             self.live += more
 
     @property
     def _resized(self) -> Callable[[Any, int], Any]:
         def resize_(storage: Any, size: int) -> Any:
             resized = self._plain(storage, size)
-            if storage._cdata in self._sizes:
-                self.live += storage.nbytes() - self._sizes[storage._cdata]
-                self._sizes[storage._cdata] = storage.nbytes()
+            if storage_id(storage) in self._sizes:
+                self.live += storage.nbytes() - self._sizes[storage_id(storage)]
+                self._sizes[storage_id(storage)] = storage.nbytes()
                 self.series.append(self.live)
             return resized
 
@@ -365,14 +372,12 @@ def _by_number(func: Any, args: Any) -> Any:
 @contextmanager
 def _fake_ranks(size: int) -> Iterator[None]:
     """Context manager: this process is rank 0 of a process group that sends nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if distributed.is_initialized():
         what, do = "a process group is in use in this process", "measure before it, or in another process"
         raise EngineError("cannot measure the memory of ranks", found=what, do=do)
     hook = sys.excepthook
     with ExitStack() as ends:
-        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        distributed.init_process_group("fake", store=fake_store(), rank=0, world_size=size)
         ends.callback(setattr, sys, "excepthook", hook)
         ends.callback(distributed.destroy_process_group)
         yield

@@ -35,6 +35,7 @@ from workbench.engines.local_engine.loading import (
 )
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
+from workbench.engines.transformers_internals import may_have, may_lack, never_saved
 
 FILE_BYTES = 5 << 30
 """Most bytes of one file of weights, but for a tensor that is larger."""
@@ -235,16 +236,16 @@ class Reader:
     def _check(self, path: str) -> None:
         model, begins = self._model, f"{self._model.base_model_prefix}."
         lacks = sorted(self._shapes.keys() - self._sources.keys())
-        lacks = [name for name in lacks if not _matches(name, model._keys_to_ignore_on_load_missing)]
+        lacks = [name for name in lacks if not _matches(name, may_lack(model))]
         wrong = {name: shape for name, shape in self._found.items() if self._shapes.get(name, shape) != shape}
         shapes = [f"{name} of shape {wrong[name]} in place of {self._shapes[name]}" for name in sorted(wrong)]
-        moved = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *(model._keys_to_ignore_on_load_unexpected or ()))
+        moved = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", *may_have(model))
         extra = [name for name in sorted(self._extra) if name.startswith(begins) and not _matches(name, moved)]
         misfit(path, lacks, shapes, extra)
 
 
 def _matches(name: str, patterns: Any) -> bool:
-    return any(re.search(one, name) for one in patterns or ())
+    return any(re.search(one, name) for one in patterns)
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class Part:
 def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
     """The files of a plain model on the meta device, of at most `limit` bytes but for a larger tensor; None where transformers
     makes one tensor of the files out of several of the model: these cannot be written one by one."""
-    left_out = {*tied(model), *(model._keys_to_ignore_on_save or ())}
+    left_out = {*tied(model), *never_saved(model)}
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     together = reverted(model, tensors)
     same = {name: tensor.shape for name, tensor in together.items()} == {

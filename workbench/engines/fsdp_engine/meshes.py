@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from workbench.base.errors import EngineError, SettingError, first_line, unknown
+from workbench.engines.torch_internals import joined_mesh, local_part, split_mesh
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,14 @@ class Mesh:
         self.fsdp: Any = root["replicate", "shard"] if sizes.replicate > 1 else root["shard"]
         """What `fully_shard` gets: (replicate, shard) for HSDP, else (shard,)."""
         if sizes.cp > 1:
-            split = root["shard"]._unflatten(0, (sizes.dp, sizes.cp), ("dp", "cp"))
+            split = split_mesh(root["shard"], (sizes.dp, sizes.cp), ("dp", "cp"))
             self._parts |= {"dp": split["dp"], "cp": split["cp"]}
         if sizes.ep > 1:
             names = ("expert_shard", "ep")
-            split = root["shard"]._unflatten(0, (sizes.shards // sizes.ep, sizes.ep), names)
+            split = split_mesh(root["shard"], (sizes.shards // sizes.ep, sizes.ep), names)
             self._parts |= {name: split[name] for name in names}
             copies = [self._parts["replicate"]] if sizes.replicate > 1 else []
-            self.experts: Any = (
-                split["expert_shard"] if not copies else type(root)._concatenate([*copies, split["expert_shard"]])
-            )
+            self.experts: Any = split["expert_shard"] if not copies else joined_mesh([*copies, split["expert_shard"]])
             """What `fully_shard` gets for experts: as `fsdp`, with those of the shards' ranks that have the same experts."""
 
     def __getitem__(self, name: str) -> Any:
@@ -144,9 +143,7 @@ def box(tensor: Any) -> tuple[slice, ...]:
     """The part of a whole tensor that this rank has, as one slice for each dimension; of what is no `DTensor` all."""
     if not hasattr(tensor, "placements"):
         return tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, first = local_part(tensor)
     return tuple(slice(at, at + size) for at, size in zip(first, shape, strict=True))
 
 

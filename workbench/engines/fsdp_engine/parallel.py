@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -39,6 +38,8 @@ from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
 from workbench.engines.local_engine.forward import Head, Layer, Plan, experts_of, head_of, hidden_size, planned, replay
 from workbench.engines.local_engine.loading import load_model, tie, tied
 from workbench.engines.local_engine.scoring import Tree, layout, outputs
+from workbench.engines.torch_internals import is_fake
+from workbench.engines.transformers_internals import asks_attention_interface, attention_of, whole_blocks
 
 # --- tensors ------------------------------------------------------------------------------------
 
@@ -151,10 +152,10 @@ def check_tokens(model: Any, size: int, tensors: int) -> None:
     config, name = model.config.get_text_config(), type(model).__name__
     do = "take cp=1 (more ranks in dp), or a model of attention alone"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if other or not getattr(model, "_supports_attention_backend", False):
+    if other or not asks_attention_interface(model):
         kinds = f"layers of {', '.join(other)}" if other else "layers that do not ask transformers' attention interface"
         raise EngineError(f"mesh cp={size} with {name}", expected="full or sliding attention", found=kinds, do=do)
-    if (chosen := config._attn_implementation) not in (None, "sdpa", "eager"):
+    if (chosen := attention_of(config)) not in (None, "sdpa", "eager"):
         do = "leave attn_implementation at None"
         raise EngineError(f"mesh cp={size}", expected="attn_implementation 'sdpa' or 'eager'", found=chosen, do=do)
     if config.num_attention_heads % (size * tensors):
@@ -405,7 +406,7 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
     if mesh.sizes.ep > 1:
         kept = {"mp_policy": replace(mixed, cast_forward_inputs=False), "offload_policy": offload}  # routers' weights
         shard_experts(model, mesh.experts, reshard_after_forward=settings.reshard_after_forward, **kept)
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = whole_blocks(model)
     layers = [module for module in model.modules() if type(module).__name__ in blocks]
     for layer in reversed(layers):  # inner ones first
         fully_shard(layer, mp_policy=mixed, reshard_after_forward=settings.reshard_after_forward, **shared)

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.base.distribution import version_of
 from workbench.base.errors import EngineError
+from workbench.engines.transformers_internals import attention_of, has_attention, set_attention
 
 NAME, UNCAPPED = "workbench", "workbench_uncapped"
 
@@ -117,14 +118,14 @@ def switched(model: Any) -> Iterator[None]:
     interface.register(NAME, _attention)
     interface.register(UNCAPPED, _uncapped)
     configs = {id(one): one for one in (getattr(part, "config", None) for part in model.modules()) if one is not None}
-    before = {key: one._attn_implementation for key, one in configs.items() if hasattr(one, "_attn_implementation")}
+    before = {key: attention_of(config) for key, config in configs.items() if has_attention(config)}
     try:
         for key, name in before.items():
-            configs[key]._attn_implementation_internal = UNCAPPED if name in ("sdpa", UNCAPPED) else NAME
+            set_attention(configs[key], UNCAPPED if name in ("sdpa", UNCAPPED) else NAME)
         yield
     finally:
         for key, name in before.items():
-            configs[key]._attn_implementation_internal = name
+            set_attention(configs[key], name)
 
 
 _IGNORED = {"is_causal", "position_ids", "use_cache", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k"}

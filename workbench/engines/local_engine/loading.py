@@ -26,6 +26,7 @@ from workbench.base.formats import FORMAT
 from workbench.dataproto.io import DTYPES
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Routing, hidden_size
+from workbench.engines.transformers_internals import opens_pictures, opens_text
 
 log = logging.getLogger("workbench")
 
@@ -187,9 +188,8 @@ def _kind(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     # a model with code of its own names its class in `auto_map`
-    causal = type(config) in AutoModelForCausalLM._model_mapping or hasattr(config, "auto_map")
-    both = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if both and not causal else AutoModelForCausalLM
+    causal = opens_text(config) or hasattr(config, "auto_map")
+    return AutoModelForImageTextToText if opens_pictures(config) and not causal else AutoModelForCausalLM
 
 
 def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | None:

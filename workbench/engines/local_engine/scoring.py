@@ -25,6 +25,7 @@ from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Head, Layer, head_of, linear_head, pictured_inputs, planned, replay
 from workbench.engines.local_engine.loading import check_length
+from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
 from workbench.functional.losses import full_kl
 
@@ -369,7 +370,7 @@ def _batches(units: Sequence[_Unit]) -> list[list[_Unit]]:
 
 def flash(model: Any) -> bool:
     """Whether a model was loaded with flash attention, which packs rows side by side."""
-    return "flash" in str(getattr(model.config, "_attn_implementation", ""))
+    return "flash" in (attention_of(model.config) or "")
 
 
 def packs(model: Any, settings: Any, batch: DataProto | None = None) -> bool:
@@ -400,7 +401,7 @@ def why_padded(model: Any, settings: Any) -> str:
     proven: bool | None = paths.pack if paths is not None else None
     known = {"full_attention", "sliding_attention"}
     other = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - known
-    if proven or (proven is None and getattr(model, "_supports_attention_backend", False) and not other):
+    if proven or (proven is None and asks_attention_interface(model) and not other):
         return ""
     return "no proof of it" if not other else f"layers of {', '.join(sorted(other))}"
 
