@@ -49,6 +49,19 @@ def test_parameters_that_users_type_are_pinned() -> None:
     assert list(inspect.signature(wb.Stepper).parameters) == ["pipeline", "batch", "settings"]
 
 
+def test_engines_show_every_setting() -> None:
+    """As Shift-Tab does; a setting that the function names itself is there once."""
+    engines = wb.engines
+    doors = {engines.local: engines.LocalSettings, engines.reward_model: engines.LocalSettings}
+    doors |= {engines.fsdp: engines.FsdpSettings, engines.remote: engines.RemoteSettings}
+    doors |= {engines.vllm: engines.VllmSettings, engines.vllm_classifier: engines.VllmSettings}
+    for door, settings in doors.items():
+        parameters = inspect.signature(door).parameters
+        assert {*settings.field_names()} <= parameters.keys(), door.__name__
+        assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()), door.__name__
+    assert inspect.signature(engines.local).parameters["lr"].default == engines.LocalSettings().lr
+
+
 def test_everything_public_is_documented_and_typed() -> None:
     for module in (wb.functional, wb.recipes, wb.stages, wb.engines, wb.agents, wb.rewards, wb.datasets, wb.views):
         for name in getattr(module, "__all__", ()):

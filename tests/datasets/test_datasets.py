@@ -273,3 +273,10 @@ def test_a_row_that_contains_itself_is_refused_by_row_and_column(column: str) ->
     row = {"prompt": "1 + 1", "answer": "2"}
     with pytest.raises(DataError, match=f"column '{column}' of row 1; expected .* found one that contains itself"):
         wb.rows([row, {**row, column: held}])
+
+
+def test_rows_as_a_table() -> None:
+    rows = wb.rows([{"prompt": f"{n} + 1?", "answer": str(n + 1), "level": n} for n in range(7)])
+    table = rows.to_pandas()
+    assert table["level"].tolist() == list(range(7)) and set(table) == set(rows.columns)
+    assert rows.head()["level"].tolist() == [0, 1, 2, 3, 4] and len(rows.head(2)) == 2

@@ -28,10 +28,12 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from workbench.base.errors import SettingError, WorkbenchError, describe, first_line, unknown
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -274,6 +276,20 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """The settings as a dict, name → value; values are not converted."""
         return {name: getattr(self, name) for name in self.field_names()}
+
+
+def shows_settings(settings_class: type[Settings]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator: the signature of a function shows the fields of a settings class in place of its `**settings`."""
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        parameters = dict(signature.parameters)
+        del parameters["settings"]
+        shown = {**parameters, **inspect.signature(settings_class).parameters, **parameters}
+        function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
+        return function
+
+    return decorated
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:

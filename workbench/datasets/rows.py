@@ -162,6 +162,16 @@ class Rows(Shown):
         """The rows for which `keep` is true."""
         return self.select([index for index, row in enumerate(self) if keep(row)])
 
+    def to_pandas(self) -> Any:
+        """The rows as a `DataFrame`, a line each, with the names and values that the data has."""
+        import pandas as pd
+
+        return pd.DataFrame([dict(row) for row in self.views()])
+
+    def head(self, n: int = 5) -> Any:
+        """The first `n` rows as a `DataFrame`."""
+        return self[:n].to_pandas()
+
     def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
         """Split into (other rows, held-out rows), each in their order; `held_out` is a number of rows, or a share below 1.
 

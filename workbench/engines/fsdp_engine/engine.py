@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from workbench.base.config import shows_settings
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.memory import estimated
 from workbench.base.metrics import Mean, join
@@ -501,6 +502,7 @@ def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]
     raise infinite_norm(reports[0]["grad_norm"], [report["broken"] for report in reports])
 
 
+@shows_settings(FsdpSettings)
 def fsdp(
     path: str | Path,
     *,

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import torch
 
 from workbench.base import runtime
+from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.engines.http import server
@@ -339,6 +340,7 @@ def _tag(version: int) -> str:
     return f"{new_id()}:{version}"
 
 
+@shows_settings(RemoteSettings)
 def remote(url: str, model: str | Path, *, template_switches: Any = None, **settings: Any) -> RemoteSampler:
     """Use a running vLLM or SGLang server as a sampler: `remote("http://host:8000", "data/tiny-arith", weights="vllm")`.
 

@@ -17,6 +17,7 @@ import torch
 
 from workbench.base import runtime
 from workbench.base.activity import recorded
+from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
@@ -655,6 +656,7 @@ class LocalEngine(ModelEngine, Pushing):
         return torch.autocast(device, dtype=torch.bfloat16, enabled=self._settings.half(device))
 
 
+@shows_settings(LocalSettings)
 def local(
     path: str | Path, *, threads: int | None = None, template_switches: Any = None, **settings: Any
 ) -> LocalEngine:

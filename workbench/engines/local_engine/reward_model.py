@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.base import runtime
-from workbench.base.config import require
+from workbench.base.config import require, shows_settings
 from workbench.base.errors import EngineError
 from workbench.base.memory import share_arena
 from workbench.dataproto.columns import MARGIN
@@ -131,6 +131,7 @@ def _few(vocabulary: int, pad: int, generator: torch.Generator) -> list[list[int
     return [*(start + text for text in texts[:3]), texts[3]]
 
 
+@shows_settings(LocalSettings)
 def reward_model(path: str | Path, *, threads: int | None = None, **settings: Any) -> LocalRewardModel:
     """Open a model to be trained as a reward model in this process: `reward_model("data/tiny-arith", lr=1e-4)`.
 

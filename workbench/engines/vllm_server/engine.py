@@ -31,6 +31,7 @@ import torch
 
 from workbench.base import runtime
 from workbench.base.child import Child, Questions
+from workbench.base.config import shows_settings
 from workbench.base.distribution import install
 from workbench.base.errors import EngineError, WorkerLost, boundary
 from workbench.engines.local_engine import lora
@@ -474,6 +475,7 @@ class VllmEngine(Served, Pausing):
         return f"VllmEngine({self.path!r}: {self.about()}, version {self.version})"
 
 
+@shows_settings(VllmSettings)
 def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) -> VllmEngine:
     """Start vLLM in a process of its own, as a sampler: `vllm("data/tiny-arith", max_model_len=256)`.
 
@@ -511,6 +513,7 @@ class VllmClassifier(Served):
         return f"VllmClassifier({self.path!r}: {self.about()})"
 
 
+@shows_settings(VllmSettings)
 def vllm_classifier(path: str | Path, **settings: Any) -> VllmClassifier:
     """Start a reward model in vLLM, from a folder or a hub name: `rewards.RewardModel(engines.vllm_classifier(path))`.
 
