@@ -248,16 +248,19 @@ def test_C1_an_update_interrupted_at_any_call_stands_before_it_or_after_it(tiny:
     counted = InterruptAt(0)
     counted.run(s.run)  # not the first, which imports and builds
     s.back()
-    places = random.Random(0)
+    places, raised = random.Random(0), 0
     for _ in range(12):
-        assert InterruptAt(places.randrange(1, counted.seen)).run(s.run)
+        interrupted = InterruptAt(places.randrange(1, counted.seen)).run(s.run)
         stood = standing(s, engine)
-        assert equal(stood, before) or equal(stood, after)
+        # Python drops what is raised while a generator or an object is collected: then the update is whole
+        assert equal(stood, after) or (interrupted and equal(stood, before))
+        raised += interrupted
         assert torch.is_grad_enabled()
         s.run()
         assert equal(standing(s, engine), after)
         s.back()
         assert equal(standing(s, engine), before)
+    assert raised >= 10
 
 
 def test_C1_an_interrupt_between_two_weights_of_one_optimizer_step_is_taken_back(

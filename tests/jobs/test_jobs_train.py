@@ -448,18 +448,18 @@ def test_a_training_that_was_not_awaited_says_so_at_once(tiny: str, tmp_path: Pa
 
 def test_a_training_that_goes_on_does_not_say_that_nobody_awaits_it(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
-    training: Any = wb.train(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", display=None, trackers=())
-    said: list[str] = []
+    texts: list[str] = []
 
-    def look(*told: Any) -> bool:
+    def look(metrics: Any) -> bool:
         with pytest.raises(AttributeError, match="no 'summary'") as raised:
             training.summary
-        said.extend([str(raised.value), repr(training)])
+        texts.extend([str(raised.value), repr(training)])
         return False
 
-    training._begin.keywords["break_if"] = look
+    plan: dict[str, Any] = {"steps": 1, "batch_size": 4, "display": None, "trackers": (), "break_if": look}
+    training: Any = wb.train(pipe, rows, run=tmp_path / "r", **plan)
     asyncio.run(training)
-    assert "under way; wait for the run that `await` returns" in said[0] and said[1] == "a training that is under way"
+    assert "under way; wait for the run that `await` returns" in texts[0] and texts[1] == "a training that is under way"
     with pytest.raises(AttributeError, match="is over; take the run that `await` returned"):
         training.summary
     assert repr(training) == "a training that is over"

@@ -309,7 +309,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
 
 FN, ST = "workbench.functional", "workbench.stages"
 ADV, LOSS, RET = f"{FN}.advantages", f"{FN}.losses", f"{FN}.returns"
-CORR, MASK, KL = f"{FN}.correction", f"{FN}.masking", f"{FN}.kl"
+CORR, MASK, KL = f"{FN}.correction", f"{FN}.masking", f"{FN}.losses"
 UPD, MEA, BATCH = f"{ST}.update", f"{ST}.measures", "workbench.runs.batch_metrics"
 
 SLIPS = [
@@ -386,7 +386,7 @@ SLIPS = [
          "masked_mean(kl, mask).item()", "ppo"),
     Slip("normaliser", ADV, "opo", "mask.sum(-1).double() * found.scored", "found.scored.double()", "opo"),
     Slip("normaliser", ADV, "gpg", "found.scored.double().sum()", "float(len(scores))", "gpg"),
-    Slip("normaliser", f"{ST}.correction", "CorrectionSettings.apply", "Mean.of(one.value, one.weight)", "Mean.of(one.value)",
+    Slip("normaliser", f"{ST}.correction", "CorrectionSettings.apply", "Mean.of(value.value, value.weight)", "Mean.of(value.value)",
          "bypass in parts"),
     Slip("normaliser", CORR, "_spread", "values.double().std()", "values.double().std(correction=0)", "token weights"),
     Slip("normaliser", CORR, "_deviation", "unbiased=False", "unbiased=True", "token weights"),
