@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 import workbench as wb
 from workbench.base.errors import RunError, WorkbenchError
+from workbench.runs import checkpoint
 from workbench.runs.folder import write_json
 from workbench.runs.settings import files_crc32
 
@@ -270,3 +273,53 @@ def test_no_field_of_the_settings_runs_anything(foreign: Any, project: Path, mon
             outcomes += 1
             assert not marker.exists(), (path, value)
     assert outcomes > 30
+
+
+@pytest.mark.slow
+def test_no_field_of_a_runs_other_documents_runs_anything(
+    foreign: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State and manifest of checkpoints, recorded updates, traces, batches: checksums are made again, as their sender can."""
+    folder, marker = foreign(lambda settings, folder: None)
+    evil = str((folder / "evil.py").resolve())
+    values = [
+        evil,
+        "evil:compute_score",
+        {"function": "evil:compute_score"},
+        {"path": evil, "trust_remote_code": True},
+        True,
+    ]
+    monkeypatch.syspath_prepend(str(folder))
+    documents = [path for path in sorted(folder.rglob("*.json")) if path.name not in ("settings.json", "manifest.json")]
+    kinds: dict[str, tuple[Path, list[Any]]] = {}
+    for document in documents:  # one document of each kind, of the step that is opened where there are several
+        kind = re.sub(r"\d+", "N", str(document.relative_to(folder)))
+        if kind not in kinds or "000001" in str(document):
+            kinds[kind] = document, list(leaves(json.loads(document.read_text())))[1:]
+    assert {"state.json", "update.json", "trace.json", "meta.json", "kept.json"} <= {
+        path.name for path, _ in kinds.values()
+    }
+
+    def opened() -> None:
+        run = wb.load_run(folder)
+        (run.notes, run.summary, run.symptoms, run.traces[2].batch, run.checkpoint(2))
+        run.stepper(2, at="update_actor").run()
+
+    for document, places in kinds.values():
+        text = document.read_text()
+        checkpoints = [parent for parent in document.parents if parent.parent.name == "checkpoints"]
+        for number, path in enumerate(places[:: max(len(places) // 4, 1)]):
+            changed = planted(json.loads(text), path, values[number % len(values)])
+            changed.pop("text_crc32", None)
+            write_json(document, changed)
+            for place in checkpoints:
+                (place / "manifest.json").unlink(missing_ok=True)
+                checkpoint._commit(place, int(place.name.rpartition("_")[2]), None)
+            with contextlib.suppress(WorkbenchError, LookupError, TypeError, AttributeError, ValueError):
+                opened()
+            assert not marker.exists(), (document, path)
+        document.write_text(text)
+    for place in sorted((folder / "checkpoints").iterdir()):
+        (place / "manifest.json").unlink(missing_ok=True)
+        checkpoint._commit(place, int(place.name.rpartition("_")[2]), None)
+    opened()  # whole again: what was planted is what was refused
