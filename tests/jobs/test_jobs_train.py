@@ -268,6 +268,16 @@ def test_both_doors_show_every_setting_with_its_type_and_default() -> None:
     assert [door.return_annotation.__name__ for door in doors] == ["Training", "Run"]
 
 
+def test_what_the_environment_says_of_resuming_is_checked(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, rows, _ = make(tiny)
+    monkeypatch.setenv("WORKBENCH_RESUME", "perhaps")
+    with pytest.raises(SettingError, match="'resume'; expected 'auto' or 'never'; found 'perhaps'"):
+        wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_setting_is_read_as_its_type(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
     settings: dict[str, Any] = {"steps": "1", "batch_size": "4", "seed": "7"}  # as a command line gives them

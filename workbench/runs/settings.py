@@ -160,16 +160,14 @@ class TrainSettings(Settings):
             steps = max(1, round(self.epochs * (len(rows) // self.batch_size)))
         if run is None:
             run = os.environ.pop("WORKBENCH_RUN", "") or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-        return Plan(
-            **self.to_dict()
-            | {
-                "steps": steps,
-                "epochs": None,
-                "run": Path(run),
-                "resume": os.environ.get("WORKBENCH_RESUME", "never") if self.resume is None else self.resume,
-                "trackers": default_trackers() if self.trackers is None else self.trackers,
-            }
-        )
+        left_open = {
+            "steps": steps,
+            "epochs": None,
+            "run": Path(run),
+            "resume": os.environ.get("WORKBENCH_RESUME", "never") if self.resume is None else self.resume,
+            "trackers": default_trackers() if self.trackers is None else self.trackers,
+        }
+        return Plan.from_parameters({**self.to_dict(), **left_open})  # the environment's values are read, too
 
 
 @dataclass(frozen=True, kw_only=True)
