@@ -164,8 +164,8 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
                 default = defaults.get(name, DEFAULTS[name])
                 own[name] = shared.replace(name=name, kind=shared.KEYWORD_ONLY, default=default, annotation=kind)
 
-        here = {theirs: ours for theirs, ours in ELSEWHERE.items() if theirs not in own}
-        elsewhere = {theirs: ours for theirs, ours in here.items() if ours.split(" ")[0] in own or "engine" in ours}
+        places = {theirs: ours for theirs, ours in ELSEWHERE.items() if ours.split(" ")[0] in own or "engine" in ours}
+        elsewhere = {theirs: ours for theirs, ours in places.items() if theirs not in own}
 
         @functools.wraps(build)
         def made(*args: P.args, **settings: P.kwargs) -> Pipeline:

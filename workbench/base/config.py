@@ -279,13 +279,13 @@ class Settings:
 
 
 def shows_settings(settings_class: type[Settings]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: the signature of a function shows the fields of a settings class in place of its `**settings`."""
+    """Decorator: the signature of a function shows the fields of a settings class in place of its `settings`."""
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, eval_str=True)
         parameters = dict(signature.parameters)
         del parameters["settings"]
-        shown = {**parameters, **inspect.signature(settings_class).parameters, **parameters}
+        shown = {**parameters, **inspect.signature(settings_class, eval_str=True).parameters, **parameters}
         function.__signature__ = signature.replace(parameters=list(shown.values()))  # type: ignore[attr-defined]
         return function
 

@@ -11,12 +11,11 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from workbench import recipes
-from workbench.base.config import refuse_unknown
+from workbench.base.config import refuse_unknown, shows_settings
 from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
 from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control, on_signals
@@ -69,7 +68,7 @@ class RunStopped(RunError):
 
 
 class Training(Coroutine[Any, Any, Run]):
-    """The awaitable that `train` returns. Until it is awaited nothing has been checked, written or trained.
+    """The awaitable that `train` returns. Its settings have been checked; until it is awaited nothing else is, written or trained.
 
     It can be awaited, made a task, or passed to `asyncio.run`, as any coroutine; using it as if it were the finished run
     raises an `AttributeError` that says to await it.
@@ -131,7 +130,8 @@ def _takes_settings(
 ) -> Callable[[Callable[[Pipeline, Rows, TrainSettings], T]], Callable[Concatenate[Pipeline, Rows, P], T]]:
     """Makes a function of `TrainSettings` one of keyword arguments, with their types and defaults in its signature.
 
-    A name that is no setting is refused with the nearest one, or with the one here for another library's.
+    `settings_class` tells a type checker the arguments. A name that is no setting is refused with the nearest one
+    or with the one here for another library's.
     """
 
     def decorated(
@@ -144,11 +144,7 @@ def _takes_settings(
                 raise DataError("rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
             return function(pipeline, rows, TrainSettings.from_parameters(settings))
 
-        first, second, _ = inspect.signature(function, eval_str=True).parameters.values()
-        shown = [first, second, *inspect.signature(settings_class, eval_str=True).parameters.values()]
-        kind = inspect.signature(function, eval_str=True).return_annotation
-        takes.__signature__ = inspect.Signature(shown, return_annotation=kind)  # type: ignore[attr-defined]
-        return takes
+        return shows_settings(TrainSettings)(takes)
 
     return decorated
 
@@ -232,7 +228,7 @@ async def _trained(pipeline: Pipeline, rows: Rows, plan: Plan, page: HealthPage 
         control = Control()
         if page is not None:
             watcher = page.watching(Watcher(plan.run, pipeline, control))
-            plan = replace(plan, observers=(*plan.observers, watcher))
+            plan = plan.replace(observers=(*plan.observers, watcher))
         rows_so_far = read_metrics(folder.metrics)
         live = open_display(plan.steps, rows_so_far, control, plan.run) if plan.display == "auto" else None
         session = Session(
