@@ -195,7 +195,7 @@ class EpisodeStepper(Shown):
         return self
 
     async def _put(self, texts: Sequence[str], sample: Sample | None, end: bool) -> None:
-        """Make these texts the next turn; `said` are the model's words as tokens, where it is the model's turn."""
+        """Make these texts the next turn; `sample` has the model's words as tokens, where it is the model's turn."""
         if self._now.state is AgentState.PENDING:
             await self._loop.advance(self._now)
         if self.next_role is None:  # its user could not start

@@ -148,7 +148,7 @@ class TurnTokens:
     def _behind(
         self, ending: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """The token ids of a text behind the end token `said` that the model wrote.
+        """The token ids of a text behind the end token `ending` that the model wrote.
 
         It is encoded together with it, because some tokenizers encode the beginning of a text differently.
         """
@@ -202,7 +202,7 @@ class TurnTokens:
     ) -> tuple[str, str]:
         """What the template writes after the calls that `messages` answer: (whether or not they follow, all of it).
 
-        Both begin with the end token of that turn, where there is one: the one that the model `said`, or the tokenizer's, or
+        Both begin with the end token of that turn, where there is one: the model's, `ending`, or the tokenizer's, or
         a special token that is all there is after the calls. Raises `DataError` where the end depends on what follows.
         """
         alone = self._render([*earlier, _calling(messages)], generation=False)

@@ -222,7 +222,7 @@ def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tupl
 
 
 def _parts(content: Any, values: list[Any], beside: bool) -> Any:
-    """A message's content with its pictures as parts; their values are added to `found`, None where they are a column's."""
+    """A message's content with its pictures as parts; they are added to `values`, None where they are a column's."""
     if isinstance(content, str) and beside and PLACE in content:
         first, *rest = [{"type": "text", "text": text} for text in content.split(PLACE)]
         content = [first, *(part for text in rest for part in ({"type": "image"}, text))]

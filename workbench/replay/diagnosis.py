@@ -521,23 +521,14 @@ class Diagnosis(Shown):
 
 def diagnosed(seen: Evidence) -> Diagnosis:
     """Ask each cause, and add the symptoms that none of the found ones explains."""
-    causes = [cause_or_symptom for cause in CAUSES for cause_or_symptom in cause(seen)]
-    explained = {name for cause_or_symptom in causes for name in cause_or_symptom.explains}
-    for cause_or_symptom in seen.symptoms:
-        if cause_or_symptom.name not in explained:
-            look = f"run.stepper({cause_or_symptom.steps[0]})" if cause_or_symptom.steps else seen.look()
-            causes.append(
-                Finding(
-                    cause_or_symptom.name,
-                    "hint",
-                    f"{cause_or_symptom.found}, since step {cause_or_symptom.since}",
-                    look,
-                    cause_or_symptom.do,
-                )
-            )
-    return Diagnosis(
-        tuple(sorted(causes, key=lambda cause_or_symptom: LEVELS.index(cause_or_symptom.sure))), tuple(_looked(seen))
-    )
+    findings = [finding for cause in CAUSES for finding in cause(seen)]
+    explained = {name for finding in findings for name in finding.explains}
+    for symptom in seen.symptoms:
+        if symptom.name not in explained:
+            look = f"run.stepper({symptom.steps[0]})" if symptom.steps else seen.look()
+            numbers = f"{symptom.found}, since step {symptom.since}"
+            findings.append(Finding(symptom.name, "hint", numbers, look, symptom.do))
+    return Diagnosis(tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.sure))), tuple(_looked(seen)))
 
 
 def _looked(seen: Evidence) -> list[tuple[str, str]]:

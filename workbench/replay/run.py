@@ -326,7 +326,7 @@ def _asks_models(settings: Mapping[str, Any], stage: str) -> bool:
 
 
 def stepper_at(folder: Path, step: int, at: str | None, values: Mapping[str, Any], trust: bool = False) -> Replayed:
-    """Open a recorded step in a stepper: see `Run.stepper`; `given` are the caller's engines by role, `trust` their word for the
+    """Open a recorded step in a stepper: see `Run.stepper`; `values` are the caller's engines by role, `trust` their word for the
     folder's code."""
     settings = read_settings(folder)
     records: list[dict[str, Any]] = settings.get("pipeline", [])

@@ -371,19 +371,16 @@ class Stream:
             raise error
         finished = list(self._finished.values())
         while True:
-            out = [self._deadline(each_group) for each_group in (*finished, *self._under_way.values())]
+            out = [self._deadline(member) for member in (*finished, *self._under_way.values())]
             out += [self._fresh + self._lag + 1] * len(self._again)
-            order = chosen([self._deadline(each_group) for each_group in finished], out, step, self._size)
+            order = chosen([self._deadline(member) for member in finished], out, step, self._size)
             if order is not None:
                 return [finished[place] for place in order]
-            old = [
-                each_group
-                for each_group in self._under_way.values()
-                if not each_group.tries and each_group.born < self._fresh
-            ]
+            under_way = self._under_way.values()
+            old = [member for member in under_way if not member.tries and member.born < self._fresh]
             if self._stale == "keep" or len(finished) < self._size or not old:
                 return None
-            oldest = min(old, key=lambda each_group: (each_group.born, each_group.place))
+            oldest = min(old, key=lambda member: (member.born, member.place))
             oldest.draw.cancel()
             self._counts["cancelled"] += 1
             self._begin(oldest.place, oldest.tries + 1)

@@ -201,7 +201,7 @@ def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
 
 
 def _without(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of `given` that a part of the batch lacks, with nothing in them."""
+    """Those of `columns` that a part of the batch lacks, with nothing in them."""
     return {
         name: torch.full((len(part),), float("nan")) if isinstance(one, torch.Tensor) else [MISSING] * len(part)
         for name, one in columns.items()

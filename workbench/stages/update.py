@@ -343,21 +343,19 @@ class Update(BaseStage):
         if not early:
             self._refuse_unscored(batch)
         on_policy = self._on_policy if self.is_on_policy(batch) else None
-        batch, metrics_of_scoring = self._scored(batch, {}) if on_policy is None else (batch, {})
+        batch, scoring = self._scored(batch, {}) if on_policy is None else (batch, {})
         if early:
-            return Outcome(
-                self.written(batch, self._unchanged(batch)), {**metrics_of_scoring, f"{self.role}/skipped": Mean(1.0)}
-            )
+            return Outcome(self.written(batch, self._unchanged(batch)), {**scoring, f"{self.role}/skipped": Mean(1.0)})
         signature = self._scoring.signature(batch)  # of the weights that have not moved yet
         columns = self._unchanged(batch) if on_policy is None else {}
         steps, counted = self._passes(batch, on_policy or self._loss, columns)
         if on_policy is not None:
-            batch, metrics_of_scoring = self._scored(batch, columns, signature)
+            batch, scoring = self._scored(batch, columns, signature)
             columns = columns or self._unchanged(batch)
         if steps:
             self._learner.commit()
         metrics = {key if "/" in key else f"{self.role}/{key}": one for key, one in _over_steps(steps).items()}
-        return Outcome(self.written(batch, columns), metrics_of_scoring | metrics | counted)
+        return Outcome(self.written(batch, columns), scoring | metrics | counted)
 
     def _passes(
         self, batch: DataProto, loss: _Loss, columns: dict[str, Tensor]

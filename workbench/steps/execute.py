@@ -195,7 +195,7 @@ def drawn_stages(pipeline: Pipeline) -> Pipeline:
 def sampler_of(pipeline: Pipeline, setting: str = "ahead=1") -> PinnedWeights:
     """The engine of the rollout that a pipeline begins with; its sampler can keep older weights than the learner's.
 
-    Raises `SettingError`, which names the setting `asked`, for any other: rows sampled while the weights change would belong
+    Raises `SettingError`, which names the `setting`, for any other: rows sampled while the weights change would belong
     to no policy version.
     """
     first = next(iter(pipeline))

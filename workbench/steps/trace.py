@@ -274,10 +274,10 @@ def _left_to_update(trace: Trace) -> tuple[int, int] | None:
     return None
 
 
-def perform(stage: Stage, batch: DataProto, metrics_of_stage: dict[str, Any] | None = None) -> Phase:
+def perform(stage: Stage, batch: DataProto, metrics: dict[str, Any] | None = None) -> Phase:
     """Run one stage on one batch and return the `Phase` that records what it did.
 
-    `told` gets the stage's metrics as they can be joined with those of other batches.
+    `metrics` gets those of the stage as they can be joined with those of other batches.
 
     Raises `ColumnMissing` before the stage runs where the batch lacks a column of its `reads`, and
     `PipelineError` after it where a column of its `writes` is missing.
@@ -305,8 +305,8 @@ def perform(stage: Stage, batch: DataProto, metrics_of_stage: dict[str, Any] | N
     if unwritten := [name for name in stage.writes if name not in outcome.batch]:
         found, do = f"only {', '.join(outcome.batch.columns)}", "write them, or take them out of the stage's `writes`"
         raise PipelineError(f"stage {stage.name!r} did not write the columns {unwritten}", found=found, do=do)
-    if metrics_of_stage is not None:
-        metrics_of_stage.update(outcome.metrics)
+    if metrics is not None:
+        metrics.update(outcome.metrics)
     after = outcome.batch
     if outcome.rows is not None:  # every column is a new object, so what the stage declares counts
         wrote = [name for name in after.columns if name in stage.writes or name not in batch]

@@ -75,7 +75,7 @@ def _parameters(name: str, given: Any) -> dict[str, Any]:
 
 
 def same_arguments(own: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raise `SettingError` unless the schema `given` for a tool has the same arguments as the tool's `own` schema."""
+    """Raise `SettingError` unless the `schema` given for a tool has the same arguments as the tool's `own` one."""
     wanted, names = (sorted(one["function"]["parameters"]["properties"]) for one in (own, schema))
     if wanted != names:
         what = f"the schema of tool {schema['function']['name']!r}"

@@ -482,7 +482,7 @@ def _fill(mine: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], 
 
 
 def check_fit(what: str, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Raises `EngineError` about `what` for the first tensor of `wanted` that `found` lacks or has in another shape."""
+    """Raises `EngineError` about `what` for the first tensor of `wanted` that `stored` lacks or has in another shape."""
     for name, tensor in wanted.items():
         if name not in stored or stored[name].shape != tensor.shape:
             there = f"shape {tuple(stored[name].shape)}" if name in stored else "no tensor of that name"
