@@ -305,21 +305,21 @@ def test_no_field_of_a_runs_other_documents_runs_anything(
         (run.notes, run.summary, run.symptoms, run.traces[2].batch, run.checkpoint(2))
         run.stepper(2, at="update_actor").run()
 
+    def sealed() -> None:
+        for place in sorted((folder / "checkpoints").iterdir()):
+            (place / "manifest.json").unlink(missing_ok=True)
+            checkpoint._commit(place, int(place.name.rpartition("_")[2]), None)
+
     for document, places in kinds.values():
         text = document.read_text()
-        checkpoints = [parent for parent in document.parents if parent.parent.name == "checkpoints"]
         for number, path in enumerate(places[:: max(len(places) // 4, 1)]):
             changed = planted(json.loads(text), path, values[number % len(values)])
             changed.pop("text_crc32", None)
             write_json(document, changed)
-            for place in checkpoints:
-                (place / "manifest.json").unlink(missing_ok=True)
-                checkpoint._commit(place, int(place.name.rpartition("_")[2]), None)
+            sealed()
             with contextlib.suppress(WorkbenchError, LookupError, TypeError, AttributeError, ValueError):
                 opened()
             assert not marker.exists(), (document, path)
         document.write_text(text)
-    for place in sorted((folder / "checkpoints").iterdir()):
-        (place / "manifest.json").unlink(missing_ok=True)
-        checkpoint._commit(place, int(place.name.rpartition("_")[2]), None)
+    sealed()
     opened()  # whole again: what was planted is what was refused
