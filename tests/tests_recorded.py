@@ -69,7 +69,7 @@ def agents() -> Any:
     reward = wb.rewards.episodes.episode(turn_weight=0.5)
     pipeline = wb.recipes.grpo(engine, reward, group_size=4, agent=agent, max_tokens=120)
     pipeline = pipeline.insert_after("reward", wb.stages.TurnScores())
-    return pipeline.replace("rollout", deterministic=True)
+    return pipeline.with_stage("rollout", deterministic=True)
 
 
 def ahead() -> Any:

@@ -15,7 +15,7 @@ from workbench import functional as F
 from workbench.base.config import refuse_unknown, require
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_correction import read_correction
-from workbench.engines.protocol import SamplingSettings
+from workbench.engines.protocol import Critic, Engine, Learner, LogProbModel, SamplingSettings
 from workbench.stages import (
     Advantage,
     Baseline,
@@ -71,7 +71,7 @@ class PolicyGradientSettings(TypedDict, total=False):
     ppo_epochs: int
     ppo_mini_batch_size: int | None
     recompute_old_log_probs: bool
-    reference: Any
+    reference: LogProbModel | None
     agent: Any
 
 
@@ -105,14 +105,14 @@ ELSEWHERE = {theirs: ours for ours, names in _OTHERS.items() for theirs in names
 
 
 def _policy_gradient(
-    engine: Any,
+    engine: Engine,
     reward: Any,
     advantage: Stage,
     *,
     greedy_baseline: bool = False,
     branching: Mapping[str, Any] | None = None,
     after_reward: Callable[[list[Stage]], Sequence[Stage]] = lambda stages: (),
-    critic: Any = None,
+    critic: Critic | None = None,
     value_loss: ValueLoss | None = None,
     critic_warmup: int = 0,
     **settings: Unpack[PolicyGradientSettings],
@@ -142,7 +142,7 @@ def _policy_gradient(
     return Pipeline([*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)])
 
 
-def _rollout(engine: Any, agent: Any, branching: Mapping[str, Any] | None, how: Mapping[str, Any]) -> Stage:
+def _rollout(engine: Engine, agent: Any, branching: Mapping[str, Any] | None, how: Mapping[str, Any]) -> Stage:
     """The stage that samples: of single responses, of an agent's episodes, or of trees of them."""
     if branching is not None:
         return TreeRollout(engine, agent=agent, **branching, **{key: how[key] for key in ("group_size", "sampling")})
@@ -181,7 +181,7 @@ def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pi
 
 @_recipe()
 def grpo(
-    engine: Any, reward: Any = None, *, norm_adv_by_std: bool = True, **settings: Unpack[PolicyGradientSettings]
+    engine: Engine, reward: Any = None, *, norm_adv_by_std: bool = True, **settings: Unpack[PolicyGradientSettings]
 ) -> Pipeline:
     """GRPO: a response's advantage is relative to the other samples of its prompt; KL to the frozen reference in the loss.
 
@@ -218,7 +218,7 @@ def grpo(
 
 
 @_recipe(kl_coef=0.0, max_tokens=128, loss_agg_mode="seq-mean-token-sum-norm")
-def dr_grpo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def dr_grpo(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """Dr.GRPO: GRPO without dividing by the group's deviation or by a response's own length.
 
     The advantage is s − μ (score minus group mean), the loss Σ over tokens / (rows · `loss_scale_factor`), by default
@@ -231,7 +231,7 @@ def dr_grpo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSe
 
 @_recipe(kl_coef=0.0, max_tokens=128, clip_ratio_high=0.28)
 def dapo(
-    engine: Any,
+    engine: Engine,
     reward: Any = None,
     *,
     rows: Any = None,
@@ -260,40 +260,40 @@ def dapo(
 
 
 @_recipe(group_size=4)
-def rloo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def rloo(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """RLOO (settings: see `grpo`): each reward minus the mean of the prompt's others. https://arxiv.org/abs/2402.14740."""
     return _policy_gradient(engine, reward, Advantage(F.rloo), **settings)
 
 
 @_recipe(kl_coef=0.0)
-def opo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def opo(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """OPO (settings: see `grpo`): the baseline is the group's length-weighted mean reward; no KL in the loss.
     Hao et al. 2025, https://arxiv.org/abs/2505.23585."""
     return _policy_gradient(engine, reward, Advantage(F.opo), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="gpg")
-def gpg(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def gpg(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """GPG (settings: see `grpo`): the plain policy gradient over groups, without ratio, clip or reference. Chu et al. 2025,
     https://arxiv.org/abs/2504.02546."""
     return _policy_gradient(engine, reward, Advantage(F.gpg), **settings)
 
 
 @_recipe(kl_coef=0.0)
-def maxrl(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def maxrl(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """MaxRL (settings: see `grpo`): the advantage is divided by the group's mean reward, for rewards of 0 and 1.
     Tajwar et al. 2026, https://arxiv.org/abs/2602.02710."""
     return _policy_gradient(engine, reward, Advantage(F.maxrl), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
-def gspo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def gspo(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """GSPO (settings: see `grpo`): PPO's clip on the ratio of the whole sequence. https://arxiv.org/abs/2507.18071."""
     return _policy_gradient(engine, reward, Advantage(F.grpo), **settings)
 
 
 @_recipe(kl_coef=0.0, loss_mode="cispo", clip_ratio_low=1.0, clip_ratio_high=0.28)
-def cispo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def cispo(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """CISPO: the importance weight is clipped, not the gradient, so that every token keeps a gradient.
 
     `clip_ratio_low=1`: no lower limit, as in the paper. Settings: see `grpo`. MiniMax, https://arxiv.org/abs/2506.13585.
@@ -302,7 +302,7 @@ def cispo(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSett
 
 
 @_recipe(group_size=1)
-def remax(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
+def remax(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
     """ReMax (settings: see `grpo`): the baseline is the reward of the prompt's greedy response, in the same rollout.
     Li et al. 2024, https://arxiv.org/abs/2310.10505."""
     return _policy_gradient(
@@ -312,7 +312,7 @@ def remax(engine: Any, reward: Any = None, **settings: Unpack[PolicyGradientSett
 
 @_recipe(group_size=1, kl_in_reward=True)
 def reinforce_plus_plus(
-    engine: Any, reward: Any = None, *, gamma: float = 1.0, **settings: Unpack[PolicyGradientSettings]
+    engine: Engine, reward: Any = None, *, gamma: float = 1.0, **settings: Unpack[PolicyGradientSettings]
 ) -> Pipeline:
     """REINFORCE++: reward-to-go with the KL in the reward, whitened over the batch; no critic, no groups.
 
@@ -323,10 +323,10 @@ def reinforce_plus_plus(
 
 @_recipe(group_size=1, kl_type="k1", kl_in_reward=True)
 def ppo(
-    engine: Any,
+    engine: Engine,
     reward: Any = None,
     *,
-    critic: Any = None,
+    critic: Critic | None = None,
     critic_lr: float = 1e-5,
     critic_warmup: int = 0,
     gamma: float = 1.0,
@@ -357,8 +357,9 @@ def ppo(
         controller = F.AdaptiveKL(kl_coef, kl_target, kl_horizon)
         advantage = Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_type=settings["kl_type"])
     value_loss = ValueLoss(cliprange_value=cliprange_value)
-    own = {"critic": critic, "value_loss": value_loss, "critic_warmup": critic_warmup}
-    return _policy_gradient(engine, reward, advantage, **own, **settings)
+    return _policy_gradient(
+        engine, reward, advantage, critic=critic, value_loss=value_loss, critic_warmup=critic_warmup, **settings
+    )
 
 
 TREE_CREDIT: Mapping[str, Callable[..., Any]] = {
@@ -372,7 +373,7 @@ TREE_CREDIT: Mapping[str, Callable[..., Any]] = {
 
 @_recipe(kl_coef=0.0)
 def tree_grpo(
-    engine: Any,
+    engine: Engine,
     reward: Any = None,
     *,
     credit: str = "turn",
@@ -410,7 +411,7 @@ def tree_grpo(
 
 @_recipe()
 def sft(
-    engine: Any,
+    engine: Learner,
     *,
     target: str = TRUTH,
     max_tokens: int = 1024,
@@ -441,7 +442,7 @@ def sft(
 
 @_recipe()
 def reward_model(
-    engine: Any,
+    engine: Learner,
     *,
     chosen: str = "chosen",
     rejected: str = "rejected",

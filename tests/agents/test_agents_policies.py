@@ -59,7 +59,7 @@ def engines(**options: Any) -> tuple[Any, Any]:
 def made(first: Any, second: Any, **settings: Any) -> Pipeline:
     given = {"group_size": 4, "max_tokens": 10, "kl_coef": 0.01, "agent": Checked(), **settings}
     pipe = multi_policy({"solver": grpo(first, solved, **given), "verifier": grpo(second, judged, **given)})
-    return pipe.replace("rollout", deterministic=True)
+    return pipe.with_stage("rollout", deterministic=True)
 
 
 def rows() -> Any:

@@ -98,7 +98,7 @@ def test_D1_an_estimator_that_breaks_is_named_with_its_rows(tiny: str) -> None:
     with pytest.raises(
         WorkbenchError, match=r"advantages of broken; expected finite numbers; found NaN or inf in rows \["
     ):
-        wb.Stepper(pipe.replace("advantage", broken), rows.batch(4)).run()
+        wb.Stepper(pipe.with_stage("advantage", broken), rows.batch(4)).run()
 
 
 def test_D1_a_gradient_that_is_no_number_leaves_everything(tiny: str) -> None:

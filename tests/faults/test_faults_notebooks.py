@@ -400,7 +400,7 @@ MADE = """
 engine = wb.engines.local("data/tiny-arith", device="cpu")
 sampling = wb.SamplingSettings(max_tokens=8)
 pipe = wb.recipes.grpo(engine, REWARD, group_size=2, max_tokens=8)
-s = wb.Stepper(pipe.replace("rollout", Mine(engine, group_size=2, sampling=sampling)), ROWS.batch(2))
+s = wb.Stepper(pipe.with_stage("rollout", Mine(engine, group_size=2, sampling=sampling)), ROWS.batch(2))
 s.run(until="reward");
 """
 TOLD = "reward was made with an earlier definition of short: replace('reward', BY) uses the new one"

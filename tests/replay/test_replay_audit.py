@@ -54,8 +54,8 @@ def grpo_with(estimator: Any, *, settings: dict[str, Any] | None = None, **optio
 def token_baseline(estimator: Any) -> Make:
     def make(engine: Any) -> wb.Pipeline:
         pipe = recipe("grpo", kl_coef=0.0)(engine)
-        pipe = pipe.replace("old_log_prob", LogProb(engine, entropy=True, sum_pi_squared=True))
-        return pipe.replace("advantage", Advantage(estimator))
+        pipe = pipe.with_stage("old_log_prob", LogProb(engine, entropy=True, sum_pi_squared=True))
+        return pipe.with_stage("advantage", Advantage(estimator))
 
     return make
 
@@ -63,7 +63,7 @@ def token_baseline(estimator: Any) -> Make:
 def measured(engine: Any) -> wb.Pipeline:
     """Exact KL beside the estimators, and rows drawn again by their reward."""
     plain = recipe("grpo", max_tokens=6)(engine).insert_after("ref_log_prob", ExactKL(engine, engine.reference()))
-    return plain.replace("reward", wb.stages.Reward(reward(lambda response: float(len(response) % 3)))).insert_after(
+    return plain.with_stage("reward", wb.stages.Reward(reward(lambda response: float(len(response) % 3)))).insert_after(
         "advantage", Resample()
     )
 

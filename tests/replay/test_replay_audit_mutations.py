@@ -192,7 +192,7 @@ def episodes(recipe: Callable[..., Pipeline], **settings: Any) -> Pipeline:
     agent = ToolAgent([doubled], parser=Calls(), max_assistant_turns=2, max_tokens_per_turn=4)
     sampling = SAMPLING.replace(max_tokens=30, stop=())
     pipeline = made(recipe, agent=agent, sampling=sampling, **{"group_size": 2, **settings})
-    return pipeline.replace("rollout", deterministic=True)
+    return pipeline.with_stage("rollout", deterministic=True)
 
 
 class Parts(AgentLoopBase):

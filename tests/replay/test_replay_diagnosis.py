@@ -81,11 +81,11 @@ def made(
 def other_sampler(pipe: Any) -> Any:
     """Samples come from a copy of the model, which no update reaches."""
     sampler = wb.engines.local("data/tiny-arith")
-    return pipe.replace("rollout", wb.stages.Rollout(sampler, group_size=4, sampling=pipe["rollout"].sampling))
+    return pipe.with_stage("rollout", wb.stages.Rollout(sampler, group_size=4, sampling=pipe["rollout"].sampling))
 
 
 def other_sign(pipe: Any) -> Any:
-    return pipe.replace("advantage", wb.stages.Advantage(flipped))
+    return pipe.with_stage("advantage", wb.stages.Advantage(flipped))
 
 
 ENDLESS = wb.SamplingSettings(max_tokens=24, ignore_eos=True)

@@ -64,7 +64,7 @@ def trained(agent: Any, place: Path, model: str = "data/tiny-arith", longest: in
         agent=agent,
         kl_coef=0,
     )
-    pipeline = pipeline.replace("rollout", deterministic=True)
+    pipeline = pipeline.with_stage("rollout", deterministic=True)
     plan: dict[str, Any] = {"batch_size": 2, "trace_freq": 1, "save_freq": 0, "display": None, "trackers": ()}
     return wb.train_blocking(pipeline, rows, steps=2, run=place, **plan)
 

@@ -134,7 +134,7 @@ def test_an_update_of_somebody_elses_is_never_left_out_in_silence(tiny: str, tmp
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
     pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=8)
-    pipe = pipe.replace("update_actor", Mine(engine, wb.stages.PolicyLoss(kl_coef=0.1)))
+    pipe = pipe.with_stage("update_actor", Mine(engine, wb.stages.PolicyLoss(kl_coef=0.1)))
     run = wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r", save_freq=2)
     assert torch.equal(*(one.snapshot()["weights"]["model.norm.weight"] for one in (run.engine(3), engine)))
     shutil.rmtree(run.path / "checkpoints" / "step_000003")

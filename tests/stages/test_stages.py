@@ -356,15 +356,23 @@ def test_columns_of_the_data_are_asked_for_when_a_batch_arrives() -> None:
 def test_replacing_and_indexing() -> None:
     pipeline = grpo(Engine(), length_reward, group_size=2)
     assert pipeline.names == ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor")
-    other = pipeline.replace("advantage", lambda scores, mask: scores[:, None] * mask)
+    other = pipeline.with_stage("advantage", lambda scores, mask: scores[:, None] * mask)
     assert other["advantage"] is not pipeline["advantage"] and other["rollout"] is pipeline["rollout"]
     with pytest.raises(PipelineError, match="did you mean 'advantage'"):
         pipeline["advantages"]
     with pytest.raises(PipelineError, match="not built around a function"):
-        pipeline.replace("rollout", length_reward)
+        pipeline.with_stage("rollout", length_reward)
     with pytest.raises(PipelineError, match="a stage of its name"):
-        pipeline.replace("rollout", Reward(length_reward, in_process=True))
+        pipeline.with_stage("rollout", Reward(length_reward, in_process=True))
     assert "old_log_prob" in repr(pipeline) and "<table" in pipeline._repr_html_()
+    assert pipeline.settings()["rollout"]["group_size"] == 2 and list(pipeline.settings()) == list(pipeline.names)
+
+
+def test_the_old_name_of_with_stage_still_works() -> None:
+    pipeline = grpo(Engine(), length_reward, group_size=2)
+    with pytest.warns(DeprecationWarning, match="with_stage"):
+        copy = pipeline.replace("rollout", group_size=4)
+    assert (copy.settings()["rollout"]["group_size"], pipeline.settings()["rollout"]["group_size"]) == (4, 2)
 
 
 def test_a_stage_more() -> None:

@@ -148,7 +148,7 @@ def test_a_pipeline_takes_the_class_too_and_says_what_a_bare_function_lacks(pipe
     with pytest.raises(PipelineError, match=r"construct it: TurnScores\(…\)"):
         pipe.insert_after("reward", wb.stages.TurnScores)
     with pytest.raises(PipelineError, match=r"construct it: Reward\(…\)"):
-        pipe.replace("reward", wb.stages.Reward)
+        pipe.with_stage("reward", wb.stages.Reward)
     with pytest.raises(PipelineError, match="'length_norm' reads 'response_text', but no earlier stage"):
         wb.Pipeline([length_norm, *pipe])
 

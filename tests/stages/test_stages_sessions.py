@@ -262,7 +262,7 @@ def test_other_recipes_take_sessions_with_a_clean_audit(recipe: str, tmp_path: A
     extra = {"dapo": {"rows": rows, "overlong_buffer": 4}, "ppo": {"critic_lr": 1e-3}}.get(recipe, {})
     if recipe == "gdpo":
         pipe = wb.recipes.grpo(engine, in_parts, **given)
-        pipe = pipe.replace("advantage", Advantage(F.gdpo, parts=("length", "even")))
+        pipe = pipe.with_stage("advantage", Advantage(F.gdpo, parts=("length", "even")))
     else:
         pipe = getattr(wb.recipes, recipe)(engine, size, **given, **extra)
     run = wb.train_blocking(

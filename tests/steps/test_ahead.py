@@ -110,7 +110,7 @@ def test_validation_and_a_draw_never_ask_the_reward_at_once(tiny: str, tmp_path:
         return digits(response)
 
     pipe, rows = make(tiny, Reward(alone, in_process=True))
-    still = pipe.replace("update_actor", from_step=99)
+    still = pipe.with_stage("update_actor", from_step=99)
     run = train(still, rows, tmp_path / "r", steps=3, eval_rows=rows[:4], test_freq=1)
     assert [row["training/policy_lag/max"] for row in run.rows[1:]] == [0, 0, 0]
     assert [row["reward/scored_ratio"] for row in run.rows[1:]] == [1, 1, 1] and run.rows[3]["val/unscored"] == 0

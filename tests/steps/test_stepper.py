@@ -218,7 +218,7 @@ def test_another_temperature_is_also_that_of_the_log_probs(tiny: str) -> None:
     heats = {stage.name: stage.temperature for stage in s.pipeline if hasattr(stage, "temperature")}
     assert heats == {"old_log_prob": 0.5, "ref_log_prob": 0.5, "update_actor": 0.5}
     assert torch.allclose(s.batch.rollout_log_probs, s.batch.old_log_probs, atol=1e-4)
-    greedy = s.pipeline.replace("rollout", temperature=0.0)
+    greedy = s.pipeline.with_stage("rollout", temperature=0.0)
     assert greedy["old_log_prob"].temperature == 1.0
     own = greedy.replace("old_log_prob", temperature=2.0).replace("rollout", temperature=0.7)
     assert own["old_log_prob"].temperature == 2.0, "one that was set apart stays"
@@ -228,6 +228,6 @@ def test_settings_that_nobody_takes_are_refused_when_they_are_given(tiny: str) -
     s, _ = make(tiny)
     with pytest.raises(wb.WorkbenchError, match=r"'norm_by_stdd'.*setting of 'grpo'.*mean 'norm_by_std'"):
         s.replace("advantage", norm_by_stdd=False)
-    both = s.pipeline.replace("update_actor", clip_ratio_high=0.3, loss=wb.stages.PolicyLoss(kl_coef=0.5))
+    both = s.pipeline.with_stage("update_actor", clip_ratio_high=0.3, loss=wb.stages.PolicyLoss(kl_coef=0.5))
     assert both["update_actor"].settings()["clip_ratio_high"] == 0.3
     assert both["update_actor"].settings()["kl_coef"] == 0.5

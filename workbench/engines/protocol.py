@@ -305,6 +305,17 @@ class Learner(Protocol):
         """Return the present weights as a frozen model that only scores log-probs."""
 
 
+class Critic(Learner, LogProbModel, Protocol):
+    """A learner with a value head: `compute_log_probs(…, want=("values",))`."""
+
+
+class Engine(Sampler, Learner, LogProbModel, Protocol):
+    """What a recipe trains: it samples responses, computes log-probs and learns, as `engines.local` and `engines.fsdp` do."""
+
+    def critic(self, *, lr: float) -> Critic:
+        """Return a copy of the present model with a value head, trained at this learning rate."""
+
+
 # --- what only some engines can do --------------------------------------------------------------
 
 

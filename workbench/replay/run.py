@@ -412,10 +412,10 @@ def _with_records(
         stage = pipeline[record["name"]]
         if stage.name in unknown and stage.state() and not stage.updates:
             missing = Missing(record, "a controller whose state at that step was not kept")
-            pipeline = pipeline.replace(stage.name, missing)
+            pipeline = pipeline.with_stage(stage.name, missing)
     for stage in pipeline:
         if trace is not None and isinstance(stage, Missing):
-            pipeline = pipeline.replace(stage.name, stage.recorded(trace))
+            pipeline = pipeline.with_stage(stage.name, stage.recorded(trace))
     return pipeline
 
 

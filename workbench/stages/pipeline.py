@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -126,6 +127,10 @@ class Pipeline(Shown):
         """Stage names in order."""
         return tuple(stage.name for stage in self._stages)
 
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The settings of every stage, by its name: `pipe.settings()["rollout"]["group_size"]`."""
+        return {stage.name: stage.settings() for stage in self._stages}
+
     @property
     def first(self) -> Stage:
         """The stage that writes the responses: `rollout`, or of supervised training `targets`."""
@@ -138,8 +143,8 @@ class Pipeline(Shown):
             raise PipelineError(unknown("stage of this pipeline", name, self.names))
         return self.names.index(name)
 
-    def replace(self, name: str, other: Any = None, **settings: Any) -> Pipeline:
-        """A copy with one stage changed: `p.replace("advantage", my_estimator)`, `p.replace("rollout", temperature=0.7)`.
+    def with_stage(self, name: str, other: Any = None, **settings: Any) -> Pipeline:
+        """Return a copy with one stage changed: `p.with_stage("advantage", my_estimator)`, `p.with_stage("rollout", temperature=0.7)`.
 
         Where the sampling temperature of the rollout changes, later stages that used the old one get the new one, too.
 
@@ -153,15 +158,22 @@ class Pipeline(Shown):
         position = self.index(name)
         old = self._stages[position]
         if other is None and not settings:
-            raise PipelineError(f"replace({name!r}) changes nothing", do="give a stage, a function or settings")
+            raise PipelineError(f"with_stage({name!r}) changes nothing", do="give a stage, a function or settings")
         if inspect.isclass(other) and issubclass(other, BaseStage):
-            other = _made(f"replace({name!r})", other)
+            other = _made(f"with_stage({name!r})", other)
         new = old if other is None else other if isinstance(other, Stage) else old.with_function(other)
         new = new.with_settings(**settings) if settings else new
         if new.name != old.name:
             raise PipelineError(f"stage {old.name!r} can only be replaced by a stage of its name", found=repr(new.name))
         later = [_at_new_temperature(old, new, stage) for stage in self._stages[position + 1 :]]
         return Pipeline([*self._stages[:position], new, *later], overlap=self.overlap, given=self.given)
+
+    def replace(self, name: str, other: Any = None, **settings: Any) -> Pipeline:
+        """Deprecated name of `with_stage`: unlike `Stepper.replace` it returns a copy."""
+        warnings.warn(
+            "Pipeline.replace is now Pipeline.with_stage: it returns a copy", DeprecationWarning, stacklevel=2
+        )
+        return self.with_stage(name, other, **settings)
 
     def insert_after(self, name: str, stage: Stage | type[FunctionStage]) -> Pipeline:
         """A copy of the pipeline with a stage added after the one called `name`: `p.insert_after("reward", TurnScores())`.

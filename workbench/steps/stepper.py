@@ -495,7 +495,7 @@ class Stepper(Shown):
         position = self._pipeline.index(name)
         if position < self.position:
             raise PipelineError(f"phase {name!r} has run already", do=f"back(to={name!r}).replace({name!r}, …)")
-        self._pipeline = self._pipeline.replace(name, other, **settings)
+        self._pipeline = self._pipeline.with_stage(name, other, **settings)
         self._pipeline.check(self._trace.start)
         return self
 
