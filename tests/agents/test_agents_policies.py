@@ -173,7 +173,7 @@ def test_what_is_refused() -> None:
         OfPolicy(FilterGroups([]), "solver")
     with pytest.raises(SettingError, match="names other than"):
         EpisodeRollout(first, agent=Checked(), policies={"actor": second})
-    only = made(first, second).replace("rollout", policies={"judge": second})
+    only = made(first, second).with_stage("rollout", policies={"judge": second})
     with pytest.raises((ForeignError, SettingError), match="verifier"):
         only["rollout"](rows().batch(2))
     batch = DataProto.from_single_dict({"policy": ["solver"], "uid": ["a"]})

@@ -48,7 +48,7 @@ def recipe(name: str, **settings: Any) -> Make:
 
 def grpo_with(estimator: Any, *, settings: dict[str, Any] | None = None, **options: Any) -> Make:
     plain = recipe("grpo", **(settings or {}))
-    return lambda engine: plain(engine).replace("advantage", Advantage(estimator, **options))
+    return lambda engine: plain(engine).with_stage("advantage", Advantage(estimator, **options))
 
 
 def token_baseline(estimator: Any) -> Make:

@@ -133,7 +133,7 @@ def test_a_real_run_keeps_the_step_in_which_a_symptom_begins(
     monkeypatch.setattr(symptoms, "CHECKS", (jumping,))
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
-    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=6).replace("advantage", Shown(wb.functional.grpo))
+    pipe = wb.recipes.grpo(engine, group_size=2, max_tokens=6).with_stage("advantage", Shown(wb.functional.grpo))
     run = wb.train_blocking(
         pipe, rows, steps=9, batch_size=2, run=tmp_path / "r", trace_freq=2, keep_traces=2, trackers=()
     )

@@ -295,7 +295,7 @@ def test_other_settings_of_the_correction_run_what_uses_its_mask_again(engine: A
     assert not t.trace["advantage"].reused
     weighed = wb.recipes.with_rollout_correction(pipe, rollout_is="token")
     with pytest.raises(PipelineError, match="change the settings of 'rollout_correction', which does not write it now"):
-        weighed.replace("rollout_correction", rollout_is=None)
+        weighed.with_stage("rollout_correction", rollout_is=None)
 
 
 def test_a_step_that_loses_all_its_tokens_spoils_no_metric(engine: Any, batch: wb.DataProto) -> None:

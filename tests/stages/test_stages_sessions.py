@@ -177,7 +177,7 @@ def size(response: str) -> float:
 def pipeline(**options: Any) -> Pipeline:
     engine = wb.engines.local("data/tiny-arith", lr=1e-3, device="cpu")
     made = wb.recipes.grpo(engine, size, agent=Parts(), group_size=4, max_tokens=12, kl_coef=0, **options)
-    return made.replace("rollout", deterministic=True)
+    return made.with_stage("rollout", deterministic=True)
 
 
 def prompts() -> Any:
