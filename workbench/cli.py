@@ -310,7 +310,7 @@ def _parameters(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from workbench.datasets import convert
+    from workbench.datasets.converters import convert
 
     how = {"split": options.split, "instruction": options.instruction, "tool": options.tool}
     _say(f"{convert(options.kind, options.source, options.target, **how)} rows in {options.target}")

@@ -16,32 +16,18 @@ from workbench.base.config import refuse_unknown, require
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.protocol import Critic, Engine, Learner, LogProbModel, SamplingSettings
-from workbench.stages import (
-    Advantage,
-    Baseline,
-    BradleyTerry,
-    CorrectionSettings,
-    CrossEntropy,
-    EpisodeRollout,
-    FilterGroups,
-    LearntOnce,
-    LogProb,
-    OfPolicy,
-    Overlong,
-    Pairs,
-    Pipeline,
-    PolicyLoss,
-    Reward,
-    Rollout,
-    RolloutCorrection,
-    Targets,
-    TreeRollout,
-    Update,
-    ValueLoss,
-    Values,
-)
+from workbench.stages.advantage import Advantage
+from workbench.stages.correction import CorrectionSettings, RolloutCorrection
+from workbench.stages.episodes import EpisodeRollout, LearntOnce, TreeRollout
+from workbench.stages.filtering import FilterGroups, Overlong
+from workbench.stages.log_prob import LogProb, Values
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.policies import OfPolicy
+from workbench.stages.reward import Reward
+from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
-from workbench.stages.targets import TRUTH
+from workbench.stages.targets import TRUTH, BradleyTerry, CrossEntropy, Pairs, Targets
+from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
     "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "opo", "ppo",

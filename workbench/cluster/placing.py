@@ -30,8 +30,9 @@ from workbench.engines.protocol import WeightSink
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.workers.hosted import KINDS, Hosted, Replicas, host
 from workbench.engines.workers.processes import Ranks
-from workbench.rewards import BaseReward, Score, as_reward
-from workbench.rewards.score import failed
+from workbench.rewards.base import BaseReward
+from workbench.rewards.reward import as_reward
+from workbench.rewards.score import Score, failed
 
 START_SECONDS = 900.0
 """Longest start of one worker's engine: vLLM compiles large models for minutes."""

@@ -31,7 +31,7 @@ from workbench.cluster import discovery
 from workbench.cluster.pools import Pool, free_text
 from workbench.cluster.timeline import Event, Timeline, ordered
 from workbench.cluster.transport import Arrival, arrivals, fetch, out, pack, quietly, read, reason, scatter
-from workbench.dataproto import DataProto
+from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Closing
 from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines
 from workbench.steps.trace import STAGE

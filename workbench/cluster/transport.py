@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from workbench.base.errors import BatchError, EngineError, first_line
-from workbench.dataproto import DataProto, Origin
-from workbench.dataproto.value import Lazy
+from workbench.dataproto.core import DataProto
+from workbench.dataproto.value import Lazy, Origin
 from workbench.functional.balancing import balanced, workload
 
 # --- waiting ----------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ import importlib.util
 import inspect
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
 
-from workbench import rewards, sandbox
 from workbench.base.config import coerce
 from workbench.base.errors import SettingError, boundary, describe, unknown
 from workbench.base.secret import without_secrets
@@ -22,8 +21,14 @@ from workbench.engines.local_engine.classifier import classifier as local_classi
 from workbench.engines.protocol import Classified, Classifier
 from workbench.engines.vllm_server.engine import tokenizer_of, vllm_classifier
 from workbench.rewards.base import BaseReward, padded, row_views
-from workbench.rewards.managers import NaiveRewardManager
+from workbench.rewards.managers import MANAGERS, FileManagerReward, ManagerReward, NaiveRewardManager, manager_class
+from workbench.rewards.reward import Rubric, by_data_source
+from workbench.rewards.runner import FileFunction, RateLimit, load_function
 from workbench.rewards.score import Score
+from workbench.sandbox.remote import RemoteSandbox
+
+if TYPE_CHECKING:  # judges import pydantic, which a run without them does not need
+    from workbench.rewards.judge import RewardModel
 
 _LIMITS: Mapping[str, Any] = {
     "max_concurrent": int, "max_rpm": float, "max_tpm": float, "estimated_tokens_per_request": int, "timeout": float
@@ -82,13 +87,15 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
     Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour or that
     do not go together.
     """
+    from workbench.rewards.judge import RewardModel
+
     block = read_block(settings)
     parameters = _handed_parameters(block, roots)
     if impossible := [f"\n- {line}" for line in (*cannot(block), *contradictions(block, parameters))]:
         raise SettingError(f"these reward settings cannot be honoured here:{''.join(impossible)}")
     function = _function(block, parameters, roots)
     scorer = _scorer(block, function, parameters)
-    if isinstance(scorer, rewards.RewardModel) and block.get("reward_manager.name", "naive") == "naive":
+    if isinstance(scorer, RewardModel) and block.get("reward_manager.name", "naive") == "naive":
         return scorer
     if tokenizer is None:
         do = "call reward_from(settings, tokenizer=engine.tokenizer)"
@@ -101,17 +108,17 @@ def _manager(block: Mapping[str, Any], function: Any, scorer: Any, tokenizer: An
     name, kwargs = block.get("reward_manager.name", "naive"), dict(block.get("reward_kwargs", {}))
     if block.get("reward_manager.source") == "importlib":
         own: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
-        return rewards.FileManagerReward(block["reward_manager.module.path"], _class(block), **own), _class(block)
+        return FileManagerReward(block["reward_manager.module.path"], _class(block), **own), _class(block)
     if function is not None and _ours(name):  # the function has its part of them already
         kwargs = {key: value for key, value in kwargs.items() if key in _PENALTY}
     # the limits of `rate_limited` are its scorer's
-    kind = rewards.manager_class("naive" if name == "rate_limited" else name)
+    kind = manager_class("naive" if name == "rate_limited" else name)
     with boundary(f"the reward manager {name!r} with reward_kwargs {without_secrets(kwargs)}", SettingError):
         return kind(tokenizer, 0, scorer if _ours(name) else function, **kwargs), name
 
 
 def _ours(name: str) -> bool:
-    return issubclass(rewards.MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
+    return issubclass(MANAGERS.get(name, NaiveRewardManager), NaiveRewardManager)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -277,13 +284,13 @@ def _cannot_model(model: Mapping[str, Any]) -> list[str]:
 # --- making ---------------------------------------------------------------------------------------
 
 
-def _limit(block: Mapping[str, Any]) -> rewards.RateLimit | None:
+def _limit(block: Mapping[str, Any]) -> RateLimit | None:
     """What bounds rows and texts that this process judges; None for no bound."""
     at_once = [block[key] for key in ("num_workers", "reward_model.batch_size") if key in block]
     limits = {key: block[key] for key in _LIMITS if key in block and key != "timeout"}
     if block.get("reward_manager.name") == "rate_limited":
         at_once.append(limits.pop("max_concurrent", 1))
-    return rewards.RateLimit(max_concurrent=min(at_once), **limits) if at_once else None
+    return RateLimit(max_concurrent=min(at_once), **limits) if at_once else None
 
 
 _HANDED: Mapping[str, str] = {
@@ -306,15 +313,13 @@ def _handed_parameters(block: Mapping[str, Any], roots: tuple[str, ...]) -> set[
     return {name for name in _HANDED if name in taken or (every and name != "reward_model_tokenizer")}
 
 
-def _loaded(block: Mapping[str, Any], roots: tuple[str, ...], handed: Mapping[str, Any]) -> rewards.FileFunction:
+def _loaded(block: Mapping[str, Any], roots: tuple[str, ...], handed: Mapping[str, Any]) -> FileFunction:
     path, name = block["custom_reward_function.path"], block.get("custom_reward_function.name", "compute_score")
     bound = {**handed, **block.get("custom_reward_function.reward_kwargs", {})}
-    return rewards.load_function(path, name, roots=roots, **bound)
+    return load_function(path, name, roots=roots, **bound)
 
 
-def _function(
-    block: Mapping[str, Any], parameters: Collection[str], roots: tuple[str, ...]
-) -> rewards.FileFunction | None:
+def _function(block: Mapping[str, Any], parameters: Collection[str], roots: tuple[str, ...]) -> FileFunction | None:
     """The custom function with what it asks for: addresses of the served model and the sandbox, their tokenizer and limits."""
     if "custom_reward_function.path" not in block:
         return None
@@ -355,9 +360,7 @@ def _processes(block: Mapping[str, Any]) -> int:
     return int(block.get("num_workers", block.get("max_concurrent", 1) if name == "rate_limited" else 8))
 
 
-def _scorer(
-    block: Mapping[str, Any], function: rewards.FileFunction | None, parameters: Collection[str]
-) -> BaseReward | None:
+def _scorer(block: Mapping[str, Any], function: FileFunction | None, parameters: Collection[str]) -> BaseReward | None:
     """The rule, the reward model, or both as a rubric; None for a manager of one's own."""
     name, model = block.get("reward_manager.name", "naive"), block.get("reward_model.enable", False)
     if block.get("reward_manager.source") == "importlib" or not _ours(name):
@@ -369,31 +372,33 @@ def _scorer(
         return _reward_model(block, limit)
     else:
         rule = _by_source(block, limit)
-    return rewards.Rubric({"rm": _reward_model(block, limit), "rule": rule}) if model else rule
+    return Rubric({"rm": _reward_model(block, limit), "rule": rule}) if model else rule
 
 
-def _by_function(block: Mapping[str, Any], function: rewards.FileFunction) -> BaseReward:
+def _by_function(block: Mapping[str, Any], function: FileFunction) -> BaseReward:
     """The custom function, called as the manager calls it: in how many processes, a row or a batch at a time, how long."""
     name, processes = block.get("reward_manager.name", "naive"), _processes(block)
     kwargs = {key: one for key, one in block.get("reward_kwargs", {}).items() if key not in _PENALTY}
     kwargs |= {key: block[key] for key in _LIMITS if key in block}
     kwargs["num_workers"] = min(processes, _in_sandbox(block)) if "sandbox_fusion.url" in block else processes
     with boundary(f"the reward manager {name!r} with reward_kwargs {without_secrets(kwargs)}", SettingError):
-        return rewards.manager_class(name)(None, 0, function, **kwargs).reward
+        return manager_class(name)(None, 0, function, **kwargs).reward
 
 
-def _by_source(block: Mapping[str, Any], limit: rewards.RateLimit | None) -> BaseReward:
+def _by_source(block: Mapping[str, Any], limit: RateLimit | None) -> BaseReward:
     """The scorer of a row's data source, which runs code in the sandbox where there is one."""
     patient = {"timeout": block["timeout"]} if "timeout" in block else {}
     if "sandbox_fusion.url" in block:
         box = {key.partition(".")[2]: value for key, value in block.items() if key.startswith("sandbox_fusion.")}
-        return rewards.by_data_source(sandbox=sandbox.RemoteSandbox(**box), rate_limit=limit, **patient)
+        return by_data_source(sandbox=RemoteSandbox(**box), rate_limit=limit, **patient)
     if "num_workers" in block and block.get("reward_manager.name") != "rate_limited":
-        return rewards.by_data_source(in_process=False, workers=block["num_workers"])
-    return rewards.by_data_source()
+        return by_data_source(in_process=False, workers=block["num_workers"])
+    return by_data_source()
 
 
-def _reward_model(block: Mapping[str, Any], limit: rewards.RateLimit | None) -> rewards.RewardModel:
+def _reward_model(block: Mapping[str, Any], limit: RateLimit | None) -> RewardModel:
+    from workbench.rewards.judge import RewardModel
+
     served, path = block.get("reward_model.url"), block.get("reward_model.model_path")
     rollout = {key.rpartition(".")[2]: value for key, value in block.items() if key.startswith("reward_model.rollout.")}
     lengths = {key: rollout.pop(key) for key in ("prompt_length", "response_length") if key in rollout}
@@ -409,13 +414,13 @@ def _reward_model(block: Mapping[str, Any], limit: rewards.RateLimit | None) -> 
     whose = " (the server's)" if served else ""
     facts += [f"{key}={value}{whose}" for key, value in rollout.items()]
     template = block.get("reward_model.template", "question_answer" if served else "chat")
-    return rewards.RewardModel(_Asked(model, limit, facts), template=template, **lengths)
+    return RewardModel(_Asked(model, limit, facts), template=template, **lengths)
 
 
 class _Asked:
     """A classifier under limits; `facts` are what else its description says."""
 
-    def __init__(self, classifier: Classifier, limit: rewards.RateLimit | None, facts: Sequence[str]) -> None:
+    def __init__(self, classifier: Classifier, limit: RateLimit | None, facts: Sequence[str]) -> None:
         self._classifier, self._limit, self._facts = classifier, limit, facts
 
     @property
@@ -432,7 +437,7 @@ class _Asked:
         return ", ".join([self._classifier.describe(), *self._facts])
 
 
-class VerlReward(rewards.ManagerReward):
+class VerlReward(ManagerReward):
     """What `reward_from` makes where a manager is at work: its scores of a rollout's batch, or of rows alone.
 
     Rows alone (`dry_run`, parts of a `Rubric`) are judged by workbench's own managers as they are; for a manager of your own
@@ -440,7 +445,7 @@ class VerlReward(rewards.ManagerReward):
     """
 
     def __init__(self, manager: Any, name: str, tokenizer: Any, given: Mapping[str, Any]) -> None:
-        file = manager if isinstance(manager, rewards.FileManagerReward) else None
+        file = manager if isinstance(manager, FileManagerReward) else None
         super().__init__(manager.manager if file else manager, name=name, on_failure="mask")
         self.given = dict(given)
         """The settings as they were read: dotted name → value."""

@@ -33,17 +33,19 @@ from workbench.base.errors import EngineError, SandboxError
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
 from workbench.base.secret import HIDDEN, SECRET
-from workbench.cluster import connect
+from workbench.cluster.session import connect
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import rows
-from workbench.engines import Request, SamplingSettings, local, paired
+from workbench.engines import paired
 from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.local_engine.engine import local
 from workbench.engines.paired import check_push
+from workbench.engines.protocol import Request, SamplingSettings
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter, vllm
 from workbench.engines.weights import weights_of
 from workbench.jobs import starter
 from workbench.recipes import grpo
-from workbench.sandbox import LocalSandbox
+from workbench.sandbox.local import LocalSandbox
 from workbench.stages.rollout import columns_of
 from workbench.stages.update import PolicyLoss, Update
 from workbench.steps.stepper import Stepper

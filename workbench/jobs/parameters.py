@@ -17,8 +17,8 @@ from workbench.base.config import coerce, read_yaml
 from workbench.base.errors import SettingError, describe, first_line, unknown
 from workbench.base.secret import is_secret
 from workbench.compat.verl_reward import reward_from
-from workbench.datasets import Rows
-from workbench.functional import POLICY_LOSSES
+from workbench.datasets.rows import Rows
+from workbench.functional.losses import POLICY_LOSSES
 from workbench.rewards.base import BaseReward
 from workbench.stages.pipeline import Pipeline
 

@@ -19,7 +19,7 @@ from workbench.base.config import refuse_unknown, shows_settings
 from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
 from workbench.base.files import write_bytes, write_text
 from workbench.base.runtime import Control, on_signals
-from workbench.datasets import Rows
+from workbench.datasets.rows import Rows
 from workbench.jobs.health import HealthPage, Watcher, health_page
 from workbench.replay.run import Run
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from workbench.base.shown import Shown
 from workbench.datasets.records import truth_of
-from workbench.functional import masked_mean
+from workbench.functional.masking import masked_mean
 from workbench.replay.audit import Audit
 from workbench.rewards.score import Score, as_text
 from workbench.runs.folder import STEP

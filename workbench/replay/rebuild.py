@@ -35,7 +35,7 @@ from workbench.base.metrics import Metric
 from workbench.base.secret import hidden_in, shown
 from workbench.base.shown import Shown
 from workbench.compat.verl_reward import read_block, reward_from
-from workbench.dataproto import DataProto
+from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import same, unchanged
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.local_engine.engine import LocalEngine, local

@@ -19,7 +19,7 @@ from workbench.base.config import require
 from workbench.base.errors import RunError, first_line
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
-from workbench.dataproto import DataProto
+from workbench.dataproto.core import DataProto
 from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import AUDITED, TRACES, Diagnosis, diagnosed, gathered

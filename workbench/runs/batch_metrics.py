@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from workbench.base.metrics import reduce
-from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.core import is_last
+from workbench.dataproto.core import DataProto, is_last
 from workbench.engines.protocol import Described
 from workbench.functional.passes import best_of, majority, pass_at_k, sizes
 from workbench.rewards.base import response_lengths

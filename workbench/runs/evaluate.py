@@ -29,10 +29,10 @@ from workbench.base.files import MANIFEST
 from workbench.base.metrics import reduce
 from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
-from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.core import alike, episodes, is_last
-from workbench.datasets import Rows, files
+from workbench.dataproto.core import DataProto, alike, episodes, is_last
+from workbench.datasets import files
+from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
 from workbench.functional.passes import interval_over_prompts

@@ -34,8 +34,8 @@ from workbench.base.errors import EngineError, Interrupted, RunError, WorkerLost
 from workbench.base.memory import trim
 from workbench.base.metrics import reduce
 from workbench.base.runtime import Control
-from workbench.dataproto import DataProto
-from workbench.datasets import Rows
+from workbench.dataproto.core import DataProto
+from workbench.datasets.rows import Rows
 from workbench.engines.protocol import Losable
 from workbench.runs import checkpoint, updates
 from workbench.runs.batch_metrics import devices_of, lag_metrics, part_metrics, push_metrics, timing_metrics

@@ -21,11 +21,11 @@ from workbench.base.config import require
 from workbench.base.errors import DataError, OutOfMemory, RunError, SettingError
 from workbench.base.memory import estimated, gib
 from workbench.base.shown import Shown
-from workbench.dataproto import DataProto
-from workbench.datasets import Rows
+from workbench.dataproto.core import DataProto
 from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import has_answer
 from workbench.datasets.rendering import tokenizer_of
+from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
 from workbench.rewards.base import WORDS, padded, told

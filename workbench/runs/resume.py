@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import CheckpointError, DataError, RunError, describe
-from workbench.datasets import Rows, encode
 from workbench.datasets.feedback import STEP as LEARNED_AT
+from workbench.datasets.rendering import encode
+from workbench.datasets.rows import Rows
 from workbench.engines.protocol import Bounded, switches_of
 from workbench.engines.settings import FsdpSettings
 from workbench.runs import checkpoint

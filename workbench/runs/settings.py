@@ -26,10 +26,10 @@ from workbench.base.errors import DataError, describe
 from workbench.base.files import crc32_of
 from workbench.base.formats import FORMAT
 from workbench.base.secret import without_secrets
-from workbench.datasets import Rows
+from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.loading import folder_of, model_files
 from workbench.engines.protocol import Described, FromFiles, Learner, SamplingSettings
-from workbench.functional import AdaptiveKL, FixedKL
+from workbench.functional.losses import AdaptiveKL, FixedKL
 from workbench.rewards.base import BaseReward
 from workbench.runs.conditions import Condition, Goal, Observer, check_condition, named
 from workbench.runs.trackers import check_trackers, default_trackers

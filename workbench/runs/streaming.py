@@ -34,8 +34,7 @@ from workbench.base import runtime, teams
 from workbench.base.errors import RunError, VersionMismatch, boundary
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, reduce
 from workbench.base.metrics import join as joined_metrics
-from workbench.dataproto import DataProto
-from workbench.dataproto.core import SESSION, is_last
+from workbench.dataproto.core import SESSION, DataProto, is_last
 from workbench.dataproto.value import apart
 from workbench.engines.paired import Draw, Flow
 from workbench.rewards.base import row_views, whole_episodes

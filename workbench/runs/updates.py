@@ -21,7 +21,7 @@ import torch
 from workbench.base.errors import CheckpointError
 from workbench.base.files import check_file, crc32_of, sealed
 from workbench.base.formats import FORMAT, check_format
-from workbench.dataproto import DataProto
+from workbench.dataproto.core import DataProto
 from workbench.runs.folder import discard, read_json, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.stage import used

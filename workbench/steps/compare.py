@@ -28,7 +28,7 @@ from workbench.base.shown import Shown, shows
 from workbench.dataproto.columns import COLUMNS, declared, letter_sizes, nearest_column, writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import How, difference, held, one_place, same, unchanged
-from workbench.functional import masked_mean
+from workbench.functional.masking import masked_mean
 from workbench.steps.trace import COMPUTED_BY, Phase, Trace, completed
 
 _AROUND = 4

@@ -11,8 +11,8 @@ import torch
 
 from workbench import functional as F
 from workbench.base.errors import PipelineError, unknown
-from workbench.dataproto import DataProto
-from workbench.stages import Advantage
+from workbench.dataproto.core import DataProto
+from workbench.stages.advantage import Advantage
 from workbench.views import document as doc
 from workbench.views.curves import WORDS, bare, cell_figure
 from workbench.views.rewards import question

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from workbench.base.errors import RunError, nearest
-from workbench.dataproto import DataProto
+from workbench.dataproto.core import DataProto
 from workbench.runs.folder import STEP, step_files
 from workbench.views import document as doc
 from workbench.views.rewards import CUT, question

@@ -12,7 +12,8 @@ from workbench.rewards.score import Status
 from workbench.views import document as doc
 
 if TYPE_CHECKING:
-    from workbench.rewards import Reward, Rubric, Score
+    from workbench.rewards.reward import Reward, Rubric
+    from workbench.rewards.score import Score
     from workbench.rewards.trials import Checked, DryRun, Judged, Pin, PinCheck, Pins
 
 CUT = 110

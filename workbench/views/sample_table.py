@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from workbench.base.errors import BatchError, message
-from workbench.dataproto import DataProto
 from workbench.dataproto.columns import REWARD_PREFIX
-from workbench.dataproto.core import POLICY, SESSION, episodes
+from workbench.dataproto.core import POLICY, SESSION, DataProto, episodes
 from workbench.dataproto.value import apart
-from workbench.functional import masked_mean
+from workbench.functional.masking import masked_mean
 from workbench.rewards.score import Status
 from workbench.stages.filtering import NO_SIGNAL
 from workbench.stages.stage import LEFT_OUT
@@ -28,7 +27,7 @@ from workbench.views.rewards import question
 if TYPE_CHECKING:
     import pandas as pd
 
-    from workbench.dataproto import DataProto
+    from workbench.dataproto.core import DataProto
     from workbench.steps.compare import Comparison
 
 

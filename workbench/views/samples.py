@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from workbench.base.errors import unknown
-from workbench.dataproto import DataProto
+from workbench.dataproto.core import DataProto
 from workbench.datasets.pictures import IMAGES, Picture
 from workbench.rewards.score import Status
 from workbench.rewards.trials import span_of

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.agents import AgentLoopBase, Turn
+from workbench.agents.loop import AgentLoopBase
+from workbench.agents.protocol import Turn
 from workbench.agents.stepping import call_text
 from workbench.base.errors import BatchError, message, unknown
 from workbench.base.shown import plain
-from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
-from workbench.dataproto.core import row_name, sequence_of
+from workbench.dataproto.core import DataProto, row_name, sequence_of
 from workbench.datasets.pictures import text_of
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.engines.protocol import Late
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from workbench.agents import EpisodeStepper
-    from workbench.agents.stepping import Estimate, Tree, TreeNode
+    from workbench.agents.stepping import EpisodeStepper, Estimate, Tree, TreeNode
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
-from workbench.dataproto import DataProto
 from workbench.dataproto.columns import declared
-from workbench.dataproto.core import SESSION
+from workbench.dataproto.core import SESSION, DataProto
 from workbench.rewards.score import Score
 from workbench.runs.folder import STEP
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
@@ -29,11 +28,13 @@ from workbench.views.samples import SampleIndex, samples
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from workbench.datasets import Report, Rows, Samples
+    from workbench.datasets.preferences import Samples
+    from workbench.datasets.rows import Report, Rows
     from workbench.replay.rebuild import Counterfactual
     from workbench.replay.run import Run, Summary, Traces
     from workbench.runs.preflight import Preflight
-    from workbench.stages import Outcome, Pipeline
+    from workbench.stages.pipeline import Pipeline
+    from workbench.stages.stage import Outcome
     from workbench.steps.stepper import Stepper
     from workbench.steps.trace import Phase, Trace
     from workbench.steps.tune import Tuning

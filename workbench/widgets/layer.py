@@ -38,7 +38,7 @@ with optional("widgets", "live views"):
 
 if TYPE_CHECKING:
     from workbench.cluster.status import Status
-    from workbench.dataproto import DataProto
+    from workbench.dataproto.core import DataProto
     from workbench.steps.stepper import Stepper
     from workbench.views.curves import Live
     from workbench.views.samples import SampleIndex, Samples
