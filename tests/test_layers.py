@@ -153,12 +153,12 @@ def components() -> list[list[str]]:
 
 
 def chain() -> list[str]:
-    """The longest chain of imports, from the top down, packages' `__init__`s left out."""
+    """The longest chain of imports, from the top down: a file that imports a package has all that its `__init__` imports behind it."""
     longest: dict[str, list[str]] = {}
 
     def down(module: str) -> list[str]:
         if module not in longest:
-            inner = [down(other) for other in edges()[module] if other in FILES and FILES[other].name != "__init__.py"]
+            inner = [down(other) for other in edges()[module] if other in FILES]
             longest[module] = [module, *max(inner, key=len, default=[])]
         return longest[module]
 
