@@ -7,13 +7,13 @@ import textwrap
 
 import pytest
 
-from workbench.base import runtime, teams
+from workbench.base import runtime
 
 _COUNT = """
     import os, sys, threading
     import torch
     torch.set_num_threads(2)
-    from workbench.base import runtime, teams
+    from workbench.base import runtime
 
     def team():
         "Threads of this process that are not Python's."
@@ -74,7 +74,7 @@ def test_work_alone_leaves_no_team_and_is_of_one_thread_at_a_time():
 
         def worker():
             for _ in range(5):
-                with teams.alone():
+                with runtime.alone():
                     work()
                     seen.append(more(base, 1))
 
@@ -99,7 +99,7 @@ def test_who_waits_for_its_turn_can_be_interrupted():
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with teams.alone():
+        with runtime.alone():
             held.set()
             done.wait(30)
 
@@ -107,7 +107,7 @@ def test_who_waits_for_its_turn_can_be_interrupted():
     thread.start()
     held.wait(30)
     try:
-        with pytest.raises(Stop), teams.alone(check):
+        with pytest.raises(Stop), runtime.alone(check):
             pass
     finally:
         done.set()
@@ -115,21 +115,21 @@ def test_who_waits_for_its_turn_can_be_interrupted():
 
 
 def test_work_inside_work_does_not_wait_for_itself():
-    with teams.alone(), teams.alone():
+    with runtime.alone(), runtime.alone():
         pass
 
 
 def test_work_may_wait_for_the_work_of_another_thread():
     async def elsewhere() -> int:
         def other() -> int:
-            with teams.alone():
+            with runtime.alone():
                 return 7
 
         return await asyncio.to_thread(other)
 
-    with teams.alone():
+    with runtime.alone():
         assert runtime.run(elsewhere()) == 7
-    with teams.alone():  # and the turn is taken again and given back
+    with runtime.alone():  # and the turn is taken again and given back
         pass
 
 
@@ -140,7 +140,7 @@ def test_an_engine_samples_and_scores_with_one_team():
         from workbench.engines.protocol import Request
 
         engine = local("data/tiny-arith", threads=2)
-        teams.release()
+        runtime.release_team()
         base = team()
         work()  # main has a team, as after a cell of one's own
         requests = [Request((5, 6, 7), SamplingSettings(max_tokens=4, ignore_eos=True), seed) for seed in range(8)]

@@ -21,7 +21,7 @@ from tests_patience import LONG, within
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, NonFinite, PipelineError, RunError, VersionMismatch
-from workbench.base.formats import FORMAT
+from workbench.base.files import FORMAT
 from workbench.runs import checkpoint
 from workbench.runs.folder import room
 

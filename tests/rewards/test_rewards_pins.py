@@ -18,7 +18,7 @@ from tests_rewards import flexible, strict
 
 import workbench as wb
 from workbench.base.errors import DataError
-from workbench.base.formats import FORMAT
+from workbench.base.files import FORMAT
 from workbench.compat import read_dump
 from workbench.rewards import dry_run, pins
 from workbench.rewards.score import bounded

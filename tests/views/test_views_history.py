@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> wb.Run:
         3: {1: [("a pear", 0.0), ("pears", 1.0)], 2: [(HOSTILE, 1.0), ("b", 0.0)]},
         5: {2: [(HOSTILE, 0.0), (HOSTILE, 0.0)], 0: [("it is 8", 1.0), ("it is 8", 1.0)]},
     }
-    write_json(tmp_path / "settings.json", {"format": wb.base.formats.FORMAT, "train": {"steps": 5}})
+    write_json(tmp_path / "settings.json", {"format": wb.base.files.FORMAT, "train": {"steps": 5}})
     for step, told in steps.items():
         batch = drawn(step, told)
         phase = Phase(stage="reward", batch=batch, wrote=batch.columns, metrics={}, settings={})

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from workbench.base.errors import WorkbenchError, first_line
+from workbench.base.errors import WorkbenchError, describe, first_line
 
 MANIFEST = "manifest.json"
 """The file of a folder that has the size and crc32 of the others."""
@@ -143,3 +143,16 @@ def check_manifest(folder: Path, error: type[WorkbenchError], do: str) -> None:
     """Compare the files of a folder with its `manifest.json`, if it has one. Raises `error` for the first that differs."""
     for name, record in listed(folder, error, do).items():
         check_file(folder / name, record, str(folder / name), error, do)
+
+
+# --- the version number of file formats ---------------------------------------------------------
+
+
+FORMAT = 4
+
+
+def check_format(number: Any, what: str, error: type[WorkbenchError]) -> None:
+    """Raise `error` where the format number of a document, which `what` names, is not `FORMAT`; None is a document without one."""
+    if type(number) is not int or number != FORMAT:
+        found, do = "no number" if number is None else describe(number), "open it with the version that wrote it"
+        raise error(f"{what}: unknown file format", expected=f"format {FORMAT}", found=found, do=do)

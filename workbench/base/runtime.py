@@ -5,6 +5,10 @@ coroutine to the background loop and waits for it, which works under Jupyter's o
 
 An interrupt is a flag: `interrupt()` sets it, and long work calls `check()` between decode steps and micro-batches, where
 stopping is safe.
+
+Each Python thread that computes has an OpenMP team: worker threads of torch. When a process has more of them than cores, idle
+ones included, GNU's libgomp makes all of them wait in a slower way, and every operation of torch takes twice as long. A thread
+therefore ends its team (`release_team`) when it hands its work on or has done it; its next operation makes a new one in 50 µs.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import functools
 import os
 import signal
@@ -20,9 +25,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
-from workbench.base import teams
 from workbench.base.errors import Interrupted, message
 
 Q = TypeVar("Q")
@@ -61,7 +66,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         what = "a call that waits for the event loop of the bench"
         found = "that loop's own thread: an async tool, reward or loop"
         raise RuntimeError(message(what, found=found, do="call it in a thread: await asyncio.to_thread(…)"))
-    with teams.waiting():
+    with waiting():
         future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())
         try:
             return future.result()
@@ -76,7 +81,7 @@ async def _releasing(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work
     finally:
-        teams.release()  # of the loop's thread
+        release_team()  # of the loop's thread
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
@@ -180,11 +185,11 @@ def on_signals(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[N
 
 
 def in_turn(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of an engine that computes: one thread of the process does at a time (`teams.alone`), until an interrupt."""
+    """A method of an engine that computes: one thread of the process does at a time (`alone`), until an interrupt."""
 
     @functools.wraps(method)
     def turn(*args: P.args, **named: P.kwargs) -> T:
-        with teams.alone(check):
+        with alone(check):
             return method(*args, **named)
 
     return turn
@@ -209,8 +214,8 @@ def _steps() -> ThreadPoolExecutor:
 
 
 def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    teams.release()
-    work = functools.partial(contextvars.copy_context().run, teams.releasing(function), *args)
+    release_team()
+    work = functools.partial(contextvars.copy_context().run, releasing_team(function), *args)
     return asyncio.get_running_loop().run_in_executor(_steps(), work)
 
 
@@ -291,3 +296,85 @@ class Control:
             if isinstance(work.exception(), Interrupted | KeyboardInterrupt):
                 raise
             return work.result()
+
+
+# --- OpenMP teams: torch's worker threads ----------------------------------------------------
+
+_SOFT = 1
+_working = threading.RLock()
+_waiting: list[int] = []
+"""Threads that wait to work `alone`."""
+
+
+def _works() -> bool:
+    """Whether this thread works `alone`. The lock itself knows, wherever an interrupt came between two lines here."""
+    return _working._is_owned()  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=1)
+def _pause() -> Callable[[int], int] | None:
+    """OpenMP's `omp_pause_resource_all`; None where torch came without OpenMP, or with one before version 5."""
+    try:
+        return ctypes.CDLL(None).omp_pause_resource_all
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def release_team() -> None:
+    """End the OpenMP team of the calling thread, if it has one; its next operation makes a new one."""
+    if (pause := _pause()) is not None:
+        pause(_SOFT)
+
+
+def releasing_team(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that calls `function`, and then ends the team of the thread that it was called in."""
+
+    def released(*args: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return function(*args, **keywords)
+        finally:
+            release_team()
+
+    return released
+
+
+@contextmanager
+def alone(check: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Context manager around an engine's work: one thread of the process works at a time, with the only team.
+
+    While another thread works, `check` is called every tenth of a second and may raise. Work inside work does not wait.
+    """
+    if _works():
+        yield
+        return
+    try:
+        _waiting.append(me := threading.get_ident())
+        try:
+            while not _working.acquire(timeout=0.1):
+                check()
+        finally:
+            _waiting.remove(me)
+        yield
+    finally:
+        release_team()
+        while _works():
+            _working.release()
+
+
+def wanted() -> bool:
+    """Whether a thread waits to work `alone`."""
+    return bool(_waiting)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Context manager around a wait for another thread: its work may be done inside, also where this thread works `alone`."""
+    release_team()
+    worked = _works()
+    while _works():
+        _working.release()
+    try:
+        yield
+    finally:
+        if worked:
+            _working.acquire()

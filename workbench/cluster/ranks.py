@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 
 from workbench.base.errors import EngineError, Interrupted, SettingError, WorkbenchError, WorkerLost, message
 from workbench.base.runtime import PATIENCE, check
-from workbench.base.secret import HIDDEN, SECRET
-from workbench.base.shown import Shown
+from workbench.base.shown import HIDDEN, SECRET, Shown
 from workbench.cluster import discovery
 from workbench.cluster.pools import Pool, free_text
 from workbench.cluster.timeline import Event, Timeline, ordered

@@ -13,7 +13,7 @@ import torch
 
 from workbench.base.config import coerce
 from workbench.base.errors import SettingError, boundary, describe, unknown
-from workbench.base.secret import without_secrets
+from workbench.base.shown import without_secrets
 from workbench.compat.verl_command import leaves
 from workbench.dataproto.core import DataProto
 from workbench.engines.http.chat import ClassifyEndpoint

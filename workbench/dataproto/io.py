@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from workbench.base.errors import BatchError, WorkbenchError, describe, first_line
-from workbench.base.files import check_file, record_of, sealed, unsealed
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import FORMAT, check_file, check_format, record_of, sealed, unsealed
 from workbench.base.memory import available
 from workbench.dataproto.columns import COLUMNS, check_objects, check_tensor, letter_sizes
 from workbench.dataproto.value import Lazy, Origin, Value, as_objects

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workbench.base import runtime, teams
+from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
@@ -222,7 +222,7 @@ class Paired(can.SampleMany, can.Closing):
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
         """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
-        await runtime.to_its_end(asyncio.to_thread(teams.releasing(work)))
+        await runtime.to_its_end(asyncio.to_thread(runtime.releasing_team(work)))
 
     def _wake(self, *tags: str) -> None:
         """Wake these parts of the sampler, where they sleep. The learner gives back the memory that torch keeps for it before."""

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 
-from workbench.base import runtime, teams
+from workbench.base import runtime
 from workbench.base.errors import EngineError, WorkerLost, first_line, unknown
 from workbench.base.files import memory_file
 from workbench.base.memory import resident
@@ -663,8 +663,8 @@ class Pushing(Sending, Receiving):
     def _let_in(self, state: str) -> bool:
         """Between two tokens: let other work of this process in, where it waits and sampling shares; whether the weights are
         others since."""
-        while self.sharing and (self._between or teams.wanted()):
-            with teams.waiting():
+        while self.sharing and (self._between or runtime.wanted()):
+            with runtime.waiting():
                 time.sleep(0.001)
         return self.sharing and self.state_id != state
 
@@ -674,7 +674,7 @@ class Pushing(Sending, Receiving):
         they have so far is prefilled again, so that each token is of one policy version."""
         self._between += 1
         try:
-            with teams.alone(runtime.check):
+            with runtime.alone(runtime.check):
                 yield
         finally:
             self._between -= 1

@@ -32,7 +32,7 @@ from workbench.base.distribution import install, required, version, version_of
 from workbench.base.errors import EngineError, SandboxError
 from workbench.base.memory import gib
 from workbench.base.metrics import reduce
-from workbench.base.secret import HIDDEN, SECRET
+from workbench.base.shown import HIDDEN, SECRET
 from workbench.cluster.session import connect
 from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import rows

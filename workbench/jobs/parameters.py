@@ -15,7 +15,7 @@ from typing import Any
 from workbench import recipes, rewards
 from workbench.base.config import coerce, read_yaml
 from workbench.base.errors import SettingError, describe, first_line, unknown
-from workbench.base.secret import is_secret
+from workbench.base.shown import is_secret
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets.rows import Rows
 from workbench.functional.losses import POLICY_LOSSES

@@ -32,8 +32,7 @@ import torch
 from workbench import stages
 from workbench.base.errors import PipelineError, RunError, WorkbenchError, first_line, unknown
 from workbench.base.metrics import Metric
-from workbench.base.secret import hidden_in, shown
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, hidden_in, shown
 from workbench.compat.verl_reward import read_block, reward_from
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import same, unchanged

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import fsspec
 
 from workbench.base.errors import RunError, first_line
-from workbench.base.secret import shown
+from workbench.base.shown import shown
 from workbench.runs.folder import held, step_folder
 
 FRESH = 2.0

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.base.errors import DataError, RewardError, boundary, describe, first_line, nearest
-from workbench.base.files import write_text
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import FORMAT, check_format, write_text
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.io import decode, encode

@@ -29,8 +29,17 @@ import torch
 
 from workbench.base.config import require
 from workbench.base.errors import CheckpointError, RunError, first_line
-from workbench.base.files import MANIFEST, check_file, fsync, listed, record_of, unsealed, write_manifest
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import (
+    FORMAT,
+    MANIFEST,
+    check_file,
+    check_format,
+    fsync,
+    listed,
+    record_of,
+    unsealed,
+    write_manifest,
+)
 from workbench.runs.folder import PRUNED, discard, read_json, size_of, step_folder, step_folders
 
 log = logging.getLogger("workbench")

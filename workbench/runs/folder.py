@@ -33,8 +33,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from workbench.base.errors import RunError, WorkbenchError, describe, first_line
-from workbench.base.files import MANIFEST, sealed, unsealed, write_text
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import FORMAT, MANIFEST, check_format, sealed, unsealed, write_text
 from workbench.steps.trace import Trace
 
 STEP = "training/global_step"

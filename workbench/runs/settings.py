@@ -23,9 +23,8 @@ from weakref import WeakKeyDictionary
 from workbench import agents
 from workbench.base.config import Settings, require, settings_hash, source_of
 from workbench.base.errors import DataError, describe
-from workbench.base.files import crc32_of
-from workbench.base.formats import FORMAT
-from workbench.base.secret import without_secrets
+from workbench.base.files import FORMAT, crc32_of
+from workbench.base.shown import without_secrets
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.loading import folder_of, model_files
 from workbench.engines.protocol import Described, FromFiles, Learner, SamplingSettings

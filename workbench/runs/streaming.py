@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from workbench.base import runtime, teams
+from workbench.base import runtime
 from workbench.base.errors import RunError, VersionMismatch, boundary
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, reduce
 from workbench.base.metrics import join as joined_metrics
@@ -316,7 +316,7 @@ class Stream:
         start = self._batch_of(part + 1).select_idxs(torch.tensor([row]))
         group = Group(place, self._fresh, tries, start, heals=self._heals)
         self._under_way[place] = group
-        in_thread("workbench-stream", teams.releasing(functools.partial(self._drawn, group)))
+        in_thread("workbench-stream", runtime.releasing_team(functools.partial(self._drawn, group)))
 
     def _watch_idle(self) -> None:
         """Count the seconds in which nothing is under way, while steps are still to come."""

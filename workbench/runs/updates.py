@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from workbench.base.errors import CheckpointError
-from workbench.base.files import check_file, crc32_of, sealed
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import FORMAT, check_file, check_format, crc32_of, sealed
 from workbench.dataproto.core import DataProto
 from workbench.runs.folder import discard, read_json, size_of, step_folder, step_folders, written
 from workbench.stages.pipeline import Pipeline

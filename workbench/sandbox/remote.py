@@ -18,7 +18,7 @@ from workbench.base import runtime
 from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.base.loopback import WORKING, Asked, from_another_user, serving
-from workbench.base.secret import bare_url
+from workbench.base.shown import bare_url
 from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
 
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {

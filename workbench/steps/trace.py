@@ -21,12 +21,10 @@ import torch
 from workbench.base.activity import HERE
 from workbench.base.config import source_of
 from workbench.base.errors import ColumnMissing, OutOfMemory, PipelineError, RunError, boundary, describe, unknown
-from workbench.base.files import sealed
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import FORMAT, check_format, sealed
 from workbench.base.memory import forget_last_error
 from workbench.base.metrics import reduce
-from workbench.base.secret import shown, without_secrets
-from workbench.base.shown import Shown
+from workbench.base.shown import Shown, shown, without_secrets
 from workbench.dataproto.columns import writer_of
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.io import check_room, inside, read_document, reading

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from workbench.base import runtime, seeds
 from workbench.base.http import Client
 from workbench.base.loopback import WORKING, Asked, from_another_user, serving
-from workbench.base.secret import bare_url
+from workbench.base.shown import bare_url
 from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
 from workbench.engines.http.sampler import RemoteSampler
 from workbench.engines.http.server import BY_NAME, authorization

@@ -20,7 +20,7 @@ import torch
 from workbench.base.config import Settings, require
 from workbench.base.errors import EngineError
 from workbench.base.http import Client
-from workbench.base.secret import bare_url
+from workbench.base.shown import bare_url
 from workbench.engines.local_engine.loading import resolve
 from workbench.engines.pausing import sampling_fields, vllm_fields
 from workbench.engines.protocol import Request, SamplingSettings

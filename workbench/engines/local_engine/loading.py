@@ -21,8 +21,7 @@ import torch
 
 from workbench.base.distribution import check_packages
 from workbench.base.errors import EngineError, boundary, first_line
-from workbench.base.files import MANIFEST, check_manifest, memory_file, record_of, write_manifest
-from workbench.base.formats import FORMAT
+from workbench.base.files import FORMAT, MANIFEST, check_manifest, memory_file, record_of, write_manifest
 from workbench.dataproto.io import DTYPES
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Routing, hidden_size

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from workbench.base.errors import CheckpointError, EngineError, boundary, describe
-from workbench.base.formats import FORMAT, check_format
+from workbench.base.files import FORMAT, check_format
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.loading import DTYPES, folder_of, write_to
 from workbench.engines.protocol import Loss, LossCounts, Snapshot, SnapshotCost, new_id

@@ -12,7 +12,7 @@ import pytest
 
 import workbench as wb
 from workbench.base.errors import SettingError
-from workbench.base.secret import hidden_in, is_secret, shown, without_secrets
+from workbench.base.shown import hidden_in, is_secret, shown, without_secrets
 from workbench.jobs.parameters import resolve
 
 SECRETS = (
