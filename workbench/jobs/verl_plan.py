@@ -178,11 +178,11 @@ def program(planned: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
     changes = dict(planned.changes)
     if planned.advantage is not None:
         if "old_log_prob" in changes:
-            yield "pipe", Call(".replace", (pipe, "old_log_prob"), changes.pop("old_log_prob"))
+            yield "pipe", Call(".with_stage", (pipe, "old_log_prob"), changes.pop("old_log_prob"))
         settings = {**planned.advantage.settings, **changes.pop("advantage", {})}
-        yield "pipe", Call(".replace", (pipe, "advantage", planned.advantage._replace(settings=settings)))
+        yield "pipe", Call(".with_stage", (pipe, "advantage", planned.advantage._replace(settings=settings)))
     for stage, settings in changes.items():
-        yield "pipe", Call(".replace", (pipe, stage), settings)
+        yield "pipe", Call(".with_stage", (pipe, stage), settings)
     if planned.correction:
         yield "pipe", Call("recipes.with_rollout_correction", (pipe,), planned.correction)
     if planned.resample is not None:
