@@ -187,7 +187,7 @@ def test_a_push_that_lacks_rows_is_refused_at_its_end(folder: Path) -> None:
     for pieces, nbytes in buckets:
         place = {"here": None, "nbytes": nbytes}
         sampler.take_weights(pieces, {"here": learner.send_weights(pieces, place), "nbytes": nbytes})
-    with pytest.raises(EngineError, match="is not whole; expected model.layers.1"):
+    with pytest.raises(EngineError, match="is incomplete; expected all rows of model.layers.1"):
         sampler.end_weights(3)
     with pytest.raises(EngineError, match="half old"):
         sampler.sample_many(EngineContract.requests())

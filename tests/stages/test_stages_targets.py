@@ -83,7 +83,7 @@ def test_every_answer_of_a_chat_is_a_target(tokenizer: Any) -> None:
 def test_what_cannot_be_a_target_is_refused_with_its_row(tokenizer: Any) -> None:
     rows = wb.rows([{"prompt": "1", "out": "one"}, {"prompt": "2", "out": None}, {"prompt": "3", "out": "3" * 40}])
     stage = Targets(Tokens(tokenizer), target="out", max_tokens=8)
-    with pytest.raises(DataError, match="out of row 1; expected a text"):
+    with pytest.raises(DataError, match="column 'out' of row 1; expected a non-empty text"):
         stage.check_rows(rows.views())
     with pytest.raises(DataError, match="out of row 1 is too long; expected at most 8 tokens; found 41"):
         stage.check_rows(rows[[0, 2]].views())

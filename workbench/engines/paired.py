@@ -41,7 +41,8 @@ class Policy(Learner, LogProbModel, Protocol):
 
 
 class Paired(can.SampleMany, can.Closing):
-    """A learner and a sampler used as one engine: the learner's weights are pushed to the sampler. Made by `paired`.
+    """A learner and a sampler used as one engine: the learner's weights are pushed to the sampler before it samples.
+    Made by `paired`.
 
     The sampler samples; the learner does everything else. Attributes that are not defined here (`critic`, `full_kl`,
     `max_length` …) are the learner's.
@@ -127,7 +128,8 @@ class Paired(can.SampleMany, can.Closing):
         raise EngineError(what, expected=f"policy version {version}", found=found, do="restart the sampler")
 
     async def _given(self, held: Held | None) -> int | None:
-        """Version of the weights that the sampler holds now: the held ones, or the learner's, pushed where they have to be."""
+        """Return the policy version of the weights in the sampler, after pushing the learner's where the sampler lacks
+        them. While weights are `held`, theirs."""
         if held is not None:
             if self._starts() != held.starts:
                 what = f"the held weights of version {held.version} that rows were being sampled with are gone"
@@ -186,8 +188,11 @@ class Paired(can.SampleMany, can.Closing):
         return self._held
 
     def flow(self, most: int) -> Flow:
-        """Let rows be sampled without end inside `Flow.drawing()`, at most `most` at once, while the learner learns; its weights
-        are pushed by `Flow.renew()`. Raises `EngineError` as `hold` does, and while weights are held."""
+        """Start a stream of samples: inside `Flow.drawing()` rows are sampled while the learner learns, at most `most`
+        at once. `Flow.renew()` pushes its new weights.
+
+        Raises `EngineError` where the two share a device, and while weights are held or another stream runs.
+        """
         if self.share_device or self._held is not None or self._flow is not None:
             found = "share_device=True" if self.share_device else "weights that are held, or another stream"
             raise EngineError("cannot sample while the learner works", expected="a free sampler", found=found)
@@ -196,7 +201,8 @@ class Paired(can.SampleMany, can.Closing):
         return self._flow
 
     def _state(self) -> tuple[Any, ...]:
-        """The learner's weights by name, and which start of the sampler's process should hold them."""
+        """Name the weights that the sampler should have: the learner's state id and version, and which start of the
+        sampler's process should hold them."""
         return self.learner.state_id, self.learner.version, self._starts()
 
     def _starts(self) -> int:
@@ -210,7 +216,7 @@ class Paired(can.SampleMany, can.Closing):
             await self._follow()
 
     async def _follow(self) -> None:
-        """Under the lock: wake and push, as far as needed."""
+        """Wake the sampler and push the learner's weights, as far as needed; called under the lock."""
         if self._behind():
             awake = self._pushed == self._state()
             work = (lambda: self._wake(*_TAGS)) if awake else self.push
@@ -221,11 +227,13 @@ class Paired(can.SampleMany, can.Closing):
 
     @staticmethod
     async def _finished(work: Callable[[], Any]) -> None:
-        """In a thread, to its end even where the caller is cancelled: nobody may sample, or push again, beside half a push."""
+        """Run `work` in a thread to its end, even where the caller is cancelled: nobody may sample, or push again,
+        beside half a push."""
         await runtime.to_its_end(asyncio.to_thread(runtime.releasing_team(work)))
 
     def _wake(self, *tags: str) -> None:
-        """Wake these parts of the sampler, where they sleep. The learner gives back the memory that torch keeps for it before."""
+        """Wake these parts of the sampler, where they sleep; before that the learner frees device memory that torch has
+        cached."""
         asleep = [tag for tag in tags if tag in self._asleep]
         if self._sleeper is None or not asleep:
             return
@@ -235,8 +243,10 @@ class Paired(can.SampleMany, can.Closing):
         self._asleep = [tag for tag in self._asleep if tag not in asleep]
 
     def _make_room(self) -> None:
-        """On a shared device the sampler sleeps while the learner works; its weights come again with the next push, unless
-        only an adapter does."""
+        """Put the sampler to sleep where it shares the learner's device, so that the learner can work.
+
+        Its weights are dropped and come again with the next push, unless only LoRA adapters are pushed.
+        """
         if self._sleeper is None or self._asleep:
             return
         kept = self._sync is not None and self._sync.way == "adapter"
@@ -284,18 +294,18 @@ class Paired(can.SampleMany, can.Closing):
         Raises `EngineError` where the sampler has no process of its own.
         """
         if self._restartable is None:
-            raise EngineError("cannot restart", expected="a sampler in a process of its own", found=repr(self.sampler))
+            raise EngineError("restart() of a pair", expected="a sampler in a process", found=repr(self.sampler))
         self._restartable.restart()
         self._asleep, self._sync = [], None
 
     def close(self) -> None:
-        """Close both engines, where they have processes or connections to close."""
+        """Close both engines, where they have processes or connections."""
         for engine in (self.sampler, self.learner):
             if isinstance(engine, can.Closable):
                 engine.close()
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings of the learner by name, for a run's record; those of the sampler are under `sampler`."""
+        """Return the learner's path and settings by name, for a run's record; those of the sampler are under `sampler`."""
         mine, its = (one.describe() if isinstance(one, can.Described) else {} for one in (self.learner, self.sampler))
         asked = {} if self.weight_sync == "auto" else {"weight_sync": self.weight_sync}  # as runs of before have it
         return {**mine, "sampler": its, **asked}
@@ -309,7 +319,7 @@ class Paired(can.SampleMany, can.Closing):
         return f"{type(self).__name__}(learner={self.learner!r}, sampler={self.sampler!r}, weights {self.pushed()})"
 
     def pushed(self) -> str:
-        """The last push of weights in words: its way, bytes, seconds and host memory."""
+        """Describe the last push of weights as text: its way, bytes, seconds and host memory."""
         return f"by {self.last_push}" if self.last_push is not None else "not pushed yet"
 
 
@@ -321,12 +331,13 @@ def paired(
     weight_sync: str = "auto",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Paired:
-    """Combine an engine that trains and one that samples into one engine: `grpo(paired(local(path, lr=1e-4), vllm(path)))`.
+    """Combine an engine that trains and one that samples into one engine: `grpo(paired(local(path, lr=1e-4),
+    vllm(path)))`.
 
     `sampler` takes weights by `load_weights(weights, version)`: vLLM, a remote server, or a local engine. With
-    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`). `weight_sync` is the way of the weights
-    (`weights.WAYS`; `auto`: from where both are), `bucket_bytes` the most that is under way at once. Raises `EngineError` where
-    the tokenizers differ, or the sampler cannot take weights.
+    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`). `weight_sync` is the way of the
+    weights (`weights.WAYS`; `auto` chooses by where both engines are), `bucket_bytes` the most that is sent at once.
+    Raises `EngineError` where the tokenizers differ, or the sampler cannot take weights.
     """
     if learner is sampler:
         raise EngineError("paired()", expected="two engines", found="one engine twice", do="use that engine alone")
@@ -354,10 +365,11 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
 def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> Push:
-    """Push a pair's weights once, sample, and compare the samples' log-probs with the learner's own: `Push.gap`.
+    """Push a pair's weights once, sample, and compare the samples' log-probs with the learner's own; the largest
+    difference is `Push.gap`.
 
-    A way that passes on a GPU is no longer called unverified for this user and GPU. Raises `EngineError` where the gap is larger than
-    rounding (`CHECK_TOLERANCE`).
+    A way that passes on a GPU counts as verified for this user and GPU from then on. Raises `EngineError` where the gap
+    is larger than rounding explains (`CHECK_TOLERANCE`).
     """
     pair.push()
     push = pair.last_push
@@ -384,8 +396,8 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
 class Held:
     """Weights kept in a pair's sampler from `Paired.hold()` until `release()`, while the learner trains on.
 
-    Code inside `drawing()`, on its thread and in what it awaits, samples with these weights and sees their version. Other
-    callers that need newer weights wait until these are released.
+    Code inside `drawing()`, on its thread and in what it awaits, samples with these weights and sees their version.
+    Other callers that need newer weights wait until these are released.
     """
 
     def __init__(self, engine: Paired, version: int, starts: int) -> None:
@@ -416,7 +428,7 @@ class Held:
 
 
 class Draw:
-    """What is sampled for one prompt in a `Flow`: it can be cancelled."""
+    """The requests that are sampled for one prompt in a `Flow`, so that they can be counted and cancelled together."""
 
     def __init__(self) -> None:
         self.cancelled = False
@@ -425,16 +437,16 @@ class Draw:
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def cancel(self) -> None:
-        """End the requests that are out, and refuse later ones: both raise `Interrupted` in whoever asked."""
+        """Cancel the requests under way and refuse later ones; both raise `Interrupted` in their callers."""
         self.cancelled = True
         runtime.loop().call_soon_threadsafe(lambda: [task.cancel() for task in self.tasks])
 
 
 class Flow:
-    """Rows sampled without end by a pair's sampler, whose weights are renewed on the way; made by `Paired.flow`.
+    """Continuous sampling by a pair's sampler while its weights are renewed from time to time; made by `Paired.flow`.
 
-    A sampler that can (`Renewable`) takes them between two tokens of the responses under way. Of any other the requests that
-    are out are answered first, by the weights before, and later ones wait; turns of one episode are requests of their own.
+    A `Renewable` sampler takes new weights between two tokens of the responses under way. Any other sampler first
+    finishes the requests under way with the old weights, while later ones wait; each turn of an episode is a request.
     """
 
     def __init__(self, engine: Paired, most: int) -> None:
@@ -454,12 +466,13 @@ class Flow:
 
     @property
     def waits(self) -> bool:
-        """Whether `renew` would wait for requests that are out."""
+        """Whether `renew` would have to wait for requests under way."""
         return self._renewable is None and self._out > 0
 
     @contextmanager
     def drawing(self, draw: Draw) -> Iterator[None]:
-        """Context manager: inside it the pair samples with the weights that the sampler has, whatever the learner's are."""
+        """Context manager: inside it the pair samples with the weights that the sampler has at the time, without
+        pushing the learner's first; the requests are counted in `draw`."""
         before, of = _present.set(self), _drawn.set(draw)
         try:
             yield
@@ -468,13 +481,14 @@ class Flow:
             _present.reset(before)
 
     def renew(self, restart: bool = False) -> None:
-        """Give the sampler the learner's weights, if it lacks them; `restart` it before, where it has a process of its own."""
+        """Push the learner's weights to the sampler if it lacks them; with `restart`, its process is started again
+        before that, where it has one."""
         if restart and self.engine._restartable is not None:
             self.engine.restart()
         runtime.run(self.engine._in_turn())
 
     async def between(self, work: Callable[[], Any]) -> None:
-        """Do work on the sampler's weights between two tokens, or between two requests; none comes in meanwhile."""
+        """Run `work` on the sampler's weights while it samples nothing: between two tokens, or between two requests."""
         renewable = self._renewable
 
         def alone() -> None:
@@ -492,7 +506,8 @@ class Flow:
                 self._changed.notify_all()
 
     async def sampled(self, request: Request) -> Sample:
-        """Sample one response. Raises `Interrupted` where its `Draw` is cancelled, `WorkerLost` where the sampler's process dies."""
+        """Sample one response. Raises `Interrupted` where its `Draw` is cancelled, and `WorkerLost` where the sampler's
+        process dies."""
         draw, task = _drawn.get(), asyncio.current_task()
         assert task is not None
         async with self._changed:
@@ -512,7 +527,7 @@ class Flow:
         return sample
 
     def close(self) -> None:
-        """Let the pair sample as before: with the learner's weights."""
+        """End the stream: the pair samples with the learner's weights again."""
         if self._renewable is not None:
             self._renewable.sharing = False
         self.engine._flow = None
@@ -523,6 +538,6 @@ _drawn: ContextVar[Draw] = ContextVar("workbench_drawn")
 
 
 def present(engine: Paired) -> Held | Flow | None:
-    """The weights whose `drawing()` block the caller is in; None outside of one."""
+    """Return the `Held` or `Flow` of this engine whose `drawing()` block the caller is in; None outside of one."""
     held = _present.get()
     return held if held is not None and held.engine is engine else None

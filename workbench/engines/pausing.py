@@ -27,15 +27,19 @@ PUSH_AGAIN = "push weights again: load_weights() does, and engines.paired() befo
 
 
 def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
-    """Sampling fields that have the same names in vLLM and SGLang; `ends` are the ids that end a response. Those that a server's
-    own defaults could change are always sent."""
+    """Build the sampling fields that have the same names in vLLM and SGLang; `ends` are the token ids that end a
+    response.
+
+    Fields that a server's own defaults could change are always sent.
+    """
     ending = {"stop": list(s.stop), "stop_token_ids": [] if s.ignore_eos else list(ends), "ignore_eos": s.ignore_eos}
     whole = {"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
     return {"temperature": s.temperature, "top_p": s.top_p, **ending, **whole}
 
 
 def vllm_fields(request: Request, ends: Sequence[int]) -> dict[str, Any]:
-    """Sampling fields of a request to vLLM, by the names of its `SamplingParams` and of its HTTP server."""
+    """Build the sampling fields of a request to vLLM, by the names of its `SamplingParams`, which its HTTP server uses,
+    too."""
     s = request.settings
     numbers = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": request.seed}
     return {**sampling_fields(s, ends), **numbers, "include_stop_str_in_output": True}
@@ -43,15 +47,16 @@ def vllm_fields(request: Request, ends: Sequence[int]) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _parameters(folder: str, trust: bool) -> dict[str, torch.Tensor]:
-    """The model's tensors without their values, tied ones once."""
+    """Return a model's parameters by name as meta tensors (shapes without values); tied ones appear once."""
     return dict(load_model(folder, LocalSettings(device="cpu", trust_remote_code=trust), empty=True).named_parameters())
 
 
 class Pausing(Receiving):
-    """Base class of samplers whose model another process runs: vLLM in a process of ours, a server behind HTTP.
+    """Base class of samplers whose model runs in another process: vLLM's own process, or a server behind HTTP.
 
-    Requests made before a push are answered by the old weights, later ones wait for its end; after a push that failed they are
-    refused until another one succeeds. A subclass says how a request is answered, and how the steps of a push reach the process.
+    Requests made before a push of weights are answered with the old weights, and later ones wait for its end. After a
+    push that failed they are refused until another one succeeds. A subclass implements how a request is answered, and
+    how the steps of a push reach the process.
     """
 
     version: int
@@ -69,19 +74,20 @@ class Pausing(Receiving):
     # --- of a subclass ----------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
-        """Raises `EngineError` for a request that cannot be answered exactly."""
+        """Raise `EngineError` for a request that this sampler cannot answer exactly."""
         raise NotImplementedError
 
     async def _answered(self, request: Request) -> Sample:
-        """The response to a request that is let in."""
+        """Answer a request that was admitted; a subclass implements it."""
         raise NotImplementedError
 
     async def _step(self, step: str, *arguments: Any) -> Any:
-        """Call a step of a push (`begin`, `take`, `end`) on each of the model's workers; returns what each returns."""
+        """Call a step of a push (`begin`, `take`, `end`) on each of the model's workers; returns what each returns. A
+        subclass implements it."""
         raise NotImplementedError
 
     async def _serve(self, version: int) -> None:
-        """Make the process answer by the weights that have come, as a policy version."""
+        """Make the process sample with the weights that were pushed, as policy `version`. A subclass implements it."""
         raise NotImplementedError
 
     # --- requests ---------------------------------------------------------------------------
@@ -90,9 +96,9 @@ class Pausing(Receiving):
     async def sample(self, request: Request) -> Sample:
         """Sample one response; concurrent requests are batched.
 
-        Raises `EngineError` for a request that is refused, that gets no usable answer, or that follows a push that failed;
-        `WorkerLost` where a process of ours dies; `Interrupted` where the work is asked to stop. What nobody waits for any more
-        is aborted.
+        Raises `EngineError` for a request that is refused, that gets no usable answer, or that follows a push that
+        failed; `WorkerLost` where vLLM's process dies; `Interrupted` where the work is asked to stop. Requests whose
+        caller no longer waits are aborted.
         """
         runtime.check()
         self._check(request)
@@ -112,14 +118,14 @@ class Pausing(Receiving):
                 self._idle.set()
 
     def _check_serving(self) -> None:
-        """Raises `EngineError` where no weights are served."""
+        """Raise `EngineError` where a push has failed, so that there are no weights to sample with."""
         if self._refusal:
             raise EngineError(self._refusal, do=PUSH_AGAIN)
 
     @asynccontextmanager
     async def _paused(self, refusal: str = _LAST_FAILED) -> AsyncIterator[None]:
-        """Context manager: waits for the requests that are out, and holds back new ones; those are refused at its end, unless
-        weights are served again."""
+        """Context manager: waits for the requests under way and holds back new ones. At its end new requests are
+        refused with the text `refusal`, unless weights are served again by then."""
         async with self._turn:
             self._open.clear()
             try:
@@ -135,15 +141,16 @@ class Pausing(Receiving):
     # --- weights ----------------------------------------------------------------------------
 
     def check_whole(self: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise `EngineError` where a tensor of the model is not among those of `shapes`, or is there in another shape.
+        """Raise `EngineError` where `shapes` lacks a tensor of the model or has it in another shape.
 
-        vLLM and SGLang leave the old values of a tensor that a push lacks, and go on.
+        vLLM and SGLang would keep the old values of a tensor that a push lacks, without an error.
         """
         wanted = _parameters(str(self._folder), self._settings.trust_remote_code)
         check_shapes("the weights to push", shapes, wanted)
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for the end."""
+        """Begin a push of tensors of these shapes: requests made before are answered first, later ones wait for its
+        end."""
         self.check_whole(shapes)
         runtime.run(self._begin_push(list(shapes)))
 
@@ -154,13 +161,14 @@ class Pausing(Receiving):
             self._push = stack.pop_all()  # the pause ends with the push
 
     def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket of whole tensors."""
+        """Load one bucket of whole tensors: the `pieces` that were written to `place`."""
         self._check_begun()
         with self._readable(place) as there:
             runtime.run(self._step("take", [asdict(piece) for piece in pieces], there))
 
     def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version. Raises `EngineError` where weights of the model have not been loaded."""
+        """End a push: serve the new weights as policy `version`. Raises `EngineError` where some weights of the model
+        were not loaded."""
         self._check_begun()
         runtime.run(self._end_push(version))
         return self.version
@@ -173,16 +181,17 @@ class Pausing(Receiving):
             self._serves(version)
 
     def cancel_weights(self) -> None:
-        """End a push that broke off: requests are refused until another one has succeeded."""
+        """End a push that failed: requests are refused until another push has succeeded."""
         runtime.run(self._push.aclose())
 
     def _check_begun(self) -> None:
         if not self._turn.locked():
-            raise EngineError("a bucket of weights", expected="begin_weights() before it", found="no push")
+            raise EngineError("a bucket of weights outside of a push", expected="begin_weights() before it")
 
     @contextmanager
     def _readable(self, place: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Context manager: yields a place that the model's workers can read; bytes of this process are in a file in memory."""
+        """Context manager: yields `place` in a form that the model's workers can read; bytes in this process's memory
+        are written to a file in memory."""
         if "data" not in place:
             yield dict(place)
             return

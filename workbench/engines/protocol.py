@@ -213,7 +213,7 @@ class StepResult:
 
 
 class SnapshotCost(NamedTuple):
-    """What keeping a learner's present state takes."""
+    """The price of keeping a learner's present state: memory, disk space, or updates to repeat."""
 
     memory: int = 0
     """Bytes of this process's memory."""
@@ -227,11 +227,11 @@ class SnapshotCost(NamedTuple):
 
 @runtime_checkable
 class Snapshot(Protocol):
-    """A learner's state to go back to: weights, optimizer, schedule and version; `snapshot["weights"]` are tensors by name."""
+    """A learner's saved state: weights, optimizer, schedule and version; `snapshot["weights"]` are tensors by name."""
 
     @property
     def state_id(self) -> str:
-        """Name of the exact weights and optimizer state."""
+        """Unique name of the exact weights and optimizer state."""
 
     @property
     def version(self) -> int:
@@ -239,20 +239,22 @@ class Snapshot(Protocol):
 
     @property
     def kind(self) -> str:
-        """Where it is: `memory`, `disk`, `memory and disk`, or `replay`."""
+        """Where the state is held: `memory`, `disk`, `memory and disk`, or `replay`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this process's memory that it holds, those shared with other snapshots among them."""
+        """Bytes of this process's memory that the snapshot holds, including those that it shares with other snapshots."""
 
     def tensors(self) -> Mapping[int, torch.Tensor]:
-        """The tensors in this process's memory by address: snapshots that share some are counted together by them."""
+        """The snapshot's tensors in this process's memory, by address, so that tensors shared by several snapshots can
+        be counted once."""
 
     def on_disk(self) -> Mapping[Any, int]:
-        """Bytes of the files that were written for it by a name of each, for the same purpose."""
+        """Sizes in bytes of the files written for the snapshot, by a key for each, so that files shared by several
+        snapshots can be counted once."""
 
     def __getitem__(self, name: str) -> Any:
-        """`weights` (tensors by name), `version`, `state_id`, `steps`."""
+        """Return `weights` (tensors by name), `version`, `state_id` or `steps`."""
 
 
 @runtime_checkable
@@ -265,7 +267,7 @@ class Learner(Protocol):
 
     @property
     def state_id(self) -> str:
-        """Name of the exact weights and optimizer state; changes with every optimizer step."""
+        """Unique name of the exact weights and optimizer state; it changes with every optimizer step."""
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step on one mini-batch; its micro-batches save memory and change no result.
@@ -282,11 +284,12 @@ class Learner(Protocol):
         """Compute loss and gradient norm without an optimizer step; `per_row=True` adds a column `row_grad_norm` [B]."""
 
     def snapshot(self, kind: str = "", folder: str | Path | None = None) -> Snapshot:
-        """Return the present state, for `restore`; what did not change is shared.
+        """Return the present state, for `restore`; tensors that did not change since the last snapshot are shared with
+        it.
 
-        `kind` is where it is to be held: `memory`, `disk` (a file in `folder`), or `replay` (the updates since the last one,
-        which `restore` does again); without one it can be read, too (`snapshot["weights"]`). A learner that has only one way
-        takes that.
+        `kind` says where it is held: `memory`; `disk`, in a file in `folder`; or `replay`, which stores the updates
+        since the last snapshot, to be done again by `restore`. Without a kind it can be read, too
+        (`snapshot["weights"]`). A learner with a single way ignores it.
         """
 
     def restore(self, snapshot: Any) -> None:
@@ -325,12 +328,13 @@ class Stateful(Protocol):
 
     @property
     def state_id(self) -> str:
-        """Name of the exact weights and optimizer state; changes with every optimizer step."""
+        """Unique name of the exact weights and optimizer state; it changes with every optimizer step."""
 
 
 @runtime_checkable
 class Losable(Protocol):
-    """Protocol of learners with weights in worker processes that may die (FSDP); steppers restore such weights."""
+    """Protocol of learners whose weights are in worker processes that may die (FSDP); steppers then restore the weights
+    from a snapshot."""
 
     @property
     def lost(self) -> bool | None:
@@ -339,7 +343,7 @@ class Losable(Protocol):
 
 @runtime_checkable
 class Late(Protocol):
-    """Protocol of engines that load their model at first use (a replayed step's learner)."""
+    """Protocol of engines that load their model only when it is first used (a replayed step's learner)."""
 
     @property
     def opened(self) -> bool:
@@ -353,7 +357,7 @@ class Differentiable(Protocol):
     def gradient(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """Gradient of the loss by parameter name; no step is taken and nothing is clipped."""
+        """Compute the gradient of the loss by parameter name; no step is taken and nothing is clipped."""
 
     def perturbed(self, direction: Mapping[str, torch.Tensor], scale: float) -> AbstractContextManager[None]:
         """Context manager: moves the weights by `scale`·`direction`, and restores them bit for bit at the end."""
@@ -364,7 +368,8 @@ class WholeDistributions(Protocol):
     """Protocol of learners that compare whole next-token distributions (local, FSDP): for `stages.ExactKL`."""
 
     def full_kl(self, batch: DataProto, reference: Any, temperature: float = 1.0) -> torch.Tensor:
-        """[B, T] exact KL(policy‖reference) per response token, in nats; the reference is a `WholeModel`."""
+        """Compute the exact KL(policy‖reference) of each response token, [B, T] in nats; the reference is a
+        `WholeModel`."""
 
 
 @runtime_checkable
@@ -380,46 +385,53 @@ class Estimates(Protocol):
     """Protocol of learners that estimate their memory and checkpoint size (local, FSDP), for the checks before a run."""
 
     def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now.
+        """Return the device, and how many bytes learning will allocate there beyond those in use now, by part.
 
-        `tokens` are those of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or
-        with `measured` by `engines.rehearsal`, in seconds; where that cannot be, the estimate.
+        `tokens` is the size of a mini-batch, padding included; None means a full micro-batch. The numbers are estimated
+        from the model's sizes. With `measured` they come from a short rehearsal (`engines.rehearsal`, some seconds), or
+        from the estimate where a rehearsal is not possible.
         """
 
     def memory_free(self) -> int:
-        """Bytes that can still be allocated there, by the process that has least; what it keeps for reuse counts as free."""
+        """Bytes that can still be allocated on the learner's device, of the process that has the least; memory that
+        torch has cached for reuse counts as free."""
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: weights and optimizer."""
+        """Bytes that one checkpoint takes on the disk: weights and optimizer."""
 
     def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
-        """What a snapshot of this kind takes now, at most."""
+        """Return what a snapshot of this kind would take at most now."""
 
 
 @runtime_checkable
 class FromFiles(Protocol):
-    """Protocol of learners and frozen models that know whether a file has their weights (local, FSDP)."""
+    """Protocol of learners and frozen models that know whether their weights are those of files (local, FSDP)."""
 
     def as_loaded(self) -> bool:
-        """Whether opening the path again gives this very state: nothing was learned, loaded or restored since that the
-        files at the path do not have, and nobody has written to them."""
+        """Whether opening the model's path again would give exactly the present state: nothing was learned or loaded,
+        and the files have not changed."""
 
 
 @runtime_checkable
 class Adjustable(Protocol):
-    """Protocol of models whose settings of memory and time can be tried while they are open (local, FSDP, their references)."""
+    """Protocol of models whose settings of memory and time can be changed for a trial while they are open (local, FSDP,
+    their references)."""
 
     def trying(self, **changes: Any) -> AbstractContextManager[None]:
-        """Context manager: inside it the engine computes with other settings; weights and moments stay."""
+        """Context manager: inside it the model computes with other settings; weights and optimizer moments stay as they
+        are."""
 
 
 @runtime_checkable
 class Tunable(Adjustable, Protocol):
-    """Protocol of adjustable learners that know what they took: for `tune`."""
+    """Protocol of adjustable learners that measure their peak memory, for `tune`."""
 
     def peaks(self, begin: bool = False) -> dict[str, int]:
-        """Most bytes since the last call with `begin`: `host`, in memory of its workers together, `device`, of tensors on a
-        GPU, the fullest, and `total`, that GPU's size."""
+        """Peak memory in bytes since the last call with `begin=True`.
+
+        `host` is the memory of all the learner's processes together, `device` that of tensors on the fullest GPU, and
+        `total` the GPU's size.
+        """
 
 
 @runtime_checkable
@@ -427,7 +439,8 @@ class WeightSource(Protocol):
     """Protocol of learners that return their weights as tensors (local, FSDP), to push them to a sampler."""
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights by Hugging Face names, copied to the CPU: adapters merged, a tied head under both of its names."""
+        """Return all weights by Hugging Face names, copied to the CPU: LoRA adapters are merged, and a tied output
+        layer appears under both of its names."""
 
 
 @runtime_checkable
@@ -435,7 +448,7 @@ class WeightSink(Sampler, Protocol):
     """Protocol of samplers that take weights from a learner (local, vLLM, a server, workers): for `engines.paired`."""
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Any:
-        """Load all weights of a model by their Hugging Face names; the next samples carry `version`."""
+        """Load all weights of a model, given by their Hugging Face names; later samples carry the policy `version`."""
 
 
 @runtime_checkable
@@ -447,7 +460,7 @@ class Restartable(Protocol):
         """How often the sampler's process was started; a new process lacks the weights that were pushed to the old one."""
 
     def restart(self) -> None:
-        """Start a new process with the weights of the model's folder, whatever happened to the old one."""
+        """Start a new process with the weights in the model's folder, whatever state the old one is in."""
 
 
 @runtime_checkable
@@ -458,7 +471,8 @@ class Sleeper(Protocol):
         """Free the device memory, until `wake()`: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the device memory again, after `sleep()`: all, or that of `weights` or `kv_cache`."""
+        """Allocate the device memory again after `sleep()`: all of it, or with `tags` only that of `weights` or
+        `kv_cache`."""
 
 
 @runtime_checkable
@@ -466,7 +480,7 @@ class Caching(Protocol):
     """Protocol of learners whose torch keeps freed device memory for later (local, FSDP)."""
 
     def empty_cache(self) -> None:
-        """Give that memory back, on every rank: a sampler on the same device needs it."""
+        """Free the device memory that torch has cached, on every rank, because a sampler on the same device needs it."""
 
 
 @runtime_checkable
@@ -483,22 +497,25 @@ class Pairable(Protocol):
     """Protocol of samplers that may refuse to be paired with a learner; `paired` calls `check_paired` first."""
 
     def check_paired(self) -> None:
-        """Raises `EngineError` where the sampler cannot be paired with a learner."""
+        """Raise `EngineError` where the sampler cannot be paired with a learner."""
 
 
 @runtime_checkable
 class Renewable(Protocol):
-    """Protocol of samplers that take weights between two tokens of the responses under way (local): for streamed rollouts."""
+    """Protocol of samplers that take new weights between two tokens of the responses under way (local), for streamed
+    rollouts."""
 
     sharing: bool
     """Whether sampling lets other work of this process in between two tokens."""
 
     def between_tokens(self) -> AbstractContextManager[None]:
-        """Context manager: inside it no token is sampled. What is under way goes on after it, by the weights there are then."""
+        """Context manager: inside it no token is sampled. Responses under way go on after it, with the weights that are
+        there then."""
 
 
 class Pin(Protocol):
-    """Protocol of weights held in a sampler while the learner trains on, so that a whole batch is sampled with them."""
+    """Protocol of weights kept in a sampler while the learner trains on, so that a whole batch is sampled with the same
+    weights."""
 
     version: int
     """Policy version of the weights."""
@@ -542,7 +559,8 @@ class Described(Protocol):
     """Protocol of objects that describe themselves for a run's record (every engine here)."""
 
     def describe(self) -> Any:
-        """Path and settings by name; a text for the engine of an LLM judge or reward model."""
+        """Return path and settings by name for a run's record; for the engine of an LLM judge or reward model, one
+        text."""
 
 
 @runtime_checkable
@@ -565,7 +583,7 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Templated(Protocol):
-    """Protocol of samplers with extra arguments for their chat template; code that renders prompts reads them."""
+    """Protocol of samplers with extra arguments for their chat template; code that turns chats into prompts reads them."""
 
     @property
     def template_switches(self) -> Mapping[str, Any]:
@@ -577,17 +595,20 @@ class Multimodal(Protocol):
     """Protocol of samplers whose model may read pictures (local); rows with pictures are refused for all others."""
 
     def processor(self) -> Any:
-        """What encodes a text and its pictures: `tokenizer`, `image_processor`, `token_id` of a picture's tokens, and `encode(text,
-        images)`, which returns token ids and the model's inputs for the pictures; None where the model reads text alone."""
+        """Return the processor that encodes a text with its pictures; None where the model reads text alone.
+
+        It has `tokenizer`, `image_processor`, `token_id` (the token that stands for a picture's features) and
+        `encode(text, images)`, which returns token ids and the model's inputs for the pictures.
+        """
 
 
 def processor_of(sampler: object) -> Any:
-    """The processor of a `Multimodal` sampler; None for one that reads text alone."""
+    """Return the processor of a `Multimodal` sampler; None for a sampler that reads text alone."""
     return sampler.processor() if isinstance(sampler, Multimodal) else None
 
 
 def switches_of(sampler: object) -> dict[str, Any]:
-    """Extra chat template arguments of a sampler (`Templated`); empty where it has none."""
+    """Return a sampler's extra chat template arguments (`Templated`); empty where it has none."""
     return dict(sampler.template_switches) if isinstance(sampler, Templated) else {}
 
 
@@ -595,7 +616,7 @@ def switches_of(sampler: object) -> dict[str, Any]:
 
 
 def new_id() -> str:
-    """A unique name for a state of the weights: twelve hex digits."""
+    """Make a unique name for a state of the weights: twelve hex digits."""
     return uuid.uuid4().hex[:12]
 
 

@@ -53,7 +53,8 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows that learn: micro-batches of `rows` with `length` tokens each, a quarter of them response; `several` in a mini-batch."""
+    """The batch that a rehearsal learns from: micro-batches of `rows` × `length` tokens, the last quarter of each row
+    response; with `several`, two of them."""
 
     rows: int
     length: int
@@ -61,7 +62,8 @@ class Shape:
 
     @staticmethod
     def of(budget: int, length: int, tokens: int | None = None) -> Shape:
-        """Micro-batches of at most `budget` tokens, of a mini-batch of `tokens` (None: more than one micro-batch)."""
+        """Choose the shape of micro-batches of at most `budget` tokens in rows of `length`, for a mini-batch of
+        `tokens` in all (None: more than one micro-batch)."""
         length = max(length, 2)
         whole = budget + 1 if tokens is None else tokens
         return Shape(max(min(budget, whole) // length, 1), length, whole > budget)
@@ -69,7 +71,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one process: what a model holds, and the most while it learns and scores, what it holds included."""
+    """Memory of one process in bytes: what a model holds (`weights`, `gradients`, `optimizer`), and its peaks while it
+    learns and scores, which include that."""
 
     parameters: int
     """Number of the whole model's parameters, adapters included."""
@@ -81,12 +84,13 @@ class Footprint:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What learning allocates beside the weights, by part; their sum is the most."""
+        """Bytes that learning allocates beside the weights, by part; their sum is the peak."""
         return {"gradients": self.gradients, "optimizer": self.optimizer, "activations": self.activations}
 
     @property
     def activations(self) -> int:
-        """What learning takes at its peak beside weights, gradients and moments: activations, logits, gathered layers."""
+        """Bytes that learning takes at its peak beside weights, gradients and moments: activations, logits and gathered
+        layers."""
         return max(self.learning - self.weights - self.gradients - self.optimizer, 0)
 
 
@@ -99,9 +103,11 @@ def sharded(
     gpu: bool,
     head: bool = False,
 ) -> Footprint:
-    """The footprint of one of `ranks` FSDP ranks, on GPUs or CPUs; of a folder, a hub name or a config as a mapping.
+    """Measure the memory footprint of one of `ranks` FSDP ranks, on GPUs or CPUs; `model` is a folder, a hub name, or a
+    config as a mapping.
 
-    Raises `EngineError` where the model cannot be measured: it is no transformers model, or its code reads numbers.
+    Raises `EngineError` where the model cannot be measured: it is not a transformers model, or its code reads numbers
+    from tensors.
     """
     config, settings = config_of(model, settings)
     return _sharded(json.dumps(config, sort_keys=True), settings, ranks, shape, gpu, head)
@@ -127,8 +133,11 @@ def _sharded(config: str, settings: FsdpSettings, ranks: int, shape: Shape, gpu:
 def whole(
     opened: Callable[[str, Any], Opened], config: Any, settings: Any, shape: Shape, *, gpu: bool, head: bool = False
 ) -> Footprint:
-    """The footprint of a model in one process, on a GPU or a CPU, that `opened(folder, settings)` opens; `config` is
-    transformers'. Raises `EngineError` where it cannot be measured."""
+    """Measure the memory footprint of a model in one process, on a GPU or a CPU.
+
+    `opened(folder, settings)` opens it; `config` is transformers' configuration. Raises `EngineError` where it cannot
+    be measured.
+    """
     chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
     plain = json.loads(config.to_json_string(use_diff=False))
     found = measured(plain, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
@@ -136,7 +145,8 @@ def whole(
 
 
 class Opened(NamedTuple):
-    """A model that was opened to be measured."""
+    """A model that was opened to measure its memory: its module, its optimizer, and its functions to learn and to
+    score."""
 
     module: torch.nn.Module
     optimizer: Any
@@ -147,7 +157,7 @@ class Opened(NamedTuple):
 
 
 def _away(footprint: Footprint, offload: str) -> Footprint:
-    """The footprint on a GPU where part of it stays in host memory."""
+    """Correct a GPU's footprint for the parts that the setting `offload` keeps in host memory."""
     w, g, o = footprint.weights, footprint.gradients, footprint.optimizer
     if offload == "optimizer":
         learning = max(footprint.learning - o, w + g)
@@ -161,7 +171,8 @@ def _away(footprint: Footprint, offload: str) -> Footprint:
 def measured(
     config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, *, gpu: bool, head: bool = False
 ) -> Footprint:
-    """The footprint of a model with this config that `opened(folder)` opens.
+    """Measure the memory footprint of a model with this config, which `opened(folder)` opens. Deep models are measured
+    at two smaller depths and extrapolated.
 
     Raises `EngineError` where it cannot be measured.
     """
@@ -189,7 +200,8 @@ def measured(
 
 
 def _run(config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shape, gpu: bool, head: bool) -> list[int]:
-    """[parameters, weights, gradients, optimizer, most in parts of a step …, most while scoring]."""
+    """Run one rehearsal and return its sizes: parameters, then bytes of weights, gradients, moments, the peaks of three
+    parts of a step, and the peak of scoring."""
     rows, want = _rows(shape, int(language(config).get("vocab_size") or 2)), ("values",) if head else _WANT
     with tempfile.TemporaryDirectory() as folder, Counting(gpu) as seen:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -215,9 +227,11 @@ _WANT = ("log_probs", "entropy")
 
 
 class _Marks:
-    """A loss that notes where a step's memory turns: forward, backward down to the top layer, and from the lowest layer on.
+    """A loss function that marks the moments of a step between which memory is compared: the end of the forward pass,
+    the top layer's backward, and the lowest layer's.
 
-    In between a layer's activations go and its gradients come, so that the most is at one of the ends.
+    Between the last two a layer's activations are freed and its gradients allocated, so that the peak is at one of the
+    ends.
     """
 
     def __init__(self, want: tuple[str, ...], seen: Counting, module: torch.nn.Module) -> None:
@@ -236,7 +250,7 @@ class _Marks:
         return LossOutput(torch.stack([one.sum() for one in outputs.values()]).sum(), {}, {})
 
     def parts(self) -> list[int]:
-        """The most of each part, all micro-batches but the last in the first one."""
+        """Return the peak bytes of each part of the step; all micro-batches but the last count in the first part."""
         series, (loss, top, lowest) = self._seen.series, self._at.values()
         if not loss < top < lowest:  # no layers that are known: the whole
             return [max(series)] * 3
@@ -244,7 +258,7 @@ class _Marks:
 
 
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a transformers model, from the lowest, sharded or not."""
+    """Return the decoder layers of a transformers model, from the lowest, also when FSDP has wrapped them."""
     kinds = {name for part in module.modules() for name in whole_blocks(part)}
     return [part for part in module.modules() if type(part).__name__.removeprefix("FSDP") in kinds]
 
@@ -262,9 +276,11 @@ def _rows(shape: Shape, vocabulary: int) -> DataProto:
 
 
 class Counting(TorchDispatchMode):
-    """Makes floating tensors fake, leaves others real, and counts the bytes of the storages that are alive.
+    """Dispatch mode that makes floating-point tensors fake (without data), leaves others real, and counts the bytes of
+    live storages.
 
-    With `gpu` heads of keys and values that queries share are counted as GPU kernels want them: once for each query head.
+    With `gpu`, keys and values whose heads several queries share are counted once for each query head, as GPU attention
+    kernels copy them.
     """
 
     def __init__(self, gpu: bool) -> None:
@@ -312,8 +328,8 @@ class Counting(TorchDispatchMode):
         return result
 
     def _made(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[torch.Tensor]) -> Any:
-        """What is made of no fake tensor: floating ones are fake, or on the meta device; whole numbers and scalars, which our code
-        reads, are real."""
+        """Run an operation without fake inputs. Floating-point results become fake or meta tensors; integers and
+        scalars, which engine code reads, stay real."""
         if not inputs or any(one.device.type == "meta" for one in inputs):
             with self._mode:
                 result = func(*args, **kwargs)
@@ -356,7 +372,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _by_number(func: Any, args: Any) -> Any:
-    """Arguments with a real mask that picks of a fake tensor as the numbers of what it picks: its result has a size then."""
+    """Replace boolean masks that index a fake tensor by the numbers of the selected elements, so that the result has a
+    known size."""
     if func is not _aten.index.Tensor or not isinstance(args[1], list | tuple):
         return args
     picked: list[Any] = []
@@ -371,7 +388,7 @@ def _by_number(func: Any, args: Any) -> Any:
 
 @contextmanager
 def _fake_ranks(size: int) -> Iterator[None]:
-    """Context manager: this process is rank 0 of a process group that sends nothing."""
+    """Context manager: makes this process rank 0 of a process group of `size` ranks that sends nothing."""
     if distributed.is_initialized():
         what, do = "a process group is in use in this process", "measure before it, or in another process"
         raise EngineError("cannot measure the memory of ranks", found=what, do=do)
@@ -384,7 +401,8 @@ def _fake_ranks(size: int) -> Iterator[None]:
 
 
 def _on_cpu(settings: Any, gpu: bool) -> Any:
-    """Settings with which this process computes what a GPU would: in its precision and by its budget."""
+    """Return settings with which this process, on its CPU, computes as a GPU (or a CPU) would: in the same precision
+    and micro-batch budget."""
     kind = "cuda" if gpu else "cpu"
     half = "bfloat16" if settings.half(kind) else "float32"
     budget = settings.budget(kind)
@@ -392,7 +410,8 @@ def _on_cpu(settings: Any, gpu: bool) -> Any:
 
 
 def config_of(model: str | Path | Mapping[str, Any], settings: Any) -> tuple[Mapping[str, Any], Any]:
-    """(config, settings); of a folder of adapters its base's config, and settings with its rank."""
+    """Return (config, settings) of a model; for a folder of LoRA adapters its base model's config, and settings with
+    the adapters' rank."""
     if isinstance(model, Mapping):
         return model, settings
     folder = resolve(model)
@@ -408,12 +427,12 @@ def config_of(model: str | Path | Mapping[str, Any], settings: Any) -> tuple[Map
 
 
 def language(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that describes the language model."""
+    """Return the part of a config that describes the language model."""
     return config.get("text_config") or config
 
 
 def _shallow(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """A config with so many layers, and as many entries in its lists of layers."""
+    """Return a config with this many layers, and its per-layer lists cut to that length."""
     text = language(config)
     depth = text.get("num_hidden_layers")
     if depth is None or depth == layers:

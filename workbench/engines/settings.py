@@ -87,16 +87,18 @@ class LocalSettings(Settings):
     """Names of the layers that get adapters."""
 
     def recorded(self) -> dict[str, Any]:
-        """The settings for a run's record, by name; the newer ones only where they are in use, as in records of before."""
+        """Return the settings by name for a run's record. Newer settings are left out unless they are in use, so that
+        records compare with those of earlier releases."""
         newer = ("routing_replay", "mesh")
         return {name: one for name, one in self.to_dict().items() if name not in newer or one}
 
     def half(self, device: str) -> bool:
-        """Whether forward passes on a kind of device run in bfloat16: as `dtype` says; with `auto` on a GPU only."""
+        """Whether forward passes on a kind of device (`cpu`, `cuda`) run in bfloat16: as `dtype` says, and with `auto`
+        on a GPU only."""
         return self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
 
     def budget(self, device: str) -> int:
-        """Tokens of one forward pass on a kind of device, as `micro_batch_tokens` says."""
+        """Token budget of one forward pass on a kind of device (`cpu`, `cuda`): `micro_batch_tokens`, or its default."""
         return self.micro_batch_tokens or (4_096 if device == "cpu" else 16_384)
 
     def __post_init__(self) -> None:
@@ -195,7 +197,7 @@ class VllmSettings(Settings):
 
 
 def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
-    """Arguments of vLLM's engine on a GPU."""
+    """Build the arguments of vLLM's engine on a GPU from the settings."""
     rank = next(one for one in _LORA_RANKS if one >= s.lora_rank)
     return {
         "model": str(folder),
@@ -217,7 +219,7 @@ def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
 
 
 def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
-    """Arguments of vLLM's engine that replace those of `arguments_of` on a CPU."""
+    """Build the arguments of vLLM's engine that replace those of `arguments_of` on a CPU."""
     return {
         "dtype": "float32" if s.dtype == "auto" else s.dtype,
         "enforce_eager": True if s.enforce_eager is None else s.enforce_eager,
@@ -230,7 +232,7 @@ def on_cpu_of(s: VllmSettings) -> dict[str, Any]:
 
 
 def environment_of(folder: str | Path, s: VllmSettings) -> dict[str, str]:
-    """Environment variables of vLLM's processes that override those of this process."""
+    """Build the environment variables to set for vLLM's processes, in addition to this process's own."""
     gpu = torch.cuda.is_available()
     many = gpu if s.multiprocess is None else s.multiprocess
     eager = not gpu if s.enforce_eager is None else s.enforce_eager

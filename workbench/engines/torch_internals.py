@@ -17,34 +17,38 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "is_fake", "tree
 
 
 def asks_for_shapes() -> bool:
-    """Whether an operation is traced by fake tensors alone, as `DTensor` does to learn a shape."""
+    """Whether the present operation runs on fake tensors only, as when `DTensor` works out a result's shape."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def storage_id(storage: Any) -> int:
-    """A number of a storage while it lives. The public `data_ptr` is 0 for every one without data."""
+    """Return a number that identifies a storage while it lives. The public `data_ptr` is 0 for every storage without
+    data."""
     return int(storage._cdata)
 
 
 def fake_store() -> Any:
-    """The store of a process group of torch's backend `fake`, which sends nothing. The backend's name is public, its store is not."""
+    """Make the store for a process group of torch's backend `fake`, which sends nothing. The backend's name is public,
+    its store is not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def split_mesh(mesh: Any, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    """A dimension of a device mesh as several. A new public mesh would have process groups of its own."""
+    """Split the first dimension of a device mesh into several. A new public mesh would create process groups of its
+    own."""
     return mesh._unflatten(0, sizes, names)
 
 
 def joined_mesh(meshes: list[Any]) -> Any:
-    """A device mesh with the dimensions of several."""
+    """Return a device mesh with the dimensions of several meshes together."""
     return type(meshes[0])._concatenate(meshes)
 
 
 def local_part(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and first place of the part of a `DTensor` that this rank has; the public `to_local` has no place."""
+    """Return shape and start indices of the part of a `DTensor` that this rank holds; the public `to_local` does not
+    tell the start."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -6,14 +6,15 @@ from typing import Any
 
 
 def opens_text(config: Any) -> bool:
-    """Whether a causal language model is made of such a configuration. The public way to ask is to open one."""
+    """Whether transformers has a causal language model for this configuration. The public way to find out is to open
+    one."""
     from transformers import AutoModelForCausalLM
 
     return type(config) in AutoModelForCausalLM._model_mapping
 
 
 def opens_pictures(config: Any) -> bool:
-    """Whether a model of text and pictures is made of such a configuration."""
+    """Whether transformers has a model of text and pictures for this configuration."""
     from transformers import AutoModelForImageTextToText
 
     return type(config) in AutoModelForImageTextToText._model_mapping
@@ -25,36 +26,38 @@ def has_attention(config: Any) -> bool:
 
 
 def attention_of(config: Any) -> str | None:
-    """The attention implementation of a configuration; None where it has none, or names none."""
+    """Return the attention implementation that a configuration names; None where it names none."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
 def set_attention(config: Any, name: str | None) -> None:
-    """Change it for the next forward pass. The public `set_attn_implementation` checks and walks the whole model each time."""
+    """Set a configuration's attention implementation for the next forward pass. The public `set_attn_implementation`
+    checks and walks the whole model each time."""
     config._attn_implementation_internal = name
 
 
 def asks_attention_interface(model: Any) -> bool:
-    """Whether a model's layers call the function that the attention interface has under the chosen name."""
+    """Whether a model's layers call their attention through transformers' `AttentionInterface`, so that another
+    function can be registered."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def whole_blocks(module: Any) -> set[str]:
-    """Names of the classes of a model's layers, which are placed, gathered and recomputed as a whole."""
+    """Return the class names of a model's layers that must be placed, gathered and recomputed as a whole."""
     return set(getattr(module, "_no_split_modules", None) or ())
 
 
 def may_lack(model: Any) -> tuple[str, ...]:
-    """Patterns of a model's weights that its folder may lack."""
+    """Return patterns of the model's weight names that its folder may lack."""
     return tuple(model._keys_to_ignore_on_load_missing or ())
 
 
 def may_have(model: Any) -> tuple[str, ...]:
-    """Patterns of weights that its folder may have beyond the model's."""
+    """Return patterns of weight names that a model's folder may contain without a place in the model."""
     return tuple(model._keys_to_ignore_on_load_unexpected or ())
 
 
 def never_saved(model: Any) -> tuple[str, ...]:
-    """Names of weights that are not saved."""
+    """Return the names of a model's weights that are not saved."""
     return tuple(model._keys_to_ignore_on_save or ())

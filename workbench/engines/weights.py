@@ -47,7 +47,7 @@ UNVERIFIED = "not verified on a GPU yet: run workbench doctor"
 
 @dataclass(frozen=True)
 class Entry:
-    """Shape and dtype of one tensor of a learner, and the name that it is tied to."""
+    """Shape and dtype of one of a learner's tensors, and the name of the tensor that it is tied to."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,7 +56,8 @@ class Entry:
 
 
 def layout_of(model: Any) -> dict[str, Entry]:
-    """The tensors of a plain model by Hugging Face names, in the model's order; adapters count as merged. May be on meta."""
+    """List the tensors of a model, as if LoRA adapters were merged, by Hugging Face names and in the model's order. The
+    model may be on the meta device."""
     layout: dict[str, Entry] = {}
     first: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -72,10 +73,11 @@ def layout_of(model: Any) -> dict[str, Entry]:
 def buckets_of(
     layout: Mapping[str, Entry], dtype: str | None, limit: int, *, split: bool
 ) -> Iterator[tuple[list[Piece], int]]:
-    """Buckets of at most `limit` bytes, as (pieces, bytes): floating tensors in `dtype` (None: in their own).
+    """Divide tensors into buckets of at most `limit` bytes; yields (pieces, bytes). Floating-point tensors are
+    converted to `dtype`; None keeps their own.
 
-    With `split` a larger tensor's rows are in several buckets; without it such a tensor has a bucket of its own. A tied tensor
-    takes no bytes of its own.
+    With `split`, the rows of a tensor larger than `limit` are divided over several buckets; without it such a tensor
+    has a bucket to itself. A tied tensor takes no bytes of its own.
     """
     pieces: list[Piece] = []
     used = 0
@@ -90,7 +92,8 @@ def buckets_of(
 
 
 def _pieces(layout: Mapping[str, Entry], dtype: str | None, limit: int | None) -> Iterator[Piece]:
-    """Every tensor in pieces of at most `limit` bytes, each followed by those of the tensors that are tied to it."""
+    """Yield every tensor in pieces of at most `limit` bytes, each followed by pieces for the tensors that are tied to
+    it."""
     tied: dict[str, list[str]] = {}
     for name, entry in layout.items():
         tied.setdefault(entry.tied, []).append(name)
@@ -106,12 +109,12 @@ def _pieces(layout: Mapping[str, Entry], dtype: str | None, limit: int | None) -
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The rows of a whole tensor that a piece stands for."""
+    """Return the rows of a whole tensor that a piece stands for."""
     return tensor[piece.first : piece.first + piece.rows] if piece.shape else tensor
 
 
 class Outbox:
-    """The sending end of a learner's process: puts pieces of tensors to where samplers find them."""
+    """The sending end of a push in a learner's process: writes pieces of tensors to where samplers read them."""
 
     def __init__(self) -> None:
         self._kept: Any = None
@@ -122,7 +125,8 @@ class Outbox:
     def send(
         self, pieces: Sequence[Piece], place: Mapping[str, Any], value: Callable[[Piece], torch.Tensor], device: Any
     ) -> Any:
-        """Write `value(piece)` for each piece to the place; what it returns goes to the sampler (`received`)."""
+        """Write `value(piece)` for each piece to `place`; returns what the sampler needs to read them there (see
+        `received`)."""
         if "here" in place:
             return [value(piece) for piece in pieces]
         memory = mapped(place["file"], place["nbytes"], write=True) if "file" in place else None
@@ -140,24 +144,26 @@ class Outbox:
         return memory if "data" in place else None
 
     def listen(self) -> tuple[str, int]:
-        """Open the port where the processes of a broadcast meet: on loopback, or the address that a cluster gave this worker."""
+        """Open a port where the processes of a broadcast meet, and return (host, port): on loopback, or on the address
+        that a cluster gave this worker."""
         host = os.environ.get("WORKBENCH_ADDRESS", "127.0.0.1")
         self._listening = socket.create_server((host, 0))
         return host, int(self._listening.getsockname()[1])
 
     def join(self, size: int, backend: str) -> None:
-        """Join the group of a broadcast as rank 0."""
+        """Join the process group of a broadcast as rank 0, the sender."""
         assert self._listening is not None
         host, port = self._listening.getsockname()[:2]
         self._group = joined(host, port, 0, size, backend, listen=self._listening.detach())
 
     def drop(self) -> None:
-        """Free what was sent last."""
+        """Free the memory of the last bucket that was sent."""
         self._kept = None
 
 
 def machine() -> str:
-    """Name of this machine, as far as processes can open each other's files in memory: the same boot and process ids."""
+    """Return a name of this machine that two processes share exactly if they can open each other's files in memory (one
+    boot id and process id namespace)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -170,50 +176,54 @@ class WeightSender(Protocol):
     """Protocol of learners that send their weights in buckets (local, FSDP)."""
 
     def weight_layout(self) -> dict[str, Entry]:
-        """Its tensors by Hugging Face names."""
+        """Return the learner's tensors by Hugging Face names, with shapes and dtypes."""
 
     def sends(self) -> dict[str, Any]:
-        """Where it is: `machines`, `pid` (None: in processes of its own), `devices` (GPUs by name), `adapter` (its rank and its
-        base model's folder, or None)."""
+        """Describe where the learner is: `machines`, `pid` (None: in worker processes), `devices` (names of its GPUs)
+        and `adapter` (its LoRA rank and its base model's folder, or None)."""
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
-        """Write pieces to a place, as `Outbox.send`."""
+        """Write pieces of tensors to `place` (see `Outbox.send`)."""
 
     def open_group(self, join: tuple[int, str] | None = None) -> Any:
-        """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
+        """Form the process group for a broadcast: without `join`, open a port and return (host, port); then `join` =
+        (number of processes, backend)."""
 
     def empty_cache(self) -> None:
-        """Give the device memory back that torch keeps for later, on every rank: a sampler on the same device needs it."""
+        """Free the device memory that torch has cached for reuse, on every rank: a sampler on the same device needs it."""
 
 
 @runtime_checkable
 class WeightReceiver(Protocol):
-    """Protocol of samplers that take weights in buckets (local, vLLM, workers). From `begin_weights` to `end_weights` they refuse
-    to sample, and so they do after a push that broke off."""
+    """Protocol of samplers that take weights in buckets (local, vLLM, workers). Between `begin_weights` and
+    `end_weights` they refuse to sample, and also after a push that was not completed."""
 
     def receives(self) -> dict[str, Any] | None:
-        """Where it is, and what it takes; None where it takes none of this.
+        """Describe where the sampler is and what it takes; None where it takes no buckets.
 
-        `machines`, `pids`, `devices` of its processes; `processes` that can join a broadcast (`join_group`); `dtype` (None: the
-        sender's); `split`: whether tensors may come in parts; `adapter_rank`: the largest of an adapter alone (`load_adapter`), for
-        the base in `folder`.
+        The keys are `machines`, `pids`, `devices` of its processes; `processes`, how many can join a broadcast
+        (`join_group`); `dtype` (None: the sender's); `split`, whether a tensor may come in parts; `adapter_rank`, the
+        largest rank of a LoRA adapter that it takes alone (`load_adapter`), over the base model in `folder`.
         """
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes. Raises `EngineError`, with nothing changed, where the model has others."""
+        """Begin a push of tensors of these shapes. Raises `EngineError`, with nothing changed, where the model's own
+        shapes are different."""
 
     def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket."""
+        """Load one bucket: the `pieces` that were written to `place`."""
 
     def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version, which is returned. Raises `EngineError` where a tensor has not arrived."""
+        """End a push: serve the new weights as policy `version`, and return the version served. Raises `EngineError`
+        where a tensor has not arrived."""
 
     def cancel_weights(self) -> None:
-        """End a push that broke off: requests are refused until another one has succeeded."""
+        """End a push that failed: requests are refused until another push has succeeded."""
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    """All weights of a learner by Hugging Face names: its `full_weights()`, or else a model folder saved and read back."""
+    """Return all weights of a learner by Hugging Face names: from its `full_weights()`, or where it has none from a
+    model folder that it saves."""
     if isinstance(learner, WeightSource):
         return dict(learner.full_weights())
     with tempfile.TemporaryDirectory(prefix="workbench-weights-") as folder:
@@ -222,37 +232,38 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 class Sending:
-    """Base class of `WeightSender`s in this process."""
+    """Base class of learners in this process that send their weights in buckets (`WeightSender`)."""
 
     @cached_property
     def _outbox(self) -> Outbox:
         return Outbox()
 
     def open_group(self, join: tuple[int, str] | None = None) -> Any:
-        """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
+        """Form the process group for a broadcast: without `join`, open a port and return (host, port); then `join` =
+        (number of processes, backend)."""
         return self._outbox.listen() if join is None else self._outbox.join(*join)
 
 
 class Tensors(Sending):
-    """Tensors by name, as a `WeightSender` in this process."""
+    """A `WeightSender` made from tensors by name, in this process."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
 
     def weight_layout(self) -> dict[str, Entry]:
-        """Names, shapes and dtypes."""
+        """Return the names, shapes and dtypes of the tensors."""
         return {name: Entry(tuple(one.shape), str(one.dtype)[6:]) for name, one in self._weights.items()}
 
     def sends(self) -> dict[str, Any]:
-        """This process."""
+        """Describe where the tensors are: in this process, on the CPU."""
         return {"machines": [machine()], "pid": os.getpid(), "devices": [], "adapter": None}
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
-        """Write pieces to a place."""
+        """Write pieces of the tensors to `place` (see `Outbox.send`)."""
         return self._outbox.send(pieces, place, lambda piece: rows_of(self._weights[piece.name], piece), "cpu")
 
     def empty_cache(self) -> None:
-        """Nothing: they are the caller's."""
+        """Do nothing: the tensors belong to the caller."""
 
 
 # --- a push -------------------------------------------------------------------------------------
@@ -260,7 +271,7 @@ class Tensors(Sending):
 
 @dataclass(frozen=True)
 class Push:
-    """Figures of one push of weights."""
+    """Figures of one push of weights from a learner to a sampler: its way, size, time and memory."""
 
     way: str
     """One of `WAYS`."""
@@ -288,20 +299,22 @@ class Push:
 
 
 class WeightSync(Protocol):
-    """How the weights of a pair's learner get to its sampler. Made by `sync_of`."""
+    """Protocol of one way to bring a learner's weights to its sampler (in place, by shared memory, by broadcast …);
+    made by `sync_of`."""
 
     way: str
     """One of `WAYS`."""
 
     def push(self, version: int) -> Push:
-        """Push the learner's present weights, to be served as a version by every replica.
+        """Push the learner's present weights, to be served as policy `version` by every replica.
 
-        Raises `EngineError` where the sampler refuses them; after a push that broke off it refuses to sample.
+        Raises `EngineError` where the sampler refuses them; after a push that failed half-way the sampler refuses to
+        sample.
         """
 
 
 class Whole:
-    """One call of `load_weights` with all tensors on the CPU: for samplers and learners that know no buckets."""
+    """Pushes all tensors in one call of `load_weights`, on the CPU: for samplers and learners that do not take buckets."""
 
     way = "whole"
 
@@ -318,7 +331,8 @@ class Whole:
 
 
 class Adapter:
-    """A LoRA adapter alone: a peft folder in host memory, which every replica loads over the base that it has."""
+    """Pushes a LoRA adapter alone, as a peft folder in host memory; every replica loads it over the base model that it
+    has."""
 
     way = "adapter"
 
@@ -326,7 +340,7 @@ class Adapter:
         self._learner, self._sampler = learner, sampler
 
     def push(self, version: int) -> Push:
-        """Push the adapter."""
+        """Write the adapter to a temporary folder and let the sampler load it."""
         began, before = time.perf_counter(), resident()
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="workbench-adapter-", dir=memory) as folder:
@@ -341,7 +355,8 @@ class Adapter:
 
 
 class Buckets:
-    """Buckets of bounded size, one after the other: written by the learner's process, read by every replica."""
+    """Pushes weights in buckets of bounded size, one after the other: the learner's process writes each, and every
+    replica reads it."""
 
     def __init__(self, learner: Any, sampler: Any, way: str, limit: int = BUCKET_BYTES) -> None:
         self.way = way
@@ -350,7 +365,7 @@ class Buckets:
         self._open: tuple[BinaryIO, str] | None = None
 
     def push(self, version: int) -> Push:
-        """Push all tensors, bucket by bucket."""
+        """Push all tensors, bucket by bucket, and check that the sampler serves them."""
         began, before, sent, most = time.perf_counter(), resident(), 0, 0
         takes, layout = self._sampler.receives(), self._learner.weight_layout()
         dtype = None if self.way == "in place" else takes["dtype"]
@@ -390,7 +405,8 @@ class Buckets:
         self._sampler.take_weights(pieces, {kind: sent, "nbytes": nbytes})
 
     def _file(self, nbytes: int, files: ExitStack, again: bool) -> str:
-        """A file in memory: the one before `again`, or a new one, where the sampler may still refer to the one before."""
+        """Return the path of a file in memory for a bucket: the last one where `again`, else a new one, because the
+        sampler may still refer to the last."""
         if self._open is None or not again:
             files.close()
             self._open = files.enter_context(memory_file("workbench-weights"))
@@ -400,7 +416,7 @@ class Buckets:
         return path
 
     def _joined(self, takes: Mapping[str, Any]) -> None:
-        """Make the group of a broadcast, again where a process was started again."""
+        """Form the process group of a broadcast, again where a sampler's process was restarted."""
         which = (takes["processes"], tuple(map(str, takes["pids"])))
         if self.way != "broadcast" or self._group == which:
             return
@@ -415,13 +431,14 @@ class Buckets:
 
 
 class Careful:
-    """A way that was chosen, not asked for, and that no GPU has confirmed: where it fails, weights go through shared memory."""
+    """Pushes by a way that was chosen automatically and has not been verified on this GPU; where it fails, by another
+    way (such as shared memory)."""
 
     def __init__(self, first: Buckets, other: Buckets) -> None:
         self.way, self._first, self._other = first.way, first, other
 
     def push(self, version: int) -> Push:
-        """Push by the first way; where it fails by the other, from then on."""
+        """Push by the first way; where that fails, warn and push by the other way, from then on."""
         if self.way == self._first.way:
             try:
                 return self._first.push(version)
@@ -459,7 +476,8 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
 
 
 def possible(learner: Any, sampler: Any) -> list[str]:
-    """The ways that weights can go between these two, the best first; `whole` is left out."""
+    """List the ways by which weights can go from this learner to this sampler, the best first; `whole`, which is always
+    possible, is left out."""
     if not isinstance(learner, WeightSender) or not isinstance(sampler, WeightReceiver):
         return []
     here, there = learner.sends(), sampler.receives()
@@ -478,21 +496,22 @@ def possible(learner: Any, sampler: Any) -> list[str]:
 
 
 def _proofs() -> Path:
-    """The file of this user that says which ways were right on this machine's GPU, under this torch."""
+    """Path of this user's file with the ways that were verified on this machine's GPU under this version of torch."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     name = re.sub(r"\W+", "-", f"weights {gpu} torch {torch.__version__}")
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "workbench", name)
 
 
 def proven() -> set[str]:
-    """The ways that `check_push`, and with it the doctor, has found to be right here."""
+    """The ways to push weights that `check_push` (run by the doctor, too) has verified on this machine."""
     with suppress(OSError, RuntimeError):  # a user without a home
         return set(_proofs().read_text().splitlines())
     return set()
 
 
 def prove(way: str) -> None:
-    """Remember that a way was right. A home that cannot be written to is no error: the way stays unverified."""
+    """Remember that a way to push weights was verified here. Where the home folder cannot be written the way stays
+    unverified, without an error."""
     with suppress(OSError, RuntimeError):
         path = _proofs()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -508,7 +527,8 @@ def _between_gpus(here: Sequence[str], there: Sequence[str]) -> list[str]:
 
 
 def _note(way: str, takes: Mapping[str, Any]) -> str:
-    """What to know about a push by this way to a sampler that `receives` so."""
+    """Return a remark on a push by this way to a sampler that `takes` weights so: that it is unverified on a GPU, or
+    nothing."""
     return UNVERIFIED if takes["devices"] and way not in proven() else ""
 
 
@@ -522,30 +542,33 @@ def _confirmed(served: int, version: int) -> None:
 
 
 def check_shapes(what: str, shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Raises `EngineError` for the first tensor of `wanted` that `shapes` lacks or has in another shape."""
+    """Raise `EngineError` about `what` for the first tensor of `wanted` that `shapes` lacks or has in another shape."""
     check_fit(what, {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}, wanted)
 
 
 class Receiving(SampleMany):
-    """Base class of samplers that are a `WeightReceiver`: adds `load_weights` and `sync`."""
+    """Base class of samplers that take weights in buckets (`WeightReceiver`): adds `load_weights` and `sync`."""
 
     def load_weights(self: Any, weights: Mapping[str, torch.Tensor], version: int) -> float:
-        """Load all weights of a model by their Hugging Face names, to be served as policy `version`; returns the seconds taken.
+        """Load all weights of a model, given by their Hugging Face names, and serve them as policy `version`; returns
+        the seconds taken.
 
-        Requests made before are answered with the old weights, later ones with the new. Raises `EngineError` where a tensor
-        of the model is missing, and where the push fails: the engine then refuses to sample until another one succeeds.
+        Requests made before are answered with the old weights, later ones with the new. Raises `EngineError` where a
+        tensor of the model is missing, and where the push fails: the engine then refuses to sample until another one
+        succeeds.
         """
         return sync_of(Tensors(weights), self).push(version).seconds
 
     def sync(self: Any, learner: Learner) -> float:
-        """Load a learner's weights into the sampler under its version, by the best way; returns the seconds taken."""
+        """Load a learner's weights into the sampler under the learner's version, by the best way; returns the seconds
+        taken."""
         return sync_of(learner, self).push(learner.version).seconds
 
 
 def pieces_in(
     pieces: Sequence[Piece], place: Mapping[str, Any], device: Any, group: Any
 ) -> Iterable[tuple[Piece, torch.Tensor]]:
-    """(piece, its rows) of a bucket that was sent to a place."""
+    """Return pairs of (piece, its rows as a tensor) of a bucket that was sent to `place`."""
     if "here" in place:
         return zip(pieces, place["here"], strict=True)
     memory = place["data"] if "data" in place else received(place, device, group)
@@ -556,7 +579,8 @@ def pieces_in(
 
 
 class Pushing(Sending, Receiving):
-    """What a local engine has of a `WeightSender` and of a `WeightReceiver`."""
+    """Base class of the local engine: it can both send its weights to a sampler and receive a learner's
+    (`WeightSender`, `WeightReceiver`)."""
 
     _model: Any
     version: int
@@ -572,13 +596,13 @@ class Pushing(Sending, Receiving):
     # --- sending ----------------------------------------------------------------------------
 
     def sends(self) -> dict[str, Any]:
-        """Where it is, as `WeightSender.sends`."""
+        """Describe where the engine is as a sender of weights (see `WeightSender.sends`)."""
         name = device_name(self._model.device)
         here = {"machines": [machine()], "pid": os.getpid(), "devices": [name] if name else []}
         return {**here, "adapter": lora.adapter_of(self._model)}
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
-        """Write pieces to a place, as `Outbox.send`."""
+        """Write pieces of the model's tensors, with LoRA adapters merged, to `place` (see `Outbox.send`)."""
         held, layers = lora.by_plain_names(self._model.state_dict()), lora.layers(self._model)
 
         def value(piece: Piece) -> torch.Tensor:
@@ -592,7 +616,7 @@ class Pushing(Sending, Receiving):
         return self._outbox.send(pieces, place, value, self._model.device)
 
     def empty_cache(self) -> None:
-        """Give the device memory back that torch keeps for later."""
+        """Free the device memory that torch has cached for reuse."""
         self._outbox.drop()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -600,14 +624,14 @@ class Pushing(Sending, Receiving):
     # --- receiving --------------------------------------------------------------------------
 
     def receives(self) -> dict[str, Any]:
-        """Where it is, and what it takes, as `WeightReceiver.receives`."""
+        """Describe where the engine is as a receiver of weights, and what it takes (see `WeightReceiver.receives`)."""
         name = device_name(self._model.device)
         kind = str(next(self._model.parameters()).dtype)[6:]
         where = {"machines": [machine()], "pids": [os.getpid()], "devices": [name] if name else [], "processes": 1}
         return {**where, "dtype": kind, "split": True, "adapter_rank": 0, "folder": self.path}
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes; until its end the engine refuses to sample."""
+        """Begin a push of tensors of these shapes; until it ends the engine refuses to sample."""
         mine = self._model.state_dict()
         check_shapes("the tensors passed to load_weights", shapes, mine)
         self.state_id = new_id()  # half-way there is no state that anybody knows
@@ -615,54 +639,54 @@ class Pushing(Sending, Receiving):
 
     @torch.no_grad()
     def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket."""
+        """Load one bucket: the `pieces` that were written to `place`."""
         mine, missing = self._model.state_dict(), self._missing
         if missing is None:
-            raise EngineError("a bucket of weights", expected="begin_weights() before it", found="no push")
+            raise EngineError("a bucket of weights outside of a push", expected="begin_weights() before it")
         for piece, rows in pieces_in(pieces, place, self._model.device, self._group):
             if piece.name in mine:
                 rows_of(mine[piece.name], piece).copy_(rows)
                 missing[piece.name] -= piece.rows
 
     def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version; the optimizer starts anew."""
+        """End a push: the new weights become policy `version`, and the optimizer starts anew."""
         lacks = [name for name, rows in (self._missing or {"every tensor": 1}).items() if rows]
         if lacks:
-            raise EngineError("a push of weights is not whole", expected=f"{lacks[0]}", found="rows that never arrived")
+            raise EngineError("a push of weights is incomplete", expected=f"all rows of {lacks[0]}", found="fewer")
         self._reset()
         self._missing = None
         self.version, self.state_id = version, new_id()
         return version
 
     def _reset(self) -> None:
-        """Forget what belongs to the weights before."""
+        """Forget the optimizer and snapshots of the old weights; does nothing in this class."""
 
     def cancel_weights(self) -> None:
-        """End a push that broke off: it goes on refusing to sample."""
+        """End a push that failed; the engine keeps refusing to sample."""
 
     def check_weights(self) -> None:
-        """Raises `EngineError` where a push of weights is under way, or broke off."""
+        """Raise `EngineError` while a push of weights is under way, and after one that failed."""
         if self._missing is not None:
             what, do = "this engine's weights are half old, half new", "push again"
             raise EngineError(what, found="a push that is under way, or one that broke off", do=do)
 
     def load_adapter(self, folder: str, version: int) -> int:
-        """Not here: a local engine takes merged weights."""
-        raise EngineError("an adapter alone", expected="merged weights", found=str(Path(folder).name))
+        """Raise `EngineError`: a local engine takes merged weights, not a LoRA adapter alone."""
+        raise EngineError("a push to a local engine", expected="merged weights", found=f"adapter {Path(folder).name}")
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
-        """Join a broadcast as rank `first`."""
+        """Join the process group of a broadcast of weights as rank `first`."""
         self._group = joined(host, port, first, size, backend)
 
     # --- while responses are under way -------------------------------------------------------
 
     def _still(self, state: str) -> bool:
-        """Whether the weights are those of `state`."""
+        """Whether the weights are still those of the state named `state`."""
         return self.state_id == state
 
     def _let_in(self, state: str) -> bool:
-        """Between two tokens: let other work of this process in, where it waits and sampling shares; whether the weights are
-        others since."""
+        """Called between two tokens: let other work of this process run, where some waits and the engine shares its
+        time; returns whether the weights have changed since `state`."""
         while self.sharing and (self._between or runtime.wanted()):
             with runtime.waiting():
                 time.sleep(0.001)
@@ -670,8 +694,11 @@ class Pushing(Sending, Receiving):
 
     @contextmanager
     def between_tokens(self) -> Iterator[None]:
-        """Context manager: inside it no token is sampled. Responses under way go on after it, by the weights there are then: what
-        they have so far is prefilled again, so that each token is of one policy version."""
+        """Context manager: inside it no token is sampled.
+
+        Responses under way go on after it with the weights present then. What they have so far is prefilled again, so
+        that each token is sampled with weights of one policy version.
+        """
         self._between += 1
         try:
             with runtime.alone(runtime.check):

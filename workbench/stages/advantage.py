@@ -109,7 +109,8 @@ class Advantage(BaseStage):
         self.optional = ("loss_mask", "reward", *dict.fromkeys(name for name in may if name and name not in self.reads))
 
     def _compares_rows(self) -> bool:
-        """Whether the estimator gives whole rows their advantages. Raises `PipelineError` if it does not and `sessions` asks it."""
+        """Whether the estimator computes one advantage for each whole row. Raises `PipelineError` if it does not and
+        `sessions` requires it."""
         asked = set(self._asked.values())
         whole = bool(asked & {"scores", "components"}) and not asked & _OF_TOKENS
         if self.sessions not in (None, SESSION) and not whole:
@@ -118,7 +119,8 @@ class Advantage(BaseStage):
         return whole
 
     def _needed(self, inputs: Sequence[str]) -> tuple[str, ...]:
-        """Columns that the stage cannot do without: those of the estimator's `inputs`, of the KL, parts and sessions."""
+        """Return the columns that the stage must have: those for the estimator's `inputs`, the KL penalty, reward parts
+        and sessions."""
         columns = ["token_level_scores", "response_mask", *(INPUTS[name] for name in inputs if INPUTS[name])]
         columns += ["old_log_probs", "ref_log_prob"] if self._controller is not None else []
         columns += [f"{REWARD_PREFIX}{part}" for part in self.parts]
@@ -126,14 +128,14 @@ class Advantage(BaseStage):
         return tuple(dict.fromkeys(columns))
 
     def settings(self) -> dict[str, Any]:
-        """The estimator, its settings and those of the KL penalty (if there is one) in one flat dict."""
+        """Return the estimator, its settings and those of the KL penalty (if there is one) by name, in one flat dict."""
         kl = {"kl_type": self.kl_type, "kl_controller": repr(self._controller)} if self._controller is not None else {}
         parts = {"parts": ", ".join(self.parts)} if self.parts else {}
         sessions = {"sessions": self.sessions} if self.sessions != SESSION else {}  # as in the records of before
         return {"estimator": self.estimator, **self.estimator_settings, **kl, **parts, **sessions}
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint: the KL controller's; {} without one."""
+        """Return the state for a checkpoint: the KL controller's; {} without one."""
         return self._controller.state() if self._controller is not None else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
@@ -142,7 +144,7 @@ class Advantage(BaseStage):
             self._controller.load_state(dict(state))
 
     def with_function(self, function: Callable[..., Any]) -> Advantage:
-        """A copy of the stage with another estimator, which keeps those of the settings that it takes."""
+        """Return a copy of the stage with another estimator, which keeps the settings that it has, too."""
         known = parameters_of(function, f"estimator {describe(function)}", PipelineError)
         settings = {name: value for name, value in self.estimator_settings.items() if name in known}
         mine = {
@@ -154,7 +156,7 @@ class Advantage(BaseStage):
         return Advantage(function, **mine, **settings)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows with advantages and returns out."""
+        """Return the same B rows with advantages and returns."""
         mask = batch["loss_mask" if "loss_mask" in batch else "response_mask"]
         rewards, metrics = self._penalised(batch)
         groups = group_numbers(batch["uid"])
@@ -222,7 +224,8 @@ class Advantage(BaseStage):
 
 
 def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Argument → input name, for every argument that names an input. Raises `PipelineError` for an unknown argument."""
+    """Map each argument of an estimator that names an input to that input's name. Raises `PipelineError` for an unknown
+    argument."""
     arguments = {}
     for argument, parameter in parameters_of(estimator, f"estimator {describe(estimator)}", PipelineError).items():
         base = argument.removesuffix("_BT").removesuffix("_B")

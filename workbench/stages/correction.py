@@ -21,9 +21,10 @@ from workbench.stages.stage import BaseStage, Outcome
 
 
 def read_band(what: str, value: Any) -> Band:
-    """(lower, upper) of a threshold: a number, (lower, upper), or either as verl's text: `"2.0"`, `"0.5_5.0"`.
+    """Read a threshold as (lower, upper): from a number, a pair, or verl's text for either: `"2.0"`, `"0.5_5.0"`. A
+    single number is the upper bound.
 
-    Raises `SettingError`, naming `what`, unless all are finite and > 0 and lower ≤ upper.
+    Raises `SettingError`, naming `what`, unless all numbers are finite and > 0 and lower ≤ upper.
     """
     pair = isinstance(value, tuple | list) and len(value) == 2
     parts = value.split("_") if isinstance(value, str) else list(value) if pair else [value]
@@ -35,7 +36,7 @@ def read_band(what: str, value: Any) -> Band:
 
 
 def _number(part: Any) -> float:
-    """A number or its text as a float; NaN for anything else, True among them."""
+    """Convert a number or its text to a float; NaN for anything else (a bool, too)."""
     if isinstance(part, bool) or not isinstance(part, Real | str):
         return math.nan
     with contextlib.suppress(ValueError, OverflowError):
@@ -44,7 +45,10 @@ def _number(part: Any) -> float:
 
 
 def _rejection_band(kind: str, value: Any) -> Band:
-    """The band of one kind of rejection; both bounds for k1, where verl takes a lone upper one's reciprocal as the lower."""
+    """Read the threshold of one kind of rejection as (lower, upper).
+
+    For k1 both bounds are set, because verl takes the reciprocal of a single upper bound as the lower one.
+    """
     if kind not in REJECTIONS:
         raise SettingError(unknown("kind of rejection (rollout_rs)", str(kind), REJECTIONS))
     what = f"rollout_rs_threshold of {kind}"
@@ -58,13 +62,14 @@ def _rejection_band(kind: str, value: Any) -> Band:
 
 
 def _plain(band: Band) -> str | float:
-    """A band as records hold it: a number, or text of two."""
+    """Convert a band to the form in which records hold it: a number, or two as text (`0.5_5.0`)."""
     lower, upper = band
     return upper if lower is None else f"{lower}_{upper}"
 
 
 def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
-    """Kind → (lower, upper), from a mapping, or from verl's two texts."""
+    """Read kinds of rejection and their thresholds, from a mapping or from verl's two texts; returns kind → (lower,
+    upper)."""
     if isinstance(kinds, Mapping):
         do = "the mapping has the thresholds: set rollout_rs_threshold=None with it"
         what = "rollout_rs_threshold beside a mapping of kinds"
@@ -88,7 +93,7 @@ def _read_rejections(kinds: Any, threshold: Any) -> dict[str, Band]:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings(Settings):
-    """Settings of rollout correction, by verl's names; thresholds may be numbers, pairs, or verl's texts.
+    """Settings of rollout correction, under verl's names; thresholds may be numbers, pairs, or verl's texts.
 
     Raises `SettingError` for an unknown level or kind, and for a threshold that is not finite, positive and ordered.
     """
@@ -122,25 +127,26 @@ class CorrectionSettings(Settings):
             object.__setattr__(self, name, value)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `functional.correction.corrected`."""
+        """Return the settings as arguments of `functional.correction.corrected`."""
         lower, upper = self.weights
         given = {"level": self.rollout_is, "batch_normalize": self.rollout_is_batch_normalize}
         return {**given, "lower": lower, "upper": upper, "rejections": self.rejections}
 
     @property
     def weights(self) -> Band:
-        """(lower, upper) of the weights; lower None: they are truncated at upper."""
+        """Bounds (lower, upper) of the importance weights; lower None: they are truncated at upper."""
         return read_band("rollout_is_threshold", self.rollout_is_threshold)
 
     @property
     def rejections(self) -> dict[str, Band]:
-        """Kind of rejection → (lower, upper), as `rejected` takes them."""
+        """Bounds of each kind of rejection: kind → (lower, upper), as `functional.correction` takes them."""
         return _read_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
     def apply(self, trainer: Tensor, batch: DataProto) -> tuple[dict[str, Tensor], dict[str, Metric]]:
-        """The columns that are asked for, `rollout_is_weights` and `loss_mask`, and the metrics `rollout_corr/*`.
+        """Compute the columns that the settings ask for (`rollout_is_weights`, `loss_mask`) and the metrics
+        `rollout_corr/*`.
 
-        From the `trainer`'s log-probs [B, T] and the batch's `rollout_log_probs`, over its `response_mask`.
+        The inputs are the `trainer`'s log-probs [B, T] and the batch's `rollout_log_probs`, over its `response_mask`.
         """
         device, rollout, mask = trainer.device, batch["rollout_log_probs"], batch["response_mask"]
         if not trainer.is_cpu:  # the metrics ask for dozens of numbers: the columns come to the host in one copy
@@ -156,7 +162,7 @@ class CorrectionSettings(Settings):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Names of the columns that are asked for."""
+        """Names of the columns that the settings ask for."""
         return ("rollout_is_weights",) * (self.rollout_is is not None) + ("loss_mask",) * (self.rollout_rs is not None)
 
 
@@ -210,11 +216,11 @@ class RolloutCorrection(BaseStage):
         self.optional = ("loss_mask",) if "loss_mask" in self.writes else ()
 
     def settings(self) -> dict[str, Any]:
-        """The settings of the correction, and `bypass_mode`, in one flat dict of numbers and texts."""
+        """Return the settings of the correction, and `bypass_mode`, by name, as numbers and texts."""
         return {**self.correction.to_dict(), "bypass_mode": self.bypass_mode}
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, the same rows out with weights and the loss mask, where asked for."""
+        """Return the same B rows with importance weights and the loss mask, where the settings ask for them."""
         if self.bypass_mode:
             return Outcome(self.written(batch, {"old_log_probs": batch["rollout_log_probs"].clone()}))
         columns, metrics = self.correction.apply(batch["old_log_probs"], batch)

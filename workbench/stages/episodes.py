@@ -103,19 +103,21 @@ class EpisodeRollout(Rollout):
             self._learners = (sampler, *self.policies.values())
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the rollout and of its agent loops, in one flat dict."""
+        """Return the settings of the rollout and of its agent loops by name, in one flat dict."""
         mine = {"agent": self.loops.describe(), "default_agent": self.loops.default}
         names = {"policies": ", ".join((self.policy, *self.policies))} if self.policies else {}
         return {**super().settings(), **mine, "deterministic": self.deterministic, **names}
 
     @property
     def blank(self) -> dict[str, Any]:
-        """As `Rollout.blank`, with the columns of an episode (`turns`, `num_turns`, …) whose response is empty."""
+        """Columns that a reward can read of a row, with their values for an episode with an empty response (`turns`,
+        `num_turns`, …)."""
         silent = AgentLoopOutput((0,), (), (), (), turns=(Turn("assistant", "", 0, -1),))
         return {**super().blank, **_objects(silent), **({POLICY: self.policy} if self.policies else {})}
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P rows in, the sequences of P·G episodes out (of P·(G + 1) with a greedy baseline)."""
+        """Run the episodes of P prompts; returns the sequences of P·G episodes as rows (of P·(G + 1) with a greedy
+        baseline)."""
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
         every = self._played(batch, rows, range(len(rows)), self._teller(batch, rows))
@@ -124,7 +126,8 @@ class EpisodeRollout(Rollout):
     def _played(
         self, batch: DataProto, rows: torch.Tensor, played: Sequence[int], tell: Callable[..., None]
     ) -> list[Sequences]:
-        """The whole episodes of these numbers (`played`); `rows` are the prompts of all of them."""
+        """Run the episodes with the numbers `played` to their ends, concurrently, and return their sequences; `rows`
+        has the prompt of every episode."""
         each, loops = self.group_size + self.greedy_baseline, self._loops_of(batch)
         reading = processor_of(self.sampler) is not None and all(loop.reads_pictures for loop in loops)
         self._refuse_media(batch, pictures=reading)
@@ -153,7 +156,8 @@ class EpisodeRollout(Rollout):
         return every
 
     def _received(self, tell: Callable[..., None], index: int, given: Sequence[AgentLoopOutput]) -> Sequences:
-        """A finished episode, its sequences cut to `max_tokens`, after a reward that waits for it was told."""
+        """Cut a finished episode's sequences to `max_tokens`, pass it on to a reward that scores early, and return the
+        sequences."""
         found = tuple(one.within(self.sampling.max_tokens) for one in given)
         tell(index, _sample(found[-1]), whole_episode([_objects(one) for one in found]))
         return found
@@ -162,7 +166,7 @@ class EpisodeRollout(Rollout):
         return {**super()._facts(), **({POLICY: self.policy} if self.policies else {})}
 
     def _loops_of(self, batch: DataProto) -> list[AgentLoopBase]:
-        """The agent loop of each of P rows, prepared."""
+        """Return the agent loop of each of the P rows, prepared for this sampler."""
         names = batch.non_tensor_batch["agent_name"] if "agent_name" in batch else itertools.repeat(None, len(batch))
         loops = [
             self.loops.named(name, f"row {row} (uid {uid})")
@@ -184,7 +188,7 @@ class EpisodeRollout(Rollout):
     def episode(
         self, batch: DataProto, row: int, *, recorded: DataProto | None = None, lent: Lent | None = None
     ) -> EpisodeStepper:
-        """An `EpisodeStepper` for the episode of one row of the output: before the first turn, or at the end of a recorded one.
+        """Return an `EpisodeStepper` for one row's episode: before its first turn, or at the end of a recorded one.
 
         Args:
             batch: the rollout's input, P rows.
@@ -210,7 +214,7 @@ class EpisodeRollout(Rollout):
         lent: Lent | None = None,
         waves: LockStep | None = None,
     ) -> EpisodeStepper:
-        """An `EpisodeStepper` for the episode of this number, at the end of `recorded` where there is one."""
+        """Make an `EpisodeStepper` for the episode of this number; with `recorded` sequences it stands at their end."""
         place, sample = divmod(number, self.group_size + self.greedy_baseline)
         loop = self.loops.named(batch["agent_name"][place] if "agent_name" in batch else None)
         loop.prepare(self.sampler)
@@ -236,8 +240,11 @@ class EpisodeRollout(Rollout):
         )
 
     def rewritten(self, before: DataProto, after: DataProto, changed: Mapping[int, Sequences]) -> Outcome:
-        """The `Outcome` for `before` with episodes of `after`, the stage's result, replaced by `changed` (number → sequences).
-        Where these are more or fewer than they were, rows move."""
+        """Build the `Outcome` for the input `before` from the stage's result `after`, with the episodes in `changed`
+        (number → sequences) replaced.
+
+        Where an episode has more or fewer sequences than before, the rows behind it move.
+        """
         every = [
             changed.get(number) or recorded_episode(after, rows[-1]) for number, rows in enumerate(episodes(after))
         ]
@@ -252,7 +259,8 @@ class EpisodeRollout(Rollout):
         return Outcome(written, {**length_metrics(written), **counted}, rows)
 
     def _policy_of(self, name: str) -> Sampler:
-        """A policy's sampler by the name in an agent loop's output."""
+        """Return the sampler of the policy that an agent loop's output names. Raises `ForeignError` for an unknown
+        name."""
         if name not in self.policies:
             known = (self.policy, *self.policies)
             raise ForeignError("policy of an agent loop's output: " + unknown("policy of the rollout", name, known))
@@ -261,7 +269,8 @@ class EpisodeRollout(Rollout):
     def _log_probs(
         self, context: Sequence[int], pixels: Mapping[str, torch.Tensor] | None, ids: Sequence[int]
     ) -> list[float]:
-        """The policy's log-probs of ids that it did not sample; zeros where the sampler cannot compute them."""
+        """Compute the policy's log-probs of token ids that were not sampled; zeros where the sampler cannot compute
+        log-probs."""
         if not isinstance(self.sampler, LogProbModel):
             return [0.0] * len(ids)
         columns = columns_of([context], [Sample(tuple(ids), (0.0,) * len(ids), "stop", 0)], self._pad_id)
@@ -285,7 +294,7 @@ class EpisodeRollout(Rollout):
         return {**columns, **{name: [episode[name] for episode in each] for name in each[0]}, **several}
 
     def _texts(self, outputs: Sequence[AgentLoopOutput]) -> list[str]:
-        """Each sequence decoded, by the tokenizer of whoever wrote it."""
+        """Decode each sequence with the tokenizer of the policy that wrote it."""
         ids = [list(output.response_ids) for output in outputs]
         texts = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
         for row, one in enumerate(outputs):
@@ -295,7 +304,8 @@ class EpisodeRollout(Rollout):
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:
-    """A rollout for held-out rows: sampler, sampling settings and agents of the training rollout, but its own seeds."""
+    """Make a rollout for held-out rows: with the training rollout's sampler, sampling settings and agents, but other
+    seeds. `greedy` samples at temperature 0."""
     sampling = rollout.sampling.replace(temperature=0.0) if greedy else rollout.sampling
     changes: dict[str, Any] = {"group_size": group_size, "sampling": sampling, "purpose": "validation"}
     if isinstance(rollout, EpisodeRollout):
@@ -305,7 +315,7 @@ def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = Fals
 
 
 def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
-    """Metrics `agent_loop/…`: an episode's seconds of waiting for the sampler and tools, its turns and tool calls.
+    """Measure episodes as `agent_loop/…`: seconds of waiting for the sampler and for tools, turns and tool calls.
 
     `errors` counts episodes in which a parser, a tool's release or a simulated user failed; `tool_errors` counts tool
     calls that failed or exceeded their time limit.
@@ -325,18 +335,20 @@ def agent_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, Metric]:
 
 
 def episode_number(batch: DataProto, row: int) -> int:
-    """The number of a row's episode in a rollout's output."""
+    """Return the number of the episode that a row of a rollout's output belongs to."""
     return int(batch[SESSION][row]) if SESSION in batch else row
 
 
 def recorded_episode(batch: DataProto, row: int) -> Sequences:
-    """Rebuild the sequences of a row's episode, without timings. Raises `DataError` for a bad transcript."""
+    """Rebuild all sequences of a row's episode from the rollout's columns, without timings. Raises `DataError` for a
+    malformed transcript."""
     last = last_rows(batch)
     return tuple(recorded_output(batch, place) for place in (last == last[row]).nonzero()[:, 0].tolist())
 
 
 def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
-    """Rebuild a row's sequence, without timings, from the rollout's columns. Raises `DataError` for a bad transcript."""
+    """Rebuild the one sequence of a row from the rollout's columns, without timings. Raises `DataError` for a malformed
+    transcript."""
     prompt = batch["prompts"][row][batch["prompt_mask"][row].bool()]
     width = batch["responses"].shape[1]
     length = int(batch["attention_mask"][row, -width:].sum())
@@ -359,7 +371,7 @@ def recorded_output(batch: DataProto, row: int) -> AgentLoopOutput:
 
 
 def _seen(parts: Sequence[Mapping[str, Any]], pixels: Mapping[str, torch.Tensor]) -> tuple[Seen, ...]:
-    """A row's inputs for pictures, divided among the turns again."""
+    """Divide a row's picture inputs among its turns, by the sizes that were recorded."""
     pictures, done = list[Seen](), dict.fromkeys(pixels, 0)
     for part in parts:
         own = {name: pixels[name][done[name] : done[name] + size] for name, size in part["sizes"].items()}
@@ -369,7 +381,7 @@ def _seen(parts: Sequence[Mapping[str, Any]], pixels: Mapping[str, torch.Tensor]
 
 
 def _objects(output: AgentLoopOutput) -> dict[str, Any]:
-    """The object columns of one row."""
+    """Build the object columns of one row (turns, tool calls, scores of turns) from an agent loop's output."""
     sizes = [{name: len(one) for name, one in seen.pixels.items()} for seen in output.seen]
     parts = [
         {"first": one.first, "count": one.count, "sizes": own} for one, own in zip(output.seen, sizes, strict=True)
@@ -394,7 +406,7 @@ def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:
 
 
 def _numbers(every: Sequence[Sequences]) -> torch.Tensor:
-    """[B] int64: the number of each sequence's episode."""
+    """Return each sequence's episode number, [B] int64."""
     return torch.arange(len(every)).repeat_interleave(torch.tensor([len(many) for many in every], dtype=torch.long))
 
 
@@ -402,13 +414,14 @@ BRANCH_TURNS = ("entropy", "random", "every")
 
 
 class TreeRollout(EpisodeRollout):
-    """`EpisodeRollout` whose groups are trees: some episodes are sampled whole, the others continue them from a turn of theirs.
+    """`EpisodeRollout` whose groups are trees: some episodes of a prompt are sampled whole, the others continue one of
+    these from some turn.
 
-    Of a prompt's G rows the first ⌈G / (1 + branches)⌉ are whole episodes; each is branched `branches` times (the last one less
-    often, where G is no multiple). A branch shares the turns before with its source, which are sampled once, and has seeds of
-    its own from there on, those of its row; its tools are made anew and get the earlier calls again. The column `nodes` [B, T]
-    says which tokens are shared. Episodes are branched at turns of the model other than the first; one that has no other gets
-    a whole new episode in its place.
+    Of a prompt's G rows the first ⌈G / (1 + branches)⌉ are whole episodes. Each is branched `branches` times (the last
+    one less often, where G is not a multiple). A branch shares its source's earlier turns, which are sampled once, and
+    samples the later ones from its own row's seeds; its tools are created anew and repeat the earlier calls. The column
+    `nodes` [B, T] says which tokens are shared. Episodes are branched at turns of the model other than the first; where
+    there is no other turn, a whole new episode is sampled.
 
     Args:
         sampler: an engine, or any other `Sampler`.
@@ -420,7 +433,8 @@ class TreeRollout(EpisodeRollout):
         group_size: rows per prompt (G), the leaves of its trees.
         default_agent, deterministic, sampling, purpose: as in `EpisodeRollout`.
 
-    Raises `SettingError` for an agent that cannot be stepped turn by turn, and for `entropy` with a sampler that computes none.
+    Raises `SettingError` for an agent that cannot be stepped turn by turn, and for `entropy` with a sampler that
+    computes none.
     """
 
     writes: tuple[str, ...] = (*EpisodeRollout.writes, "nodes")
@@ -453,16 +467,16 @@ class TreeRollout(EpisodeRollout):
         self.branch_turns = branch_turns
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the rollout, its agent loops and its trees, in one flat dict."""
+        """Return the settings of the rollout, its agent loops and its trees by name, in one flat dict."""
         return {**super().settings(), "branches": self.branches, "branch_turns": self.branch_turns}
 
     @property
     def whole(self) -> int:
-        """How many of a prompt's rows are sampled whole."""
+        """Number of a prompt's rows that are sampled as whole episodes."""
         return -(-self.group_size // (1 + self.branches))
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P rows in, P·G rows out: of each prompt the whole episodes, then their branches."""
+        """Sample trees for P prompts; returns P·G rows: for each prompt the whole episodes, then their branches."""
         size, whole = self.group_size, self.whole
         rows = torch.arange(len(batch)).repeat_interleave(size)
         tell, places = self._teller(batch, rows), range(len(rows))
@@ -484,7 +498,7 @@ class TreeRollout(EpisodeRollout):
         sources: Sequence[int],
         turns: Mapping[int, int],
     ) -> Outcome:
-        """The outcome with the column `nodes`, and numbers of what is shared."""
+        """Build the outcome: the rows with the column `nodes`, and metrics of how many tokens are shared."""
         starts = [
             outputs[source].turns[turns[row]].first if turns.get(row) else 0 for row, source in enumerate(sources)
         ]
@@ -507,7 +521,7 @@ class TreeRollout(EpisodeRollout):
     def _turns(
         self, batch: DataProto, outputs: Mapping[int, AgentLoopOutput], sources: Sequence[int]
     ) -> dict[int, int]:
-        """Branch → its first turn that is drawn."""
+        """Choose for each branch (by row number) the first turn that it samples anew; 0 means a whole new episode."""
         drawn = {row: source for row, source in enumerate(sources) if row != source}
         certain = self._entropies(outputs) if self.branch_turns == "entropy" and drawn else {}
         meta, chosen = batch.meta_info, {}
@@ -526,7 +540,7 @@ class TreeRollout(EpisodeRollout):
         return chosen
 
     def _entropies(self, outputs: Mapping[int, AgentLoopOutput]) -> dict[int, list[float]]:
-        """Each turn's mean entropy, of the whole episodes."""
+        """Compute the mean entropy of each turn of the whole episodes, by row number."""
         columns = DataProto.from_single_dict(self._columns([(turn,) for turn in outputs.values()]))
         temperature = self.sampling.temperature or 1.0
         model: Any = self.sampler
@@ -547,7 +561,7 @@ class TreeRollout(EpisodeRollout):
         turns: Mapping[int, int],
         tell: Callable[..., None],
     ) -> dict[int, AgentLoopOutput]:
-        """Branch → its episode; all are sampled side by side."""
+        """Sample all branches concurrently; returns their episodes by row number."""
         waves = LockStep(self.sampler, list(turns)) if self.deterministic else None
 
         async def run(row: int) -> AgentLoopOutput:
@@ -565,10 +579,11 @@ class TreeRollout(EpisodeRollout):
 
 
 class LearntOnce(BaseStage):
-    """Write `loss_mask`: the model's tokens that rows of a tree share are trained on in one row only, the first that is scored.
+    """Write `loss_mask`, so that tokens that rows of a tree share are trained on once: in the first of these rows that
+    is scored.
 
-    It belongs after `reward`, in a pipeline with `TreeRollout`. Without it each row trains its shared turns, too, so that a
-    turn weighs as many times as there are leaves below it.
+    It belongs after `reward`, in a pipeline with `TreeRollout`. Without it each row trains its shared turns, too, so
+    that a turn counts as many times as there are leaves below it.
     """
 
     name = "learnt_once"
@@ -576,7 +591,7 @@ class LearntOnce(BaseStage):
     writes = ("loss_mask",)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, the same rows out."""
+        """Return the same B rows with their `loss_mask`."""
         mask = batch["response_mask"]
         kept = learnt_once(mask, batch["nodes"], group_numbers(batch["uid"]), batch["scored"])
         metrics: dict[str, Metric] = {"tree/learnt_tokens": Count(int(kept.sum()))}

@@ -45,7 +45,7 @@ class Overlong(BaseStage):
         self.penalty = penalty
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows out."""
+        """Return the same B rows with the penalty subtracted from their rewards."""
         mask = batch["response_mask"]
         beyond = (response_lengths(batch) - (self.max_tokens - self.buffer)).clamp(0, self.buffer).float() / self.buffer
         taken = torch.where(batch["scored"], -self.penalty * beyond, 0.0)
@@ -86,7 +86,8 @@ class FilterGroups(BaseStage):
         self.writes = tuple(dict.fromkeys(name for name in written if "/" not in name))
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """The rows of P prompts in; out those of at most P groups whose rewards differ (or all rows, if there are none)."""
+        """Keep the rows of groups whose rewards differ, at most as many groups as prompts came in; returns all rows
+        where no group differs."""
         wanted, batches = len(set(batch["uid"])), 1
         rows = _with_signal(batch)
         kept, sampled = [batch.select_idxs(rows)], [_told(batch, rows)]
@@ -116,7 +117,8 @@ class FilterGroups(BaseStage):
 
 
 def _with_signal(batch: DataProto) -> torch.Tensor:
-    """Rows of groups in which the rewards of scored rows differ, or that have a single scored row (or episode)."""
+    """Return the numbers of rows in groups whose scored rows have different rewards, or that have a single scored row
+    (or episode)."""
     groups = Groups(batch["reward"], group_numbers(batch["uid"]), batch["scored"] & is_last(batch))
     return ((groups.deviation() > 0) | (groups.count == 1)).nonzero()[:, 0]
 
@@ -125,14 +127,15 @@ _TOLD = ("uid", "raw_prompt", "response_text", "reward_model", "reward", "scored
 
 
 def _told(batch: DataProto, signal: torch.Tensor) -> DataProto:
-    """What is remembered of rows that are left out: texts and scores, no tokens, and why; `signal` are the rows that have any."""
+    """Build the record of a batch's rows for `Outcome.dropped`: texts and scores without tokens, and the reason why
+    each would be left out; `signal` are the rows whose groups differ."""
     columns = {name: batch[name] for name in batch.columns if name in _TOLD or name.startswith("reward/")}
     has = set(signal.tolist())
     return DataProto(*apart({**columns, LEFT_OUT: [SURPLUS if row in has else NO_SIGNAL for row in range(len(batch))]}))
 
 
 def _record(parts: Sequence[DataProto], kept: Sequence[str]) -> DataProto | None:
-    """The rows of all parts whose prompts are not among `kept`; None where there are none."""
+    """Join the recorded rows whose prompts are not among `kept`; None where there are none."""
     staying = set(kept)
     left = [part.select_idxs([uid not in staying for uid in part["uid"]]) for part in parts]
     full = [part for part in left if len(part)]
@@ -147,7 +150,7 @@ def _prompts(parts: Sequence[DataProto]) -> int:
 
 
 def _of_first(parts: Sequence[DataProto], wanted: int) -> Iterator[DataProto]:
-    """The rows of the first `wanted` prompts of several batches."""
+    """Yield the rows of the first `wanted` prompts, from several batches in order."""
     for part in parts:
         numbers = group_numbers(part["uid"])
         if wanted > 0:
@@ -174,7 +177,7 @@ class Resample(BaseStage):
         self.weight_pow = weight_pow
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows out, some of them several times; seeded by run and step."""
+        """Return B rows drawn with replacement from the batch; the draw is seeded by run and step."""
         meta = batch.meta_info
         generator = torch.Generator().manual_seed(derive(meta.get("seed", 0), self.name, meta.get("step", 0)))
         rows = resampled(batch["reward"], method=self.reweight_method, weight_pow=self.weight_pow, generator=generator)
@@ -183,8 +186,10 @@ class Resample(BaseStage):
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's. What a reward gave in some
-    batches alone, a part or an extra, is NaN or `MISSING` in the others."""
+    """Concatenate batches, padded to the largest widths S and T; `meta_info` is the first one's.
+
+    A reward part or extra that only some batches have is NaN or `MISSING` in the others.
+    """
     width_s = max(part["prompts"].shape[1] for part in parts)
     width_t = max(part["responses"].shape[1] for part in parts)
     first = parts[0].meta_info
@@ -193,7 +198,7 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
 
 
 def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
-    """The batches, each with every part and extra that the reward gave in any."""
+    """Give each batch every reward part and extra column that any of the batches has."""
     columns = {
         name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
     }
@@ -201,7 +206,7 @@ def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
 
 
 def _without(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `columns` that a part of the batch lacks, with nothing in them."""
+    """Make empty columns (NaN or `MISSING`) for those of `columns` that a batch lacks."""
     return {
         name: torch.full((len(part),), float("nan")) if isinstance(one, torch.Tensor) else [MISSING] * len(part)
         for name, one in columns.items()
@@ -210,7 +215,7 @@ def _without(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _widened(part: DataProto, width_s: int, width_t: int) -> DataProto:
-    """The rows with zeros before their prompts and behind their responses."""
+    """Pad a batch with zeros to the widths S and T: prompts on the left, responses on the right."""
     s, t = width_s - part["prompts"].shape[1], width_t - part["responses"].shape[1]
     columns = {name: part[name] for name in part.columns}
     for name in part.batch if s or t else ():

@@ -21,7 +21,8 @@ SCORED_COLUMNS = ("input_ids", "attention_mask", "position_ids", "response_mask"
 
 
 def scored_columns(batch: DataProto, policy: bool = False) -> list[str]:
-    """What a scoring pass reads of this batch: `SCORED_COLUMNS`, what a model reads of pictures, and the `policy` of experts."""
+    """List the batch's columns that a scoring pass reads: `SCORED_COLUMNS`, the model's inputs for pictures, and with
+    `policy` the routed experts."""
     return [*SCORED_COLUMNS, *(PIXELS,) * (PIXELS in batch), *(EXPERTS,) * (policy and EXPERTS in batch)]
 
 
@@ -63,14 +64,15 @@ class LogProb(BaseStage):
         self.writes = tuple(self._wanted.values())
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows with log-probs out."""
+        """Return the same B rows with their log-probs."""
         rows = batch.select(scored_columns(batch, policy=bool(self._learners)))
         scores = self._model.compute_log_probs(rows, tuple(self._wanted), self.temperature)
         columns, metrics = self.told(batch, scores)
         return Outcome(self.written(batch, columns), metrics)
 
     def told(self, batch: DataProto, scores: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Metric]]:
-        """The columns and metrics that the stage makes of a pass over a batch: `scores` as `compute_log_probs` returns them."""
+        """Turn the `scores` of a pass over a batch (as `compute_log_probs` returns them) into the stage's columns and
+        metrics."""
         columns = {name: scores[key] for key, name in self._wanted.items()}
         metrics: dict[str, Metric] = {}
         if self.entropy:
@@ -85,14 +87,17 @@ class LogProb(BaseStage):
         return columns, metrics
 
     def gives_what(self, other: LogProb) -> bool:
-        """Whether this stage writes all that another writes, with the same numbers."""
+        """Whether this stage writes every column that the `other` stage writes, with the same numbers: from the same
+        model at the same temperature."""
         same = self._model is other._model and self._wanted.items() >= other._wanted.items()
         return same and repr(self.temperature) == repr(other.temperature)
 
     def is_current(self, batch: DataProto) -> bool:
-        """Whether a batch's column is what this stage would write now: of its model's present weights, at its temperature.
+        """Whether the batch's column holds what this stage would write now, with its model's present weights at its
+        temperature.
 
-        Judged from the column's `Origin`; the weights by their `state_id`, so that a column that was on disk is of unknown ones.
+        This is judged from the column's `Origin`, where `state_id` names the weights; a column read from disk has none,
+        and is never current.
         """
         origin, mine = batch.origins.get(self.column), self.signature(batch)
         if origin is None or origin.state_id is None or origin.state_id != mine.state_id:
@@ -114,7 +119,7 @@ class Values(BaseStage):
         self._learners = (critic,)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows with `values` out."""
+        """Return the same B rows with the critic's `values`."""
         values = self._critic.compute_log_probs(batch.select(scored_columns(batch)), ("values",))["values"]
         metrics = spread("critic/values", values[batch["response_mask"].bool()])
         return Outcome(self.written(batch, {"values": values}), metrics)
@@ -128,9 +133,11 @@ _FAR = 20.0
 
 
 def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """Metrics of the gap between the trainer's (`mine`) and the sampler's (`sampled`) log-probs of the same tokens, [B, T].
+    """Measure the gap between the trainer's (`mine`) and the sampler's (`sampled`) log-probs of the same tokens, [B,
+    T].
 
-    Differences and correlation of probabilities (verl's names), the largest difference of log-probs, KL in nats per token.
+    The metrics are differences and correlation of probabilities (under verl's names), the largest difference of
+    log-probs, and the KL in nats per token.
     """
     inside = mask.bool()
     logs = [values[inside].double() for values in (mine, sampled)]
@@ -152,7 +159,7 @@ def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[st
 
 
 def version_lag(version: int, rows: Tensor) -> dict[str, Metric]:
-    """Metrics: how many policy versions the rows [B] are behind `version`, on average and at most; {} without rows."""
+    """Measure how many policy versions the rows [B] are behind `version`, on average and at most; {} without rows."""
     if not len(rows):
         return {}
     lag = (version - rows).double()
@@ -160,12 +167,14 @@ def version_lag(version: int, rows: Tensor) -> dict[str, Metric]:
 
 
 class OffPolicy:
-    """A `break_if` for `train` that stops a run before it updates on rows too far off-policy: `break_if=OffPolicy(lag=0)`.
+    """A `break_if` for `train`: it stops a run before the update on rows that are too far off-policy:
+    `break_if=OffPolicy(lag=0)`.
 
-    None leaves a limit out; a metric that is NaN is over its limit. Where two engines agree the gap is near 1e-6 in float32
-    and 1e-2 in bfloat16; the defaults leave room for the latter. A run that asks for nothing stops after a step in which
-    `training/rollout_kl`, near 1e-12 and 1e-4, is over `train(max_rollout_kl=0.2)`: the sampler has another model, or did not
-    take its weights. There rows of older weights (`ahead`) are not judged.
+    A limit of None is not checked; a metric that is NaN is over its limit. Where sampler and trainer agree the gap is
+    near 1e-6 in float32 and 1e-2 in bfloat16; the defaults leave room for the latter. Without this,
+    `train(max_rollout_kl=0.2)` already stops a run after a step whose `training/rollout_kl` (normally near 1e-12 and
+    1e-4) is larger, because then the sampler has another model or did not take its weights; rows of older weights
+    (`ahead`) are exempt from that.
 
     Args:
         kl: limit of KL(sampler‖trainer), in nats per token.
@@ -180,11 +189,11 @@ class OffPolicy:
         self.limits: dict[str, float] = {name: limit for name, limit in limits.items() if limit is not None}
 
     def __call__(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether one of a step's metrics is over its limit; a metric that was not measured is not."""
+        """Whether one of a step's metrics is over its limit; a metric that was not measured never is."""
         return bool(self._over(metrics))
 
     def why(self, metrics: Mapping[str, Any]) -> str:
-        """The metrics that are over their limits, with values and limits, in one line."""
+        """Return the metrics that are over their limits, with values and limits, as one line."""
         return ", ".join(f"{name} {metrics[name]:.3g}, limit {self.limits[name]:g}" for name in self._over(metrics))
 
     def _over(self, metrics: Mapping[str, Any]) -> list[str]:

@@ -36,8 +36,11 @@ from workbench.stages.stage import BaseStage, Outcome, spread
 
 
 def data_metrics(batch: DataProto) -> dict[str, Metric]:
-    """All metrics of verl's `compute_data_metrics` whose columns the batch has; {} for a batch without responses. Of several
-    policies those of the first one's rows: stages measure the others'."""
+    """Compute all metrics of verl's `compute_data_metrics` whose columns the batch has; {} for a batch without
+    responses.
+
+    In a batch of several policies, those of the first one's rows: the stages measure the others' themselves.
+    """
     if "response_mask" not in batch or not len(batch):
         return {}
     batch = of_first_policy(batch)
@@ -46,16 +49,20 @@ def data_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def mean(name: str, values: Tensor) -> dict[str, Metric]:
-    """The mean of numbers, or the share of bools that are True, as the metric `name`; {} for none, or if it is not finite."""
+    """Return the mean of numbers, or the share of bools that are True, as the metric `name`; {} where there are none,
+    or the mean is not finite."""
     found = values.double().mean().item() if len(values) else math.nan
     return {name: Mean.of(found, len(values))} if math.isfinite(found) else {}
 
 
 def length_metrics(batch: DataProto) -> dict[str, Metric]:
-    """`response_length/…` counts all tokens of a response, tool and user text included; `model_tokens/…`, of episodes alone,
-    the model's own. `clip_ratio` is the share of rows that fill `max_tokens` or `max_prompt_length`; `response/cut_ratio` that
-    of rows which ended for want of room (finish reason `length`). A row is a sequence: of episodes of several there are
-    `agent_loop/sequences/…`, too."""
+    """Measure the lengths of prompts and responses in tokens.
+
+    `response_length/…` counts all tokens of a response, with tool and user text; `model_tokens/…`, of episodes alone,
+    those that the model wrote. `clip_ratio` is the share of rows that fill `max_tokens` or `max_prompt_length`;
+    `response/cut_ratio` the share that ended because there was no room (finish reason `length`). Each row is one
+    sequence; for episodes of several sequences `agent_loop/sequences/…` counts them.
+    """
     lengths = response_lengths(batch)
     meta = batch.meta_info
     longest = {"response": meta.get("max_response_length"), "prompt": meta.get("max_prompt_length")}
@@ -82,16 +89,20 @@ def length_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def row_scores(batch: DataProto, tokens: Tensor) -> Tensor:
-    """The sum of each row's token scores or rewards [B, T]: [B]. A row without a token of the model's own has its `reward`."""
+    """Sum each row's token scores or rewards [B, T] to [B]. A row without a token that the model wrote gets its
+    `reward` column."""
     mask = batch["response_mask"].bool()
     total = torch.where(tokens.isnan() & ~mask, 0.0, tokens).sum(-1)
     return torch.where(mask.any(-1), total, batch["reward"].to(total.dtype)) if "reward" in batch else total
 
 
 def score_metrics(batch: DataProto) -> dict[str, Metric]:
-    """`critic/score/…` and, after the advantages, `critic/rewards/…` (KL included) over scored rows whose response is not
-    empty; the scores' deviation as `critic/score/std`. `reward/mean` is of all scored rows, empty responses included. An
-    episode of several rows is counted once, by its last row."""
+    """Measure scores: `critic/score/…` and, after the advantages, `critic/rewards/…` (with KL penalty), over scored
+    rows whose response is not empty; `critic/score/std` is the scores' standard deviation.
+
+    `reward/mean` is over all scored rows, with empty responses. An episode of several rows counts once, by its last
+    row.
+    """
     scored = batch["scored"] if "scored" in batch else torch.ones(len(batch), dtype=torch.bool)
     scored = scored & is_last(batch)
     rows = scored & (response_lengths(batch) > 0)
@@ -105,9 +116,10 @@ def score_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def counted_tokens(batch: DataProto) -> Tensor:
-    """[B, T] bool: the model's own tokens of rows that were scored, without those that were rejected before the advantages.
+    """Return a mask [B, T] of the tokens that advantages are measured on: those that the model wrote in scored rows,
+    without those rejected before the advantages.
 
-    In bypass mode the loss rejects, at the update: that is in no metric of the batch, as in verl.
+    In bypass mode the loss rejects tokens later, at the update; as in verl, no metric of the batch shows that.
     """
     origin = batch.origins.get("loss_mask")
     rejected = "loss_mask" in batch and not (origin is not None and origin.stage.startswith("update_"))
@@ -116,7 +128,8 @@ def counted_tokens(batch: DataProto) -> Tensor:
 
 
 def advantage_metrics(batch: DataProto) -> dict[str, Metric]:
-    """`critic/advantages/…`, `critic/returns/…` and, with a critic, `critic/values/…` and `critic/vf_explained_var`."""
+    """Measure `critic/advantages/…`, `critic/returns/…` and, with a critic, `critic/values/…` and
+    `critic/vf_explained_var`, over counted tokens."""
     mask = counted_tokens(batch)
     counted = mask.reshape(-1).nonzero().squeeze(-1)
     advantages = spread("critic/advantages", batch["advantages"].reshape(-1)[counted])
@@ -134,7 +147,7 @@ def advantage_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 class _Objective:
-    """−J of held-out rows: J = mean over their tokens of A·log π, with A = 1 where they have no advantages."""
+    """The loss −J of held-out rows, where J is the mean over their tokens of A·log π; without advantages A is 1."""
 
     want = ("log_probs",)
 
@@ -178,7 +191,7 @@ class Influence(BaseStage):
         self.temperature = temperature
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows with their influence out."""
+        """Return the same B rows with each token's influence [B, T]."""
         eval_rows, mask = self._eval_rows, batch["response_mask"]
         loss_counts = LossCounts(tokens=float(eval_rows["response_mask"].sum()), sequences=float(len(eval_rows)))
         downhill = self._engine.gradient(eval_rows, _Objective(), loss_counts, self.temperature)
@@ -219,7 +232,7 @@ class ExactKL(BaseStage):
         self.temperature = temperature
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B rows with the exact KL out."""
+        """Return the same B rows with each token's exact KL [B, T]."""
         mask = batch["response_mask"]
         full_kl = self._engine.full_kl(batch.select(scored_columns(batch)), self._reference, self.temperature)
         metrics: dict[str, Metric] = {

@@ -28,14 +28,15 @@ class Pipeline(Shown):
 
     A class that `wb.stage` made stands for a stage with its default settings.
 
-    Columns of the data set (see `columns.COLUMNS`) are there from the start, and those that are `given`; a column that is declared nowhere must come
-    with the data, and is checked when the first batch arrives.
+    Columns of the data set (see `columns.COLUMNS`) exist from the start, and so do those in `given`. A column that is
+    declared nowhere must come with the data, which is checked when the first batch arrives.
 
     Raises `PipelineError` if a stage reads a column that no earlier stage writes, if a stage changes a column that only
-    earlier stages read, and if two stages have one name. `overlap`: see `streaming_rewards`.
+    earlier stages read, and if two stages have the same name. `overlap`: see `streaming_rewards`.
 
-    Training leaves a log-prob stage out (`in_training`) where the update's own pass gives its columns, see `Update`, and no stage
-    between reads or changes them. A `Stepper` runs it all the same, for the eye, with the same weights in the end.
+    Training skips a log-prob stage (`in_training`) where the update's own pass computes its columns (see `Update`) and
+    no stage in between reads or changes them. A `Stepper` runs it all the same, so that its numbers can be looked at;
+    the weights in the end are the same.
     """
 
     def __init__(
@@ -56,12 +57,16 @@ class Pipeline(Shown):
 
     @property
     def left_out(self) -> str | None:
-        """The name of the log-prob stage that training leaves to the update; None where it makes every pass."""
+        """Name of the log-prob stage that training skips because the update computes its columns; None where no stage
+        is skipped."""
         return None if self._left is None else self._left[0].name
 
     def in_training(self) -> list[Stage]:
-        """The stages as training runs them: where the update's own pass gives what a log-prob stage writes, in place of that
-        one a stand-in, which runs it only for a batch that needs several optimizer steps, or none."""
+        """Return the stages as training runs them.
+
+        A log-prob stage whose columns the update computes is replaced by a stand-in, which runs the stage only for a
+        batch whose update takes several optimizer steps, or none.
+        """
         if self._left is None:
             return list(self._stages)
         return [LeftToUpdate(*self._left) if one is self._left[0] else one for one in self._stages]
@@ -133,12 +138,12 @@ class Pipeline(Shown):
 
     @property
     def first(self) -> Stage:
-        """The stage that writes the responses: `rollout`, or of supervised training `targets`."""
+        """The stage that writes the responses: `rollout`, or in supervised training `targets`."""
         writers = (stage for stage in self._stages if "responses" in stage.writes)
         return next(writers, None) or self["rollout"]
 
     def index(self, name: str) -> int:
-        """Position of the stage called `name`, from 0. Raises `PipelineError` for an unknown name."""
+        """Return the position of the stage called `name`, from 0. Raises `PipelineError` for an unknown name."""
         if name not in self.names:
             raise PipelineError(unknown("stage of this pipeline", name, self.names))
         return self.names.index(name)
@@ -176,9 +181,10 @@ class Pipeline(Shown):
         return self.with_stage(name, other, **settings)
 
     def insert_after(self, name: str, stage: Stage | type[FunctionStage]) -> Pipeline:
-        """A copy of the pipeline with a stage added after the one called `name`: `p.insert_after("reward", TurnScores())`.
+        """Return a copy with a stage added after the one called `name`: `p.insert_after("reward", TurnScores())`.
 
-        Raises `PipelineError` for an unknown name, two stages of one name, and where a stage would lack a column.
+        Raises `PipelineError` for an unknown name, for two stages with the same name, and where a stage would lack a
+        column.
         """
         stage = _made(f"insert_after({name!r})", stage)
         place = self.index(name) + 1
@@ -187,11 +193,11 @@ class Pipeline(Shown):
     # --- learners, state, checks ----------------------------------------------------------
 
     def learners(self) -> dict[str, Any]:
-        """The engines that the pipeline trains, by role: `actor`, `critic`."""
+        """Return the engines that the pipeline trains, by role: `actor`, `critic`."""
         return {stage.name.removeprefix("update_"): stage.learners()[0] for stage in self._stages if stage.updates}
 
     def state(self) -> dict[str, dict[str, float]]:
-        """State for a checkpoint: stage name → its state, for stages that have any."""
+        """Return the state of the stages for a checkpoint: stage name → its state, for stages that have any."""
         return {stage.name: stage.state() for stage in self._stages if stage.state()}
 
     def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
@@ -223,22 +229,24 @@ class Pipeline(Shown):
 
 
 class LeftToUpdate(BaseStage):
-    """Stands for a log-prob stage whose columns the update's own pass gives."""
+    """Stand-in, in training, for a log-prob stage whose columns the update's own pass computes."""
 
     def __init__(self, stage: LogProb, update: Update) -> None:
         self.name, self.reads, self._stage, self._update = stage.name, stage.reads, stage, update
 
     def settings(self) -> dict[str, Any]:
-        """The settings of the stage."""
+        """Return the settings of the log-prob stage."""
         return self._stage.settings()
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """The batch as it is, or with the stage's columns where its update is not a single optimizer step."""
+        """Return the batch unchanged; where its update is not a single optimizer step, run the log-prob stage after
+        all."""
         return Outcome(batch) if self._update.is_on_policy(batch) else self._stage(batch)
 
 
 def _made(what: str, stage: Any) -> Stage:
-    """A stage as it is, and for a class of `wb.stage` the one with its defaults. Raises `PipelineError` for anything else."""
+    """Return a stage unchanged, and for a class made by `wb.stage` an instance with its default settings. Raises
+    `PipelineError` for anything else."""
     do: str | None = None
     if inspect.isclass(stage):
         if issubclass(stage, FunctionStage):
@@ -253,7 +261,8 @@ def _made(what: str, stage: Any) -> Stage:
 
 
 def _left_to_update(stages: Sequence[Stage]) -> tuple[LogProb, Update] | None:
-    """The log-prob stage whose columns an update gives itself, and that update; None where there is no such stage."""
+    """Find the log-prob stage whose columns an update computes itself; returns (stage, update), or None where there is
+    none."""
     for place, update in enumerate(stages):
         for early, stage in enumerate(stages[:place]):
             if isinstance(update, Update) and isinstance(stage, LogProb) and update.replaces(stage):
@@ -272,8 +281,8 @@ def _used(stage: Stage) -> tuple[str, ...]:
 
 
 def _at_new_temperature(old: Any, new: Any, stage: Stage) -> Stage:
-    """A stage that used the old rollout's temperature gets the new one's: log-probs are only then the sampler's. Greedy
-    sampling counts as 1."""
+    """Give a stage that used the old rollout's temperature the new rollout's, because log-probs must be those of the
+    sampler. Greedy sampling counts as temperature 1."""
     found = [getattr(getattr(one, "sampling", None), "temperature", None) for one in (old, new)]
     before, after = (one or 1.0 for one in found)
     same = None in found or before == after or getattr(stage, "temperature", None) != before

@@ -19,12 +19,13 @@ _MOVING = ("filter_groups", "baseline", "resample")
 
 
 class OfPolicy(BaseStage):
-    """A stage on the rows of one policy: the column `policy` says whose tokens a row holds.
+    """Runs a stage on the rows of one policy only, in episodes with several policies; the column `policy` says whose
+    tokens a row holds.
 
-    It reads, writes and measures as the stage does on these rows alone: advantages compare within (uid, policy), an update's
-    gradient is of its own rows. Other rows keep what their own stages wrote; until then a number is 0, and `scored` is False.
-    The policy that is not the first has its name in the names of stages (`reward_verifier`, `update_verifier`) and metrics
-    (`verifier/critic/score/mean`).
+    It reads, writes and measures as the stage does on these rows alone: advantages compare within (uid, policy), and an
+    update's gradient comes from these rows. Other rows keep what their own stages wrote; until then a number is 0, and
+    `scored` is False. Stages and metrics of any policy but the first have the policy's name in theirs
+    (`reward_verifier`, `update_verifier`; `verifier/critic/score/mean`).
 
     Args:
         stage: the stage; one that drops, adds or reorders rows cannot be used.
@@ -44,27 +45,27 @@ class OfPolicy(BaseStage):
         self.writes, self.updates = stage.writes, stage.updates
 
     def settings(self) -> dict[str, Any]:
-        """The stage's settings, and the policy's name."""
+        """Return the wrapped stage's settings, and the policy's name, by name."""
         return {**self.stage.settings(), POLICY: self.policy}
 
     def learners(self) -> tuple[Any, ...]:
-        """The stage's engines."""
+        """Return the wrapped stage's engines."""
         return self.stage.learners()
 
     def state(self) -> dict[str, float]:
-        """The stage's state."""
+        """Return the wrapped stage's state for a checkpoint."""
         return self.stage.state()
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Restore the stage's state."""
+        """Restore the wrapped stage's state from a dict that `state` returned."""
         self.stage.load_state(state)
 
     def with_function(self, function: Callable[..., Any]) -> OfPolicy:
-        """A copy around the stage with another function."""
+        """Return a copy whose wrapped stage has another function (such as a reward or an estimator)."""
         return OfPolicy(self.stage.with_function(function), self.policy, self.first)
 
     def with_settings(self, **changes: Any) -> OfPolicy:
-        """A copy around the stage with some of its settings changed."""
+        """Return a copy whose wrapped stage has some of its settings changed."""
         return OfPolicy(self.stage.with_settings(**changes), self.policy, self.first)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +74,7 @@ class OfPolicy(BaseStage):
         return getattr(self.stage, name)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, the same rows out, those of the policy with the stage's columns."""
+        """Run the stage on the policy's rows; returns all B rows, with the stage's columns on those."""
         rows = torch.tensor([value == self.policy for value in batch[POLICY]]).nonzero()[:, 0]
         if not len(rows):
             found = f"rows of {', '.join(sorted({str(value) for value in batch[POLICY]}))}"
@@ -96,7 +97,7 @@ class OfPolicy(BaseStage):
 
 
 def _among(batch: DataProto, rows: torch.Tensor, name: str, values: Any) -> Any:
-    """A column of all rows: these rows have `values`, others what they had."""
+    """Build a column of all rows: the given `rows` get `values`, others keep what they had, or get an empty value."""
     if isinstance(values, torch.Tensor):
         empty = math.nan if name.startswith(REWARD_PREFIX) else 0
         whole = batch[name].clone() if name in batch else values.new_full((len(batch), *values.shape[1:]), empty)

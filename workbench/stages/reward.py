@@ -50,28 +50,29 @@ class Reward(BaseStage):
         self.writes = ("token_level_scores", "reward", "scored", "score")
 
     def settings(self) -> dict[str, Any]:
-        """The reward function and the settings of how it is run."""
+        """Return the reward function and the settings of how it is run, by name."""
         own = {} if self.sessions else {"sessions": None}
         return {"function": self._reward, **self._reward.settings(), **own}
 
     def with_function(self, function: Callable[..., Any]) -> Reward:
-        """A copy of the stage with another reward function."""
+        """Return a copy of the stage with another reward function."""
         options = {name: value for name, value in self._options.items() if name != "rename"}  # of the other's arguments
         made = {} if isinstance(function, BaseReward) else options
         return Reward(function, sessions=self.sessions, **made)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, with the columns that there are, if the function has an argument that no column provides."""
+        """Raise `RewardError`, listing the available columns, if the reward function has an argument that no column
+        provides."""
         self._reward.check_signature(columns)
 
     @property
     def streams(self) -> bool:
-        """Whether an episode can be scored before the others of its batch have been sampled."""
+        """Whether an episode can be scored before the other episodes of its batch are finished."""
         return self.function.streams and self.sessions is not None
 
     @contextmanager
     def given(self, early: Callable[[], list[Score]]) -> Iterator[None]:
-        """Context manager: inside it the stage uses the scores of `early()`, computed during the rollout."""
+        """Context manager: inside it the stage takes its scores from `early()`, which computed them during the rollout."""
         self._early = early
         try:
             yield
@@ -79,7 +80,7 @@ class Reward(BaseStage):
             self._early = None
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, B scored rows out."""
+        """Return the same B rows with their scores."""
         scored_rows = whole_episodes(batch) if self.sessions else batch
         scores = self._reward.score(scored_rows) if self._early is None else self._reward.settle(self._early())
         if len(scores) != len(scored_rows):
@@ -110,13 +111,14 @@ class Reward(BaseStage):
 
 
 def of_rows(batch: DataProto, scores: Sequence[Score]) -> list[Score]:
-    """The score of each row's episode, of scores of the batch's episodes."""
+    """Return each row's score, from the scores of the batch's episodes."""
     number = {row: place for place, rows in enumerate(episodes(batch)) for row in rows}
     return [scores[number[row]] for row in range(len(batch))]
 
 
 def score_columns(scores: Sequence[Score]) -> dict[str, Any]:
-    """Columns of B scores: `reward` [B] float32 (0 where not scored), `scored`, `score`, `reward/<part>`, `reward_extra/<key>`."""
+    """Build the columns of B scores: `reward` [B] float32 (0 where not scored), `scored`, `score`, `reward/<part>`,
+    `reward_extra/<key>`."""
     return {
         "reward": torch.tensor([score.value if score.scored else 0.0 for score in scores], dtype=torch.float32),
         "scored": torch.tensor([score.scored for score in scores]),
@@ -127,7 +129,8 @@ def score_columns(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Place rewards [B] on the last token of each row in the mask [B, T]: [B, T], all 0 in a row without such a token."""
+    """Place rewards [B] on the last token of each row in the mask [B, T]; returns [B, T], all 0 in a row without such a
+    token."""
     placed = torch.zeros(mask.shape, dtype=torch.float32)
     positions = torch.arange(mask.shape[1]).expand_as(mask).masked_fill(mask == 0, -1).amax(-1)
     rows = (positions >= 0).nonzero().squeeze(-1)
@@ -136,7 +139,7 @@ def on_last_token(reward: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def part_columns(scores: Sequence[Score]) -> dict[str, torch.Tensor]:
-    """Columns `reward/<part>` [B] float32 for every named part of the scores; NaN where a row lacks the part."""
+    """Build the column `reward/<part>` [B] float32 for every named part of the scores; NaN where a row lacks the part."""
     names = dict.fromkeys(name for score in scores for name in score.parts)
     values = {name: [float(score.parts.get(name, float("nan"))) for score in scores] for name in names}
     return {f"reward/{name}": torch.tensor(column) for name, column in values.items()}
@@ -169,7 +172,7 @@ class TurnScores(BaseStage):
         self.final_weight = final_weight
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, the same rows out."""
+        """Return the same B rows with the turns' scores added to `token_level_scores`."""
         placed = place_turn_scores(batch, turn_weight=self.turn_weight, tool_weight=self.tool_weight)
         total = self.final_weight * batch["token_level_scores"] + placed
         if "scored" in batch:  # a row that was not scored has no score anywhere
@@ -179,9 +182,9 @@ class TurnScores(BaseStage):
 
 
 def place_turn_scores(batch: DataProto, *, turn_weight: float = 1.0, tool_weight: float = 0.0) -> torch.Tensor:
-    """[B, T] float32: each assistant turn's score on its last token, 0 elsewhere, without the final reward.
+    """Place each assistant turn's score on its last token: [B, T] float32, 0 elsewhere, without the final reward.
 
-    A turn without a token of the model's own has no place for a score: it is left out.
+    A turn in which the model wrote no token has no place for a score, and is left out.
     """
     mask = batch["response_mask"].bool()
     placed = torch.zeros(mask.shape, dtype=torch.float32)

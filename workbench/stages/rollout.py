@@ -90,7 +90,8 @@ class Rollout(BaseStage):
 
     @contextmanager
     def telling(self, arrived: Arrived) -> Iterator[None]:
-        """Context manager: inside it `arrived(row, object_columns, sample)` is called for each row once it is finished."""
+        """Context manager: inside it `arrived(row, object_columns, sample)` is called for each row as soon as its
+        response is finished."""
         self._arrived = arrived
         try:
             yield
@@ -98,17 +99,17 @@ class Rollout(BaseStage):
             self._arrived = None
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the stage and of its sampling, in one flat dict."""
+        """Return the settings of the stage and of its sampling by name, in one flat dict."""
         plain = {"group_size": self.group_size, "purpose": self.purpose, **self.sampling.to_dict()}
         return {**plain, "greedy_baseline": True} if self.greedy_baseline else plain
 
     @property
     def blank(self) -> dict[str, Any]:
-        """Columns that a reward can read beside a row's data and response, with the values of an empty response."""
+        """Columns that a reward can read beside a row's data and response, with their values for an empty response."""
         return {"finish_reason": "stop"}
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P rows in, P·G rows out (P·(G + 1) with a greedy baseline)."""
+        """Sample responses to P prompts; returns P·G rows (P·(G + 1) with a greedy baseline)."""
         processor = processor_of(self.sampler)
         self._refuse_media(batch, pictures=processor is not None)
         prompts, pixels = self._encode(batch, processor)
@@ -140,7 +141,7 @@ class Rollout(BaseStage):
         rows: Tensor,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
     ) -> Outcome:
-        """The batch's `rows`, repeated prompts, with the columns of their responses."""
+        """Build the stage's outcome: the batch's `rows` (each prompt repeated) with the columns of their responses."""
         each = self.group_size + self.greedy_baseline
         if self.greedy_baseline:
             episode = torch.tensor(columns[SESSION]) if SESSION in columns else torch.arange(len(rows))
@@ -149,12 +150,14 @@ class Rollout(BaseStage):
         return Outcome(written, {**length_metrics(written), **metrics}, rows)
 
     def _facts(self) -> dict[str, Any]:
-        """The longest response allowed; the folder of the sampler's model, where it has one: a viewer may open its tokenizer."""
+        """Return what to note in the batch's `meta_info`: the longest response allowed, and the model's folder where
+        the sampler has one, so that a viewer can open its tokenizer."""
         model = {"model": str(self.sampler.path)} if isinstance(self.sampler, Located) else {}
         return {"max_response_length": self.sampling.max_tokens, **model}
 
     def _teller(self, batch: DataProto, rows: Tensor) -> Callable[..., None]:
-        """A function of (row, sample, further columns) that passes on what a reward may read of a finished row."""
+        """Return a function of (row, sample, further columns) that passes a finished row's columns on to whoever waits
+        in `telling`; it does nothing where nobody does."""
         arrived = self._arrived
         if arrived is None:
             return lambda *finished: None
@@ -168,7 +171,8 @@ class Rollout(BaseStage):
         return tell
 
     def _refuse_media(self, batch: DataProto, *, pictures: bool = False) -> None:
-        """Rows of a data set have none but `pictures`; a batch may be made by hand."""
+        """Raise `DataError` where the batch has pictures that this model cannot read (unless `pictures`), or other
+        media. Data sets are checked when they are opened; a batch may be made by hand."""
         if not pictures and IMAGES in batch:
             reader = f"a rollout with this model of {type(self.sampler).__name__}"
             refuse_pictures([{IMAGES: seen} for seen in batch[IMAGES]], reader, of="the batch")
@@ -179,7 +183,7 @@ class Rollout(BaseStage):
     def _encode(
         self, batch: DataProto, processor: Any
     ) -> tuple[list[tuple[int, ...]], dict[int, Mapping[str, Tensor]]]:
-        """(token ids of the prompts, by row what the model reads of pictures)."""
+        """Encode the prompts; returns (each prompt's token ids, by row number the model's inputs for pictures)."""
         limit = batch.meta_info.get("max_prompt_length")
         seen = dict(enumerate(batch[IMAGES])) if IMAGES in batch else {}
         reader = processor or self.sampler.tokenizer
@@ -201,7 +205,8 @@ class Rollout(BaseStage):
         return Request(prompt, self._sampling(sample), seed, pixels)
 
     def _sampling(self, sample: int) -> SamplingSettings:
-        """The settings of a prompt's sample of this number: the last may be the greedy baseline."""
+        """Return the sampling settings for a prompt's sample of this number; the last may be the greedy baseline, at
+        temperature 0."""
         greedy = self.greedy_baseline and sample == self.group_size
         return self.sampling.replace(temperature=0.0) if greedy else self.sampling
 
@@ -219,7 +224,7 @@ def columns_of(
 ) -> dict[str, Any]:
     """Build the rollout's columns from token ids: prompts left-padded to [B, S], responses right-padded to [B, T].
 
-    `masks` mark which tokens of each response are the model's own; without them all are. T is at least 1, so that a batch
+    `masks` mark which tokens of each response the model wrote; without them all are. T is at least 1, so that a batch
     of empty responses has its columns, too.
     """
     responses = [sample.ids for sample in samples]
@@ -253,7 +258,7 @@ def columns_of(
 
 
 def _experts(samples: Sequence[Sample], attention: Tensor) -> dict[str, Tensor]:
-    """The column `routed_experts` [B, S+T, L, k], where samples have them."""
+    """Build the column `routed_experts` [B, S+T, L, k], where the samples have experts; −1 at padding."""
     example = next((sample.experts for sample in samples if sample.experts is not None), None)
     if example is None:
         return {}
@@ -284,7 +289,7 @@ class Baseline(BaseStage):
     writes = ("reward_baselines", "scored")
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """The rows of P·(G + 1) responses in, those of P·G out."""
+        """Return the rows of P·G responses without the P greedy ones, which become their baselines."""
         greedy, scored = batch["greedy"], batch["scored"]
         found = {batch["uid"][row]: row for row in greedy.nonzero()[:, 0].tolist()}
         rows = (~greedy).nonzero()[:, 0]

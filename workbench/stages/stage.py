@@ -27,7 +27,7 @@ LEFT_OUT = "left_out"
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Shown):
-    """What a stage returns: the batch with its columns, metrics, and where the rows came from."""
+    """Result of a stage: the batch with its columns, metrics, and which input rows the rows came from."""
 
     batch: DataProto
     """The batch with the stage's columns."""
@@ -103,7 +103,7 @@ class BaseStage(Remembering, Stage):
     _learners: tuple[Any, ...] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap a subclass, so that its call first refuses a batch with another step's columns."""
+        """Wrap the subclass's `__call__`, so that it first refuses a batch that has columns of another step."""
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
             cls.__call__ = _refusing_other_steps(vars(cls)["__call__"])  # type: ignore[method-assign]
@@ -144,7 +144,8 @@ class BaseStage(Remembering, Stage):
         return batch.with_columns(columns, origin=self.signature(batch))
 
     def signature(self, batch: DataProto) -> Origin:
-        """The `Origin` of what the stage writes now: its name, the batch's step, the weights' version, its settings."""
+        """Return the `Origin` of the columns that the stage writes now: its name, the batch's step, the weights'
+        version, its settings."""
         learners = self.learners()
         versions = [learner.version for learner in learners]
         return Origin(
@@ -161,17 +162,20 @@ class BaseStage(Remembering, Stage):
 
 
 def foreign_class(stage: Any) -> dict[str, type]:
-    """`{"class": type(stage)}` for a stage that is not workbench's own, so that its source counts as a setting; else {}."""
+    """Return `{"class": type(stage)}` for a stage that is not one of workbench's own, so that its source counts as a
+    setting; else {}."""
     return {} if type(stage).__module__.startswith("workbench.") else {"class": type(stage)}
 
 
 def used(stage: Stage, batch: DataProto) -> tuple[str, ...]:
-    """Columns of a batch that a stage uses: its `reads`, and those of its `optional` columns that are there."""
+    """Return the columns of a batch that a stage uses: its `reads`, and those of its `optional` columns that the batch
+    has."""
     return (*stage.reads, *(name for name in getattr(stage, "optional", ()) if name in batch))
 
 
 def _refusing_other_steps(call: Callable[..., Outcome]) -> Callable[..., Outcome]:
-    """Cells can run out of order: a column that the stage reads may have been written for another step's batch."""
+    """Wrap a stage's `__call__` to raise `PipelineError` where it would read a column of another step, which happens
+    when notebook cells run out of order."""
 
     @functools.wraps(call)
     def checked(self: Any, batch: DataProto) -> Outcome:
@@ -193,7 +197,8 @@ def _short(value: Any) -> str:
 
 
 def spread(prefix: str, values: torch.Tensor) -> dict[str, Metric]:
-    """The metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty or not finite."""
+    """Return the metrics `<prefix>/mean`, `<prefix>/max` and `<prefix>/min` of a flat tensor; {} if it is empty or not
+    finite."""
     values = values.double()
     if values.numel() == 0 or not values.sum().isfinite():
         return {}
@@ -205,12 +210,13 @@ def spread(prefix: str, values: torch.Tensor) -> dict[str, Metric]:
 
 
 class FunctionStage(BaseStage):
-    """Base of the classes that `wb.stage` makes: the function's keyword arguments are the constructor's settings."""
+    """Base of the classes that `wb.stage` makes from functions: the function's keyword arguments become the
+    constructor's settings."""
 
     _function: Callable[..., Any]
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """B rows in, the same rows out, with the columns that the function returns."""
+        """Return the same B rows with the columns that the function returned."""
         seen = batch.select([*used(self, batch)])
         try:
             result = self._function(seen, **self.settings())
@@ -286,7 +292,8 @@ def stage(
 
 
 def _settings(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters after the batch, as keywords."""
+    """Return a function's parameters after the batch as keyword-only settings. Raises `SettingError` for a signature
+    that does not fit."""
     what = f"function {getattr(function, '__name__', describe(function))!r} as a stage"
     if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
         raise SettingError(what, expected="a plain function", found=describe(function))
@@ -306,7 +313,7 @@ def _settings(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _constructor(name: str, settings: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """`__init__` with these settings as keyword arguments, kept as attributes."""
+    """Make an `__init__` that takes these settings as keyword arguments and keeps them as attributes."""
     known = {one.name: one.default for one in settings}
 
     def __init__(self: Any, **settings: Any) -> None:
@@ -325,7 +332,8 @@ def _constructor(name: str, settings: Sequence[inspect.Parameter]) -> Callable[.
 
 
 def _column(value: Any) -> Any:
-    """Numbers as a tensor, floats in float32; anything else as it is: one object per row."""
+    """Convert a list or array of numbers to a tensor, floats to float32; anything else is returned unchanged, as one
+    object per row."""
     if isinstance(value, list | tuple) and value and all(isinstance(one, bool | int | float) for one in value):
         value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.dtype != object and value.dtype.kind in "biuf":

@@ -53,7 +53,8 @@ class CrossEntropy(Settings):
             raise SettingError(unknown("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS))
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch, the mean −log π of its target tokens (`nll`, nats), and the column of `writes`."""
+        """Compute the loss of one micro-batch, the metric `actor/nll` (mean −log π of the target tokens, in nats), and
+        the column `new_log_probs`."""
         mask, log_probs = loss_mask(rows), outputs["log_probs"]
         tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
         loss = aggregate(-log_probs, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
@@ -65,11 +66,12 @@ class CrossEntropy(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class BradleyTerry(Settings):
-    """−log σ(r⁺ − r⁻ − margin) + c·(r⁺ + r⁻)², the mean over pairs, with r⁺ the reward of a pair's chosen answer.
+    """Preference loss −log σ(r⁺ − r⁻ − margin) + c·(r⁺ + r⁻)², averaged over pairs; r⁺ is the reward of a pair's chosen
+    answer, r⁻ of its rejected one.
 
-    Rows are pairs: 2i the chosen answer, 2i + 1 the rejected one, as `stages.Pairs` writes them. The reward is what the model
-    gives at the row's own token. Bradley and Terry 1952; the margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288;
-    the centre: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
+    Rows are pairs: row 2i is the chosen answer, row 2i + 1 the rejected one, as `stages.Pairs` writes them. A reward is
+    the model's output at the row's extra last token. Bradley and Terry 1952; the margin: Touvron et al. 2023,
+    https://arxiv.org/abs/2307.09288; the centre: Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -88,10 +90,11 @@ class BradleyTerry(Settings):
         require(c >= 0, "center_rewards_coefficient", expected="≥ 0", found=c)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of whole pairs, their metrics (means over pairs; equal rewards are half right), and the rewards."""
+        """Compute the loss of whole pairs, their metrics (means over pairs; equal rewards count as half right), and
+        each row's reward."""
         if len(rows) % 2:
             do = "take rows as stages.Pairs writes them, and an engine that does not split pairs: engines.reward_model(…)"
-            raise PipelineError("rows of preference pairs", expected="two a pair", found=len(rows), do=do)
+            raise PipelineError("number of rows of preference pairs", expected="an even one", found=len(rows), do=do)
         scores = outputs["values"] * loss_mask(rows)
         chosen, rejected = scores.sum(-1).view(-1, 2).unbind(-1)
         losses = bradley_terry(chosen, rejected, rows[MARGIN][::2], self.center_rewards_coefficient)
@@ -114,7 +117,7 @@ _SAMPLED = ("rollout_log_probs", "finish_reason", "policy_version")
 
 
 class Given(Rollout):
-    """Base class of stages whose responses are texts that the data has; nothing is sampled."""
+    """Base class of stages whose responses are texts of the data set; nothing is sampled."""
 
     def __init__(self, engine: Any, columns: Sequence[str], max_tokens: int, answers: int = 1) -> None:
         super().__init__(engine, group_size=answers, sampling=SamplingSettings(max_tokens=max_tokens))
@@ -125,8 +128,11 @@ class Given(Rollout):
         self._columns = tuple(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Raise `DataError` for the first row of a data set that lacks a text, or has one that is too long; else what was
-        found, in words. Of the texts only those that may be too long by their characters are encoded."""
+        """Check every row of a data set before training, and return a sentence about what was found. Raises `DataError`
+        for the first row that lacks a text or has one that is too long.
+
+        Only texts with so many bytes that they may be too long are tokenized.
+        """
         limit, number = self.sampling.max_tokens, 0
         for number, row in enumerate(rows, 1):
             place = f"row {number - 1}"
@@ -141,16 +147,17 @@ class Given(Rollout):
         return [self._text({name: cell}, column, place) for cell, place in zip(batch[name], places, strict=True)]
 
     def _text(self, row: Mapping[str, Any], column: str, place: str) -> str:
-        """A row's text. Raises `DataError` where it has none, or it is no text."""
+        """Return the text in a row's column, or of a list of messages the last one's content. Raises `DataError` where
+        it is missing, empty or not a text."""
         value = cell(row, column)
         text = value[-1].get("content") if isinstance(value, list) and value and isinstance(value[-1], dict) else value
         if isinstance(text, str) and text.strip():  # of messages the last one's content
             return text
         do = "name its column" if value is None else "leave such rows out"
-        raise DataError(f"{column} of {place}", expected="a text that is not empty", found=describe(value), do=do)
+        raise DataError(f"column {column!r} of {place}", expected="a non-empty text", found=describe(value), do=do)
 
     def _ids(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text and EOS. Raises `DataError` for one that is too long."""
+        """Tokenize each text, with EOS at its end. Raises `DataError` for a text with more than `max_tokens` tokens."""
         tokenizer = self.sampler.tokenizer
         ended = [text.removesuffix(tokenizer.eos_token) + tokenizer.eos_token for text in texts]
         token_ids = [list(ids) for ids in tokenizer(ended, add_special_tokens=False)["input_ids"]]
@@ -161,11 +168,11 @@ class Given(Rollout):
     def _refuse_long(self, ids: Sequence[int], place: str) -> None:
         if len(ids) > self.sampling.max_tokens:
             do, expected = "raise max_tokens, or leave such rows out", f"at most {self.sampling.max_tokens} tokens"
-            raise DataError(f"{place} is too long", expected=expected, found=len(ids), do=do)
+            raise DataError(f"{place} is too long", expected=expected, found=f"{len(ids)} tokens", do=do)
 
 
 def cell(row: Mapping[str, Any], column: str) -> Any:
-    """What a row has in a column; `a.b` is the key b of the dict in a. None where it is not there."""
+    """Return a row's value in a column; `a.b` is the key b of the dict in column a. None where it is missing."""
     name, *keys = column.split(".")
     value = row.get(name)
     for key in keys:
@@ -180,17 +187,18 @@ def _places(batch: DataProto) -> list[str]:
 def _columns(
     prompts: Sequence[Sequence[int]], responses: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int
 ) -> dict[str, Any]:
-    """The columns of a rollout that was not sampled, from ids and masks of the responses."""
+    """Build the columns of a rollout, without those that only sampling gives, from (token ids, mask) of each response."""
     samples = [Sample(tuple(ids), (0.0,) * len(ids), "stop", 0) for ids, _ in responses]
     columns = columns_of(prompts, samples, pad, [mask for _, mask in responses])
     return {name: one for name, one in columns.items() if name not in _SAMPLED}
 
 
 class Targets(Given):
-    """Write each row's own target text as its response: the columns of a rollout, and nothing is sampled.
+    """Write each row's target text as its response, as if the model had written it: the columns of a rollout, without
+    sampling.
 
-    Prompts are encoded as for sampling; a response is the target's tokens and EOS, as the model is to write them, and
-    `response_mask` is 1 on all of them.
+    Prompts are encoded as for sampling. A response is the target's tokens and EOS, and `response_mask` is 1 on all of
+    them.
 
     Args:
         engine: whose tokenizer and template encode: a learner, or anything with a `tokenizer`.
@@ -199,8 +207,8 @@ class Targets(Given):
         every_turn: the answers within a prompt are targets, too: the prompt ends before the first of them, and the tokens of
             other turns in the response have `response_mask` 0.
 
-    Raises `DataError` for a row without a target, for one that is too long, and with `every_turn` where the chat template
-    does not write a chat as its beginning and what follows it.
+    Raises `DataError` for a row without a target, for one that is too long, and with `every_turn` where the chat
+    template does not write a chat as its beginning and what follows it.
     """
 
     name = "targets"
@@ -216,7 +224,7 @@ class Targets(Given):
         return {"target": self.target, "max_tokens": self.sampling.max_tokens, "every_turn": self.every_turn}
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P rows in, the same P rows out with the columns of their responses."""
+        """Return the same P rows with the columns of their responses."""
         self._refuse_media(batch)
         places = _places(batch)
         texts = self._texts(batch, self.target, places)
@@ -237,7 +245,8 @@ class Targets(Given):
     def _turns(
         self, chat: Sequence[Mapping[str, Any]], start: int, target: str, place: str
     ) -> tuple[list[int], list[int]]:
-        """(ids, mask) of a chat from its answer number `start` to the target: each turn encoded apart, as when sampled."""
+        """Encode a chat from message number `start` to the target; returns (ids, mask). Each turn is encoded
+        separately, as it is when sampled."""
         tokenizer = self.sampler.tokenizer
         whole = [*chat, {"role": "assistant", "content": target}]
         answers = [at for at in range(start, len(whole)) if whole[at]["role"] == "assistant"]
@@ -264,16 +273,18 @@ class Targets(Given):
 
 
 def _first_answer(chat: Any) -> int | None:
-    """The place of a chat's first assistant message; None where it has none, or is a text."""
+    """Index of a chat's first assistant message; None where it has none, or where the chat is a plain text."""
     turns = [] if isinstance(chat, str) else chat
     return next((at for at, turn in enumerate(turns) if turn["role"] == "assistant"), None)
 
 
 class Pairs(Given):
-    """Write both answers of each preference pair: P pairs in, 2P rows out, the chosen answer before the rejected one.
+    """Write both answers of each preference pair as rows: P pairs in, 2P rows out, the chosen answer before the
+    rejected one.
 
-    The rows of a pair have one uid. Each is the very text that `rewards.RewardModel` reads of that prompt and answer. Only the
-    last token of a row is its own (`response_mask`): a place behind the text, at which the model gives the text's reward.
+    The rows of a pair have one uid. Each row is exactly the text that `rewards.RewardModel` reads for that prompt and
+    answer. `response_mask` is 1 only at an extra last token behind the text, where the model's output is the text's
+    reward.
 
     Args:
         engine: whose tokenizer encodes: a learner of `engines.reward_model`.
@@ -314,14 +325,15 @@ class Pairs(Given):
         return {**{name: getattr(self, name) for name in names}, "max_tokens": self.sampling.max_tokens}
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """As in `Given`, for both answers and the margin."""
+        """Check both answers and the margin of every row of a data set (see `Given.check_rows`). Raises `DataError` for
+        the first wrong row."""
         held = list(rows)
         for number, row in enumerate(held):
             self._margin(row, f"row {number}")
         return super().check_rows(held)
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """P pairs in, 2P rows out."""
+        """Turn P preference pairs into 2P rows."""
         self._refuse_media(batch)
         places, tokenizer = _places(batch), self.sampler.tokenizer
         answers = [self._texts(batch, column, places) for column in (self.chosen, self.rejected)]
@@ -352,7 +364,7 @@ class Pairs(Given):
         margin = 0.0 if self.margin is None else cell(row, self.margin)
         if isinstance(margin, int | float) and not isinstance(margin, bool) and math.isfinite(margin):
             return float(margin)
-        raise DataError(f"{self.margin} of {place}", expected="a finite number", found=describe(margin))
+        raise DataError(f"margin {self.margin!r} of {place}", expected="a finite number", found=describe(margin))
 
 
 _WHOLE = 1 << 30

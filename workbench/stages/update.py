@@ -27,9 +27,10 @@ from workbench.stages.stage import BaseStage, Outcome, Stage, used
 
 
 def loss_mask(rows: DataProto) -> Tensor:
-    """[B, T] float: 1 on the model's own tokens that were not rejected, in rows that were scored.
+    """Return the mask of tokens to learn from, [B, T] float: 1 on tokens that the model wrote and that were not
+    rejected, in scored rows.
 
-    The product of `response_mask`, and of `loss_mask` [B, T] and `scored` [B] where the rows have them.
+    It is the product of `response_mask`, and of `loss_mask` [B, T] and `scored` [B] where the rows have them.
     """
     mask = rows["response_mask"].float()
     if "loss_mask" in rows:
@@ -126,22 +127,23 @@ class PolicyLoss(Settings):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Columns [B, T] that an update with this loss writes."""
+        """Names of the columns [B, T] that an update with this loss writes."""
         return ("new_log_probs", "clipped") + (() if self.bypass is None else self.bypass.writes)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the loss needs, beside the inputs of a forward pass (`input_ids`, …)."""
+        """Names of the columns that the loss needs, besides the inputs of a forward pass (`input_ids`, …)."""
         reads = ("old_log_probs", "advantages") + ("ref_log_prob",) * bool(self.kl_coef)
         return reads + (("rollout_log_probs",) if self.bypass else ("rollout_is_weights",) * self.rollout_is)
 
     @property
     def want(self) -> tuple[str, ...]:
-        """Model outputs that the loss needs; `entropy`, a pass over the vocabulary, only if `entropy_coeff` is not 0."""
+        """Names of the model outputs that the loss needs; `entropy`, which costs a pass over the vocabulary, only if
+        `entropy_coeff` is not 0."""
         return ("log_probs", "entropy") if self.entropy_coeff else ("log_probs",)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch, its metrics, and the columns of `writes`."""
+        """Compute the loss of one micro-batch, its metrics, and the columns named in `writes`."""
         mask, new = loss_mask(rows), outputs["log_probs"]
         old, kept, columns, metrics = self._corrected(new.detach(), rows, mask)
         function = POLICY_LOSSES[self.loss_mode]
@@ -168,7 +170,8 @@ class PolicyLoss(Settings):
     def _corrected(
         self, new: Tensor, rows: DataProto, mask: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Metric]]:
-        """The old log-probs, the mask of the policy loss, and, of `bypass`, the columns and metrics."""
+        """Return the old log-probs, the mask for the policy loss, and, with `bypass`, the columns and metrics of its
+        correction."""
         if self.bypass is None:
             return rows["old_log_probs"], mask, {}, {}
         columns, metrics = self.bypass.apply(new, rows)
@@ -183,9 +186,11 @@ class PolicyLoss(Settings):
 
 @dataclass(frozen=True)
 class OnPolicyLoss:
-    """A policy loss whose old log-probs are its own pass's, detached: every ratio is 1, and `ppo_kl` is 0.
+    """A policy loss that uses the log-probs of its own forward pass, detached, as the old ones: every ratio is 1, and
+    `ppo_kl` is 0.
 
-    That is a batch's only optimizer step at the weights that `old_log_probs` stands for, without a pass of its own for them.
+    It serves a batch that gets a single optimizer step at the weights that `old_log_probs` would be computed with, so
+    that no separate pass is needed for them.
     """
 
     loss: PolicyLoss
@@ -194,11 +199,12 @@ class OnPolicyLoss:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the loss needs, beside the inputs of a forward pass."""
+        """Names of the columns that the loss needs, besides the inputs of a forward pass."""
         return tuple(name for name in self.loss.reads if name != "old_log_probs")
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch, its metrics and columns, and the pass's own `old_log_probs` and `entropys`."""
+        """Compute the loss of one micro-batch, its metrics and columns, and `old_log_probs` and `entropys` from the
+        same pass."""
         old = outputs["log_probs"].detach()
         made = self.loss(outputs, rows.with_columns({"old_log_probs": old}), loss_counts)
         return replace(made, columns={**made.columns, "old_log_probs": old, "entropys": outputs["entropy"].detach()})
@@ -206,7 +212,7 @@ class OnPolicyLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(Settings):
-    """The clipped value loss ½·max((v − R)², (clip(v, old ± cliprange) − R)²), aggregated like the policy's."""
+    """The clipped value loss ½·max((v − R)², (clip(v, old ± cliprange) − R)²), aggregated as the policy loss is."""
 
     cliprange_value: float = 0.5
     """How far a value may move from the one before the update before its loss is clipped."""
@@ -221,7 +227,7 @@ class ValueLoss(Settings):
     """Model outputs that the loss needs."""
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch and its metrics."""
+        """Compute the loss of one micro-batch and its metrics."""
         mask = loss_mask(rows)
         result = value_loss(outputs["values"], rows["returns"], rows["values"], mask, clip=self.cliprange_value)
         tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
@@ -235,14 +241,14 @@ class ValueLoss(Settings):
 
 
 class SupervisedLoss(Loss, Protocol):
-    """A loss of what the data says, without rewards: see `stages.supervised`."""
+    """Protocol of losses on given data, without rewards: `stages.CrossEntropy`, `stages.BradleyTerry`."""
 
     supervised: ClassVar[bool]
     reads: ClassVar[tuple[str, ...]]
     writes: ClassVar[tuple[str, ...]]
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings by name."""
+        """Return the settings of the loss by name."""
 
 
 _Loss: TypeAlias = PolicyLoss | OnPolicyLoss | ValueLoss | SupervisedLoss
@@ -323,7 +329,8 @@ class Update(BaseStage):
         self.optional = (PIXELS, EXPERTS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the stage and of its loss, in one flat dict; those of a loss's `bypass` as `bypass.<name>`."""
+        """Return the settings of the stage and of its loss by name, in one flat dict; those of a loss's `bypass` are
+        called `bypass.<name>`."""
         settings = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
         if not self.recompute_old_log_probs:  # as in the records of before, whose runs may be resumed
             del settings["recompute_old_log_probs"]
@@ -333,11 +340,11 @@ class Update(BaseStage):
 
     @property
     def role(self) -> str:
-        """`actor` or `critic`: the prefix of the stage's metrics."""
+        """`actor` or `critic`: the prefix of the stage's metrics, from its name."""
         return self.name.removeprefix("update_")
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """Update the weights; B rows in, the same rows out with the columns of the last pass over each."""
+        """Update the weights on B rows; returns the same rows with the columns of the last pass over each."""
         self._refuse_stale(batch)
         early = batch.meta_info.get("step", 0) < self.from_step
         if not early:
@@ -360,7 +367,8 @@ class Update(BaseStage):
     def _passes(
         self, batch: DataProto, loss: _Loss, columns: dict[str, Tensor]
     ) -> tuple[list[dict[str, Metric]], dict[str, Metric]]:
-        """Take the optimizer steps: the metrics of each, and those of mini-batches that gave none; fills `columns`."""
+        """Take the optimizer steps of all epochs and fill `columns`; returns each step's metrics, and counts of the
+        mini-batches that were skipped."""
         rows = batch.select(list(used(self, batch)), ["uid"] if "uid" in batch else [])
         step, steps = batch.meta_info.get("step", 0), []
         skipped = empty = 0
@@ -389,27 +397,33 @@ class Update(BaseStage):
 
     @torch.no_grad()
     def measure(self, batch: DataProto) -> dict[str, Metric]:
-        """The loss's metrics on a batch, at the present weights: a pass without gradients, nothing is learned."""
+        """Compute the loss's metrics on a batch with the present weights, in a pass without gradients; nothing is
+        learned."""
         model = cast(LogProbModel, self._learner)
         outputs = model.compute_log_probs(batch, self._loss.want, self.temperature)
         found = join([self._loss(outputs, batch, _counts(batch)).metrics])
         return {name: one for name, one in found.items() if isinstance(one, Mean)}
 
     def is_on_policy(self, batch: DataProto) -> bool:
-        """Whether the update of this batch takes the log-probs of its own pass as the old ones."""
+        """Whether the update of this batch uses the log-probs of its own pass as the old ones (see
+        `recompute_old_log_probs`)."""
         whole = self._on_policy is not None and len(self._mini_batches(batch, 0)) == 1
         later = batch.meta_info.get("step", 0) >= self.from_step
         return whole and later and ("old_log_probs" not in batch or self._scoring.is_current(batch))
 
     def replaces(self, stage: Stage) -> bool:
-        """Whether a pass of this update can give all that a `LogProb` stage before it writes."""
+        """Whether this update's own pass can compute everything that an earlier `LogProb` stage writes, so that
+        training may skip that stage."""
         return self._on_policy is not None and type(stage) is LogProb and self._scoring.gives_what(stage)
 
     def _scored(
         self, batch: DataProto, passed: dict[str, Tensor], signature: Origin | None = None
     ) -> tuple[DataProto, dict[str, Metric | float]]:
-        """The batch with what a `LogProb` stage writes, and its metrics: of the update's own pass, taken out of the columns
-        that it `passed`; where that has none, and the batch neither, of a pass for it alone."""
+        """Return the batch with a `LogProb` stage's columns, and that stage's metrics.
+
+        They come from the update's own pass, out of the columns `passed`; or, where neither that nor the batch has old
+        log-probs, from a separate pass.
+        """
         if "old_log_probs" in passed:
             scores = {"log_probs": passed.pop("old_log_probs"), "entropy": passed.pop("entropys")}
             columns, metrics = self._scoring.told(batch, scores)
@@ -440,7 +454,8 @@ class Update(BaseStage):
                 raise VersionMismatch(what, expected=expected, found=found, do=do)
 
     def _learn_or_skip(self, rows: DataProto, loss: _Loss) -> StepResult | None:
-        """One optimizer step; None where it was skipped because loss or gradient is not finite, and no weight changed."""
+        """Take one optimizer step; returns None where it was skipped because the loss or gradient is not finite, with
+        no weight changed."""
         loss_counts = _counts(rows)
         try:
             _refuse_nonfinite(rows, dict.fromkeys((*self.reads, *loss.reads)))
@@ -455,7 +470,7 @@ class Update(BaseStage):
         return learned
 
     def _name_rows(self, error: NonFinite, rows: DataProto, loss: _Loss, loss_counts: LossCounts) -> None:
-        """Add a note to the error: the rows whose own gradient is not finite, where each alone has one."""
+        """Add a note to the error that names the rows whose own gradient is not finite."""
         try:
             norms = self._learner.probe(rows, loss, loss_counts, self.temperature, per_row=True).columns[
                 "row_grad_norm"
@@ -470,7 +485,7 @@ class Update(BaseStage):
         )
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint: how many mini-batches in a row were skipped; {} without `skip_nonfinite`."""
+        """Return the state for a checkpoint: how many mini-batches in a row were skipped; {} without `skip_nonfinite`."""
         return {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
 
     def load_state(self, state: Mapping[str, float]) -> None:
@@ -478,7 +493,8 @@ class Update(BaseStage):
         self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
 
     def _mini_batches(self, batch: DataProto, epoch: int) -> list[Tensor]:
-        """Row indices of each optimizer step of one epoch. An episode's rows are in one step, and count as one row."""
+        """Return the row numbers of each optimizer step of one epoch. All rows of an episode are in one step, and count
+        as one row."""
         rows = episodes(batch)
         order = torch.arange(len(rows))
         if self.shuffle:
@@ -490,7 +506,7 @@ class Update(BaseStage):
         return [torch.tensor([row for one in step.tolist() for row in rows[one]], dtype=torch.long) for step in steps]
 
     def _unchanged(self, batch: DataProto) -> dict[str, Tensor]:
-        """The columns of rows whose weights did not move."""
+        """Return the columns that the update writes, as they are for rows whose weights did not move."""
         if "clipped" not in self.writes:
             return {}
         mask = batch["response_mask"]
@@ -501,16 +517,17 @@ class Update(BaseStage):
 
 
 def _counts(rows: DataProto) -> LossCounts:
-    """The counts of a mini-batch that its losses are divided by."""
+    """Count the tokens and sequences of a mini-batch that its losses are divided by."""
     mask = loss_mask(rows)
     sequences = float((mask.sum(-1) > 0).sum())
     return LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
 
 
 def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The metrics of several optimizer steps: maxima and minima of all, means with every step of one weight.
+    """Combine the metrics of several optimizer steps: maxima and minima over all steps, and means in which every step
+    has the same weight.
 
-    A step without a token of a mean is left out of it.
+    A step in which a mean covers no token is left out of that mean.
     """
     metrics: dict[str, Metric] = {}
     for key in dict.fromkeys(key for step in steps for key in step):
@@ -523,7 +540,7 @@ def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def _refuse_nonfinite(rows: DataProto, names: Iterable[str]) -> None:
-    """Raises `NonFinite` naming the first column, row, uid and token with a NaN or infinity inside the loss mask."""
+    """Raise `NonFinite` for the first NaN or infinity inside the loss mask, naming its column, row, uid and token."""
     mask = loss_mask(rows).bool()
     for name in names:
         values = rows[name]

@@ -39,7 +39,7 @@ _IDS = {"T": "responses", "S": "prompts", "S+T": "input_ids"}
 
 
 class Compared(NamedTuple):
-    """How much `diverge` found to be the same: before the first difference, or in all where nothing differs."""
+    """Counts of what `diverge` found equal: before the first difference, or in all where nothing differs."""
 
     phases: int = 0
     """Number of phases, without the batch before the first one."""
@@ -50,7 +50,7 @@ class Compared(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """One difference in `Divergence.later`: a column, a metric or a whole phase."""
+    """One difference among those in `Divergence.later`: a column, a metric or a whole phase."""
 
     phase: str | None
     column: str | None
@@ -77,7 +77,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Divergence(Shown):
-    """What `diverge` found: the first difference of two traces or batches, or none."""
+    """Result of `diverge`: the first difference of two traces or batches, or that there is none."""
 
     why: str | None = None
     """Kind of the difference: `values`, `shape`, `dtype`, `column` or `phase` (one side lacks it), `order` (of phases),
@@ -133,8 +133,11 @@ class Divergence(Shown):
 
 
 def opened(side: Any, what: str, expected: str) -> Trace | DataProto:
-    """The trace or batch that an argument of the function `what` stands for: itself, a stepper's trace, or the content of a
-    folder. Raises `BatchError`, with the text `expected`, for anything else."""
+    """Return the trace or batch that an argument of the function `what` stands for: itself, a stepper's trace, or the
+    content of a folder.
+
+    Raises `BatchError`, with the text `expected`, for anything else.
+    """
     if isinstance(side, str | Path):
         folder = Path(side)
         if (folder / "trace.json").is_file():
@@ -151,7 +154,7 @@ def opened(side: Any, what: str, expected: str) -> Trace | DataProto:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two batches, and which rows of the first correspond to which rows of the second."""
+    """Two batches to compare, and which rows of the first correspond to which rows of the second."""
 
     batches: tuple[DataProto, DataProto]
     rows: tuple[tuple[int, int], ...] | None = None
@@ -161,7 +164,7 @@ class Pair:
     note: str = ""
 
     def row(self, number: int) -> tuple[int, int]:
-        """The row numbers that aligned row `number` has in both batches."""
+        """Return the row numbers that aligned row `number` has in the two batches."""
         return (number, number) if self.rows is None else self.rows[number]
 
     def aligned(self, x: Any, side: int) -> Any:
@@ -170,7 +173,7 @@ class Pair:
 
     @cached_property
     def sizes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """For each batch, letter of a dim (`S`, `T`, `S+T`) → its size; S is computed where S+T and T are known."""
+        """Sizes of the dims in each batch, by letter (`S`, `T`, `S+T`); S is computed where S+T and T are known."""
         first, second = map(_sizes, self.batches)
         return first, second
 
@@ -181,7 +184,8 @@ def _sizes(batch: DataProto) -> dict[str, int]:
 
 
 def aligned(a: DataProto, b: DataProto) -> Pair:
-    """Align the rows of two batches by uid; in order where a batch has no uid, or other uids for the same groups."""
+    """Align the rows of two batches by uid; in order where a batch has no uid, or where the same groups have other
+    uids."""
     if "uid" not in a or "uid" not in b:
         if len(a) == len(b):
             return Pair((a, b))
@@ -203,7 +207,7 @@ def aligned(a: DataProto, b: DataProto) -> Pair:
 
 
 def _other_rows(keys: list[tuple[Any, int]], others: list[tuple[Any, int]], shared: int) -> Divergence:
-    """The first row that one side alone has."""
+    """Describe the difference of two batches with different rows: the first row that only one side has."""
     ours, theirs = set(keys), set(others)
     row = next((row for row, key in enumerate(keys) if key not in theirs), None)
     first = None if row is None else keys[row][0]
@@ -240,7 +244,8 @@ def read(batch: DataProto, name: str) -> Any:
 
 
 def stored_as(batch: DataProto, name: str) -> str | None:
-    """A column's dtype as text (`float32`, `int64`, `objects`) without reading the column; None for no such column."""
+    """Return a column's dtype as text (`float32`, `int64`, `objects`) without reading the column; None where the batch
+    lacks it."""
     return _dtype(held(batch, name)) if name in batch else None
 
 
@@ -258,7 +263,8 @@ def _kind(name: str, x: Any) -> str:
 
 
 def column_difference(name: str, pair: Pair, how: How, *, everywhere: bool = False) -> Divergence | None:
-    """The first difference (row, token) of one column between two aligned batches; None where the column is the same.
+    """Find the first difference (row, token) of one column between two aligned batches; None where the column is the
+    same.
 
     Masked tokens and padding are compared only with `everywhere=True`.
     """
@@ -355,7 +361,7 @@ def extent(x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
 
 
 def block(values: torch.Tensor) -> int:
-    """Number of rows of a tensor that hold about 2¹⁷ elements, which fit into the processor's cache."""
+    """Return how many rows of a tensor hold about 2¹⁷ elements, which fit into the processor's cache."""
     return max(1, (1 << 17) // max(values[0].numel(), 1)) if len(values) else 1
 
 
@@ -364,7 +370,7 @@ def block(values: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Laid:
-    """Two tensors [B, width, …] of one column with their rows and tokens aligned."""
+    """One column's tensors [B, width, …] of two batches, with rows and tokens aligned."""
 
     pair: Pair
     letter: str | None
@@ -376,16 +382,17 @@ class Laid:
 
     @property
     def alone(self) -> torch.Tensor:
-        """[width] bool: the tokens that only one of both sides has."""
+        """Mask [width] of the tokens that only one of the two sides has."""
         return (self.places[0] >= 0) != (self.places[1] >= 0)
 
     def position(self, place: int) -> int:
-        """Position of aligned token `place` in the first tensor; in the second where only that has the token."""
+        """Return the position of aligned token `place` in the first tensor, or in the second where only that has the
+        token."""
         first, second = (int(places[place]) for places in self.places)
         return first if first >= 0 else second
 
     def values(self, row: int, place: int, deeper: list[int]) -> tuple[Any, Any]:
-        """The values of one token on both sides; None for a side that lacks the token."""
+        """Return the values of one token on both sides; None for a side that lacks the token."""
         first, second = (
             side[(row, place, *deeper)].tolist() if int(places[place]) >= 0 else None
             for side, places in zip((self.left, self.right), self.places, strict=True)
@@ -393,7 +400,8 @@ class Laid:
         return first, second
 
     def largest(self, unequal: torch.Tensor) -> float | None:
-        """Largest absolute difference where `unequal`: infinite where one side lacks a token, None without floats."""
+        """Return the largest absolute difference where `unequal` is true: infinite where one side lacks a token, None
+        for columns without floats."""
         if not (self.left.is_floating_point() or self.right.is_floating_point()):
             return None
         if bool((unequal & _like(self.alone, unequal)).any()):
@@ -401,7 +409,8 @@ class Laid:
         return extent(self.left.masked_fill(~unequal, 0), self.right.masked_fill(~unequal, 0))[1]
 
     def masks(self, *, real: bool) -> list[torch.Tensor | None]:
-        """For each side [B, width] bool: tokens in its mask, or with `real` all but padding; None where it has no mask."""
+        """Return each side's mask [B, width] of the tokens that count, or with `real` of all but padding; None where a
+        side has no mask."""
         return [self._mask(side, real) for side in (0, 1)]
 
     def _mask(self, side: int, real: bool) -> torch.Tensor | None:
@@ -417,7 +426,8 @@ class Laid:
         return _spread(self.pair.aligned(mask, side), self.places[side]).bool()
 
     def counts(self, *, real: bool) -> torch.Tensor | None:
-        """[B or 1, width] bool: the tokens that either side's mask includes; None where no side has a mask."""
+        """Return the mask [B or 1, width] of the tokens that either side's mask includes; None where no side has a
+        mask."""
         masks = self.masks(real=real)
         if masks[0] is None and masks[1] is None:
             return None
@@ -427,7 +437,8 @@ class Laid:
         return first | second
 
     def beside(self, row: int, place: int, unequal: torch.Tensor, shown: torch.Tensor | None) -> tuple[Beside, ...]:
-        """The tokens near `place` in a row: `unequal` [width, …] marks what differs, `shown` [width] what to return."""
+        """Return the tokens near `place` in a row: `unequal` [width, …] marks what differs, `shown` [width] which
+        tokens to return."""
         name = _IDS.get(str(self.letter), "")
         ids: list[Any] = [
             batch.batch.part(name, at, at + 1)[0].tolist() if name in batch.batch else None
@@ -445,7 +456,8 @@ class Laid:
 
 
 def lay(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor) -> Laid | None:
-    """Align the tokens of a column's two tensors [B, …]; None where shapes differ and the second dim is not declared."""
+    """Align the tokens of a column's two tensors [B, …]; None where their shapes differ and the second dim is not
+    declared."""
     letter = _letter(name, pair, x, y)
     places = _places(letter, pair.sizes) if letter else None
     if places is None or x.shape[2:] != y.shape[2:]:
@@ -467,7 +479,7 @@ def _letter(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor) -> str | No
 
 
 def _places(letter: str, sizes: tuple[dict[str, int], dict[str, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """For every token of the wider layout its position on either side, −1 where a side has none."""
+    """Return for every token of the wider layout its position on each side, −1 where that side lacks it."""
     if letter == "S+T":
         head, tail = _places("S", sizes), _places("T", sizes)
         if head is None or tail is None:
@@ -484,7 +496,7 @@ def _places(letter: str, sizes: tuple[dict[str, int], dict[str, int]]) -> tuple[
 
 
 def _spread(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[B, own width, …] → [B, common width, …], 0 where a side has no such place."""
+    """Spread a tensor over the common layout: [B, its width, …] → [B, common width, …], 0 where the side lacks a token."""
     if len(places) == tensor.shape[1] and bool((places >= 0).all()):
         return tensor
     if not tensor.shape[1]:
@@ -493,7 +505,7 @@ def _spread(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _like(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """[width], [1, width] or [B, width] flags with the rows and further dims of a tensor."""
+    """Expand flags [width], [1, width] or [B, width] to the rows and further dims of a tensor."""
     flags = flags if flags.dim() > 1 else flags[None, :]
     flags = flags.reshape(*flags.shape, *[1] * (tensor.dim() - 2))
     return flags.expand(len(tensor), flags.shape[1], *tensor.shape[2:])
@@ -527,7 +539,7 @@ class RowChange:
 
     @property
     def flipped(self) -> bool:
-        """Whether the advantage changed sign."""
+        """Whether the row's advantage changed its sign."""
         return self.advantage is not None and self.advantage[0] * self.advantage[1] < 0
 
     @property
@@ -539,8 +551,8 @@ class RowChange:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Shown):
-    """Result of `compare`: the columns, rows and metrics that differ, with the rows whose advantage changed sign first, then those that
-    changed most."""
+    """Result of `compare`: the columns, rows and metrics that differ; rows whose advantage changed sign come first,
+    then those that changed most."""
 
     columns: tuple[ColumnChange, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -556,7 +568,8 @@ class Comparison(Shown):
         return not (self.columns or self.metrics or any(self.only))
 
     def row(self, number: int) -> Any:
-        """One row on both sides: its responses as a text difference, rewards, their parts and verdicts side by side."""
+        """Show one row on both sides: its responses as a text difference, and rewards, their parts and verdicts side by
+        side."""
         return shows(self, "row", number)
 
     @property
@@ -609,8 +622,8 @@ def _changes(a: DataProto, b: DataProto) -> Iterator[ColumnChange]:
 
 
 def _without_padding(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two [B, tokens] of different widths, tokens aligned and zeros in all padding, so that padding is no difference.
-    Unchanged for columns whose second dim is not known."""
+    """Align the tokens of two tensors [B, T] of different widths and set all padding to 0, so that padding is no
+    difference. Unchanged for columns whose second dim is not declared."""
     laid = lay(name, pair, x, y) if x.dim() == y.dim() == 2 else None
     first, second = laid.masks(real=True) if laid is not None else (None, None)
     if laid is None or first is None or second is None:
@@ -619,7 +632,7 @@ def _without_padding(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor) ->
 
 
 def _rows(a: DataProto, b: DataProto) -> list[RowChange]:
-    """The rows whose reward or mean advantage differs."""
+    """List the rows whose reward or mean advantage differs."""
     pairs = [_per_row(a, b, name) for name in ("reward", "advantages")]
     changed = torch.zeros(len(a), dtype=torch.bool)
     for values in pairs:
@@ -635,7 +648,8 @@ def _rows(a: DataProto, b: DataProto) -> list[RowChange]:
 
 
 def _per_row(a: DataProto, b: DataProto, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """[B] float64 of both sides; None where one has no such column. A column that both share is computed once."""
+    """Return both sides' values of a column for each row, [B] float64 (means over response tokens); None where a side
+    lacks the column."""
     if name not in a or name not in b:
         return None
     first = _means(a, name)
@@ -714,7 +728,7 @@ def diverge(
 
 
 class _Walk:
-    """Compares all parts of two sides in order."""
+    """Compares all parts of two records in order: rows, columns and metrics, phase by phase."""
 
     def __init__(self, sides: tuple[Side, Side], how: How, columns: Sequence[str] | None, everywhere: bool) -> None:
         self.sides, self.how, self.columns, self.everywhere = sides, how, columns, everywhere
@@ -722,7 +736,7 @@ class _Walk:
         self._pairs = list(_pairs(*sides))
 
     def every(self) -> Iterator[_Seen]:
-        """Yields all that is compared, in order."""
+        """Yield the result of each comparison, in order, equal or not."""
         rows: Divergence | None = None
         order_reported = False
         for number, (ours, theirs, later) in enumerate(self._pairs):
@@ -782,14 +796,14 @@ class _Walk:
         self.notes += [note for note in dict.fromkeys(notes) if note and note not in self.notes]
 
     def uid(self, number: int, row: int | None) -> Any:
-        """The uid of the first side's row, where it is known."""
+        """Return the uid of the first side's row; None where it is not known."""
         phase = self._pairs[number][0]
         if row is None or phase is None or "uid" not in phase.batch.non_tensor_batch or row >= len(phase.batch):
             return None
         return phase.batch.non_tensor_batch.part("uid", row, row + 1)[0]
 
     def weights(self, number: int, column: str) -> Iterator[str]:
-        """A note where the two sides wrote the column under different policy versions."""
+        """Yield a note where the two sides wrote the column under different policy versions."""
         made = [phase and phase.batch.origins.get(column) for phase in self._pairs[number][:2]]
         versions = [origin and origin.policy_version for origin in made]
         if None not in versions and versions[0] != versions[1]:
@@ -800,10 +814,11 @@ class _Walk:
 
 
 def _sides(first: Trace | DataProto, second: Trace | DataProto) -> tuple[Side, Side]:
-    """Both as phases, the start as one of them; as one nameless phase where either is a batch alone.
+    """Turn both records into tuples of phases, with the start as the first one. Where either is a batch alone, each
+    becomes one nameless phase.
 
-    Where one has its old log-probs from the update's own pass, the other has those, too: a stage may have run for the eye.
-    A batch alone may be a dump of a few columns, so those that one side alone has come last.
+    Where one trace has its old log-probs from the update's own pass, the other is read so, too, because a stepper runs
+    the log-prob stage. A batch alone may have only a few columns, so columns of one side alone come last.
     """
     if isinstance(first, Trace) and isinstance(second, Trace):
         if any(COMPUTED_BY in phase.settings for side in (first, second) for phase in side):
@@ -820,13 +835,14 @@ def _single(stage: str, batch: DataProto, wrote: Sequence[str]) -> Phase:
 
 
 def _writer(name: str, a: DataProto, b: DataProto) -> str | None:
-    """The stage that wrote a column, by its origin, else by its declaration."""
+    """Return the stage that wrote a column, by its origin, else by its declaration."""
     made = a.origins.get(name) or b.origins.get(name)
     return made.stage if made is not None else writer_of(name)
 
 
 def _declared_order(name: str, a: DataProto, b: DataProto) -> tuple[bool, int, bool, str]:
-    """Sort key: columns of both first, in the order of `COLUMNS`; others come after those of their stage, else last."""
+    """Sort key for columns: those of both sides come first, in the order of `COLUMNS`; undeclared ones come after those
+    of the same stage."""
     places, known = list(COLUMNS), name in COLUMNS
     same = [n for n, other in enumerate(places) if COLUMNS[other].writer == _writer(name, a, b)]
     place = places.index(name) if known else max(same, default=len(places))
@@ -843,7 +859,8 @@ def _check_names(sides: tuple[Side, Side], columns: Sequence[str] | None) -> Non
 
 
 def _pairs(a: Side, b: Side) -> Iterator[tuple[Phase | None, Phase | None, bool]]:
-    """Phases by name, in the first's order; None where a side has no such phase; and whether the second has it later."""
+    """Pair the phases of two traces by name, in the first's order; yields (first's phase, second's phase, whether the
+    second has it later). None where a side lacks the phase."""
     names, waiting = {phase.stage for phase in a}, list(b)
     for ours in a:
         while waiting and waiting[0].stage not in names:
@@ -860,7 +877,8 @@ def _pairs(a: Side, b: Side) -> Iterator[tuple[Phase | None, Phase | None, bool]
 
 
 def _taken_over(ours: Phase, theirs: Phase) -> list[str]:
-    """A note where one side did not run the stage but has the recorded outputs; its settings are then the placeholder's."""
+    """Return a note where only one side ran the stage and the other holds its recorded outputs; the settings are then
+    not compared."""
     key = f"{_TAKEN_OVER}{ours.stage}"
     if (key in ours.metrics) == (key in theirs.metrics):
         return []
@@ -884,7 +902,7 @@ def _facts(one: Phase, two: Phase) -> Iterator[str]:
 
 
 def _said(values: Mapping[str, Any], key: str) -> str:
-    """A setting as text; without addresses of objects, which always differ."""
+    """Return a setting as text, without memory addresses of objects, which always differ."""
     if key not in values:
         return "not there"
     value = values[key]

@@ -51,8 +51,11 @@ DRAWN = "drawn_ahead"
 
 
 def phases(pipeline: Pipeline, batch: DataProto | Trace) -> Iterator[Trace]:
-    """Generator: run a pipeline on a batch and yield the trace after each phase, an empty one first. Given a trace, run
-    only the stages that it lacks. An exception of a stage has the trace so far as its attribute `trace`."""
+    """Run a pipeline on a batch, stage by stage, and yield the trace after each phase, an empty one first.
+
+    Given a trace, only the stages that it lacks are run. An exception raised by a stage carries the trace so far as its
+    attribute `trace`.
+    """
     trace = batch if isinstance(batch, Trace) else Trace(batch)
     yield trace
     run = _overlapped if pipeline.overlap else _in_order
@@ -72,7 +75,8 @@ def _in_order(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
 
 
 def in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Thread]:
-    """Call `work` in a daemon thread, which no exit of the process waits for; its result or error is the future's."""
+    """Call `work` in a daemon thread, which does not keep the process alive; returns a future of its result, and the
+    thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -93,7 +97,8 @@ _SAME_ROWS = ("old_log_prob", "ref_log_prob", "values", "exact_kl")
 
 
 class StreamingReward:
-    """Scores rows in a background thread as the rollout finishes them; `finish()` returns all scores in row order."""
+    """Scores rows in a background thread while the rollout still samples others; `finish()` returns all scores in row
+    order."""
 
     def __init__(self, reward: BaseReward) -> None:
         self._reward = reward
@@ -101,7 +106,7 @@ class StreamingReward:
         self._scores, _ = in_thread("workbench-early-reward", self._scored)
 
     def arrive(self, row: int, columns: Mapping[str, Any], sample: Sample) -> None:
-        """Queue row number `row` (an episode, where these are several rows) for scoring: its columns and sampled response."""
+        """Queue a finished row (or episode) of number `row` for scoring, with its columns and sampled response."""
         self._arrived.put((row, row_view(columns, columns["response_text"], sample.ids)))
 
     def end(self) -> None:
@@ -127,7 +132,8 @@ class StreamingReward:
 
 
 def _overlapped(stages: list[Stage], trace: Trace) -> Iterator[Trace]:
-    """Yields the trace after each phase; a reward runs beside the rollout before it and the log-probs after it."""
+    """Run the stages and yield the trace after each phase; a reward runs at the same time as the rollout before it and
+    the log-probs after it."""
     with ThreadPoolExecutor(1, thread_name_prefix="workbench-reward") as beside:
         while stages:
             stage = stages.pop(0)
@@ -161,7 +167,8 @@ def _streamed(reward: Any, streaming: StreamingReward, batch: DataProto) -> Phas
 
 
 def _beside(trace: Trace, reward: Stage, scoring: Future[Phase], stages: list[Stage]) -> Iterator[Trace]:
-    """Runs stages that do not read the reward while it works; yields the reward's phase first, then theirs."""
+    """Run stages that do not read the reward while it is being computed; yields the trace with the reward's phase
+    first, then with theirs."""
     batch, done = trace.batch, []
     while stages and _independent(stages[0], reward, batch):
         done.append(perform(stages.pop(0), batch))
@@ -176,7 +183,8 @@ def _beside(trace: Trace, reward: Stage, scoring: Future[Phase], stages: list[St
 
 
 def _independent(stage: Stage, reward: Stage, batch: DataProto) -> bool:
-    """Whether a stage can run before the reward is known: it reads nothing of it, changes no weights, moves no rows."""
+    """Whether a stage can run before the reward is known: it reads nothing of the reward, changes no weights and moves
+    no rows."""
     ready = all(name in batch and name not in reward.writes and not name.startswith("reward") for name in stage.reads)
     return ready and not stage.updates and stage.name in _SAME_ROWS
 
@@ -185,7 +193,8 @@ def _independent(stage: Stage, reward: Stage, batch: DataProto) -> bool:
 
 
 def drawn_stages(pipeline: Pipeline) -> Pipeline:
-    """The leading stages of a pipeline that can run one step ahead: rollout, reward, filtering, overlong, baseline."""
+    """Return the leading stages of a pipeline that can run one step ahead: rollout, reward, filtering, overlong,
+    baseline."""
     stages = list(pipeline)
     known = (Rollout, Reward, Overlong, FilterGroups, Baseline)
     count = next((place for place, one in enumerate(stages) if not isinstance(one, known) or one.state()), len(stages))
@@ -193,10 +202,10 @@ def drawn_stages(pipeline: Pipeline) -> Pipeline:
 
 
 def sampler_of(pipeline: Pipeline, setting: str = "ahead=1") -> PinnedWeights:
-    """The engine of the rollout that a pipeline begins with; its sampler can keep older weights than the learner's.
+    """Return the engine of a pipeline's rollout, whose sampler must be able to keep older weights than the learner's.
 
-    Raises `SettingError`, which names the `setting`, for any other: rows sampled while the weights change would belong
-    to no policy version.
+    Raises `SettingError`, naming `setting`, where it cannot: rows sampled while the weights change would belong to no
+    policy version.
     """
     first = next(iter(pipeline))
     engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, Given) else None
@@ -218,7 +227,7 @@ def sampler_of(pipeline: Pipeline, setting: str = "ahead=1") -> PinnedWeights:
 
 
 def correction(pipeline: Pipeline) -> str | None:
-    """How a pipeline corrects for rows sampled by older weights, in words; None where it does not."""
+    """Describe in words how a pipeline corrects for rows sampled with older weights; None where it does not."""
     for stage in pipeline:
         if not isinstance(stage, RolloutCorrection):
             continue
@@ -239,8 +248,8 @@ class Ahead:
     def __init__(
         self, pipeline: Pipeline, batch_of: Callable[[int], DataProto], *, last: int, pending: Trace | None = None
     ) -> None:
-        """`batch_of(step)` returns a step's prompts; nothing is sampled beyond step `last`. `pending` is the trace of rows
-        that a checkpoint kept. Raises `SettingError` as `sampler_of`."""
+        """`batch_of(step)` returns a step's prompts; nothing is sampled beyond step `last`. `pending` is the trace of
+        rows that a checkpoint kept. Raises `SettingError` as `sampler_of` does."""
         self._engine, self._stages = sampler_of(pipeline), drawn_stages(pipeline)
         self._batch_of, self._last = batch_of, last
         self._drawn: dict[int, Future[Trace]] = {}
@@ -269,8 +278,11 @@ class Ahead:
         return _marked(trace, waited)
 
     def lost(self, step: int) -> Callable[[], None] | None:
-        """Where the sampling of this step's rows failed: a function that samples them again, with the learner's weights as they
-        are when it is called, which must be those of before the last update."""
+        """Return a function that samples this step's rows again, if sampling them has failed; else None.
+
+        The function uses the learner's weights at the time of its call, which must be those from before the last
+        update.
+        """
         future = self._drawn.get(step)
         if future is None or not future.done() or future.exception() is None:
             return None
@@ -283,10 +295,11 @@ class Ahead:
         return again
 
     def learnt(self, step: int) -> None:
-        """Called after a step's update: nothing is to be done here."""
+        """Do nothing; it is called after each step's update, and other executors need it."""
 
     def settle(self, step: int) -> AbstractContextManager[Any]:
-        """Wait for the rows of step `step` + 1: what follows may sample, and ask the reward, alone."""
+        """Wait for the rows of step `step` + 1, so that what follows has the sampler and the reward to itself; the
+        context manager that is returned does nothing."""
         self.pending(step)
         return nullcontext()
 
@@ -299,8 +312,11 @@ class Ahead:
         return None if future is None or error is not None else future.result()
 
     def close(self, after: int, patience: float | None = None) -> str:
-        """Stop sampling, after up to `patience` seconds (None: no limit) for the rows of step `after` + 1 to be finished,
-        which a checkpoint then keeps. Returns a sentence for the log where those rows were discarded, else ''."""
+        """Stop sampling ahead; waits up to `patience` seconds (None: no limit) for the rows of step `after` + 1, which
+        a checkpoint then keeps.
+
+        Returns a sentence for the log where those rows were discarded, else an empty text.
+        """
         wanted = self._drawn.get(after + 1)
         if wanted is not None:
             wait([wanted], timeout=patience)
@@ -332,7 +348,8 @@ class Ahead:
             held.release()
 
     def _lag(self, trace: Trace, step: int) -> int:
-        """Policy versions between the oldest row and the learner. Raises `VersionMismatch` for more than `MOST`."""
+        """Return how many policy versions the oldest row is behind the learner. Raises `VersionMismatch` for more than
+        `MOST`."""
         versions = trace.batch["policy_version"]
         if not len(versions):
             return 0
@@ -347,7 +364,7 @@ class Ahead:
 
 
 def _marked(trace: Trace, waited: float) -> Trace:
-    """A trace that was sampled ahead, marked as such, with the seconds that ran beside the step before."""
+    """Mark the phases of a trace that was sampled ahead, and record the seconds that they ran beside the previous step."""
     first, *others = [replace(one, settings={**one.settings, DRAWN: MOST}) for one in trace.phases]
     overlapped = sum(one.seconds for one in trace.phases) - waited
     first = replace(first, metrics={**first.metrics, "timing_s/overlapped": overlapped})
@@ -364,7 +381,7 @@ def loaded(path: Path) -> Trace:
 
 
 def read_once(trace: Trace) -> Trace:
-    """Return the same trace, made to read each column from disk only once: all its batches then share one object."""
+    """Return the same trace, changed so that each column is read from disk at most once and shared by all its batches."""
     for columns in _held(trace):
         for column in columns.raw().values():
             if isinstance(column, Lazy) and not hasattr(column.read, "cache_info"):

@@ -53,7 +53,7 @@ _SMALL = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSettings(Settings):
-    """Where a stepper keeps the weights of before its updates, and how many."""
+    """Where a stepper keeps the weights from before its updates, and how many of these states."""
 
     snapshots: Literal["auto", "memory", "disk", "replay"] = "auto"
     """`memory`; `disk`, a file in `snapshot_folder`; `replay`: the updates since an earlier state are done again; or `auto`: copies
@@ -78,7 +78,8 @@ class SnapshotSettings(Settings):
 
 @dataclass(frozen=True)
 class Price:
-    """What keeping a learner's present state takes, and what it may take; as text a phrase of a sentence."""
+    """What keeping a learner's present state costs and how much room there is, in memory, disk space or updates to
+    repeat; as text, a phrase for a message."""
 
     kind: str
     cost: SnapshotCost
@@ -86,7 +87,7 @@ class Price:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room."""
+        """Whether there is room for the state."""
         return self.cost.memory <= self.free.memory and self.cost.disk <= self.free.disk
 
     def __bool__(self) -> bool:
@@ -102,10 +103,10 @@ class Price:
 
 
 class Holder(Protocol):
-    """Protocol of who can go back to kept states: a stepper or a fork of it."""
+    """Protocol of objects that can go back to kept states: a stepper, or a fork of it."""
 
     def wanted_states(self) -> set[str]:
-        """The `state_id` of each state that it can still go back to."""
+        """Return the `state_id` of each state that it can still go back to."""
 
 
 class Snapshots:
@@ -123,12 +124,12 @@ class Snapshots:
         self._kinds: dict[int, str] = {}
 
     def shared_with(self, holder: Holder) -> None:
-        """A further stepper restores its weights from here."""
+        """Register a further stepper that restores its weights from here, so that its states are kept."""
         self._holders.add(holder)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that all kept states take together; what they share is counted once."""
+        """Bytes of memory that all kept states take together; tensors that they share count once."""
         sizes: dict[int, int] = {}
         for one in self._all():
             sizes |= {place: tensor.nbytes for place, tensor in one.tensors().items()}
@@ -136,16 +137,17 @@ class Snapshots:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files of all kept states together."""
+        """Bytes on the disk that the files of all kept states take together."""
         sizes: dict[Any, int] = {}
         for one in self._all():
             sizes |= one.on_disk()
         return sum(sizes.values())
 
     def price(self, learner: Learner, tokens: int = 0) -> Price:
-        """What keeping the learner's present state would take; nothing where it is kept.
+        """Return what keeping the learner's present state would cost; nothing where it is kept already.
 
-        What learning from a batch of `tokens` will need is not free. An engine that is not open yet is not opened for this.
+        Memory that learning from a batch of `tokens` will need does not count as free. An engine that is not open yet
+        is not opened for this.
         """
         if (isinstance(learner, Late) and not learner.opened) or learner.state_id in self._of(learner):
             return Price("", SnapshotCost(), SnapshotCost())
@@ -154,8 +156,9 @@ class Snapshots:
     def take(self, learner: Learner, name: str = "learner", tokens: int = 0) -> None:
         """Keep the learner's present state, unless it is kept already.
 
-        Before it is taken the states that nobody can go back to are dropped, and the oldest beyond `keep_snapshots`, or where
-        it would not fit into memory or on the disk. Raises `OutOfMemory` where it does not fit then.
+        First, states that no stepper can go back to are dropped, and then the oldest ones beyond `keep_snapshots` or
+        for which there is no room in memory or on the disk. Raises `OutOfMemory` where the state does not fit even
+        then.
         """
         held = self._of(learner)
         if learner.state_id not in held:
@@ -169,10 +172,11 @@ class Snapshots:
         held.move_to_end(learner.state_id)
 
     def align(self, role: str, learner: Learner, state_id: str) -> None:
-        """Restore the weights `state_id` into the learner of a role; its present ones are kept where a fork can go back to them.
+        """Restore the weights `state_id` into the learner of a role; its present weights are kept first where a fork
+        can go back to them.
 
-        A learner whose workers can be `lost` is kept before every phase, and restored after a loss. Raises
-        `VersionMismatch` where no kept state has these weights.
+        The state of a learner whose workers may die (`Losable`) is kept before every phase, and restored after a loss.
+        Raises `VersionMismatch` where no kept state has these weights.
         """
         lost = learner.lost if isinstance(learner, Losable) else None
         if learner.state_id == state_id and not lost:
@@ -198,7 +202,8 @@ class Snapshots:
 
     @contextmanager
     def lending(self, present: Mapping[str, str]) -> Iterator[None]:
-        """Context manager: inside it the states of `present` (role → state_id) are kept, for whoever they are lent back to."""
+        """Context manager: inside it the states in `present` (role → state_id) are not dropped, so that they can be
+        restored afterwards."""
         self._lent.append(set(present.values()))
         try:
             yield
@@ -229,7 +234,7 @@ class Snapshots:
             return learner.snapshot(kind, price.cost.folder)
 
     def _kind(self, learner: Any, tokens: int) -> str:
-        """What `auto` means for this learner."""
+        """Choose the kind of snapshot for this learner: the setting, or what `auto` means for it."""
         chosen = self._settings.snapshots
         if chosen != "auto" or not isinstance(learner, Estimates):
             return "memory" if chosen == "auto" else chosen
@@ -259,7 +264,7 @@ class Snapshots:
         return max(memory.available() - taken, 0)
 
     def _free_disk(self, folder: str | None) -> int:
-        """Bytes that a further state may take on the disk."""
+        """Bytes that a further state may take on the disk of a folder."""
         there = shutil.disk_usage(folder or tempfile.gettempdir())
         free = max(there.free - there.total // 20, 0)
         if self._settings.snapshot_disk is None:
@@ -267,7 +272,8 @@ class Snapshots:
         return min(free, max(int(self._settings.snapshot_disk * 2**30) - self.disk_bytes, 0))
 
     def _oldest(self, price: Price) -> tuple[OrderedDict[str, Snapshot], str] | None:
-        """The state that was used least lately of those which take what is short, and of which learner."""
+        """Find the least recently used state among those that take memory, or disk space where that is short; returns
+        (the learner's states, state_id), or None."""
         short: Callable[[Snapshot], Any] = (
             (lambda one: one.on_disk()) if price.cost.disk > price.free.disk else (lambda one: one.nbytes)
         )
@@ -310,13 +316,13 @@ def _no_room(name: str, price: Price) -> OutOfMemory:
 
 
 def states(learners: Mapping[str, Any]) -> dict[str, str]:
-    """Role → the learner's present `state_id`."""
+    """Return each learner's present `state_id`, by role."""
     return {role: learner.state_id for role, learner in learners.items()}
 
 
 @dataclass(frozen=True)
 class StepState:
-    """A stepper's state before a phase: each role's weights by `state_id`, each stage's controllers by value."""
+    """A stepper's state before a phase: each role's weights by `state_id`, and the state of each stage's controllers."""
 
     weights: dict[str, str]
     controllers: dict[str, dict[str, float]]
@@ -335,12 +341,13 @@ class Done:
 class Stepper(Shown):
     """Runs one batch through a pipeline, one phase at a time. Most methods return a stepper, so that calls chain.
 
-    Forks share the engines: before a stage runs, its stepper's own weights are restored. After `back`,
-    a stage whose input columns have not changed is not run again, and its outputs are reused: rollout
-    and log-probs after a change of reward or estimator.
+    Forks share the engines: before a stage runs, its stepper's own weights are restored. After `back`, a stage whose
+    input columns have not changed is not run again, and its outputs are reused: rollout and log-probs after a change of
+    reward or estimator.
 
-    Before an update the weights are kept, to go back to. What that takes in memory is said before, in the repr and the log;
-    `stepper.snapshots` lists what is kept. With a local engine weights as loaded cost nothing, and LoRA's adapters little.
+    Before an update the weights are kept, to go back to. What that takes is shown before, in the repr and the log;
+    `stepper.snapshots` lists what is kept. With a local engine, weights still as they were loaded cost nothing, and
+    LoRA's adapters little.
 
     Args:
         pipeline: a `Pipeline`, or a list of stages, of which the first may read any column of the batch: a batch that was made
@@ -399,11 +406,12 @@ class Stepper(Shown):
         return self._snapshots
 
     def wanted_states(self) -> set[str]:
-        """The `state_id` of all weights that this stepper can go back to."""
+        """Return the `state_id` of all weights that this stepper can go back to."""
         return {state for standing in self._standings for state in standing.weights.values()}
 
     def prices(self) -> dict[str, Price]:
-        """What keeping the weights before the next phase takes, where it is an update, by role."""
+        """Return what keeping the weights before the next phase would cost, by role; empty where that phase is no
+        update."""
         stage = self._pipeline[self.position] if self.next_stage is not None else None
         updated = stage.learners() if stage is not None and stage.updates else ()
         roles = self._pipeline.learners().items()
@@ -516,8 +524,8 @@ class Stepper(Shown):
         """Compare the update on this batch with one under another loss, advantage estimator, set of rows or mask.
 
         `s.what_if(clip_ratio_high=0.28, updates=4, probe=eval_rows)`: see `workbench.what_if` for what can be changed.
-        Both start from the weights before the update; afterwards the engines have again what they had, and the stepper stays
-        where it is.
+        Both start from the weights before the update. Afterwards the engines have their weights back, and the stepper
+        has not moved.
         """
         if self.position > self._pipeline.index("update_actor"):
             with self._lent():
@@ -541,10 +549,10 @@ class Stepper(Shown):
         return stage.episode(fork.batch, row, recorded=self._trace[stage.name].batch, lent=fork._lent)
 
     def with_episodes(self, *episodes: EpisodeStepper) -> Stepper:
-        """Make a fork after the rollout with these episodes in place of the sampled ones of their rows. An episode of more or
-        fewer sequences than it had moves the rows behind it.
+        """Return a fork, standing after the rollout, in which these episodes replace the sampled ones of their rows.
 
-        `t = s.with_episodes(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the
+        An episode with more or fewer sequences than before moves the rows behind it. `t =
+        s.with_episodes(s.episode(3).replace(1, "41").run()).run(); s.compare(t)`. Raises `PipelineError` before the
         rollout, for an episode that is not over, and for one of another batch.
         """
         stage = self._agents()
@@ -633,14 +641,15 @@ class Stepper(Shown):
     # --- inside ---------------------------------------------------------------------------
 
     def _tokens(self) -> int:
-        """Tokens of the batch, padding included."""
+        """Number of tokens of the batch, padding included; 0 before there are any."""
         return int(self.batch["input_ids"].numel()) if "input_ids" in self.batch else 0
 
     def _standing(self) -> StepState:
         return StepState(states(self._pipeline.learners()), self._pipeline.state())
 
     def _align(self, *, lost: bool = True) -> None:
-        """Restore the weights and controllers of this position; `lost=False` leaves learners out whose workers died."""
+        """Restore the weights and controllers of the present position; with `lost=False`, learners whose workers died
+        are left out."""
         standing = self._standings[-1]
         for role, learner in self._pipeline.learners().items():
             if role in standing.weights and (lost or not (isinstance(learner, Losable) and learner.lost)):
@@ -651,7 +660,8 @@ class Stepper(Shown):
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """Inside, the weights of this position are in the engines; after it those that were there before."""
+        """Context manager: inside it the engines have the weights of this position; afterwards those that they had
+        before."""
         learners = self._pipeline.learners()
         present = states(learners)
         with self._snapshots.lending(present):
@@ -668,9 +678,10 @@ class Stepper(Shown):
         return tuple(one.state_id if isinstance(one, Stateful) else "" for one in stage.learners())
 
     def _reusable(self, stage: Stage) -> Phase | None:
-        """What the stage would write, where nothing that it reads has changed since it last ran here.
+        """Return the phase that running the stage again would give, if nothing that the stage reads has changed since
+        it last ran; else None.
 
-        A stage with a controller is always run: its controller must see the batch.
+        A stage with a controller is always run, because the controller must see the batch.
         """
         done = self._done.get(stage.name)
         if done is None or done.stage is not stage or stage.state() or done.weights != self._weights(stage):
@@ -714,7 +725,8 @@ def outdated(pipeline: Pipeline) -> list[str]:
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:
-    """Functions and classes of `__main__` in a value: itself, what a partial or method holds, members, attributes."""
+    """Yield the functions and classes of `__main__` inside a value, down to `depth`: itself, what a partial or a method
+    holds, members, attributes."""
     if depth == 0 or value is None or isinstance(value, str | int | float):
         return
     if not (inspect.isfunction(value) or inspect.isclass(value)):
@@ -740,7 +752,7 @@ def _inner(value: Any) -> Iterable[Any]:
 
 
 def _redefined(held: Any) -> bool:
-    """Whether `__main__` now has something with another source text under this name."""
+    """Whether `__main__` now has another definition, with another source text, under this function's or class's name."""
     if held.__module__ != "__main__":
         return False
     now: Any = sys.modules["__main__"]

@@ -67,11 +67,11 @@ class Phase(Shown):
     """Whether the stage was not run again, because nothing that it reads had changed."""
 
     def delta(self) -> DataProto:
-        """The batch with only the columns that this phase wrote."""
+        """Return the batch with only the columns that this phase wrote."""
         return self.batch.without(*(name for name in self.batch.columns if name not in self.wrote))
 
     def written_into(self, batch: DataProto) -> DataProto:
-        """`batch`, which has the same rows, with the columns that this phase wrote."""
+        """Return `batch`, which has the same rows, with this phase's columns in place of its own."""
         return batch.without(*(name for name in self.wrote if name in batch)).union(self.delta())
 
 
@@ -100,8 +100,10 @@ class Trace(Shown):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All phases' metrics, and their seconds as `timing_s/<stage>` and `timing_s/step`. The latter leaves out work done
-        during the step before (`timing_s/overlapped`)."""
+        """All phases' metrics, and their seconds as `timing_s/<stage>` and `timing_s/step`.
+
+        `timing_s/step` leaves out work that ran during the previous step (`timing_s/overlapped`).
+        """
         merged: dict[str, float] = {}
         for phase in self.phases:
             merged |= {**phase.metrics, f"timing_s/{phase.stage}": phase.seconds}
@@ -121,22 +123,23 @@ class Trace(Shown):
         return iter(self.phases)
 
     def before(self, name: str) -> DataProto:
-        """The batch before the phase `name`, which its stage read."""
+        """Return the batch before the phase `name`, which its stage read."""
         position = self.names.index(self[name].stage)
         return self.phases[position - 1].batch if position else self.start
 
     def add(self, phase: Phase) -> Trace:
-        """A trace with one more phase."""
+        """Return a trace with one more phase."""
         return Trace(self.start, (*self.phases, phase))
 
     def first(self, count: int) -> Trace:
-        """A trace of the first `count` phases only."""
+        """Return a trace of the first `count` phases only."""
         return Trace(self.start, self.phases[:count])
 
     # --- disk -----------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """Save to a new folder: `start/`, one folder per phase with the columns it wrote, and `trace.json` last."""
+        """Save the trace to a new folder: `start/`, one folder per phase with the columns it wrote, and `trace.json`
+        last."""
         folder = Path(path)
         if folder.exists():
             raise RunError("a trace is never overwritten", found=f"{folder}, which exists", do="save to a new folder")
@@ -161,7 +164,7 @@ class Trace(Shown):
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Open a folder that `save` wrote; columns are read at their first use. Raises `RunError` for a damaged one."""
+        """Open a folder that `save` wrote; columns are read at their first use. Raises `RunError` for a damaged folder."""
         folder = Path(path)
         if not (folder / "trace.json").is_file():
             raise RunError(f"no trace at {folder}", expected="a folder with trace.json", do="check the path")
@@ -184,7 +187,7 @@ class Trace(Shown):
 
 
 def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A phase's record with every part converted to its type: the file may come from anybody."""
+    """Convert every part of a phase's record to its type, or raise `RunError`: the file may come from anybody."""
     name = record["folder"]
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise RunError(f"a phase of trace {folder}", expected="the name of a folder in it", found=describe(name))
@@ -212,7 +215,7 @@ def _restored(before: DataProto, delta: DataProto, record: dict[str, Any]) -> Ph
 
 
 def _source_rows(before: DataProto, delta: DataProto, stage: str) -> torch.Tensor:
-    """For each row of a phase the row it came from, checked: [B] int64 below the number of rows before."""
+    """Return for each row of a phase the row that it came from, [B] int64, after checking that it exists."""
     rows: torch.Tensor = delta[_SOURCE_ROW]
     known = rows.dim() == 1 and rows.dtype == torch.int64
     if not known or (len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(before)):
@@ -228,10 +231,10 @@ COMPUTED_BY = "computed_by"
 
 
 def completed(trace: Trace) -> Trace:
-    """A trace whose update computed the old log-probs itself, as if the stage before had done so: what that stage writes stands
-    there, and in the batches from there on, in the update's numbers and signed by it.
+    """Return a trace as if its log-prob stage had computed the old log-probs, where in fact the update's own pass did:
+    columns and metrics move to that stage, still signed by the update.
 
-    Other traces are returned as they are, and those in which rows were dropped between stage and update.
+    Other traces are returned unchanged, and so are those in which rows were dropped between the stage and the update.
     """
     places = _left_to_update(trace)
     if places is None:
@@ -256,12 +259,13 @@ def completed(trace: Trace) -> Trace:
 
 
 def of_log_probs(metric: str) -> bool:
-    """Whether a metric is one of a log-prob stage's."""
+    """Whether a metric is one of those that a log-prob stage reports."""
     return metric == "actor/entropy" or metric.startswith("training/")
 
 
 def _left_to_update(trace: Trace) -> tuple[int, int] | None:
-    """Places of a log-prob stage and of an update that signed the old log-probs; None where no trace can be completed."""
+    """Return the positions of a log-prob stage and of the update that computed its columns; None where the trace has no
+    such pair."""
     for last, update in enumerate(trace):
         made = update.batch.origins.get("old_log_probs")
         if "loss" in update.settings and made is not None and made.stage == update.stage:
@@ -316,7 +320,7 @@ def perform(stage: Stage, batch: DataProto, metrics: dict[str, Any] | None = Non
 
 
 def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:
-    """A stage's settings as plain JSON values, and the source text of the functions among them."""
+    """Return a stage's settings as plain JSON values, and the source text of the functions among them."""
     plain: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, secret in {**stage.settings(), **foreign_class(stage)}.items():

@@ -35,7 +35,7 @@ RESERVE = 0.1
 
 @dataclass(frozen=True)
 class Measured:
-    """What one phase took."""
+    """Seconds and peak memory of one phase."""
 
     phase: str
     seconds: float
@@ -47,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """The phases of one learner under some settings."""
+    """Seconds and peak memory of one learner's phases under some settings."""
 
     role: str
     changes: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Trial:
 
     @property
     def peak(self) -> int:
-        """Bytes that count: on a GPU its own, else the host's."""
+        """The peak memory in bytes that counts: on a GPU the device's, else the host's."""
         return self.device or self.host
 
     def __str__(self) -> str:
@@ -69,7 +69,8 @@ class Trial:
 
 @dataclass(frozen=True, repr=False)
 class Tuning(Shown):
-    """Result of `tune`: `phases` as they are, `trials` with other settings, and `lines` to paste into the engine's call."""
+    """Result of `tune`: `phases` measured as they are, `trials` with other settings, and `lines` to paste into the
+    engine's call."""
 
     phases: tuple[Measured, ...]
     trials: tuple[Trial, ...]
@@ -82,10 +83,10 @@ class Tuning(Shown):
 def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float = 120.0) -> Tuning:
     """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
 
-    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. Tried are, each by itself, `micro_batch_tokens`, `pack`,
-    `gradient_checkpointing` and, on a GPU, `offload`; for a sampler that shares it the share of its cache is computed. After
-    `seconds` nothing further is tried. Everything is taken back, also where something raises. Raises `OutOfMemory` where memory
-    runs out in a phase in which no learner works.
+    `print(wb.tune(pipe, rows))` shows the table and the lines to paste. The settings `micro_batch_tokens`, `pack`,
+    `gradient_checkpointing` and, on a GPU, `offload` are tried one at a time; for a sampler on the same GPU its share
+    of memory is computed. After `seconds` no further setting is tried. All changes are undone, also where something
+    raises. Raises `OutOfMemory` where memory runs out in a phase in which no learner works.
     """
     require(batch_size >= 1, "batch_size", expected="≥ 1 prompt", found=batch_size)
     every = pipeline.learners()
@@ -123,7 +124,8 @@ def _taken_back(stepper: Stepper) -> Iterator[None]:
 def _run(
     stepper: Stepper, learners: Mapping[str, Tunable], last: str | None = None
 ) -> tuple[list[Measured], tuple[str, OutOfMemory] | None]:
-    """Run the phases that are left (to `last`), each measured; where memory runs out, in which phase and how."""
+    """Run and measure the remaining phases, up to `last`; returns the measurements and, where memory ran out, (phase,
+    error)."""
     measures: list[Measured] = []
     every = list({id(learner): learner for learner in learners.values()}.values())
     while (name := stepper.next_stage) is not None and (not measures or measures[-1].phase != last):
@@ -147,7 +149,7 @@ def _run(
 
 
 def _phases_of(pipeline: Pipeline, learner: Any) -> list[str]:
-    """The phases that a learner scores or learns in: what samples has other settings."""
+    """List the phases in which a learner scores or learns; sampling is left out, because it has other settings."""
     return [
         stage.name
         for stage in pipeline
@@ -156,13 +158,13 @@ def _phases_of(pipeline: Pipeline, learner: Any) -> list[str]:
 
 
 def _references(pipeline: Pipeline) -> list[Adjustable]:
-    """The frozen models, which have the settings of the engine that they were made from."""
+    """List the pipeline's frozen models, which have the settings of the engine that they were made from."""
     held = [one for stage in pipeline for one in getattr(stage, "made_with", {}).values()]
     return [one for one in held if isinstance(one, Adjustable) and not isinstance(one, Tunable)]
 
 
 def _trials(stepper: Stepper, role: str, learner: Any, deadline: float) -> list[Trial]:
-    """As it is, and with each other setting until the deadline."""
+    """Measure a learner's phases with its present settings, then with each other candidate until the deadline."""
     every = ({}, *_candidates(learner, stepper))
     return [_tried(stepper, role, learner, one) for one in every if time.monotonic() < deadline or not one]
 
@@ -194,7 +196,7 @@ def _tried(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]
 
 
 def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
-    """Other settings that change something on this batch."""
+    """List other settings that would change something on this batch."""
     now = learner.describe()
     gpu = learner.peaks()["total"] > 0
     budget = now["micro_batch_tokens"] or (16_384 if gpu else 4_096)
@@ -228,7 +230,7 @@ def _result(phases: list[Measured], trials: list[Trial], learners: Mapping[str, 
 
 
 def _best(trials: list[Trial]) -> dict[str, Any]:
-    """Of each setting the value that takes less, if any does."""
+    """Choose for each setting the value that takes less time or memory; settings for which none does are left out."""
     if not trials:
         return {}
     base, *others = trials
@@ -265,7 +267,8 @@ def _lines(role: str, learner: Any, proposed: Mapping[str, Any], trials: list[Tr
 
 
 def _cache_share(actor: Any, phases: list[Measured]) -> list[str]:
-    """vLLM's share of a GPU that it has with the learner: what the learner holds while it samples stays free."""
+    """Propose vLLM's share of a GPU that it uses together with the learner: what the learner holds during sampling
+    stays free."""
     record = actor.describe() if isinstance(actor, Described) else {}
     sampler = record.get("sampler") if isinstance(record, Mapping) else None
     total = actor.peaks()["total"] if isinstance(actor, Tunable) else 0

@@ -40,7 +40,7 @@ class Side:
 
 @dataclass(frozen=True, repr=False)
 class WhatIf(Shown):
-    """Result of `what_if`: the updates as the pipeline makes them (`actual`) and with the changes (`other`)."""
+    """Result of `what_if`: the updates as the pipeline makes them (`actual`) and with the changed settings (`other`)."""
 
     changes: dict[str, str]
     actual: Side
@@ -131,7 +131,7 @@ def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
 
 
 def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., Any] | Advantage) -> DataProto:
-    """The batch with other advantages; the state of a KL controller of the pipeline stays."""
+    """Return the batch with advantages by another estimator; the state of the pipeline's KL controller is not changed."""
     old: Any = pipeline["advantage"]
     stage = advantage if isinstance(advantage, Advantage) else old.with_function(advantage)
     state = stage.state()
@@ -145,7 +145,7 @@ def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., An
 
 
 class _Bench:
-    """Updates on scratch weights: each starts from the real ones, which `restore` puts back."""
+    """Makes updates on scratch weights: each run starts from the real weights, which `restore` puts back."""
 
     def __init__(self, pipeline: Pipeline, update: Update, batch: DataProto, probe: Any) -> None:
         self._pipeline, self._update, self._whole, self._probe = pipeline, update, batch, probe
@@ -156,7 +156,7 @@ class _Bench:
         self._learner.restore(self._start)
 
     def updated(self, name: str, loss: PolicyLoss, batch: DataProto, updates: int) -> Side:
-        """`updates` optimizer passes over the batch from the real weights, and what they changed."""
+        """Update `updates` times on the batch, starting from the real weights, and return what that changed."""
         self.restore()
         always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
         stage = Update(**{**self._update.made_with, "loss": loss, **always})
@@ -170,7 +170,7 @@ class _Bench:
         return torch.as_tensor(self._learner.compute_log_probs(chosen, ("log_probs",), temperature)["log_probs"])
 
     def probed(self) -> dict[str, float]:
-        """The probe under the weights that are in the engine now."""
+        """Measure the probe (held-out log-prob or reward) with the weights that are in the engine now."""
         if self._probe is None:
             return {}
         if isinstance(self._probe, DataProto):

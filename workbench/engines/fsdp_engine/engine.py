@@ -84,14 +84,15 @@ class FsdpEngine(ModelEngine):
     # --- the ranks --------------------------------------------------------------------------
 
     def _open(self, source: str | None) -> None:
-        """Load the model on the ranks."""
+        """Load the model on all ranks, with the weights of `source` where it is given, and keep the self-check's
+        result."""
         given = (self._name, self._source, self._settings.to_dict(), self._critic, source)
         self.selfcheck = self._group.call("open", *given, timeout=self._settings.deadline)[0]
         self._generation = self._group.generation
 
     @property
     def lost(self) -> bool:
-        """Whether the processes that held the weights are gone."""
+        """Whether the worker processes that held the weights are gone."""
         return not self._group.alive or self._generation != self._group.generation
 
     def _call(
@@ -117,12 +118,17 @@ class FsdpEngine(ModelEngine):
             raise
 
     def _on(self, method: str, *shared: Any, each: Any = None, tokens: int = 0) -> list[Any]:
-        """`method` of each rank's model, with its own arguments of `each` first, on rows of so many `tokens`."""
+        """Call `method` of every rank's model and return the results by rank.
+
+        `each` has further first arguments for each rank; `tokens` is the amount of work, from which the call's deadline
+        follows.
+        """
         given = (*(() if each is not None else (None,)), self._name, method, *shared)
         return self._call("on", *given, each=each, like=(f"{self._name}.{method}", tokens))
 
     def _on_rows(self, method: str, batch: DataProto, *shared: Any) -> tuple[list[Any], list[torch.Tensor]]:
-        """`method` of each rank's model with its share of the rows: results and row numbers by rank, the same within a block."""
+        """Split a batch over the ranks by tokens and call `method` with each rank's rows; returns results and row
+        numbers by rank. Ranks of one block (cp·tp) get the same rows."""
         check_ids(self._model, batch)
         if PIXELS in batch:
             raise EngineError("rows with pictures in an FSDP engine", expected="text", do="use engines.local")
@@ -134,7 +140,7 @@ class FsdpEngine(ModelEngine):
         return found, [place for place in places for _ in range(self._sizes.block)]
 
     def _firsts(self, by_rank: list[Any]) -> list[Any]:
-        """Of each block of ranks with the same rows the first one's."""
+        """Keep the first of each block of ranks that computed the same rows."""
         return by_rank[:: self._sizes.block]
 
     # --- LogProbModel -----------------------------------------------------------------------
@@ -152,7 +158,8 @@ class FsdpEngine(ModelEngine):
         return self._collected("compute_log_probs", batch, want, tuple(want), temperature, base)
 
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
-        """[B, T] exact KL(policy‖reference) per response token, in nats; the reference must be on the same ranks."""
+        """Compute the exact KL(policy‖reference) of each response token, [B, T] in nats. Raises `EngineError` where the
+        reference is not on the same ranks."""
         other = reference._engine
         if not isinstance(other, FsdpEngine) or other._group is not self._group:
             raise EngineError("full_kl (exact KL)", expected="a reference on the same ranks", found=repr(reference))
@@ -186,7 +193,8 @@ class FsdpEngine(ModelEngine):
     def probe(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0, per_row: bool = False
     ) -> StepResult:
-        """Loss and gradient norm without a step; `per_row` adds the column `row_grad_norm` [B], one backward pass a row."""
+        """Compute loss and gradient norm without an optimizer step; `per_row` adds the column `row_grad_norm` [B], at
+        the cost of one backward pass for each row."""
         check_routed(self._settings, batch)
         result = self._backward("probe", batch, loss, loss_counts, temperature)
         columns = dict(result.columns)
@@ -233,7 +241,8 @@ class FsdpEngine(ModelEngine):
     # --- weights ----------------------------------------------------------------------------
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights by Hugging Face's names, whole tensors on the CPU: adapters merged, a tied head under both of its names."""
+        """Gather all weights as whole tensors on the CPU, by Hugging Face names: LoRA adapters are merged, and a tied
+        output layer appears under both of its names."""
         weights = dict(self._on("weights")[0])
         every = self._model.named_parameters(remove_duplicate=False)
         named = [(name.replace(".base_layer.", "."), id(one)) for name, one in every if "lora_" not in name]
@@ -241,28 +250,32 @@ class FsdpEngine(ModelEngine):
         return weights | {name: weights[first[one]] for name, one in named}
 
     def sends(self) -> dict[str, Any]:
-        """Where its ranks are, as `WeightSender.sends`."""
+        """Describe where the ranks are, for the choice of a way to push weights (see `WeightSender.sends`)."""
         machines, devices = zip(*self._on("sends"), strict=True)
         where = {"machines": sorted(set(machines)), "pid": None, "devices": [one for one in devices if one]}
         return {**where, "adapter": lora.adapter_of(self._model)}
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
-        """Write pieces to a place, as `Outbox.send`: into a file each rank its own rows."""
+        """Write pieces of tensors to `place` (see `Outbox.send`); where it is a file, each rank writes the rows that it
+        holds."""
         found = self._on("send_weights", pieces, dict(place))
         return {name: handle for one in found for name, handle in one.items()} if "ipc" in place else found[0]
 
     def open_group(self, join: tuple[int, str] | None = None) -> Any:
-        """For a broadcast: open the port where all meet and return (host, port); then `join` (processes, backend)."""
+        """Form the process group for a broadcast of weights: without `join`, open a port on rank 0 and return (host,
+        port); then `join` = (number of processes, backend)."""
         return self._on("open_group", *(join or ()))[0]
 
     def empty_cache(self) -> None:
-        """Give the device memory back that torch keeps for later, on every rank."""
+        """Free the device memory that torch has cached for reuse, on every rank."""
         self._on("empty_cache")
 
     def _hold(self, kind: str, folder: str | Path | None) -> ShardedSnapshot:
-        """In a new folder in the engine's `scratch`, which all nodes see, whatever `folder` says, one file a rank.
+        """Save the present state to a new folder in the engine's `scratch`, one file for each rank; `folder` is not
+        used, because all nodes must see the files.
 
-        A model as it was loaded is not copied where the kind is `memory` or `replay`: it will be loaded again.
+        With the kinds `memory` and `replay`, a model still in the state of its own files is not saved: it can be loaded
+        from them again.
         """
         named = self.state_id, self.version, self._taught
         if kind in ("memory", "replay") and self._as_loaded():
@@ -273,7 +286,8 @@ class FsdpEngine(ModelEngine):
         return snapshot
 
     def _as_loaded(self) -> bool:
-        """Whether the weights can be loaded again from where they came from; adapters alone are less to write than that to read."""
+        """Whether a snapshot needs no files, because the weights can be loaded again from the model's folder. With LoRA
+        it always writes the adapters, which takes less than reading the base again."""
         return self._untouched() and not self._adapted and self._files == stamps(self._source)
 
     def _check(self, snapshot: ShardedSnapshot) -> None:
@@ -282,7 +296,7 @@ class FsdpEngine(ModelEngine):
             raise EngineError(what, do="write models to folders of their own, and open a new engine")
 
     def _return_to(self, snapshot: ShardedSnapshot) -> None:
-        """On new workers where the old ones are gone."""
+        """Load a snapshot's weights and optimizer into the ranks, on new workers where the old ones are gone."""
         start = self._start.folder if self._start is not None else None
         if snapshot.folder:
             self.load_sharded(Path(snapshot.folder))
@@ -293,7 +307,7 @@ class FsdpEngine(ModelEngine):
         self.version, self._taught = snapshot.version, snapshot.taught
 
     def _full_cost(self, kind: str) -> SnapshotCost:
-        """As a checkpoint: with LoRA the adapters and their moments."""
+        """Bytes on disk that a snapshot takes, as much as a checkpoint: with LoRA the adapters and their moments."""
         if kind in ("memory", "replay") and self._as_loaded():
             return SnapshotCost()
         return SnapshotCost(disk=self.checkpoint_bytes(), folder=self._scratch or tempfile.gettempdir())
@@ -321,18 +335,20 @@ class FsdpEngine(ModelEngine):
             raise _failed(path, failure)
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background. If it failed, raises `CheckpointError` or logs it (setting `failed_save`)."""
+        """Wait for a save in the background to end. If it failed, raise `CheckpointError` or log it (setting
+        `failed_save`)."""
         if self._saving is not None:
             self._look_at_save(max(self._saving.end - time.monotonic(), 0.0) + 0.1)
 
     def _save_lost(self, error: BaseException) -> None:
-        """The ranks have ended with this error: add a note about a save that was not finished."""
+        """Add a note to `error`, with which the ranks ended, that a background save was not finished."""
         one, self._saving = self._saving, None
         if one is not None and not one.is_there():
             error.add_note(f"the state that was being saved to {one.path} was not finished and is not there")
 
     def _look_at_save(self, seconds: float = 0.0) -> None:
-        """Ask for the save in the background, waiting for `seconds`: a failure is raised, or logged, by `failed_save`."""
+        """Check the save in the background, waiting up to `seconds` for its end; a failure is raised or logged (setting
+        `failed_save`)."""
         saving = self._saving
         if saving is None:
             return
@@ -356,7 +372,8 @@ class FsdpEngine(ModelEngine):
             log.warning("the state could not be saved to %s: %s; the run goes on", saving.path, failure)
 
     def load_sharded(self, path: Path) -> None:
-        """Load a checkpoint of `save_sharded` (any number of ranks). Raises `CheckpointError` where it is incomplete."""
+        """Load a distributed checkpoint written by `save_sharded` with any number of ranks. Raises `CheckpointError`
+        where it is incomplete."""
         self._fill(read_record(path), "load_state", path)
 
     def _write(self, path: Path, merged: bool) -> None:
@@ -382,18 +399,21 @@ class FsdpEngine(ModelEngine):
         self._last = self._since = None
 
     def critic(self, **changes: Any) -> FsdpEngine:
-        """A separate learner on the same ranks with these weights and a value head that starts at 0."""
+        """Make a critic on the same ranks: a learner with a copy of these weights and a new value head whose outputs
+        are 0. `changes` are settings that differ."""
         return self._copy(self._settings.replace(**{"routing_replay": False, **changes}), head=True)
 
     def _untouched(self) -> bool:
         return self.version == 0 and not self._taught
 
     def as_loaded(self) -> bool:
-        """Whether opening the path again gives this very state."""
+        """Whether the engine is still in the state of the files at its path: nothing was learned or loaded, and the
+        files have not changed."""
         return self._untouched() and self._start is None and self._files == stamps(self._source)
 
     def _copy(self, settings: FsdpSettings | None = None, head: bool = False) -> FsdpEngine:
-        """Another engine on the same ranks with these weights; a snapshot keeps them, should new ranks be needed."""
+        """Open another engine on the same ranks with a copy of these weights. A snapshot of them is kept, in case new
+        workers must be started."""
         kept = None if self._untouched() else self.snapshot()
         if self.lost:
             self._steps()  # raises, or starts again from the path
@@ -405,10 +425,12 @@ class FsdpEngine(ModelEngine):
     # --- what it is -------------------------------------------------------------------------
 
     def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
-        """What learning takes: (device, bytes by part), for one GPU, or on a CPU for all ranks of this machine.
+        """Return the device, and the bytes by part that learning takes there: on one GPU, or on a CPU of all ranks of
+        this machine together.
 
-        `tokens` of a mini-batch, which the ranks share; None: a full micro-batch on each. Estimated, or `measured` by
-        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
+        `tokens` is the size of a mini-batch, which the ranks share; None means a full micro-batch on each. The numbers
+        are estimated from the model's sizes. With `measured` they come from a short rehearsal (`engines.rehearsal`,
+        some seconds), or from the estimate where a rehearsal is not possible.
         """
         here, sizes = self._group.here(), self._sizes
         device = torch.device(self._group.workers[0]["device"])
@@ -428,7 +450,7 @@ class FsdpEngine(ModelEngine):
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}
 
     def memory_free(self) -> int:
-        """Bytes that can still be allocated on the device of the rank that has least."""
+        """Bytes that can still be allocated on a rank's device, of the rank that has the least."""
         return min(self._on("memory_free"))
 
     def _apply(self, settings: FsdpSettings) -> None:
@@ -437,8 +459,11 @@ class FsdpEngine(ModelEngine):
         self._settings = settings
 
     def peaks(self, begin: bool = False) -> dict[str, int]:
-        """Most bytes since the last call with `begin`: `host`, in memory of all ranks together, `device`, of tensors on a GPU,
-        the fullest, and `total`, that GPU's size."""
+        """Peak memory in bytes since the last call with `begin=True`.
+
+        `host` is the memory of all ranks together, `device` that of tensors on the fullest GPU, and `total` the GPU's
+        size.
+        """
         found = self._on("peaks", begin)
         return {name: (sum if name == "host" else max)(one[name] for one in found) for name in found[0]}
 
@@ -455,7 +480,7 @@ class FsdpEngine(ModelEngine):
         return {"path": self.path, "ranks": self._group.size, **self._settings.recorded()}
 
     def close(self) -> None:
-        """Finish saves in the background, and end the workers; other engines on the same ranks lose them, too."""
+        """Finish saves in the background and end the workers; other engines on the same group lose them, too."""
         self._group.close()
 
     def _place(self) -> str:
@@ -463,7 +488,8 @@ class FsdpEngine(ModelEngine):
 
 
 class _Save(NamedTuple):
-    """A save in the background: to which folder, by which of its ranks' workers, and when it is overdue."""
+    """A save that runs in the background: its folder, its id, its deadline, and the generation of workers that writes
+    it."""
 
     path: Path
     key: str
@@ -471,7 +497,7 @@ class _Save(NamedTuple):
     generation: int
 
     def is_there(self) -> bool:
-        """Whether this very save was published."""
+        """Whether this save, and no other, was published in its folder."""
         with suppress(CheckpointError):
             return bool(read_record(self.path).get("id") == self.key)
         return False
@@ -483,12 +509,14 @@ def _failed(path: Path, why: str) -> CheckpointError:
 
 
 def _seed() -> int:
-    """The seed that the caller gave torch's generator for the step (`stages.update.seeded`); the generator is not advanced."""
+    """Return the seed that the caller set torch's generator to for this step (`stages.update.seeded`); the generator is
+    not advanced."""
     return torch.initial_seed() % 2**62
 
 
 def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]) -> None:
-    """Raises `EngineError` where a loss raised on a rank, `NonFinite` where a loss or the gradient norm is NaN or infinite."""
+    """Raise `EngineError` where a loss function raised on a rank, and `NonFinite` where a loss or the gradient norm is
+    NaN or infinite."""
     if not any(report["failed"] for report in reports):
         return
     for rank, (report, place) in enumerate(zip(reports, places, strict=True)):
@@ -515,13 +543,15 @@ def fsdp(
 ) -> FsdpEngine:
     """Open a transformers model sharded over ranks by FSDP2: `fsdp("data/tiny-arith", ranks=2, lr=1e-3)`.
 
-    `path` as for `engines.local`. The `ranks` (None: as many as the `mesh` says, else 2) are processes of this machine, on its GPUs or (gloo) its cores, or those of the
-    `Group` `on`; engines on one group share its workers. `threads`: torch's in each process. `scratch` is the folder for
-    snapshots: with several machines one that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises
-    `EngineError` where there is no such model, or the workers cannot start.
+    `path` is as for `engines.local`. The `ranks` (None: as many as the `mesh` says, else 2) are processes of this
+    machine, on its GPUs or (with gloo) its cores, or those of the `Group` passed as `on`; engines on one group share
+    its workers. `threads` are torch's in each process. `scratch` is the folder for snapshots: with several machines one
+    that all see. Other settings: `FsdpSettings`; unknown names are refused. Raises `EngineError` where there is no such
+    model, or the workers cannot start.
 
-    Two micro-batches on one rank and one on each of two ranks give the same numbers bit for bit; where gradients are added up in
-    another order (more micro-batches than ranks) they agree to 1e-6 of the largest: see docs/determinism.md.
+    Two micro-batches on one rank and one on each of two ranks give the same numbers bit for bit; where gradients are
+    added up in another order (more micro-batches than ranks) they agree to 1e-6 of the largest: see
+    docs/determinism.md.
     """
     chosen = FsdpSettings.from_parameters(settings)
     folder = shown = str(resolve(path))

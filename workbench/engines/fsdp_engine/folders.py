@@ -49,7 +49,8 @@ Box = tuple[slice, ...]
 
 
 class Files:
-    """The tensors in the files of a folder or a hub name, by the files' names; nothing is read before it is asked for."""
+    """The tensors of a model folder's (or hub model's) weight files, by their names there; each is read only when it is
+    asked for."""
 
     def __init__(self, path: str) -> None:
         self._parts: dict[str, Callable[[Box | None], torch.Tensor]] = {}
@@ -58,7 +59,7 @@ class Files:
             self._open_safe(file) if file.endswith(".safetensors") else self._open_pickle(file)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor, or the part of it that `box` says."""
+        """Read a tensor, or only the part that the slices of `box` select."""
         return self._parts[name](box)
 
     def _open_safe(self, file: str) -> None:
@@ -100,7 +101,8 @@ def _weight_files(path: str) -> list[str]:
 
 @dataclass
 class _Source:
-    """Where a tensor of a model comes from: one tensor of the files, or several that a converter of transformers' fuses."""
+    """Where a model's tensor comes from: one tensor of the files, or several that a converter of transformers fuses
+    into one."""
 
     names: dict[str, list[str]] = field(default_factory=dict)
     """Names in the files, by the converter's pattern; in the files' natural order."""
@@ -109,7 +111,7 @@ class _Source:
     """The tensor that the converter names its results after."""
 
     def made(self, tensors: Mapping[str, Sequence[torch.Tensor]], model: Any) -> dict[str, torch.Tensor]:
-        """What the converter makes of the tensors, by name in the model."""
+        """Run the converter on tensors of the files and return the model's tensors, by name."""
         converter = copy.deepcopy(self.converter)
         for pattern, every in tensors.items():
             for name, tensor in zip(self.names[pattern], every, strict=False):
@@ -118,7 +120,8 @@ class _Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def by_expert(self, count: int) -> bool:
-        """Whether the first dimension of what is made, of size `count`, is a tensor of the files for each index."""
+        """Whether the model's tensor stacks one tensor of the files for each of its `count` experts, so that experts
+        can be read one by one."""
         first = self.converter.operations[0]
         stacks = type(first).__name__ == "MergeModulelist" and first.dim == 0
         further = all(getattr(one, "dim", 1) > 0 for one in self.converter.operations[1:])
@@ -126,13 +129,15 @@ class _Source:
 
 
 def base_folder(path: str) -> str:
-    """The folder or hub name of the base model's own weights: of a peft folder that of its base."""
+    """Return the folder or hub name with a model's full weights: the path itself, or for a peft folder its base
+    model's."""
     base = lora.base_of(Path(path))
     return path if base is None else base_folder(str(resolve(base)))
 
 
 def adapters_of(path: str, settings: Any) -> dict[str, torch.Tensor]:
-    """The LoRA adapters with which `load_model` opens a model, whole, on the CPU: those of a peft folder, or new ones."""
+    """Return the LoRA adapter tensors with which `load_model` opens a model, whole and on the CPU: those of a peft
+    folder, or newly initialised ones."""
     if lora.base_of(Path(path)) is not None:
         return lora.stored(Path(path))
     if not settings.lora_rank:
@@ -146,7 +151,8 @@ def adapters_of(path: str, settings: Any) -> dict[str, torch.Tensor]:
 
 
 def named_beside(adapters: Mapping[str, torch.Tensor], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of a model by the names that they have in one with these adapters: `q_proj.base_layer.weight`."""
+    """Rename a plain model's tensors to their names in a model with these adapters: `q_proj.weight` →
+    `q_proj.base_layer.weight`."""
     layers = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
     renamed = {}
     for name, one in tensors.items():
@@ -156,9 +162,11 @@ def named_beside(adapters: Mapping[str, torch.Tensor], tensors: Mapping[str, Any
 
 
 class Reader:
-    """The weights of a model folder by the model's names, read in parts; `model` is plain, and on the meta device.
+    """Reads the weights of a model folder in parts, under the model's own names; `model` has no adapters and is on the
+    meta device.
 
-    Raises `EngineError` where the files lack a tensor, have one in another shape, or one that has no place.
+    Raises `EngineError` where the files lack a tensor, have one in another shape, or have one with no place in the
+    model.
     """
 
     def __init__(self, path: str, model: Any) -> None:
@@ -174,18 +182,18 @@ class Reader:
 
     @classmethod
     def of(cls, path: str, settings: Any) -> Reader:
-        """The weights of the model that is opened from a folder or a hub name without adapters."""
+        """Open a `Reader` for the weights of a folder or hub name, without adapters."""
         plain = settings.replace(lora_rank=0, attn_implementation=None)
         return cls(path, load_model(path, plain, empty=True, buffers=True))
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer, whole: of the files, or as the model's configuration makes it."""
+        """Return a whole buffer by name: from the files, or else as the model's configuration computes it."""
         if name in self._sources:
             return self.read(name, tuple(slice(0, size) for size in self._shapes[name]))
         return self._model.get_buffer(name)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The part of a tensor that `box` says, in the files' dtype."""
+        """Read the part of a tensor that the slices of `box` select, in the files' dtype."""
         source, shape = self._sources[name], self._shapes[name]
         if any(side.start >= side.stop for side in box):
             return torch.empty([max(side.stop - side.start, 0) for side in box])
@@ -220,7 +228,8 @@ class Reader:
         return {name: one for target, source in sources.items() for name, one in self._made(target, source)}
 
     def _made(self, target: str, source: _Source) -> Iterator[tuple[str, _Source]]:
-        """The tensors that come from a source, with their shapes compared: a converter is tried without numbers."""
+        """Yield (name, source) of each of the model's tensors that a source provides, and record their shapes; a
+        converter is run on meta tensors for that."""
         if source.converter is None:
             shapes = {target: self._files.shapes[next(iter(source.names.values()))[0]]}
         else:
@@ -253,7 +262,7 @@ def _matches(name: str, patterns: Any) -> bool:
 
 @dataclass
 class Part:
-    """One file of a model folder: which tensors of the model it holds, and what they are called and look like in it."""
+    """One weight file of a model folder: which of the model's tensors it holds, and their names and shapes in the file."""
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Name in the model → the tensors that are made of it by name in the file, on the meta device."""
@@ -261,13 +270,14 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
+        """Size in bytes of the file's tensors."""
         return sum(one.nbytes for made in self.tensors.values() for one in made.values())
 
     def write(self, folder: Path, whole: Callable[[str], Mapping[str, torch.Tensor]], mine: bool) -> str | None:
-        """Write the file where it is `mine`, one tensor after the other; returns what went wrong.
+        """Write the file on the rank where it is `mine`, tensor by tensor; returns the text of an error, or None.
 
-        `whole(name)` gives what is made of a tensor of the model; every rank calls it, to the end, because all take part.
+        `whole(name)` gathers a tensor of the model and returns it in the files' form. Every rank must call it for each
+        tensor, because it is a collective.
         """
         failure, file = None, None
         try:
@@ -292,8 +302,12 @@ class Part:
 
 
 def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
-    """The files of a plain model on the meta device, of at most `limit` bytes but for a larger tensor; None where transformers
-    makes one tensor of the files out of several of the model: these cannot be written one by one."""
+    """Divide a model's tensors into weight files of at most `limit` bytes (a larger tensor has its own file); `model`
+    has no adapters and is on the meta device.
+
+    Returns None where transformers makes one tensor of the files out of several of the model's: these cannot be written
+    one by one.
+    """
     left_out = {*tied(model), *never_saved(model)}
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     together = reverted(model, tensors)
@@ -307,7 +321,7 @@ def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
 
 
 def _files_of(each: Mapping[str, dict[str, torch.Tensor]], limit: int) -> list[Part]:
-    """Tensors in their order, in files of at most `limit` bytes but for a larger tensor."""
+    """Fill files in the order of the tensors, each with at most `limit` bytes or a single larger tensor, and name them."""
     parts = [Part()]
     for name, stored in each.items():
         if parts[-1].tensors and parts[-1].nbytes + sum(one.nbytes for one in stored.values()) > limit:
@@ -320,14 +334,15 @@ def _files_of(each: Mapping[str, dict[str, torch.Tensor]], limit: int) -> list[P
 
 
 def reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model as its files have them, by transformers' rules."""
+    """Convert tensors of a model back to the names and shapes of its files, by transformers' rules."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def begin_folder(model: Any, folder: Path, parts: Sequence[Part]) -> None:
-    """Write what a model folder has beside its tensors and tokenizer: configuration, generation settings, an index of files."""
+    """Write the parts of a model folder that are neither tensors nor tokenizer: configuration, generation settings, and
+    the index of weight files. Old weight files are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / _NAMES[1]):
         old.unlink(missing_ok=True)
@@ -343,7 +358,7 @@ _HEAD = ("value_head.weight", "value_head.bias")
 
 
 def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
-    """Read the value head's weights of a model folder; zeros where it has none, as for a new critic."""
+    """Read the value head's weights from a model folder; zeros where it has none, as for a new critic."""
     from safetensors.torch import load_file
 
     path = Path(folder) / HEAD
@@ -352,9 +367,9 @@ def read_head(folder: str, hidden: int) -> dict[str, torch.Tensor]:
 
 
 def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, settings: Any, shown: str = "") -> None:
-    """Write whole weights as a Hugging Face folder, adapters as a peft folder, like a local engine's `save`.
+    """Write whole weights as a Hugging Face folder, or LoRA adapters as a peft folder, as a local engine's `save` does.
 
-    Configuration and tokenizer are those of `source`; a peft folder names `shown` as its base model.
+    Configuration and tokenizer are copied from `source`; a peft folder names `shown` as its base model.
     """
     adapted = any("lora_" in name for name in weights)
     model = _shell(source, settings, adapted)
@@ -371,10 +386,11 @@ def write_plain(weights: Mapping[str, torch.Tensor], source: str, path: str, set
 def write_together(
     whole: Callable[[str], torch.Tensor], head: Mapping[str, torch.Tensor], source: str, path: str, settings: Any
 ) -> bool:
-    """Write a model without adapters as a Hugging Face folder, by all ranks; returns whether that can be.
+    """Write a model without adapters as a Hugging Face folder, by all ranks together; returns whether that is possible.
 
-    `whole(name)` gives a whole tensor to all ranks together: they are gathered one at a time, and each rank writes some of the
-    files. `head` is a value head, whole. It cannot be where transformers makes one tensor of the files out of several of the model's.
+    `whole(name)` gathers a whole tensor on all ranks. Tensors are gathered one at a time, and each rank writes some of
+    the files. `head` has the weights of a value head. It is not possible where transformers makes one tensor of the
+    files out of several of the model's.
     """
     model, folder = _shell(source, settings, False), Path(path)
     parts = planned(model)
@@ -395,7 +411,7 @@ def write_together(
 
 
 def _end_folder(model: Any, head: Mapping[str, torch.Tensor], source: str, folder: Path, settings: Any) -> None:
-    """Write what a model folder has beside what `begin_folder` and the files' parts wrote, and seal it."""
+    """Write the value head and the tokenizer into a model folder whose weight files are complete, and its manifest."""
     if (layer := _head(head)) is not None:
         save_head(layer, folder)
     load_tokenizer(source, model, settings).save_pretrained(folder)
@@ -403,7 +419,8 @@ def _end_folder(model: Any, head: Mapping[str, torch.Tensor], source: str, folde
 
 
 def _shell(source: str, settings: Any, adapted: bool) -> Any:
-    """The model of a folder or hub name on the meta device, with its generation settings; without adapters unless `adapted`."""
+    """Open the model of a folder or hub name on the meta device (no memory), with its generation settings; LoRA
+    adapters only if `adapted`."""
     from transformers import GenerationConfig
 
     plain = settings.replace(attn_implementation=None)  # it runs no forward, and may be without the kernels
@@ -415,7 +432,7 @@ def _shell(source: str, settings: Any, adapted: bool) -> Any:
 
 
 def _head(weights: Mapping[str, torch.Tensor]) -> torch.nn.Linear | None:
-    """The value head among whole weights, as a layer."""
+    """Build a value head layer from its weights among `weights`; None where they have none."""
     if _HEAD[0] not in weights:
         return None
     head = torch.nn.Linear(weights[_HEAD[0]].shape[1], 1)
@@ -426,8 +443,9 @@ def _head(weights: Mapping[str, torch.Tensor]) -> torch.nn.Linear | None:
 def export(state: str | Path, path: str | Path, *, model: str | Path | None = None) -> Path:
     """Turn a distributed checkpoint (`FsdpEngine.save_sharded`) into a Hugging Face folder: `export("state", "model")`.
 
-    Works in this process, without ranks, and holds the weights of one file of the folder (5 GiB) at a time; adapters become a peft folder. Configuration and tokenizer are those of the model that
-    was trained, or of `model`. Raises `CheckpointError` where the checkpoint is incomplete or has no weights.
+    Works in this process, without ranks, and holds the weights of one file of the folder (at most 5 GiB) at a time;
+    adapters become a peft folder. Configuration and tokenizer are those of the model that was trained, or of `model`.
+    Raises `CheckpointError` where the checkpoint is incomplete or has no weights.
     """
     record = read_record(state)
     settings = FsdpSettings.from_parameters(record["settings"])
@@ -445,7 +463,8 @@ def export(state: str | Path, path: str | Path, *, model: str | Path | None = No
 
 
 def _write_part(part: Part, shell: Any, state: str | Path, folder: Path) -> None:
-    """Write one file of a model folder out of a saved state. Raises `CheckpointError` where that lacks a weight, or the disk fails."""
+    """Write one weight file of a model folder from a saved state. Raises `CheckpointError` where the state lacks a
+    weight, or where writing fails."""
     held = read_weights(state, part.tensors)
     for name in part.tensors:
         if name not in held:

@@ -22,7 +22,8 @@ from workbench.functional.balancing import balanced, workload
 
 
 class Group:
-    """Ranks of one process group, shared by the engines on them; restarted at the next use after a worker was lost.
+    """Worker ranks of one process group, shared by several engines. After a worker was lost, the group is started again
+    at its next use.
 
     `make` starts the workers with `worker.shards` as their factory and returns a `Ranks`.
     """
@@ -46,11 +47,11 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of ranks; asking for it starts the workers where none run."""
+        """Number of ranks; reading it starts the workers if none run."""
         return self.start().size
 
     def start(self) -> Ranks:
-        """Start the workers where none run; returns them as `Ranks`."""
+        """Start the workers if none run, and return them as `Ranks`."""
         with self._lock:
             if self._ranks is None:
                 ranks = self._make()
@@ -71,9 +72,11 @@ class Group:
         timeout: float | None = None,
         like: tuple[str, int] | None = None,
     ) -> list[Any]:
-        """Call a method on all ranks, as `Ranks.call`; after a lost worker or a time-out the next call starts new ones.
+        """Call a method on all ranks and return the results (see `Ranks.call`); after a lost worker or a time-out the
+        next call starts new workers.
 
-        Without a `timeout` it may take as long as `Deadlines` says of calls `like` this one: (what, size).
+        Without a `timeout` the deadline follows from earlier calls like this one; `like` is (kind of call, amount of
+        work), see `Deadlines`.
         """
         with self._lock:
             ranks = self.start()
@@ -87,12 +90,12 @@ class Group:
                     self._end()
 
     def here(self) -> list[dict[str, Any]]:
-        """Rank, pid, host and device of the workers on this machine; starts them where there are none."""
+        """Return rank, pid, host and device of the workers on this machine; starts the workers if none run."""
         self.start()
         return [worker for worker in self.workers if worker["host"] == socket.gethostname()]
 
     def let_go(self, name: str) -> None:
-        """Mark a model as unused, to be freed on the ranks before the next call. Safe in a finaliser."""
+        """Mark a model as unused; the ranks free it before the next call. Safe to call from a finaliser."""
         self._unused.append(name)
 
     def waits(self, finish: Callable[[], None]) -> None:
@@ -109,7 +112,7 @@ class Group:
             atexit.unregister(self.finish)
 
     def finish(self) -> None:
-        """Call all functions registered by `waits`, the newest first; raises an error of theirs after all were called."""
+        """Call all functions registered by `waits`, the newest first; an error of one is raised after all were called."""
         waiting, self._waiting = self._waiting, []
         atexit.unregister(self.finish)
         with contextlib.ExitStack() as stack:  # calls them all, and raises when the last was called
@@ -130,9 +133,10 @@ class Group:
 
 
 class ShardedSnapshot:
-    """A learner's state in a scratch folder, one file a rank; of a model as it was loaded without one (`folder` is empty).
+    """A learner's state saved in a scratch folder, one file for each rank. `folder` is empty for a model in the state
+    of its own files, which is loaded from these again.
 
-    It outlives the workers; the folder is removed with this object.
+    It outlives the workers; the folder is deleted together with this object.
     """
 
     def __init__(self, folder: str, state_id: str, version: int, taught: bool) -> None:
@@ -146,16 +150,17 @@ class ShardedSnapshot:
     """Where it is, and the bytes of this process's memory that it holds."""
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """None: all are in its folder."""
+        """The tensors in this process's memory: none, all are in the folder."""
         return {}
 
     def on_disk(self) -> dict[str, int]:
-        """The bytes of its folder by its name."""
+        """Size of the snapshot's folder in bytes, by the folder's name; empty without a folder."""
         size = sum(one.stat().st_size for one in Path(self.folder).iterdir()) if self.folder else 0
         return {self.folder: size} if size else {}
 
     def __getitem__(self, name: str) -> Any:
-        """`weights` (whole tensors, read now), `version`, `state_id`, `steps`: the keys of a local engine's snapshot."""
+        """Return `weights` (whole tensors, read from the folder now), `version`, `state_id` or `steps`, as a local
+        engine's snapshot does."""
         if name == "weights":
             return read_weights(self.folder)
         record = read_record(self.folder) if self.folder else {"steps": 0}
@@ -166,7 +171,8 @@ class ShardedSnapshot:
 
 
 def shared_out(lengths: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    """Split rows of these `lengths` (tokens) over ranks, with nearly equal loads; returns each rank's row numbers."""
+    """Split rows of these `lengths` (tokens) over ranks so that their loads are nearly equal; returns each rank's row
+    numbers."""
     if len(lengths) < ranks:
         parts = [[row] for row in range(len(lengths))] + [[] for _ in range(ranks - len(lengths))]
     else:
@@ -182,9 +188,10 @@ def local_group(
     env: Mapping[str, str] | None = None,
     wait: float = FsdpSettings.group_deadline,
 ) -> Group:
-    """A group of `ranks` processes on this machine, with `threads` each (default: cores divided by ranks): `fsdp(path, on=…)`.
+    """Start, at its first use, a group of `ranks` processes on this machine for `fsdp(path, on=…)`, each with `threads`
+    threads (default: cores divided by ranks).
 
-    `wait`: seconds that a rank waits for another inside torch.
+    `wait` is how many seconds a rank waits for another inside torch.
     """
     each = threads or max((os.cpu_count() or 1) // ranks, 1)
 

@@ -24,7 +24,7 @@ from workbench.engines.torch_internals import joined_mesh, local_part, split_mes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a mesh's dimensions."""
+    """Sizes of the dimensions of a mesh of ranks; their product `ranks` is the number of ranks."""
 
     replicate: int = 1
     """Copies of all shards (HSDP): gradients are summed over them."""
@@ -44,22 +44,23 @@ class Sizes:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that the weights are sharded over, tensor parallel aside."""
+        """Number of ranks that weights are sharded over by FSDP, dp·cp; tensor parallelism cuts them further."""
         return self.dp * self.cp
 
     @property
     def blocks(self) -> int:
-        """Number of shares that rows are split into."""
+        """Number of shares that a batch's rows are split into, replicate·dp."""
         return self.replicate * self.dp
 
     @property
     def block(self) -> int:
-        """Number of ranks that get the same rows: neighbours."""
+        """Number of neighbouring ranks that compute the same rows together, cp·tp."""
         return self.cp * self.tp
 
 
 def sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> Sizes:
-    """The sizes that a setting `mesh` means on so many ranks; None: FSDP over all. Raises `SettingError` where it does not fit."""
+    """Return the mesh sizes that the setting `mesh` means for this number of ranks; None shards over all ranks (FSDP).
+    Raises `SettingError` where the two do not fit."""
     if mesh is None:
         return Sizes(dp=ranks)
     sizes = parsed(mesh)
@@ -71,14 +72,16 @@ def sizes_of(mesh: Mapping[str, int] | None, ranks: int) -> Sizes:
 
 
 def ranks_of(mesh: Mapping[str, int] | None, ranks: int | None) -> int | None:
-    """The number of ranks that a setting `mesh` needs; without one `ranks` itself. Raises as `sizes_of`."""
+    """Return the number of ranks that the setting `mesh` needs; without a mesh, `ranks` unchanged. Raises
+    `SettingError` as `sizes_of` does."""
     if mesh is None:
         return ranks
     return parsed(mesh).ranks if ranks is None else sizes_of(mesh, ranks).ranks
 
 
 def parsed(mesh: Mapping[str, int]) -> Sizes:
-    """The sizes of a setting `mesh`; what it leaves out is 1. Raises `SettingError` for an unknown name or a size below 1."""
+    """Read a `mesh` setting as `Sizes`; dimensions that it leaves out are 1. Raises `SettingError` for an unknown name
+    or a size below 1."""
     names = tuple(asdict(Sizes()))
     for name, size in mesh.items():
         if name not in names:
@@ -93,9 +96,9 @@ def parsed(mesh: Mapping[str, int]) -> Sizes:
 
 
 class Mesh:
-    """All ranks of the process group as a mesh; `mesh["tp"]` is torch's `DeviceMesh` of one dimension.
+    """All ranks of the process group as a device mesh; `mesh["tp"]` is torch's `DeviceMesh` of one dimension.
 
-    Dimensions: `replicate`, `shard` (dp and cp flattened), `dp`, `cp`, `tp`, `ep`. All ranks must make it together.
+    Dimensions: `replicate`, `shard` (dp and cp flattened), `dp`, `cp`, `tp`, `ep`. All ranks must create it together.
     """
 
     def __init__(self, kind: str, sizes: Sizes) -> None:
@@ -121,7 +124,8 @@ class Mesh:
         return self._parts[name]
 
     def counts(self, tensor: Any) -> bool:
-        """Whether this rank's part of a tensor counts in a sum over all ranks: of equal parts only the first one does."""
+        """Whether this rank's part of a tensor enters a sum over all ranks: where several ranks hold the same part,
+        only the first one's does."""
         if not hasattr(tensor, "placements"):
             return distributed.get_rank() == 0
         mesh: Any = tensor.device_mesh
@@ -132,7 +136,7 @@ class Mesh:
 
 
 def coordinates(sizes: Sizes, rank: int) -> dict[str, int]:
-    """Where a rank is: its number in each dimension of (replicate, dp, cp, tp)."""
+    """Return a rank's coordinates in the mesh: its index in each of the dimensions replicate, dp, cp and tp."""
     numbers = {}
     for name in ("tp", "cp", "dp", "replicate"):
         rank, numbers[name] = divmod(rank, getattr(sizes, name))
@@ -140,7 +144,8 @@ def coordinates(sizes: Sizes, rank: int) -> dict[str, int]:
 
 
 def box(tensor: Any) -> tuple[slice, ...]:
-    """The part of a whole tensor that this rank has, as one slice for each dimension; of what is no `DTensor` all."""
+    """Return which part of a whole tensor this rank holds, as one slice for each dimension; of a tensor that is not a
+    `DTensor`, all of it."""
     if not hasattr(tensor, "placements"):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, first = local_part(tensor)
@@ -148,13 +153,13 @@ def box(tensor: Any) -> tuple[slice, ...]:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor; what is no `DTensor` is on every rank, whole."""
+    """Return this rank's part of a tensor; a tensor that is not a `DTensor` is returned whole, as each rank has it."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return found
 
 
 def placed(whole: torch.Tensor, like: Any) -> Any:
-    """This rank's part of a tensor that all ranks have whole, as a `DTensor` placed as `like`."""
+    """Turn a tensor that every rank holds whole into a `DTensor` sharded as `like` is; this rank keeps its part."""
     from torch.distributed.tensor import DTensor
 
     part = whole[box(like)].to(like.to_local().device).contiguous()
@@ -163,19 +168,20 @@ def placed(whole: torch.Tensor, like: Any) -> Any:
 
 
 def largest(mine: float) -> float:
-    """The maximum of all ranks' `mine`."""
+    """Return the maximum over all ranks of their numbers `mine`."""
     number = torch.tensor(float(mine))
     distributed.all_reduce(number, distributed.ReduceOp.MAX)
     return float(number)
 
 
 def agreed(mine: bool) -> bool:
-    """Whether `mine` is true on any rank."""
+    """Return whether `mine` is true on any rank."""
     return largest(mine) > 0
 
 
 def everyone(failure: str | None, kind: type[Exception] = EngineError) -> None:
-    """Raise `kind` on all ranks where any rank has the text of an error: the first one's."""
+    """Raise an error of the class `kind` on all ranks if any rank passes a `failure` text; the message is that of the
+    lowest such rank."""
     texts: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(texts, failure)
     for text in texts:
@@ -185,7 +191,8 @@ def everyone(failure: str | None, kind: type[Exception] = EngineError) -> None:
 
 @contextmanager
 def together(kind: type[Exception] = EngineError) -> Iterator[None]:
-    """Context manager: what is raised inside on any rank is raised on all, as `kind`: the first rank's."""
+    """Context manager: an exception inside on any rank is raised on all ranks, as the class `kind` with the message of
+    the lowest such rank."""
     failure = None
     try:
         yield

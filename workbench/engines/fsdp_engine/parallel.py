@@ -55,14 +55,16 @@ _SUMMED = "replicated_with_grad_allreduce"
 
 
 def cut_tensors(model: Any, mesh: Any) -> None:
-    """Cut a causal model on the meta device over the ranks of a mesh of one dimension, adapters with their layers."""
+    """Apply tensor parallelism: cut a causal model on the meta device, and its LoRA adapters, over the ranks of a
+    one-dimensional mesh."""
     ties, plan = tied(model), _plan(model, mesh.size())
     parallelize_module(model, mesh, {name: _STYLES[style][0](**_STYLES[style][1]) for name, style in plan})
     tie(model, ties)
 
 
 def check_tensors(model: Any, size: int) -> None:
-    """Raise `EngineError` for a model without a plan, `SettingError` where its heads or layers cannot be cut into `size` parts."""
+    """Check that tensor parallelism over `size` ranks works for a model: raise `EngineError` where transformers has no
+    plan for it, `SettingError` where its heads or layers cannot be divided."""
     what = f"mesh tp={size} for {type(model).__name__}"
     plan, config = dict(_plan(model, size)), model.config.get_text_config()
     if not any(re.search(r"\.(self_)?attn\.", name) for name in plan):
@@ -82,21 +84,22 @@ def check_tensors(model: Any, size: int) -> None:
 
 
 def summed(model: Any) -> list[str]:
-    """Names of the parameters that every rank of `tp` has and uses on its own heads alone (norms of queries and keys)."""
+    """Names of the parameters that every tensor-parallel rank holds whole but uses on its own heads only (query and key
+    norms); their gradients must be summed."""
     rules = _rules(model)
     found = [name for name, _ in model.named_modules() if _style(rules, name) == _SUMMED]
     return [f"{name}.{leaf}" for name in found for leaf, _ in model.get_submodule(name).named_parameters()]
 
 
 def sum_gradients(parameters: Any, mesh: Any) -> None:
-    """Sum the gradients of sharded parameters, those of `summed`, over the ranks of a mesh of one dimension."""
+    """Sum the gradients of the parameters that `summed` names over the ranks of a one-dimensional mesh."""
     for parameter in parameters:
         if parameter.grad is not None:
             distributed.all_reduce(parameter.grad.to_local(), group=mesh.get_group())
 
 
 def _rules(model: Any) -> dict[re.Pattern[str], str]:
-    """transformers' plan: patterns of names → styles."""
+    """Read transformers' tensor-parallel plan of a model as regular expressions of module names → styles."""
     plan = getattr(model, "tp_plan", None) or {}
     return {re.compile(re.escape(name).replace(r"\*", r"[^.]+")): style for name, style in plan.items()}
 
@@ -107,7 +110,7 @@ def _style(rules: Mapping[re.Pattern[str], str], name: str) -> str | None:
 
 
 def _plan(model: Any, size: int) -> list[tuple[str, str]]:
-    """(name, style) of each layer that is cut."""
+    """List (name, style) of each layer that tensor parallelism cuts."""
     rules, layers = _rules(model), []
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
@@ -123,13 +126,15 @@ def _plan(model: Any, size: int) -> list[tuple[str, str]]:
 
 
 def _adapters(name: str, layer: Any, style: str) -> list[tuple[str, str]]:
-    """Of a layer with adapters: by columns B is cut and A whole, by rows A is cut and B whole."""
+    """List (name, style) of an adapted layer's LoRA matrices: where the layer is cut by columns, B is cut and A stays
+    whole; by rows, A is cut and B stays whole."""
     letter = "B" if _STYLES[style][0] is ColwiseParallel else "A"
     return [(f"{name}.lora_{letter}.{one}", style) for one in layer.lora_A]
 
 
 def _loose(model: Any, plan: Mapping[str, str]) -> list[str]:
-    """Names of weights beside layers that leave parts of their heads here, which are neither cut nor summed."""
+    """Names of weights next to layers that are cut by heads which are neither cut nor summed themselves; they would be
+    wrong."""
     owners = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise" and "lora_" not in name}
     known = {*summed(model), *(f"{name}.{leaf}" for name in plan for leaf in ("weight", "bias"))}
     loose = []
@@ -148,7 +153,8 @@ def _embeds(module: Any) -> bool:
 
 
 def check_tokens(model: Any, size: int, tensors: int) -> None:
-    """Raise `EngineError` where `size` ranks cannot share a model's tokens, `SettingError` where not its heads, cut by `tensors`."""
+    """Check that `size` ranks can share a model's tokens (context parallelism): raise `EngineError` where its layers do
+    not allow it, `SettingError` where its heads cannot be divided by cp·tp (`tensors`)."""
     config, name = model.config.get_text_config(), type(model).__name__
     do = "take cp=1 (more ranks in dp), or a model of attention alone"
     other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
@@ -164,12 +170,14 @@ def check_tokens(model: Any, size: int, tensors: int) -> None:
 
 
 def share_tokens(model: Any, mesh: Any) -> None:
-    """Let the ranks of a mesh of one dimension share the tokens of a model's packed rows (`scoring.layout`)."""
+    """Let the ranks of a one-dimensional mesh share the tokens of a model's packed rows; `scoring.layout` then returns
+    a `Share`."""
     model.workbench_share = lambda tree: Share(tree, mesh.get_group())
 
 
 class Share:
-    """A rank's share of a packed tree, a `scoring.Layout`: every rank gives its own states, and gets all values."""
+    """One rank's share of a packed token tree under context parallelism (a `scoring.Layout`): each rank computes the
+    states of its tokens and gets the values of all."""
 
     def __init__(self, tree: Tree, group: Any) -> None:
         self._tree, self._group = tree, group
@@ -181,11 +189,12 @@ class Share:
         self.labels = tree.labels[self._own]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values [m] of this rank's `labels` → [b, T], the same on every rank; the gradient of each is its rank's alone."""
+        """Scatter the values [m] of this rank's `labels`, and those of the other ranks, to [b, T]; the gradient flows
+        to this rank's values only."""
         return self._tree.spread(_Whole.apply(values.float(), self._own.start, len(self._tree.labels), self._group))
 
     def states(self, model: Any, head: Head) -> Tensor:
-        """Hidden states [m, H] that predict this rank's `labels`."""
+        """Compute the hidden states [m, H] that predict this rank's `labels`."""
         chosen = self._tree.experts
         if chosen is not None:  # padding goes where it likes
             own = chosen[self._start : self._start + self._count]
@@ -197,19 +206,20 @@ class Share:
             return states[self._tree.predicting[self._own] - self._start]
 
     def _slice(self, tokens: Tensor) -> Tensor:
-        """This rank's part [1, n] of [1, N], with zeros behind the end."""
+        """Return this rank's part [1, n] of tokens [1, N], padded with zeros at the end."""
         own = tokens[:, self._start : self._start + self._count]
         return functional.pad(own, (0, self._count - own.shape[1]))
 
 
 class _Exchanged:
-    """A plan whose layers have a slice of the tokens and all heads, computed with all tokens and a slice of the heads."""
+    """A plan of attention for context parallelism: each rank holds a slice of the tokens with all heads, and computes
+    attention over all tokens with a slice of the heads."""
 
     def __init__(self, plan: Plan, count: int, group: Any) -> None:
         self._plan, self._count, self._group = plan, count, group
 
     def attend(self, layer: Layer) -> Tensor:
-        """The layer's attention [1, H, n, D'] of this rank's tokens."""
+        """Compute the layer's attention [1, H, n, D'] for this rank's tokens."""
         size = self._group.size()
         # heads of keys and values that several ranks need go to each of them
         shared = math.lcm(layer.key.shape[1], size) // layer.key.shape[1]
@@ -223,13 +233,14 @@ class _Exchanged:
         return self._exchanged(parts).flatten(0, 1)[None]
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        """Part i of [size, …] goes to rank i."""
+        """Exchange parts [size, …] between the ranks (all-to-all): part i goes to rank i."""
         each = (1,) * self._group.size()
         found: Tensor = Exchange.apply(parts, each, each, self._group)
         return found
 
     def _to_heads(self, layers: Sequence[Tensor]) -> list[Tensor]:
-        """[1, h, n, ·] of this rank's tokens → [1, h / size, N, ·] of all, in one exchange."""
+        """Exchange queries, keys and values: all heads of this rank's tokens, [1, h, n, ·], become some heads of all
+        tokens, [1, h / size, N, ·]."""
         size, own = self._group.size(), layers[0].shape[2]
         shapes = [(size, layer.shape[1] // size, own, layer.shape[3]) for layer in layers]
         flat = torch.cat([layer.reshape(size, -1) for layer in layers], 1)
@@ -239,7 +250,8 @@ class _Exchanged:
 
 
 class _Whole(torch.autograd.Function):
-    """[m] of each rank → [M] of all; its gradient is this rank's part: the ranks' gradients of weights are added up."""
+    """Autograd function that assembles values [m] of each rank to [M] on all ranks; its gradient is that of this rank's
+    part, because gradients of weights are summed over ranks later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, start: int, total: int, group: Any) -> Tensor:
@@ -258,7 +270,8 @@ class _Whole(torch.autograd.Function):
 
 
 def check_experts(model: Any, size: int) -> None:
-    """Raise `EngineError` where a model's experts cannot be spread, `SettingError` where not over `size` ranks."""
+    """Check that expert parallelism over `size` ranks works: raise `EngineError` where the model has no experts of a
+    known form, `SettingError` where `size` does not divide their number."""
     what, layers = f"mesh ep={size} with {type(model).__name__}", experts_of(model)
     if not layers:
         expected = "layers of experts in transformers' common form (Mixtral, Qwen3-MoE, DeepSeek, gpt-oss …)"
@@ -275,7 +288,8 @@ def check_experts(model: Any, size: int) -> None:
 
 
 def spread_experts(model: Any, mesh: Any) -> None:
-    """Give each rank of a mesh of one dimension its part of the experts, as `DTensor`s of their first dimension."""
+    """Spread experts over the ranks of a one-dimensional mesh: each rank keeps its slice of the experts' first
+    dimension, as `DTensor`s."""
     for experts in experts_of(model).values():
         for name, weight in list(experts.named_parameters(recurse=False)):
             part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -284,13 +298,14 @@ def spread_experts(model: Any, mesh: Any) -> None:
 
 
 def shard_experts(model: Any, mesh: Any, **how: Any) -> None:
-    """Shard each rank's part of the experts over a mesh by FSDP2, all of them in their second dimension."""
+    """Shard each rank's experts further by FSDP2 over a mesh, along their second dimension; `how` are arguments of
+    `fully_shard`."""
     for experts in experts_of(model).values():
         fully_shard(experts, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1), **how)
 
 
 class _Part:
-    """A layer of experts as one that has this rank's experts alone."""
+    """A view of a layer of experts that shows only the experts of this rank, for transformers' expert code to run on."""
 
     def __init__(self, experts: Any, size: int) -> None:
         self._experts, self.num_experts = experts, experts.num_experts // size
@@ -303,7 +318,8 @@ class _Part:
 def _forward(
     experts: Any, compute: Callable[..., Tensor], group: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """In place of the layer's own forward: states [n, H], numbers [n, k] of their experts and [n, k] weights → [n, H]."""
+    """Compute a layer of experts under expert parallelism, in place of its own forward: states [n, H], chosen experts
+    [n, k] and their weights [n, k] → [n, H]."""
     size, shape, most = group.size(), hidden.shape, chosen.shape[-1]
     part = _Part(experts, size)
     hidden, flat = hidden.reshape(-1, shape[-1]), chosen.flatten()
@@ -324,18 +340,21 @@ def _forward(
 
 
 def _rows(counts: Tensor, every: int) -> list[int]:
-    """Numbers of rows for, or of, each rank; where memory is measured without data (`rehearsal`) as many of each."""
+    """Read the numbers of rows for each rank from `counts`; on fake tensors (`rehearsal`), which hold no numbers,
+    assume an even split of `every`."""
     if not is_fake(counts):
         return [int(one) for one in counts.tolist()]
     return [every * (rank + 1) // len(counts) - every * rank // len(counts) for rank in range(len(counts))]
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all of rows [Σ there, …] → [Σ here, …]: so many to, and from, each rank. Its gradient goes the other way."""
+    """Autograd function of an all-to-all: rows [Σ there, …] → [Σ here, …], where `there` and `here` count the rows sent
+    to and received from each rank. The gradient goes the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Sequence[int], here: Sequence[int], group: Any) -> Tensor:
-        """Rows and how many go to, and come from, each rank of the group."""
+        """Send `there[i]` of the rows to each rank i of the group and return the `here[i]` rows received from it,
+        concatenated."""
         ctx.given = there, here, group
         received = rows.new_empty(sum(here), *rows.shape[1:])
         distributed.all_to_all_single(received, rows.contiguous(), list(here), list(there), group=group)
@@ -343,7 +362,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradients of what came, sent back."""
+        """Send the gradients of the received rows back to the ranks that they came from."""
         there, here, group = ctx.given
         return Exchange.apply(gradients[0], here, there, group), None, None, None
 
@@ -362,7 +381,8 @@ class Whole(torch.nn.Module):
     def forward(
         self, rows: DataProto, want: Sequence[str], temperature: float, packed: bool
     ) -> dict[str, torch.Tensor]:
-        """The outputs `want` of `scoring.outputs`; the model's `own` logits [b, s, V]; or `hidden` [N, H], the states that predict the N response tokens."""
+        """Compute the outputs `want` (see `scoring.outputs`); or `own`, the logits [b, s, V] of the model's own
+        forward; or `hidden`, the states [N, H] that predict the N response tokens."""
         if "own" in want:
             replay(self.causal, None)
             return {"own": self.causal(input_ids=rows["input_ids"], use_cache=False).logits}
@@ -372,7 +392,8 @@ class Whole(torch.nn.Module):
 
 
 def refuse(model: Any, sizes: Sizes) -> None:
-    """Raise, before anything is loaded, where a model (which may be empty) cannot be laid out on a mesh of these sizes."""
+    """Raise an error, before anything is loaded, where a model (which may be on the meta device) cannot be laid out on
+    a mesh of these sizes."""
     if sizes.tp > 1:
         check_tensors(model, sizes.tp)
     if sizes.ep > 1:
@@ -382,7 +403,7 @@ def refuse(model: Any, sizes: Sizes) -> None:
 
 
 def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
-    """Build a model cut and sharded over a mesh, its weights uninitialised; `head` adds a value head."""
+    """Build a model that is cut and sharded over a mesh, with uninitialised weights; `head` adds a value head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = load_model(path, settings, empty=True)
@@ -425,7 +446,7 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
 
 
 def _materialise(whole: torch.nn.Module, device: str) -> None:
-    """Allocate what is on the meta device; tied weights (one tensor under two names) stay one."""
+    """Allocate memory for parameters on the meta device, and keep tied parameters (one tensor under two names) tied."""
     ties = tied(whole)
     whole.to_empty(device=device)
     tie(whole, ties)

@@ -59,12 +59,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class RankAccount(Account):
-    """Results of the micro-batches of one rank, and the first failure of a loss."""
+    """Collects the results of one rank's micro-batches, and the first failure of its loss function."""
 
     trouble: dict[str, Any] | None = None
 
     def loss(self, make: Callable[[], LossOutput], indices: torch.Tensor | None, t: int) -> torch.Tensor | None:
-        """Compute and record one micro-batch's loss; returns None for an empty pass, and once a loss has failed."""
+        """Compute and record one micro-batch's loss by calling `make`; returns None for an empty pass, and after a loss
+        has failed."""
         if indices is None or self.trouble is not None:
             return None
         try:
@@ -77,7 +78,7 @@ class RankAccount(Account):
         return result.loss
 
     def failed(self) -> bool:
-        """Whether a loss of this rank raised, or is not finite; `trouble` says which."""
+        """Whether a loss on this rank raised or is not finite; `trouble` then has the rows and the error."""
         if wrong := self.infinite():  # it came before one that raised
             self.trouble = {"rows": wrong[1], "what": wrong[0], "traceback": None}
         return self.trouble is not None
@@ -87,7 +88,7 @@ class RankAccount(Account):
 
 
 class ShardedOptimizer(Optimizer):
-    """The local engine's optimizer over shards of a mesh."""
+    """The local engine's optimizer, for parameters that are sharded over a mesh."""
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any, mesh: Mesh) -> None:
         super().__init__(named, settings)
@@ -95,16 +96,17 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """Adam's state by parameter name, not copied."""
+        """AdamW's state tensors by parameter name, without copies."""
         return {name: self._adam.state[p] for name, p in self.named.items() if p in self._adam.state}
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's parts, empty where another rank has the same part."""
+        """This rank's parts of the gradients by parameter name; empty where another rank counts the same part."""
         found: dict[str, Any] = super()._gradients()
         return {name: one.to_local() if self._mesh.counts(one) else one.to_local()[:0] for name, one in found.items()}
 
     def _together(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-        """One list for each mesh: torch's fused step takes tensors of one alone."""
+        """Group parameters by their device mesh, because one call of torch's fused optimizer step takes tensors of a
+        single mesh only."""
         by_mesh: dict[Any, list[torch.nn.Parameter]] = {}
         for one in parameters:
             by_mesh.setdefault(one.device_mesh, []).append(one)  # type: ignore[attr-defined]
@@ -123,7 +125,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class ShardedModel:
-    """One rank's part of one model; its methods are called on all ranks together."""
+    """One rank's part of a sharded model. Each method must be called on all ranks together."""
 
     def __init__(self, path: str, settings: Any, mesh: Mesh, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
         self.settings = settings
@@ -138,18 +140,18 @@ class ShardedModel:
 
     @property
     def named(self) -> dict[str, DTensor]:
-        """This rank's part of each parameter, by the names that a local engine uses."""
+        """This rank's part of each parameter, by the names that a local engine has for them."""
         found: Any = self.whole.named_parameters()
         return {name.removeprefix("causal."): parameter for name, parameter in found}
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers by name, whole on every rank; also those that model files do not hold (rotary frequencies)."""
+        """Buffers by name, whole on every rank, including those that model files do not hold (rotary frequencies)."""
         return {name.removeprefix("causal."): buffer for name, buffer in self.whole.named_buffers()}
 
     @property
     def learning(self) -> dict[str, DTensor]:
-        """The parameters that are trained: all, or the adapters and a head."""
+        """The trainable parameters by name: all of them, or with LoRA the adapters and a value head."""
         return {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
 
     @property
@@ -159,18 +161,19 @@ class ShardedModel:
 
     @property
     def plain(self) -> dict[str, torch.Tensor]:
-        """Parameters by name, and those buffers that a model's files hold."""
+        """Parameters by name, and those buffers that model files hold."""
         kept = self.whole.causal.state_dict().keys()
         return {**self.named, **{name: buffer for name, buffer in self.buffers.items() if name in kept}}
 
     @property
     def stored(self) -> dict[str, torch.Tensor]:
-        """Weights that a saved state holds: all, or of a model with LoRA only the trained ones, as no other changes."""
+        """The weights that a saved state holds: all, or with LoRA only the trainable ones, because the others never
+        change."""
         return dict(self.learning) if self.adapted else self.plain
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer of the trained parameters, made at its first use."""
+        """The optimizer of the trainable parameters; it is created at the first access."""
         if self._optimizer is None:
             self._optimizer = ShardedOptimizer(self.learning, self.settings, self.mesh)  # type: ignore[arg-type]
         return self._optimizer
@@ -180,15 +183,15 @@ class ShardedModel:
         return self._optimizer.steps if self._optimizer is not None else 0
 
     def live(self) -> Live:
-        """What this rank holds, for an error."""
+        """Count what this rank holds in memory, for the message of an out-of-memory error."""
         return live(self.whole, self._optimizer, self.settings)
 
     def peaks(self, begin: bool) -> dict[str, int]:
-        """Most bytes of this rank since the last call with `begin` (`memory.peaks`)."""
+        """Peak memory in bytes of this rank since the last call with `begin=True` (see `memory.peaks`)."""
         return peaks(self.mesh.device_type, begin)
 
     def apply(self, settings: Mapping[str, Any]) -> None:
-        """Compute with other settings from here on."""
+        """Use other settings from here on, given as a dict."""
         self.settings = FsdpSettings(**settings)
         if self.settings.gradient_checkpointing:
             self.whole.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -198,7 +201,7 @@ class ShardedModel:
             self._optimizer.apply(self.settings)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank: `weights` and `optimizer`, and the device's `peak` so far (0 on a CPU)."""
+        """Bytes that this rank holds: `weights`, `optimizer`, and the device's `peak` so far (0 on a CPU)."""
         state = self.optimizer.state.values() if self.steps() else ()
         held = {"weights": self.named.values(), "optimizer": [value for one in state for value in one.values()]}
         peak = torch.cuda.max_memory_allocated() if self.mesh.device_type == "cuda" else 0
@@ -212,9 +215,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def load(self, folder: str, again: bool = False) -> None:
-        """Load a Hugging Face folder, each rank its own slices; a value head that it lacks is set to 0.
+        """Load the weights of a Hugging Face folder, each rank its own slices; a value head that the folder lacks is
+        set to 0.
 
-        With `again` the model is loaded already: if it has LoRA adapters, only they are read, from a peft folder.
+        With `again`, on a model that is loaded already, a model with LoRA reads only the adapters, from a peft folder.
         """
         adapters = again and self.adapted
         parameters = self.learning if adapters else self.named
@@ -235,20 +239,21 @@ class ShardedModel:
 
     @torch.no_grad()
     def copy(self, other: ShardedModel) -> None:
-        """Copy the weights of another model on these ranks; a value head that it lacks is set to 0."""
+        """Copy the weights of another model on the same ranks; a value head that it lacks is set to 0."""
         theirs = {**other.named, **other.buffers}
         mine = {**self.named, **self.buffers}
         wrong = [name for name in mine if name not in theirs and not name.startswith("value_head.")]
         if wrong:
             raise EngineError(
-                "the model to copy has other adapters", expected=f"weight {wrong[0]}", do="keep its LoRA settings"
+                "the model to copy has other LoRA layers", expected=f"weight {wrong[0]}", do="keep its LoRA settings"
             )
         for name, one in mine.items():
             one.copy_(theirs[name]) if name in theirs else one.zero_()
 
     @torch.no_grad()
     def weights(self, merged: bool = True) -> dict[str, torch.Tensor] | None:
-        """Whole weights on rank 0's CPU by Hugging Face's names, adapters merged, or those of `stored`; elsewhere None."""
+        """Gather whole weights on rank 0's CPU, by Hugging Face names and with adapters merged; unless `merged`, the
+        weights of `stored`. Other ranks get None."""
         held: dict[str, torch.Tensor] = {}
         for name, value in (self.plain if merged else self.stored).items():
             full = _full(value)
@@ -260,7 +265,8 @@ class ShardedModel:
 
     @torch.no_grad()
     def save(self, source: str, folder: str, shown: str, merged: bool) -> None:
-        """Write a Hugging Face folder, one tensor at a time; adapters as a peft folder unless `merged`, by rank 0."""
+        """Write a Hugging Face folder, gathering one tensor at a time. With LoRA, unless `merged`, rank 0 writes a peft
+        folder."""
         heads: dict[str, Any] = {name: one for name, one in self.named.items() if name.startswith("value_head.")}
         head = {name: one.full_tensor().detach().cpu() for name, one in heads.items()}
         plain = merged or not self.adapted
@@ -274,7 +280,8 @@ class ShardedModel:
     # --- states -----------------------------------------------------------------------------
 
     def state(self, weights: bool) -> tuple[dict[str, Any], dict[str, float]]:
-        """What this rank saves: (tensors of the optimizer and, with `weights`, of the model, Adam's steps), by name."""
+        """Return what this rank saves: the optimizer's tensors and, with `weights`, the model's, by name; and Adam's
+        step count of each parameter."""
         tensors: dict[str, Any] = {f"weights/{name}": value for name, value in self.stored.items()} if weights else {}
         steps: dict[str, float] = {}
         for name, state in (self.optimizer.state if self.steps() else {}).items():
@@ -284,7 +291,8 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state(self, folder: str, steps: bool = True) -> None:
-        """Load a sharded state of any number of ranks, or a local engine's optimizer; without `steps` its weights alone."""
+        """Load a saved state: a sharded one of any number of ranks, or a local engine's optimizer. Without `steps`,
+        only its weights are loaded."""
         record = read_record(folder)
         tensors = read_optimizer(folder)[0] if record["whole"] else self._read_shards(folder, record)
         self._optimizer = None
@@ -292,7 +300,8 @@ class ShardedModel:
             self.optimizer.load(tensors, record["steps"])
 
     def reload(self, path: str, source: str | None) -> None:
-        """Load the weights again that it was opened with, of model folder `path` or a saved state `source`; no step was taken."""
+        """Restore the weights that the model was opened with, from the model folder `path` or from the saved state
+        `source`, and drop the optimizer."""
         self._optimizer = None
         if source is None:
             self.load(path)
@@ -300,7 +309,8 @@ class ShardedModel:
             self.load_state(source, steps=False)
 
     def _read_shards(self, folder: str, record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Load the weights in place, where the state has any; returns this rank's part of the optimizer's tensors."""
+        """Load the weights of a sharded state in place, where it has any; returns this rank's part of the optimizer's
+        tensors."""
         reader = HuggingFaceStorageReader(folder)
         there = reader.read_metadata().state_dict_metadata if record["files"] else {}
         tensors: dict[str, Any] = {}
@@ -322,14 +332,16 @@ class ShardedModel:
     # --- passes -----------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Free what a pass has gathered and kept, of the root and of layers that stay gathered: weights may change."""
+        """Free gathered weights after a pass, also those of the root and of layers that would stay gathered, so that
+        weights may change."""
         for module in self.whole.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     @property
     def packed(self) -> bool:
-        """Whether rows go through the model without padding. Raises `EngineError` where they must, and cannot."""
+        """Whether rows go through the model without padding. Raises `EngineError` where the settings demand it and the
+        model cannot."""
         model, settings = self.whole.causal, self.settings
         if self.mesh.sizes.cp == 1:
             return packs(model, settings)
@@ -339,10 +351,11 @@ class ShardedModel:
         return True
 
     def _cut(self, share: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor | None, DataProto, int]]:
-        """(row numbers, rows, T) of each micro-batch, then (None, one short row, 1) until every rank has made as many.
+        """Yield this rank's micro-batches as (row numbers, rows, T), then empty passes (None, one short row, 1) until
+        every rank has made as many.
 
-        Before each the ranks agree to go on: an interrupt stops all of them at the same place. They are asked one micro-batch
-        ahead, so that none waits for the answer.
+        Before each micro-batch the ranks agree to go on, so that an interrupt stops all of them at the same place. They
+        are asked one micro-batch ahead, so that none waits for the answer.
         """
         device = self.mesh.device_type
         budget = self.settings.budget(device) * self.mesh.sizes.cp  # each rank has its part of the tokens
@@ -362,7 +375,8 @@ class ShardedModel:
     def compute_log_probs(
         self, share: DataProto, want: Sequence[str], temperature: float, base: bool
     ) -> dict[str, torch.Tensor]:
-        """Compute columns `want` [b, T] of this rank's rows, as a local engine does; with `base` without adapters."""
+        """Compute the outputs `want` [b, T] of this rank's rows, as a local engine does; with `base`, LoRA adapters are
+        switched off."""
         self.whole.eval()
         try:
             with lora.switched_off(self.whole.causal) if base else nullcontext():
@@ -374,9 +388,11 @@ class ShardedModel:
             self.reshard()
 
     def examine(self, path: str) -> SelfCheck:
-        """Compare ways of scoring with the model's own forward on a few tokens, the same on all ranks.
+        """Run the self-check: compare ways of scoring with the model's own forward on a few tokens, the same on all
+        ranks.
 
-        Where it computes in bfloat16, which hides small differences, a copy in float32 of model folder `path` is compared, too.
+        A model that computes in bfloat16, which hides small differences, is compared in float32, too, as a second copy
+        loaded from the folder `path`.
         """
         half, present = self.settings.half(self.mesh.device_type), self
         exact = self
@@ -417,7 +433,8 @@ class ShardedModel:
             return self.whole(rows, want, temperature, packed)
 
     def full_kl(self, share: DataProto, sibling: str, base: bool, temperature: float) -> dict[str, torch.Tensor]:
-        """Exact KL (`kl` [b, T]) of this rank's rows to the model named `sibling`; with `base` without its adapters."""
+        """Compute the exact KL, `kl` [b, T] in nats, of this rank's rows to the model named `sibling`; with `base`,
+        that model's adapters are switched off."""
         off: Any = lora.switched_off if base else nullcontext
         other = self._siblings[sibling]
         packed = self.packed and other.packed
@@ -445,10 +462,11 @@ class ShardedModel:
     def backward(
         self, share: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float, seed: int
     ) -> dict[str, Any]:
-        """Compute gradients of all ranks' rows together; returns this rank's metrics and columns, and what failed.
+        """Compute gradients over the rows of all ranks; returns this rank's metrics and columns, and whether and where
+        a loss failed.
 
-        A loss that raises on one rank must not leave the others waiting in a collective: that rank makes its other passes
-        with a loss of 0. At the end `failed` is true on all ranks, as it is where a loss is not finite.
+        A loss that raises on one rank must not leave the others waiting in a collective: that rank makes its remaining
+        passes with a loss of 0. At the end `failed` is true on all ranks, as it is where a loss is not finite.
         """
         account = RankAccount(len(share), share["response_mask"].shape[1])
         self.optimizer.zero()
@@ -477,7 +495,8 @@ class ShardedModel:
         return {**vars(account.read()), "trouble": account.trouble, "failed": failed}
 
     def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
-        """Run `backward`, and take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`."""
+        """Run `backward`, then take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`
+        to the report."""
         report = self.probe(share, *given, keep=True)
         if report["failed"]:
             return report
@@ -490,7 +509,8 @@ class ShardedModel:
         return report
 
     def probe(self, share: DataProto, *given: Any, keep: bool = False) -> dict[str, Any]:
-        """Run `backward` without a step; adds `grad_norm` and `lr`. With `keep` the clipped gradients stay."""
+        """Run `backward` without an optimizer step; adds `grad_norm` and `lr` to the report. With `keep`, the clipped
+        gradients are not dropped."""
         report = self.backward(share, *given)
         if not report["failed"]:
             report |= {"grad_norm": self.optimizer.clip(), "lr": self.optimizer.lr}
@@ -499,7 +519,8 @@ class ShardedModel:
         return report
 
     def gradient(self, share: DataProto, *given: Any) -> dict[str, Any]:
-        """Run `backward`; adds `gradient`: on rank 0 whole tensors on the CPU by name, elsewhere None."""
+        """Run `backward`; adds `gradient` to the report: whole tensors on the CPU by name on rank 0, None on other
+        ranks."""
         report = self.backward(share, *given)
         found = {name: p.grad.full_tensor().cpu() for name, p in self.named.items() if p.grad is not None}  # type: ignore[attr-defined]
         self.optimizer.zero()
@@ -521,7 +542,8 @@ class ShardedModel:
             self.named[name].copy_(values)
 
     def row_norms(self, batch: DataProto, *arguments: Any) -> list[float]:
-        """Gradient norm of each row's share of the loss, NaN where it failed; every rank gets the whole batch."""
+        """Compute the gradient norm of each row's part of the loss, NaN where the loss failed; every rank is passed the
+        whole batch."""
         norms = []
         sizes, rank = self.mesh.sizes, distributed.get_rank()
         for row in range(len(batch)):
@@ -541,7 +563,7 @@ class ShardedModel:
     # time, cast to the sampler's dtype before it is gathered.
 
     def sends(self) -> tuple[str, str]:
-        """This rank's machine and GPU."""
+        """Return this rank's machine and GPU, by name."""
         return machine(), device_name(self._device())
 
     def _device(self) -> torch.device:
@@ -550,7 +572,8 @@ class ShardedModel:
 
     @torch.no_grad()
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
-        """Write pieces to a place, as `Outbox.send`: to a file its own part, else whole tensors (of a broadcast rank 0's)."""
+        """Write pieces of tensors to `place` (see `Outbox.send`): into a file each rank writes the part that it holds;
+        elsewhere whole tensors are gathered, and of a broadcast rank 0 sends."""
         if "file" in place:
             held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
             memory = mapped(place["file"], place["nbytes"], write=True)
@@ -571,7 +594,8 @@ class ShardedModel:
         return sent if "data" not in place or distributed.get_rank() == 0 else None
 
     def gathering(self) -> Callable[..., torch.Tensor]:
-        """A function that gives one whole tensor to every rank, by its plain name, adapters merged; others in another `dtype`."""
+        """Return a function that gathers one whole tensor on every rank, by its plain name and with adapters merged;
+        `dtype` converts it first."""
         held, layers = lora.by_plain_names(self.plain), lora.layers(self.whole.causal)
 
         def whole(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -583,7 +607,8 @@ class ShardedModel:
         return whole
 
     def _write(self, piece: Piece, there: torch.Tensor, held: Mapping[str, Any], layer: Any) -> None:
-        """Write what this rank has of a piece; what several ranks have the first of them writes."""
+        """Write the rows of a piece that this rank holds to `there`; rows that several ranks hold are written by the
+        first of them."""
         base, *small = [held[piece.name]] if layer is None else lora.parts(held, piece.name)
         small = [_full(one) for one in small]  # by all ranks together
         if not self.mesh.counts(base):
@@ -601,13 +626,14 @@ class ShardedModel:
             there[begin - piece.first : end - piece.first, *further].copy_(part)
 
     def open_group(self, size: int | None = None, backend: str = "") -> Any:
-        """On rank 0, open the port of a broadcast (returns host, port), or join it."""
+        """Form the process group of a broadcast on rank 0: without `size`, open its port and return (host, port); with
+        it, join the group."""
         if distributed.get_rank():
             return None
         return self._outbox.listen() if size is None else self._outbox.join(size, backend)
 
     def empty_cache(self) -> None:
-        """Give the device memory back that torch keeps for later."""
+        """Free the device memory that torch has cached for reuse."""
         self._outbox.drop()
         if self.mesh.device_type == "cuda":
             torch.cuda.empty_cache()
@@ -618,12 +644,12 @@ def _full(value: Any) -> torch.Tensor:
 
 
 def _apart(name: str) -> bool:
-    """Whether a parameter is in a file of its own: an adapter's, or a value head's."""
+    """Whether a parameter is stored in a file of its own: a LoRA adapter's, or a value head's."""
     return "lora_" in name or name.startswith("value_head.")
 
 
 def _stops() -> Callable[[], bool]:
-    """Ask all ranks whether any was interrupted; the answer is a call."""
+    """Start asking all ranks whether any was interrupted; returns a function that waits for the answer."""
     mine = torch.zeros(())
     try:
         runtime.check()
@@ -639,7 +665,7 @@ def _stops() -> Callable[[], bool]:
 
 
 def _nothing() -> DataProto:
-    """One row of two tokens, for an empty pass."""
+    """Make one row of two tokens, for a pass without rows of its own."""
     one = torch.ones(1, 2, dtype=torch.long)
     columns = {"input_ids": one * 0, "attention_mask": one, "position_ids": torch.tensor([[0, 1]])}
     return DataProto({**columns, "response_mask": one[:, :1]})

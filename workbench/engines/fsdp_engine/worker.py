@@ -31,10 +31,11 @@ _PAUSE = 0.02
 
 
 class Shards:
-    """One rank of an FSDP group: call `reserve` on rank 0, then `join` on all ranks, to make the process group.
+    """One rank of an FSDP group, in its worker process. Call `reserve` on rank 0, then `join` on all ranks, to form the
+    process group.
 
-    `host` is the address on which rank 0 waits for the others; `auto` takes the one that other machines see. `wait`: seconds that
-    a rank waits for another inside torch.
+    `host` is the address on which rank 0 waits for the others; `auto` takes the one that other machines see. `wait` is
+    how many seconds a rank waits for another inside torch.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Shards:
             torch.cuda.set_device(self._gpu)
 
     def reserve(self) -> tuple[str, int] | None:
-        """On rank 0, open the `TCPStore` where all ranks meet, on a free port; returns (host, port), elsewhere None."""
+        """Open, on rank 0, the `TCPStore` where all ranks meet, on a free port, and return its (host, port); on other
+        ranks return None."""
         if self.rank:
             return None
         host = _own_address() if self._host == "auto" else self._host
@@ -75,7 +77,8 @@ class Shards:
         return host, port
 
     def join(self, host: str, port: int) -> dict[str, Any]:
-        """Join the process group of all ranks; returns this worker's rank, pid, host, device, and its `card` ("" for a CPU)."""
+        """Join the process group of all ranks; returns this worker's `rank`, `pid`, `host`, `device` and `card` (its
+        GPU's name, empty for a CPU)."""
         if self._store is None:
             self._store = distributed.TCPStore(host, port, timeout=self._wait, wait_for_workers=False)
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
@@ -90,9 +93,10 @@ class Shards:
     # --- models -----------------------------------------------------------------------------
 
     def open(self, name: str, path: str, settings: Mapping[str, Any], head: bool, source: str | None) -> SelfCheck:
-        """Load folder `path` as model `name`; `source` (a model here, or a saved state's folder) gives other weights.
+        """Load the model folder `path` on this rank under `name`. With `source`, a loaded model's name or a saved
+        state's folder, its weights come from there.
 
-        Returns what the model's self-check found.
+        Returns the result of the model's self-check.
         """
         chosen = FsdpSettings(**settings)
         sizes = sizes_of(chosen.mesh, self.size)
@@ -117,17 +121,19 @@ class Shards:
         return model.selfcheck
 
     def drop(self, name: str) -> None:
-        """Free the model `name`."""
+        """Free the memory of the model `name` on this rank."""
         self._models.pop(name, None)
 
     def on(self, mine: Any, name: str, method: str, *shared: Any) -> Any:
-        """Call a method of the model `name` with `(mine, *shared)`; a `mine` of None is left out."""
+        """Call `method` of the model `name` with `(mine, *shared)`, where `mine` is this rank's own argument; None
+        leaves it out."""
         return getattr(self._models[name], method)(*(() if mine is None else (mine,)), *shared)
 
     def save_shards(
         self, name: str, folder: str, record: Mapping[str, Any], weights: bool, seconds: float, wait: bool
     ) -> str | None:
-        """Save a model's state to a new folder within `seconds`; with `wait` returns the error text, "" after success."""
+        """Start saving a model's state to a new folder, to be done within `seconds`. With `wait` it is done at the
+        return, which is the error text, empty after success; else None."""
         model = self._models[name]
         tensors, adam_steps = model.state(weights)
         whole = {**record, "steps": model.steps(), "adam_steps": adam_steps, "weights": weights}
@@ -135,7 +141,8 @@ class Shards:
         return self.save_answer(record["id"], seconds + 0.5) if wait else None
 
     def save_answer(self, key: str, seconds: float) -> str | None:
-        """Wait up to `seconds` for the save with id `key`: its error text, "" after success, None while it goes on."""
+        """Wait up to `seconds` for the save with the id `key`; returns its error text, empty after success, or None
+        while it still runs."""
         saving = self._savings.get(key)
         outcome = saving.answer(seconds) if saving is not None else ""
         if outcome is not None:
@@ -156,12 +163,12 @@ def _own_address() -> str:
 
 
 class Saving:
-    """One save of a model's state: planned by all ranks at once, written by each in a thread, published by rank 0.
+    """One save of a model's state: planned by all ranks together, written by each in a thread, published by rank 0.
 
-    The plan is that of torch's distributed checkpoint (`SavePlanner`, `StorageWriter`), made while the ranks wait for each
-    other anyway; after it no rank needs a collective, so that writing can go on while the model learns (with `copy`, from a
-    copy in host memory). The files are written to `.staging-<name>` beside the folder; only rank 0 renames it, and not after
-    the deadline.
+    The plan is that of torch's distributed checkpoint (`SavePlanner`, `StorageWriter`), made while the ranks wait for
+    each other anyway. After it no rank needs a collective, so that files can be written while the model learns (with
+    `copy`, from a copy in host memory). The files are written to `.staging-<name>` beside the folder. Rank 0 renames it
+    when it is complete, and not after the deadline.
     """
 
     def __init__(
@@ -190,7 +197,7 @@ class Saving:
         self._thread.start()
 
     def _begin(self) -> str | None:
-        """Rank 0: make an empty staging folder; returns what is wrong with it or with the folder to be written."""
+        """Make an empty staging folder, on rank 0; returns the text of an error, or None."""
         if self._path.is_dir() and any(self._path.iterdir()):
             return message("a saved state is never overwritten", found=f"files in {self._path}", do="use a new folder")
         try:
@@ -201,7 +208,8 @@ class Saving:
         return None
 
     def _run(self) -> None:
-        """Write this rank's part and report it to the others; rank 0 waits for them and publishes."""
+        """Write this rank's files and report the outcome to the other ranks; rank 0 then waits for all reports and
+        publishes the folder."""
         outcome = "the worker was ended"
         try:
             if self._gpu is not None:  # torch waits for copies from the thread's GPU, and a new thread has the first
@@ -217,9 +225,10 @@ class Saving:
                 self._outcome = self._outcome or outcome
 
     def answer(self, seconds: float) -> str | None:
-        """What went wrong ("" for nothing) after waiting for at most `seconds`; None where the save still goes on.
+        """Wait at most `seconds` for the save; returns its error text, empty after success, or None while it still
+        runs.
 
-        Past the deadline it has failed, and nothing is published any more.
+        Past the deadline the save has failed, and nothing is published any more.
         """
         self._thread.join(max(seconds, 0.0))
         with self._lock:
@@ -240,7 +249,8 @@ class Saving:
         return ""
 
     def _published(self) -> str:
-        """Rank 0: when all ranks have written, write the record and rename the folder; else remove it."""
+        """Wait, on rank 0, until all ranks have written, then write the record and rename the folder. Where anything
+        failed, remove the files; returns the error text, empty after success."""
         names = [self._name(rank) for rank in range(self._size)]
         while not self._store.check(names) and time.monotonic() < self._end:
             time.sleep(_PAUSE)
@@ -275,7 +285,8 @@ class Saving:
 
 
 def _planned(tensors: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
-    """All ranks: plan who writes what; torch's own steps of a save, up to the one that writes."""
+    """Plan, on all ranks together, which rank writes which tensors, by torch's own steps of a distributed save; returns
+    (writer, this rank's plan, planner)."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 

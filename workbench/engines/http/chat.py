@@ -20,7 +20,7 @@ from workbench.engines.protocol import Classified, Completion, Located, Request,
 
 
 class SamplerChat:
-    """A sampler (a local engine, …) used as a chat model through its own chat template. Made by `engines.chat(engine)`."""
+    """Uses a sampler (a local engine, …) as a chat model, by its own chat template. Made by `engines.chat(engine)`."""
 
     def __init__(self, sampler: Sampler, **switches: Any) -> None:
         self._sampler = sampler
@@ -32,7 +32,7 @@ class SamplerChat:
         return self._sampler.tokenizer
 
     def describe(self) -> str:
-        """The model's path, and where it is served, for a record."""
+        """Return the model's path and the host that serves it as one text, for a record."""
         if isinstance(self._sampler, RemoteSampler):
             return f"{self._sampler.path} at {urlsplit(self._sampler.url).netloc}"
         path = self._sampler.path if isinstance(self._sampler, Located) else ""
@@ -47,8 +47,11 @@ class SamplerChat:
         seed: int,
         **sampling: Any,
     ) -> Completion:
-        """Sample one answer to the messages; `sampling` are further `SamplingSettings`. Of a `Located` sampler with a longest
-        sequence, `max_tokens` is at most what that leaves; None: all that it leaves, else 1,024."""
+        """Sample one answer to the messages; `sampling` are further `SamplingSettings`.
+
+        Where the sampler has a longest sequence, `max_tokens` is cut to what the prompt leaves. None means all that it
+        leaves, or 1,024 where there is no limit.
+        """
         switches = {"add_generation_prompt": True, **self._switches}
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
         ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -62,9 +65,9 @@ class SamplerChat:
 
 
 class _Service:
-    """A model behind HTTP. After errors that may pass a request is tried again (`base.http.Client`).
+    """Base class of models behind HTTP. After a temporary error a request is tried again (`base.http.Client`).
 
-    `api_key_env` names the environment variable with the key. `tokenizer` is for cutting texts by tokens; without one a
+    `api_key_env` names the environment variable with the key. `tokenizer` is used to cut texts by tokens; without one a
     token counts as four characters.
     """
 
@@ -88,14 +91,15 @@ class _Service:
         self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
 
     def describe(self) -> str:
-        """Model and host, for a record."""
+        """Return the model's name and host as one text, for a record."""
         return f"{self.model} at {urlsplit(self.url).netloc}"
 
 
 class OpenAIChat(_Service):
     """A chat model behind `/chat/completions` of vLLM, SGLang or another OpenAI-compatible service.
 
-    Made by `engines.openai("http://host:8000/v1", model)`. `body` has further fields of the request (`{"top_p": 0.9}`).
+    Made by `engines.openai("http://host:8000/v1", model)`. `body` has further fields for each request (`{"top_p":
+    0.9}`).
     """
 
     def __init__(self, url: str, model: str, *, body: Mapping[str, Any] | None = None, **service: Any) -> None:
@@ -122,7 +126,8 @@ def _completion(reply: Any) -> Completion:
 
 
 class ClassifyEndpoint(_Service):
-    """A reward model on a vLLM server, asked at `POST /classify`. Made by `engines.classify("http://host:8000", model)`."""
+    """A reward model on a vLLM server, which scores texts at `POST /classify`. Made by
+    `engines.classify("http://host:8000", model)`."""
 
     async def classify(self, text: str) -> Classified:
         """Score one text by its raw logit, without activation. Raises `base.http.Unreachable` or `Refused`."""
@@ -138,14 +143,15 @@ def _classified(reply: Any) -> Classified:
 
 @contextmanager
 def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
-    """Context manager: serves `/v1/chat/completions` and `/v1/models` of a sampler while the block runs; yields
-    `127.0.0.1:port`, which verl calls `reward_router_address`.
+    """Context manager: serves a sampler as a chat model on this machine (`/v1/chat/completions`, `/v1/models`) while
+    the block runs; yields `127.0.0.1:port`, which verl calls `reward_router_address`.
 
-    A request's `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` and `n` are heeded; `model` may be
-    anything. `max_tokens` is at most what the model's length leaves. A request without a `seed` has one that follows from
-    itself: asked again, the model answers the same, so that a step can be repeated. What else changes a reply (`stream`, `tools`,
-    `logprobs`, …) is refused (400), and so is what the engine refuses, each in OpenAI's form of an error. Who can reach the
-    server: see `base.loopback.serving`. A harness that needs more than judging asks `agents.endpoint`.
+    The fields `messages`, `max_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `stop` and `n` of a request are used;
+    `model` may be anything. `max_tokens` is cut to what the model's length leaves. A request without a `seed` gets one
+    that is computed from the request, so that the same request gets the same answer and a step can be repeated. Other
+    fields that change a reply (`stream`, `tools`, `logprobs`, …) are refused with status 400, and so is what the engine
+    refuses, each with an error in OpenAI's form. Who can reach the server: see `base.loopback.serving`. For agents,
+    which need more than this, use `agents.endpoint`.
     """
     chat = model if isinstance(model, SamplerChat) else SamplerChat(model)
 

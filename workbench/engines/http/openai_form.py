@@ -21,7 +21,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Refusal(Exception):
-    """A request that is not answered: an HTTP status, and an error in OpenAI's form, which says why."""
+    """Exception for a request that is not answered: an HTTP status, and as `body` an error in OpenAI's form that gives
+    the reason."""
 
     def __init__(self, status: int, why: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(why)
@@ -32,17 +33,17 @@ class Refusal(Exception):
 def error(
     why: str, code: str | None = None, param: str | None = None, kind: str = "invalid_request_error"
 ) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """Build an error in OpenAI's form, as the JSON object that a server returns."""
     return {"error": {"message": why, "type": kind, "param": param, "code": code}}
 
 
 def refused(status: int, why: str) -> dict[str, Any]:
-    """What is sent for a request that is not even read (`base.loopback.serving`)."""
+    """Build the error body for a request that is refused before it is read (used by `base.loopback.serving`)."""
     return Refusal(status, why).body
 
 
 def refusal_of(cause: Exception) -> Refusal:
-    """What is answered where a request could not be: 400 for what is wrong with it, 500 for anything else."""
+    """Turn an exception into the `Refusal` to answer: status 400 where the request is wrong, 500 for anything else."""
     if isinstance(cause, Refusal):
         return cause
     wrong = isinstance(cause, WorkbenchError | ValueError | TypeError | KeyError | RecursionError)
@@ -74,8 +75,8 @@ class ChatRequest:
 
 
 def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
-    """Read a request for chat completions: the body of a POST, or its fields. Raises `Refusal` (400) for what is wrong or
-    cannot be done here."""
+    """Parse a request for chat completions from the body of a POST or its fields. Raises `Refusal` (400) for wrong
+    fields and for features that this server does not have."""
     fields = _fields(body)
     messages = fields["messages"]
     stop = fields.get("stop") or ()
@@ -101,7 +102,7 @@ def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
 
 
 def _fields(body: bytes | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request, where all that it asks for can be done here."""
+    """Parse the fields of a request and refuse features that this server does not have."""
     try:
         fields = json.loads(body) if isinstance(body, bytes) else dict(body)
     except (ValueError, RecursionError) as cause:
@@ -188,7 +189,7 @@ def _call(tool_call: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """One of the answers to a chat request."""
+    """One of the answers (choices) to a chat request."""
 
     message: Mapping[str, Any]
     """`role`, `content`, and where there are some `tool_calls` and `reasoning_content`."""
@@ -201,7 +202,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answers to a chat request, to be sent as one JSON object or as a stream."""
+    """All answers to a chat request, to be sent as one JSON object or as a stream."""
 
     id: str
     model: str
@@ -211,7 +212,7 @@ class Reply:
     """For the texts of single tokens (`logprobs`)."""
 
     def sent(self, asked: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
-        """The reply as the request wants it: an object, or an iterator of a stream's objects."""
+        """Return the reply as the request wants it: one JSON object, or an iterator of a stream's objects."""
         return self._stream(asked) if asked.stream else self._whole(asked)
 
     def _whole(self, asked: ChatRequest) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class Reply:
         return {"finish_reason": one.finish_reason, "logprobs": self._log_probs(asked, one) if told else None}
 
     def _log_probs(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
-        """The log-probs of the answer's own tokens; no other token's are known."""
+        """Build the `logprobs` object of an answer; only the log-probs of its own tokens are known."""
         content = []
         assert answer.sample is not None
         for token, value in zip(answer.sample.ids, answer.sample.log_probs, strict=True):
@@ -255,7 +256,7 @@ class Reply:
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """An answer in pieces: its words one by one, its calls whole."""
+    """Split an answer's message into the pieces of a stream: its text word by word, each tool call whole."""
     yield {"role": "assistant", "content": ""}
     for name in ("reasoning_content", "content"):
         yield from ({name: piece} for piece in _pieces(message.get(name) or ""))

@@ -45,8 +45,8 @@ UNTOUCHED = "default"
 class RemoteSampler(Pausing):
     """A sampler that is a vLLM or SGLang server behind HTTP. Made by `engines.remote`; pair it by `engines.paired`.
 
-    To take weights a vLLM server needs its development endpoints and workbench's worker extension (start it by
-    `engines.server_command`); an SGLang server needs nothing, since each has `/update_weights_from_disk`.
+    To take weights, a vLLM server needs its development endpoints and workbench's worker extension (start it by
+    `engines.server_command`). An SGLang server needs nothing, because each has `/update_weights_from_disk`.
     """
 
     def __init__(self, url: str, folder: str | Path, settings: RemoteSettings, *, path: str, **switches: Any) -> None:
@@ -96,7 +96,8 @@ class RemoteSampler(Pausing):
                 self._refusal = f"the server no longer has its model's own weights: somebody pushed {self._tag!r}"
 
     async def _prepare(self) -> None:
-        """Make a vLLM server ready for pushes, and for log-probs before top-k and top-p."""
+        """Prepare a vLLM server for pushes of weights, and for log-probs before top-k and top-p. Raises `EngineError`
+        where it cannot be prepared."""
         try:
             if (await self._get("/is_paused"))["is_paused"]:
                 found = "a push that failed half-way, or one that is still under way"
@@ -132,7 +133,8 @@ class RemoteSampler(Pausing):
         return await self._client.post(f"{self.url}{dialect.path}", body, timeout=timeout, read=read)
 
     async def _held_weights(self, reply: Reply, tag: str) -> None:
-        """Raises `EngineError` where the server was started again since the push, or another client pushed."""
+        """Raise `EngineError` where the server no longer has the weights that this process pushed: it was restarted, or
+        another client pushed."""
         served = reply.tag
         if served is None and self._about.dialect is VLLM:
             arrived = time.monotonic()
@@ -154,7 +156,7 @@ class RemoteSampler(Pausing):
         check_prompt(request.ids, self._rows, self.max_length, "the server", "its longest sequence")
         if s.temperature and not dialect.coldest <= s.temperature <= dialect.hottest:
             expected = f"0, or {dialect.coldest:g} to {dialect.hottest:g}, which the server can do"
-            raise EngineError("temperature", expected=expected, found=s.temperature)
+            raise EngineError("the sampling temperature", expected=expected, found=s.temperature)
         warm = s.temperature not in (0, 1)
         if warm and not findings.follows_temperature:
             what = f"temperature {s.temperature:g}: the server's log-probs are those of temperature 1"
@@ -174,17 +176,19 @@ class RemoteSampler(Pausing):
 
     @property
     def stale(self) -> bool:
-        """Whether rows may be older than the learner's weights (`max_staleness`): True where weights are never pushed."""
+        """Whether rows may be sampled with older weights than the learner's (`max_staleness`): True where weights are
+        never pushed."""
         return self._settings.weights is None
 
     def check_paired(self) -> None:
-        """Raises `EngineError` where weights are never pushed and no `max_staleness` was given."""
+        """Raise `EngineError` where weights are never pushed and no `max_staleness` allows that."""
         if self.stale and self._settings.max_staleness is None:
             expected = "weights='vllm' or 'sglang', or max_staleness=N, the updates by which its rows may lag behind"
             raise EngineError(f"cannot pair a learner with {self!r}", expected=expected, found="neither")
 
     def receives(self) -> dict[str, Any] | None:
-        """Where its server is, and what it takes, as `WeightReceiver.receives`; None for SGLang, and without `weights`."""
+        """Describe where the server is and what it takes (see `WeightReceiver.receives`); None for SGLang, and where
+        weights are never pushed."""
         if self.stale or self._about.dialect is not VLLM:
             return None
         here = urlsplit(self.url).hostname in server.HERE and self._settings.weights_folder is None
@@ -193,11 +197,12 @@ class RemoteSampler(Pausing):
         return {**where, **takes, "folder": str(self._folder)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
-        """Replace all weights of the server's model, by their Hugging Face names; returns the seconds taken.
+        """Replace all weights of the server's model, given by their Hugging Face names; returns the seconds taken.
 
-        Requests made before are waited for and answered with the old weights, later ones with the new, which are policy
-        version `version`. With `weights=None` nothing is pushed: rows keep their version, up to `max_staleness` behind it.
-        Raises `EngineError` where the push fails, or the learner is further ahead than that.
+        Requests made before are waited for and answered with the old weights; later ones are answered with the new,
+        which are policy `version`. With `weights=None` nothing is pushed: rows keep the server's version, which may be
+        up to `max_staleness` updates behind. Raises `EngineError` where the push fails, or where the learner is further
+        ahead than that.
         """
         if self.receives() is not None:
             return super().load_weights(weights, version)
@@ -263,7 +268,7 @@ class RemoteSampler(Pausing):
 
     @contextmanager
     def _folder_of(self, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Inside the block the weights are a model's folder, for SGLang."""
+        """Context manager: writes the weights to a model folder, which SGLang loads them from, and yields its path."""
         s = self._settings
         dtype = getattr(torch, s.weights_dtype) if s.weights_dtype else None
         with self._shared_folder() as folder:
@@ -275,7 +280,8 @@ class RemoteSampler(Pausing):
             yield str(folder)
 
     def _as_folder(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Copy the model's small files beside the weights; a tied head is left out, as in every Hugging Face folder."""
+        """Copy the model's JSON files into the folder and return the weights to store; a tied output layer is left out,
+        as in every Hugging Face folder."""
         for one in Path(self._folder).glob("*.json"):
             if not one.name.endswith(".index.json"):
                 shutil.copy(one, folder)
@@ -285,7 +291,7 @@ class RemoteSampler(Pausing):
         return weights
 
     async def _served(self) -> str:
-        """A vLLM server's name for its present weights; SGLang has it in every reply."""
+        """Ask a vLLM server for the name of its present weights (SGLang tells it in every reply)."""
         return str((await self._get("/weight_info"))["weight_version"])
 
     async def _get(self, path: str) -> Any:
@@ -295,7 +301,8 @@ class RemoteSampler(Pausing):
         return await self._pusher.post(f"{self.url}{path}", body, timeout=self._settings.push_seconds, read=read)
 
     def restart(self) -> None:
-        """Check and probe the server anew, after it was restarted elsewhere; a pair then pushes its weights again."""
+        """Check and probe the server anew, after it was restarted by somebody else; a pair then pushes its weights
+        again."""
         with self._named("cannot sample from the server"):
             runtime.run(self._begin())
         self.version = self._settings.version
@@ -309,14 +316,14 @@ class RemoteSampler(Pausing):
         return self._about.max_length
 
     def describe(self) -> dict[str, Any]:
-        """Path, server, settings and what probes found, for a run's record; without the API key."""
+        """Return path, server, settings and the results of the probes by name, for a run's record; without the API key."""
         known = self._about
         where = {"url": self.url, "kind": known.dialect.kind, "server": known.version, "served": known.name}
         longest = {"max_model_len": known.max_length}
         return {"path": self.path, **self._settings.to_dict(), **where, **longest, **asdict(self._findings)}
 
     def _plain(self, error: Exception) -> str:
-        """An error's words without the key, which a server may have echoed."""
+        """Return an error's text without the API key, which a server may have echoed."""
         words = str(error)
         for value in self._headers.values():
             words = words.replace(value, "…").replace(value.removeprefix("Bearer "), "…")
@@ -336,7 +343,7 @@ class RemoteSampler(Pausing):
 
 
 def _tag(version: int) -> str:
-    """A server's name for weights of a version, which no other push has."""
+    """Make a unique name for weights of a policy version, by which a server reports which push it has."""
     return f"{new_id()}:{version}"
 
 

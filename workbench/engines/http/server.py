@@ -30,7 +30,7 @@ from workbench.engines.vllm_server import process
 
 @dataclass(frozen=True)
 class Reply:
-    """One response, as read from a vLLM or SGLang server."""
+    """One response read from a vLLM or SGLang server."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -44,7 +44,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Dialect:
-    """A kind of server (vLLM or SGLang): how requests are written and replies are read, and its limits."""
+    """A kind of server (vLLM or SGLang): how its requests are written and its replies read, and the limits of its
+    settings."""
 
     kind: str
     path: str
@@ -114,7 +115,8 @@ DIALECTS: dict[str, Dialect] = {one.kind: one for one in (VLLM, SGLANG)}
 
 
 def checked(reply: Reply, request: Request, tops: int, rows: int) -> Reply:
-    """Check a reply against its request and return it; the model has `rows` token ids. Raises `ValueError`."""
+    """Check that a reply fits its request, and return it. `tops` is how many top log-probs were requested, `rows` the
+    size of the model's vocabulary. Raises `ValueError` where it does not fit."""
     count = len(reply.ids)
     if count != len(reply.log_probs):
         raise ValueError(f"the reply has {count} tokens, but {len(reply.log_probs)} log-probs")
@@ -140,7 +142,7 @@ _PROMPTS = 24
 
 @dataclass(frozen=True)
 class About:
-    """A server's kind and version, and which of its models is used."""
+    """What a server reports about itself: its kind and version, and the model that is used."""
 
     dialect: Dialect
     version: str
@@ -153,7 +155,8 @@ class About:
 async def about(client: Client, base: str, folder: str | Path, settings: RemoteSettings) -> About:
     """Ask a server for its kind, version and model.
 
-    Raises `EngineError` for another kind or model, `Refused` or `Unreachable` where the server gives no answer.
+    Raises `EngineError` for a server of another kind or with another model, and `Refused` or `Unreachable` where it
+    gives no answer.
     """
     seconds = settings.ask_seconds
     models = await client.get(f"{base}/v1/models", timeout=seconds)
@@ -174,7 +177,8 @@ async def about(client: Client, base: str, folder: str | Path, settings: RemoteS
 
 
 def _longest(name: str, theirs: Any, folder: str | Path, settings: RemoteSettings) -> int:
-    """The server's longest text, or that of the model here where the server does not report it."""
+    """Return the longest sequence of the server's model in tokens, or that of the model's folder here where the server
+    does not report it."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=settings.trust_remote_code)
@@ -210,9 +214,11 @@ Ask = Callable[[Request, int], Awaitable[Reply]]
 async def same_tokens(
     client: Client, base: str, tokenizer: Any, known: About, ask: Ask, seconds: float
 ) -> Sequence[tuple[int, ...]]:
-    """Check that the server's tokenizer is the one here; returns short prompts for probes. Raises `EngineError` where not.
+    """Check that the server's tokenizer is the same as `tokenizer`, and return short prompts for probes. Raises
+    `EngineError` where it differs.
 
-    vLLM is asked to tokenize a text. SGLang may not offer that: the texts of its samples are compared with their token ids.
+    vLLM is asked to tokenize a text. SGLang may not offer that: there the texts of samples are compared with their
+    token ids.
     """
     size = len(tokenizer)
     text = _TEXT + tokenizer.decode(list(range(0, size, max(size // 64, 1))), skip_special_tokens=True)
@@ -238,7 +244,7 @@ async def same_tokens(
 
 
 def _bare(text: str) -> str:
-    """Without what depends on where a text was cut: halves of characters, and space at its ends."""
+    """Remove from a text what depends on where it was cut: halves of characters, and spaces at its ends."""
     return text.replace("\N{REPLACEMENT CHARACTER}", "").strip()
 
 
@@ -295,12 +301,14 @@ BY_NAME = "pass the key by api_key_env, the name of an environment variable"
 
 
 def base_of(url: str) -> str:
-    """A server's base URL without `/v1`. Raises `SettingError` for what is no http(s) URL, and for a user or key in it."""
+    """Return a server's base URL without `/v1`. Raises `SettingError` for a text that is not an http(s) URL, and for a
+    user or key in it."""
     return bare_url(url, "url", BY_NAME).rstrip("/").removesuffix("/v1")
 
 
 def authorization(name: str | None) -> dict[str, str]:
-    """HTTP header with the API key of environment variable `name`. Raises `EngineError` where it holds no usable key."""
+    """Build the HTTP header with the API key from the environment variable `name`. Raises `EngineError` where the
+    variable holds no usable key."""
     if name is None:
         return {}
     key = os.environ.get(name, "")
@@ -319,7 +327,7 @@ _PLAIN = SamplingSettings(max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Findings:
-    """What probes found out about a server's log-probs and seeds."""
+    """Results of probing a server: what its log-probs are, and whether its seeds repeat a sample."""
 
     follows_temperature: bool
     """Log-probs are those of logits / temperature; else those of the logits."""
@@ -330,9 +338,10 @@ class Findings:
 
 
 async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
-    """Probe what a server's log-probs and seeds are, prompt by prompt, until the answers decide.
+    """Probe what a server's log-probs are and whether it follows seeds, prompt by prompt until the answers decide.
 
-    Raises `EngineError` where log-probs are of neither kind, or the model is too sure of every answer to decide.
+    Raises `EngineError` where log-probs are of no known kind, or where the model is too certain on every prompt to
+    decide.
     """
     follows: bool | None = None
     before: bool | None = None
@@ -355,7 +364,8 @@ async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
 
 
 def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | None:
-    """Compare the distance of two tokens' log-probs, which the temperature divides; None where it is too small or too large."""
+    """Decide whether log-probs are scaled by the temperature, from the distance between two tokens' log-probs, which it
+    divides; None where the distance does not decide."""
     both = sorted((plain[token], warm[token]) for token in plain.keys() & warm.keys() if plain[token] > -20)
     if len(both) < 2 or both[-1][0] - both[0][0] < 4 * _SAME:
         return None
@@ -370,7 +380,8 @@ def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | No
 async def _before_filters(
     ask: Ask, prompt: tuple[int, ...], temperature: float, free: Mapping[int, float]
 ) -> bool | None:
-    """Whether a token's log-prob stays what it is when others are cut off; None where too little is cut off to decide."""
+    """Decide whether log-probs are taken before top-k and top-p: whether a token's stays the same when others are cut
+    off. None where too little is cut off to decide."""
     if max(free.values()) > -4 * _SAME:
         return None
     for settings in (replace(_PLAIN, top_k=2), replace(_PLAIN, top_p=1e-3)):
@@ -402,13 +413,14 @@ def server_command(
     cpu: bool | None = None,
     **settings: Any,
 ) -> ServerCommand:
-    """The command that starts vLLM's HTTP server with a trainer's log-probs: `print(server_command("data/tiny-arith", "ext"))`.
+    """Build the command that starts vLLM's HTTP server with log-probs for training:
+    `print(server_command("data/tiny-arith", "ext"))`.
 
-    With `extension_folder` weights can be pushed to the server: the module of the worker extension is written there (for a
-    server on another machine, copy the folder), and vLLM's development endpoints are on. Those ask for no key, whatever
-    VLLM_API_KEY is: whoever reaches the port can change the model, so it belongs on a private network. `cpu=None`: on a CPU
-    where this machine has no GPU. Other settings: `VllmSettings` (`python` is the interpreter on the server's machine, by
-    default `python`).
+    With `extension_folder` weights can be pushed to the server: the module of the worker extension is written there
+    (for a server on another machine, copy the folder), and vLLM's development endpoints are switched on. These ask for
+    no key, whatever VLLM_API_KEY is: whoever reaches the port can change the model, so the port belongs on a private
+    network. `cpu=None` means a CPU where this machine has no GPU. Other settings: `VllmSettings` (`python` is the
+    interpreter on the server's machine, by default `python`).
     """
     chosen = VllmSettings.from_parameters(settings)
     folder = resolve(model, elsewhere=True)

@@ -59,7 +59,8 @@ Step = Callable[[Tensor, Tensor, Plan], Tensor]
 
 
 def lean_step(model: Any) -> Step | None:
-    """A function that does one decode step of the model; None where the model has another shape, or any class of its own."""
+    """Return a function that computes one decode step of the model without its modules' overhead; None where the model
+    is not one of the architectures that were read for this."""
     inner = getattr(model, "model", None)
     if inner is None or {name for name, _ in inner.named_children()} != _MODEL or not all(map(_fits, inner.layers)):
         return None
@@ -70,7 +71,8 @@ def lean_step(model: Any) -> Step | None:
 
 
 def _fits(block: Any) -> bool:
-    """Whether a layer has these parts and no other, all its linear layers being plain."""
+    """Whether a decoder layer has exactly the expected parts, with all of its linear layers plain (no adapters, no
+    quantization)."""
     parts = {name: one for name, one in block.named_modules() if not any(True for _ in one.children())}
     norms = parts.keys() - _LINEAR - {"mlp.act_fn"}
     plain = all(type(parts.get(name)) is nn.Linear for name in _LINEAR)
@@ -86,7 +88,7 @@ def _norm(module: Any, states: Tensor) -> Tensor:
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[n, heads, D] turned by the angles of its positions; `sin` has the sign of the first half changed."""
+    """Apply rotary position embeddings to queries or keys [n, heads, D]; `sin` has the sign of its first half changed."""
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
 
 
@@ -124,7 +126,7 @@ _DENSE = 0.75  # the prompts' keys are moved together when fewer than this share
 
 @dataclass
 class _Held:
-    """One layer's keys and values."""
+    """One layer's key and value buffers: of the prompts, and of the rows' own tokens."""
 
     prompts: list[Tensor]
     """[K, P, L, ·] of K heads and P prompts of at most L tokens."""
@@ -133,7 +135,8 @@ class _Held:
 
 
 class SharedPrefix:
-    """A `Cache` over the layers of one model, made by `cache_of`; it is also the plan of their attention."""
+    """A `Cache` that holds each distinct prompt's keys and values once, shared by its rows; made by `cache_of`. It is
+    also the attention plan of the model."""
 
     refills = True
 
@@ -167,7 +170,7 @@ class SharedPrefix:
     # --- seats ----------------------------------------------------------------------------------
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """Move rows to other seats, and prefill the prompts of new rows that are not there."""
+        """Move rows to other seats, and prefill the prompts of new rows that are not in the cache."""
         stay = [of for seat, of in enumerate(order) if seat not in prompts]
         if list(order) != list(range(len(self._start))):
             self._move(order, min((self._start[of] for of in stay), default=self._column))
@@ -180,7 +183,7 @@ class SharedPrefix:
         self._lay_out()
 
     def _move(self, order: Sequence[int], first: int) -> None:
-        """Give the rows their new seats, in buffers that begin with column `first`."""
+        """Copy the rows' own keys and values to their new seats, into buffers that begin with the old column `first`."""
         length = self._column - first
         self._columns = max(_FIRST, 2 * length)
         where = torch.tensor(order, device=self._model.device)
@@ -195,7 +198,7 @@ class SharedPrefix:
         self._start = [max(0, start - first) for start in self._start]
 
     def _admit(self, wanted: list[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-        """Make room for prompts; returns by number those that are not there yet."""
+        """Make room for prompts, replacing unused ones; returns those that must be prefilled, by their numbers."""
         there = set(self._prompts)
         new = [prompt for prompt in wanted if prompt not in there]
         if not new and len(wanted) >= _DENSE * len(self._prompts):
@@ -210,7 +213,8 @@ class SharedPrefix:
         return places
 
     def _compact(self, keep: list[int], new: list[tuple[int, ...]]) -> list[int]:
-        """Keep these prompts alone, and return the numbers of the new ones behind them."""
+        """Drop all prompts but the numbers in `keep` from the buffers, make room for `new` ones behind them, and return
+        these ones' numbers."""
         width = self._width
         self._width = max(len(prompt) for prompt in [*(self._prompts[number] for number in keep), *new])
         where, fit = torch.tensor(keep, dtype=torch.long, device=self._model.device), min(width, self._width)
@@ -222,7 +226,8 @@ class SharedPrefix:
         return list(range(len(keep), len(self._prompts)))
 
     def _lay_out(self) -> None:
-        """What the steps need of the seats: where their queries go, their lengths and columns."""
+        """Compute what each decode step needs of the seating: the layout of queries by prompt, prompt lengths and first
+        columns."""
         device, number = self._model.device, {prompt: place for place, prompt in enumerate(self._prompts)}
         self._layout = _layout([number[prefix] for prefix in self._prefix], len(number), device)
         self._lengths = torch.tensor([len(prefix) for prefix in self._prefix], device=device)
@@ -234,7 +239,8 @@ class SharedPrefix:
     # --- forward passes -------------------------------------------------------------------------
 
     def _prefill(self, prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """One forward pass of prompts padded on the right, which no token sees."""
+        """Run one forward pass over prompts, padded on the right, to fill their keys and values; no token attends to
+        the padding."""
         device, width = self._model.device, max(map(len, prompts.values()))
         ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts.values()], device=device)
         self._filling = torch.tensor(list(prompts), device=device)
@@ -247,7 +253,7 @@ class SharedPrefix:
                 self.prompt_experts[prompt] = one[: len(prompt)]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """[n, V] logits after one more token [n] in each seat."""
+        """Decode one more token [n] for each seat; returns logits [n, V]."""
         if self._column == self._columns:
             self._move(range(len(self._start)), self._first)
             self._lay_out()
@@ -270,7 +276,8 @@ class SharedPrefix:
     # --- attention ------------------------------------------------------------------------------
 
     def attend(self, layer: Layer) -> Tensor:
-        """The layer's attention [b, H, q, D'] of whole prompts, or of one new token in each seat."""
+        """Compute the layer's attention [b, H, q, D']: of whole prompts while they are prefilled, else of one new token
+        in each seat."""
         kind = layer.value.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.value.dtype
         key, value = layer.key.to(dtype), layer.value.to(dtype)
@@ -290,7 +297,7 @@ class SharedPrefix:
         return self._cascade(layer, held, dtype)
 
     def _cascade(self, layer: Layer, held: _Held, dtype: torch.dtype) -> Tensor:
-        """One softmax over a row's prompt and its own tokens."""
+        """Compute one new token's attention for each row, as one softmax over its shared prompt and its own tokens."""
         count, heads, _, width = layer.query.shape
         groups, long = len(held.own[0]), self._longest
         per = heads // groups
@@ -311,18 +318,19 @@ class SharedPrefix:
         return one if self._layout.copies is None else one[:, self._layout.copies]
 
     def _by_prompt(self, rows: Tensor) -> Tensor:
-        """[K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
+        """Regroup rows by prompt for one matrix product a prompt: [K, n, G, ·] → [K·P, rows of a prompt · G, ·]."""
         if self._layout.moves is not None:
             rows = rows[:, self._layout.moves[0]]
         return rows.reshape(len(rows) * self._layout.groups, -1, rows.shape[-1])
 
     def _by_seat(self, rows: Tensor, groups: int, per: int) -> Tensor:
-        """[K·P, rows of a prompt · G, ·] → [K, n, G, ·]."""
+        """Undo `_by_prompt`: [K·P, rows of a prompt · G, ·] → [K, n, G, ·]."""
         rows = rows.view(groups, -1, per, rows.shape[-1])
         return rows if self._layout.moves is None else rows[:, self._layout.moves[1]]
 
     def _softmax(self, layer: Layer, scores: Tensor) -> Tensor:
-        """Softmax of scores [K, n, G, prompt + own] under the layer's settings, in float32."""
+        """Softmax of scores [K, n, G, prompt + own tokens] in float32, with the layer's soft-cap, window and sinks
+        applied."""
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
         hidden = self._hidden(layer.window)
@@ -334,7 +342,8 @@ class SharedPrefix:
         return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1].contiguous()
 
     def _hidden(self, window: int | None) -> Tensor | None:
-        """[n, 1, prompt + own] true where a row does not see a token; None where each sees all. Made once a step."""
+        """The mask [n, 1, prompt + own tokens] that is true where a row does not see a token; None where each sees all.
+        It is computed once a step for each `window`."""
         if window not in self._masks:
             self._masks[window] = self._made_mask(window)
         return self._masks[window]
@@ -356,7 +365,8 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where each seat's queries go, so that each prompt has those of its rows side by side, as many as any other."""
+    """How the seats' queries are arranged by prompt: each prompt gets a block of equal size, padded where it has fewer
+    rows."""
 
     groups: int
     """Number of blocks of queries: one a prompt, or several."""
@@ -367,7 +377,8 @@ class _Layout:
 
 
 def _layout(prompt_of: Sequence[int], prompts: int, device: torch.device) -> _Layout:
-    """The layout of seats with these prompts: where few have very many rows, they get several blocks."""
+    """Arrange seats by the prompt number of each. Where a few prompts have very many rows they get several blocks,
+    which keeps padding small."""
     rows: list[list[int]] = [[] for _ in range(prompts)]
     for seat, number in enumerate(prompt_of):
         rows[number].append(seat)
@@ -385,7 +396,7 @@ def _layout(prompt_of: Sequence[int], prompts: int, device: torch.device) -> _La
 
 
 def _causal(layer: Layer) -> Tensor:
-    """Attention of whole prompts: each token sees those before it, and itself."""
+    """Compute causal attention of whole prompts: each token sees itself and those before it, within the layer's window."""
     length = layer.query.shape[2]
     far = layer.window is not None and length > layer.window
     if layer.plain and not far:
@@ -397,7 +408,8 @@ def _causal(layer: Layer) -> Tensor:
 
 
 def _chunks(prompts: Mapping[int, tuple[int, ...]], budget: int) -> Iterator[dict[int, tuple[int, ...]]]:
-    """Prompts of similar lengths together, at most `budget` tokens with their padding; without those that are empty."""
+    """Group prompts of similar lengths into prefill batches of at most `budget` tokens, padding included; empty prompts
+    are left out."""
     some: dict[int, tuple[int, ...]] = {}
     for number, prompt in sorted(prompts.items(), key=lambda one: -len(one[1])):
         widest = len(next(iter(some.values()), prompt))
@@ -418,26 +430,30 @@ row again for each token."""
 
 
 def paths_of(model: Any, wanted: str) -> tuple[str, ...]:
-    """The ways to try for a model: the one that the setting `decode` names, or with `auto` all that its structure allows."""
+    """Return the names of the decoding paths to try for a model: the one that the setting `decode` names, or with
+    `auto` all that its structure allows, the fastest first."""
     return tuple(path for path in PATHS if path != LEAN or lean_step(model)) if wanted == "auto" else (wanted,)
 
 
 @contextmanager
 def cache_of(model: Any, path: str, budget: int) -> Iterator[Cache]:
-    """Context manager: yields the cache of a wave by its name in `PATHS`; prompts are prefilled `budget` tokens at a time."""
+    """Context manager: yields the cache for decoding a wave by `path`, a name in `PATHS`; prompts are prefilled at most
+    `budget` tokens at a time."""
     if path not in (LEAN, SHARED):
         yield Uncached(model) if path == UNCACHED else PaddedRows(model)
         return
     step = lean_step(model) if path == LEAN else None
     if path == LEAN and step is None:
-        raise EngineError("decode='lean'", expected="a model shaped like Llama's", found=type(model).__name__)
+        found, do = type(model).__name__, "set decode='auto'"
+        raise EngineError("decode='lean'", expected="a model shaped like Llama, without adapters", found=found, do=do)
     cache = SharedPrefix(model, step, budget)
     with planned(model, cache) as cache.tag, recorded(model) as cache.routing:
         yield cache
 
 
 class Uncached:
-    """A `Cache` that keeps token ids alone, for models with a memory of their own kind: right for any causal model, and slow."""
+    """A `Cache` that keeps token ids alone and reads each whole row again for every token: right for any causal model,
+    and slow."""
 
     refills = True
 
@@ -446,12 +462,13 @@ class Uncached:
         self._rows: list[list[int]] = []
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """Keep the rows of these seats, and the prompts of new rows."""
+        """Move the token ids of rows to their new seats, and add the prompts of new rows."""
         held = self._rows
         self._rows = [list(prompts[seat][:-1]) if seat in prompts else list(held[of]) for seat, of in enumerate(order)]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """[n, V] logits after one more token [n] in each seat: a forward pass of all rows, padded at the right."""
+        """Append one token [n] to each row and return logits [n, V], by a forward pass over all whole rows, padded on
+        the right."""
         for row, token in zip(self._rows, tokens.tolist(), strict=True):
             row.append(token)
         vocabulary = self._model.config.get_text_config().vocab_size
@@ -471,7 +488,8 @@ class Uncached:
 
 
 class PaddedRows:
-    """The model's own cache over left-padded rows, for models whose attention is not ours to plan."""
+    """A `Cache` that is the model's own over left-padded rows, for models whose attention cannot be computed by a plan.
+    All rows must enter together."""
 
     refills = False
 
@@ -482,7 +500,8 @@ class PaddedRows:
         self._name = "cache_params" if "cache_params" in named else "past_key_values"
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """Prefill each different prompt once, or drop rows."""
+        """Prefill each distinct prompt once and copy it to its rows; without new prompts, keep only the rows in
+        `order`."""
         from transformers import DynamicCache
 
         device = self._model.device
@@ -502,7 +521,8 @@ class PaddedRows:
         self._logits = None if self._logits is None else self._logits[where]
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The prompts' logits at first, then one forward pass for each token."""
+        """Return logits [n, V] after one more token [n] in each seat; the first call after a prefill returns the
+        prompts' logits and ignores `tokens`."""
         if self._logits is not None:
             logits, self._logits = self._logits, None
             return logits
@@ -517,7 +537,7 @@ class PaddedRows:
 
 
 class PicturedRows(PaddedRows):
-    """The model's own cache over left-padded rows with pictures, which all enter at once."""
+    """The model's own cache over left-padded rows with pictures, all of which must enter together."""
 
     def __init__(self, model: Any, requests: Sequence[Request]) -> None:
         super().__init__(model)
@@ -526,14 +546,16 @@ class PicturedRows(PaddedRows):
         """How far each row's positions are from the number of tokens before."""
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """Prefill each different prompt with its pictures once, or drop rows."""
+        """Prefill each distinct prompt with its pictures once and copy it to its rows; without new prompts, keep only
+        the rows in `order`."""
         if prompts:
             order = self._prefill()
         super().seat(order, {})
         self._ahead = self._ahead[torch.tensor(order, device=self._ahead.device)]
 
     def _prefill(self) -> list[int]:
-        """One forward pass of the different prompts; returns the number of each request's."""
+        """Run one forward pass over the distinct prompts with their pictures; returns for each request the number of
+        its prompt."""
         from transformers import DynamicCache
 
         device, keys = self._model.device, [(request.ids, id(request.pixels)) for request in self._requests]

@@ -31,7 +31,7 @@ class LocalClassifier:
         self._waves: Waves[str, Classified] = Waves(self._classified, batch_size, "workbench-classifier")
 
     def describe(self) -> str:
-        """`local` and the model's path, for a record."""
+        """Return `local` and the model's path as one text, for a record."""
         return f"local {self.path}"
 
     async def classify(self, text: str) -> Classified:
@@ -61,7 +61,7 @@ class LocalClassifier:
 
 
 def refusal(count: int, limit: int) -> EngineError | None:
-    """The error for a text of `count` tokens where at most `limit` are allowed; None where the text fits."""
+    """Make the error for a text of `count` tokens where 1 to `limit` are allowed; None where the text fits."""
     if 0 < count <= limit:
         return None
     what = "the text for the reward model"
@@ -89,10 +89,10 @@ def classifier(
 def open_classifier(
     path: str | Path, *, device: str = "auto", trust_remote_code: bool = False, begin: bool = False
 ) -> tuple[Any, Any]:
-    """(sequence classifier with one label, float32, on its device; its tokenizer).
+    """Load a sequence classifier with one label, in float32 on its device; returns (the model, its tokenizer).
 
-    With `begin` a causal model's folder will do, too: a new head is added, with zero weights. Raises `EngineError` as
-    `classifier` does.
+    With `begin` the folder of a causal model is accepted, too: it gets a new head with zero weights. Raises
+    `EngineError` as `classifier` does.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import logging

@@ -92,9 +92,11 @@ class ModelEngine(Rewinding):
 
     @contextmanager
     def trying(self, **changes: Any) -> Iterator[None]:
-        """Context manager: inside it the engine computes with other settings, out of those in `TRIED`.
+        """Context manager: inside it the engine computes with other values of the settings in `TRIED`; afterwards the
+        old ones hold again.
 
-        Weights and moments stay. Raises `SettingError` for another setting, and where the model cannot be computed so.
+        Weights and optimizer moments stay as they are. Raises `SettingError` for any other setting, and where the model
+        cannot be computed with the new value.
         """
         for name in changes:
             if name not in TRIED:
@@ -117,7 +119,8 @@ class ModelEngine(Rewinding):
     # --- weights ----------------------------------------------------------------------------
 
     def weight_layout(self) -> dict[str, Entry]:
-        """Its tensors by Hugging Face names, adapters merged."""
+        """Return the names, shapes and places of the model's tensors under their Hugging Face names, as if LoRA
+        adapters were merged."""
         return layout_of(self._model)
 
     def save(self, path: Path) -> None:
@@ -133,7 +136,8 @@ class ModelEngine(Rewinding):
 
     @property
     def max_length(self) -> int | None:
-        """Longest sequence of the model in tokens (`max_position_embeddings`, `rope_limit`); None where none is known."""
+        """Longest sequence that the model takes, in tokens: the smaller of its `max_position_embeddings` and its
+        `rope_limit`; None where neither is known."""
         whole = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         return min(filter(None, (whole, loading.rope_limit(self._model))), default=None)
 
@@ -144,7 +148,7 @@ class ModelEngine(Rewinding):
         return (trained if self._adapted else sum(size for size, _ in sizes)) + 2 * trained
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings by name, for a run's record."""
+        """Return the model's path and the settings by name, for a run's record."""
         return {"path": self.path, **self._settings.recorded()}
 
     def _place(self) -> str:
@@ -164,20 +168,23 @@ class FrozenModel:
         self._as_loaded, self._base = as_loaded, base
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings by name, and as `as_loaded` whether the weights are still those of the path."""
+        """Return the model's path and settings by name, and under `as_loaded` whether its weights are still those of
+        the files at the path."""
         return {**self._engine.describe(), **({"lora_rank": 0} if self._base else {}), "as_loaded": self._as_loaded}
 
     def as_loaded(self) -> bool:
-        """Whether the files at the path have the weights; others are written by `save` as a Hugging Face folder."""
+        """Whether the files at the model's path hold these weights; where they do not, `save` must write them to a
+        folder of their own."""
         return self._as_loaded
 
     @property
     def packed(self) -> bool:
-        """Whether rows go through the model without padding (`scoring.packs`)."""
+        """Whether rows go through the model without padding (see `scoring.packs`)."""
         return scoring.packs(self._engine._model, self._engine._settings)
 
     def trying(self, **changes: Any) -> AbstractContextManager[None]:
-        """Context manager: inside it the model computes with other settings (`ModelEngine.trying`)."""
+        """Context manager: inside it the model computes with other settings of memory and time (see
+        `ModelEngine.trying`)."""
         return self._engine.trying(**changes)
 
     @contextmanager
@@ -251,7 +258,8 @@ class LocalEngine(ModelEngine, Pushing):
         return await (self._waves if request.pixels is None else self._pictured).ask(request)
 
     def processor(self) -> loading.Processor | None:
-        """The model's `Processor`; None where it reads text alone, or the self-check found its pictures wrong."""
+        """The model's `Processor` for pictures; None where the model reads text alone, or where the self-check found
+        that pictures are computed wrongly."""
         return self._processor
 
     @runtime.in_turn
@@ -261,7 +269,7 @@ class LocalEngine(ModelEngine, Pushing):
         budget, pictured = self._budget, wave.questions[0].pixels is not None
         path = self.selfcheck.paths.decode or (OWN_CACHE if self._settings.decode == "auto" else self._settings.decode)
         if self._settings.routing_replay and path != SHARED:
-            expected = f"decode={SHARED!r}, proven by the self-check"
+            expected = f"decode={SHARED!r}, proven by the self-check: open the engine with decode='auto'"
             raise EngineError("sampling with routing_replay", expected=expected, found=path)
         rows, going = Rows(self._eos, self.tokenizer), True
         while going:
@@ -280,7 +288,7 @@ class LocalEngine(ModelEngine, Pushing):
                 going = decode(cache, rows, wave, *given, pauses)
 
     def cards(self) -> list[str]:
-        """Name of the GPU that it computes on; "" for a CPU."""
+        """Name of the GPU that the engine computes on, as a list of one text; the text is empty for a CPU."""
         device = self._model.device
         return [torch.cuda.get_device_name(device) if device.type == "cuda" else ""]
 
@@ -300,7 +308,8 @@ class LocalEngine(ModelEngine, Pushing):
 
     @runtime.in_turn
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
-        """[B, T] exact KL(policy‖reference) per response token, in nats, over the whole vocabulary: two forward passes."""
+        """Compute the exact KL(policy‖reference) of each response token, [B, T] in nats, over the whole vocabulary. It
+        takes one forward pass of each model."""
         scoring.check_ids(self._model, batch)
         self._model.eval()
 
@@ -379,7 +388,8 @@ class LocalEngine(ModelEngine, Pushing):
             raise
 
     def _ready(self, batch: DataProto | None = None) -> Optimizer:
-        """The optimizer, made when learning starts: an engine that only samples has none."""
+        """Return the optimizer. It is created at the first call, after a memory check, because an engine that only
+        samples needs none."""
         if batch is not None:
             scoring.check_routed(self._settings, batch)
         if self._optimizer is None:
@@ -404,7 +414,8 @@ class LocalEngine(ModelEngine, Pushing):
     def gradient(
         self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """Gradient of the loss by parameter name, copies; no step is taken and nothing is clipped."""
+        """Compute the gradient of the loss and return copies by parameter name; no step is taken and nothing is
+        clipped."""
         optimizer = self._ready(batch)
         optimizer.zero()
         self._backward(batch, loss, loss_counts, temperature)
@@ -428,14 +439,17 @@ class LocalEngine(ModelEngine, Pushing):
     # --- what it needs ----------------------------------------------------------------------
 
     def peaks(self, begin: bool = False) -> dict[str, int]:
-        """Most bytes since the last call with `begin`: `device`, of tensors on the GPU, which has `total`."""
+        """Peak memory in bytes since the last call with `begin=True`: `device` (tensors on the GPU), `total` (that
+        GPU's size) and `host` (0)."""
         return memory.peaks(self._model.device.type, begin) | {"host": 0}
 
     def memory_needed(self, tokens: int | None = None, measured: bool = False) -> tuple[torch.device, dict[str, int]]:
-        """The device, and the bytes by part that learning will allocate there beyond those in use now.
+        """Return the device, and how many bytes learning will allocate there beyond those in use now, by part (such as
+        `gradients`, `activations`).
 
-        `tokens` of a mini-batch, padding included; None: a full micro-batch. Estimated from the model's sizes, or `measured` by
-        `engines.rehearsal`, in seconds; where that cannot be, the estimate.
+        `tokens` is the size of a mini-batch, padding included; None means a full micro-batch. The numbers are estimated
+        from the model's sizes. With `measured` they come from a short rehearsal (`engines.rehearsal`, some seconds), or
+        from the estimate where a rehearsal is not possible.
         """
         device, budget = self._model.device, self._budget
         parts = memory.learning_estimate(self._model, self._settings, tokens)
@@ -447,14 +461,15 @@ class LocalEngine(ModelEngine, Pushing):
         return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
 
     def memory_free(self) -> int:
-        """Bytes of the device that can still be allocated; what torch keeps for reuse counts as free."""
+        """Bytes of the device that can still be allocated; memory that torch has cached for reuse counts as free."""
         return memory.available(self._model.device)
 
     def _live(self) -> memory.Live:
         return memory.live(self._model, self._optimizer, self._settings)
 
     def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
-        """An engine like this one for a model without weights."""
+        """Open an engine with the same architecture and settings for a model whose weights are uninitialised, to
+        measure memory with."""
         model = loading.load_model(folder, settings, empty=True).to_empty(device="cpu")
         model.tie_weights()
         model.workbench_paths = getattr(self._model, "workbench_paths", None)
@@ -481,11 +496,13 @@ class LocalEngine(ModelEngine, Pushing):
         return self.version == 0 and not self._steps
 
     def as_loaded(self) -> bool:
-        """Whether opening the path again gives this very state."""
+        """Whether the engine is still in the state of the files at its path: nothing was learned or loaded, and the
+        files have not changed."""
         return self._untouched() and self._source == self.path and loading.stamps(self.path) == self._stamps
 
     def _hold(self, kind: str, folder: str | Path | None) -> LocalSnapshot:
-        """What the model's files or the last kept snapshot have is not copied, the rest as `kind` says (`memory`)."""
+        """Keep the present state as a `LocalSnapshot` in memory or on disk (`kind`); tensors equal to those in the
+        model's files or the last snapshot are not copied."""
         last = getattr(self._latest, "held", {})
         disk = kind == "disk" or (kind == "replay" and folder is not None)
         named: dict[str, Any] = {"version": self.version, "state_id": self.state_id, "steps": self._steps}
@@ -497,7 +514,7 @@ class LocalEngine(ModelEngine, Pushing):
 
     @torch.no_grad()
     def _return_to(self, snapshot: LocalSnapshot) -> None:
-        """One tensor at a time is read of a file."""
+        """Copy a snapshot's weights and optimizer state into the engine, reading one tensor at a time from files."""
         mine = self._weights()
         self._source = snapshot.source
         self._optimizer = None  # its moments go before those of the snapshot come
@@ -507,12 +524,14 @@ class LocalEngine(ModelEngine, Pushing):
             self._ready().load(snapshot.part("optimizer"), snapshot.steps)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Weights and moments as they are, no copies, by the keys of a snapshot."""
+        """Return weights and optimizer moments without copies, by the keys of a snapshot: `weights/<name>` and
+        `optimizer/<name>`."""
         named = {f"weights/{name}": tensor for name, tensor in self._weights().items()}
         return named | {f"optimizer/{name}": tensor for name, tensor in self._moments().items()}
 
     def _full_cost(self, kind: str) -> SnapshotCost:
-        """Bytes of weights and moments, those that the model's files have left out."""
+        """Bytes that a snapshot of weights and moments takes at most; tensors that the model's own files hold cost
+        nothing."""
         state = self._state()
         sizes = {tensor.data_ptr(): tensor.nbytes for tensor in state.values()}
         if self._untouched():
@@ -525,7 +544,8 @@ class LocalEngine(ModelEngine, Pushing):
     # --- weights ----------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """The weights that learning can change: with LoRA those of the adapters alone."""
+        """Return the tensors that learning can change, by name: all weights, or with LoRA those of the adapters, and a
+        critic's value head."""
         weights = lora.tensors(self._model) if self._adapted else dict(self._model.state_dict())
         if self._head is not None:
             weights |= {f"value_head.{name}": tensor for name, tensor in self._head.state_dict().items()}
@@ -533,7 +553,8 @@ class LocalEngine(ModelEngine, Pushing):
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """All weights by Hugging Face names, copied to the CPU: adapters merged, a tied head under both of its names."""
+        """Return all weights by Hugging Face names, copied to the CPU: LoRA adapters are merged, and a tied output
+        layer appears under both of its names."""
         held = self._model.state_dict()
         if self._adapted:
             held = lora.merged(self._model, held)
@@ -549,14 +570,16 @@ class LocalEngine(ModelEngine, Pushing):
         loading.seal_model(path)
 
     def save_state(self, path: Path) -> None:
-        """Write optimizer, schedule and version as safetensors and JSON."""
+        """Write optimizer moments, number of steps, settings and policy version to a folder, as safetensors and JSON."""
         record = {"version": self.version, "steps": self._steps, "settings": self._settings.to_dict()}
         write_whole(Path(path), self._moments(), record)
 
     def load_state(self, model_path: Path, state_path: Path) -> None:
-        """Load, bit for bit, the model and optimizer state that `save` and `save_state` of a local or FSDP engine wrote.
+        """Load, bit for bit, the model and optimizer state that `save` and `save_state` of a local or FSDP engine
+        wrote.
 
-        Raises `CheckpointError` or `EngineError` where they are incomplete or of another model; nothing is changed then.
+        Raises `CheckpointError` or `EngineError`, with nothing changed, where the files are incomplete or belong to
+        another model.
         """
         tensors, record = read_optimizer(state_path)
         self._ready().check(tensors)
@@ -571,7 +594,8 @@ class LocalEngine(ModelEngine, Pushing):
         return LocalEngine(model, self.tokenizer, self._settings, **told)
 
     def critic(self, **changes: Any) -> LocalEngine:
-        """Make a critic: a learner with a copy of the weights and a new value head that gives 0; `changes` are settings."""
+        """Make a critic: a learner with a copy of these weights and a new value head whose outputs are 0. `changes` are
+        settings that differ from this engine's."""
         settings = self._settings.replace(**{"routing_replay": False, **changes})
         head, model = loading.value_head(self._model), loading.duplicate(self._model)
         if not settings.routing_replay:  # the policy's experts are not the critic's
@@ -582,9 +606,11 @@ class LocalEngine(ModelEngine, Pushing):
         return critic
 
     def examine(self, every: bool = False) -> SelfCheck:
-        """Compare ways of computing with the model's own forward on a few tokens; `every` one, not up to the first that is right.
+        """Compare ways of scoring and sampling with the model's own forward on a few tokens, and return those that give
+        the same numbers.
 
-        Raises `EngineError` where none is right, or one is not that the settings ask for.
+        The ways are tried from the fastest on until one is right; with `every` all are tried. Raises `EngineError`
+        where no way is right, or where one that the settings demand is wrong.
         """
         everything = 1 << 30
         self._model.eval()
@@ -609,14 +635,15 @@ class LocalEngine(ModelEngine, Pushing):
         return check(self._model, self._settings, forward, score, sample=sample, decodes=decodes, **tries)
 
     def _precisions(self) -> dict[bool, Any]:
-        """float32, in which a difference is seen best, and bfloat16 where the engine computes in it."""
+        """Return the precisions that the self-check tries: False (float32, where a difference shows best) and, where
+        the engine computes in bfloat16, True; each with its autocast context manager."""
         device = self._model.device.type
         half = self._settings.half(device)
         return {one: partial(torch.autocast, device, torch.bfloat16, enabled=one) for one in (False, True)[: 1 + half]}
 
     def read_pictures(self, processor: loading.Processor | None) -> None:
-        """Take a processor, so that rows may have pictures; where the self-check finds them wrong it is not taken, and
-        `selfcheck.found` says why."""
+        """Set the processor that lets rows have pictures. Where the self-check finds that pictures are computed wrongly
+        it is not set, and `selfcheck.found` has the reason."""
         if not self._settings.self_check or processor is None:
             self._processor = processor
             return
@@ -663,10 +690,10 @@ def local(
     """Load a transformers model that samples, scores and trains in this process: `local("data/tiny-arith", lr=1e-3)`.
 
     `path` is a Hugging Face folder or name, a checkpoint folder (its `actor/`), or a run folder (its newest
-    checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` go to the chat
-    template (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused.
-    Raises `EngineError` where there is no such model, tokenizer and model do not fit, or a way of computing that the settings ask
-    for does not give the model's own numbers (the self-check, on a few tokens; `examine`).
+    checkpoint). `threads` sets torch's CPU threads for the process. `template_switches` are passed to the chat template
+    (`{"enable_thinking": False}`). Other settings: `LocalSettings`; unknown names are refused. Raises `EngineError`
+    where there is no such model, where tokenizer and model do not fit, or where a way of computing that the settings
+    ask for does not give the model's own numbers (the self-check on a few tokens, see `examine`).
     """
     chosen = LocalSettings.from_parameters(settings)
     share_arena()

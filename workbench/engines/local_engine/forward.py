@@ -41,7 +41,7 @@ NAME, UNCAPPED = "workbench", "workbench_uncapped"
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's call of its attention: its new tokens, and the layer's own settings."""
+    """One call of a model layer's attention: queries, keys and values of the new tokens, and the layer's settings."""
 
     index: int
     """Number of the layer (`layer_idx`)."""
@@ -62,14 +62,16 @@ class Layer:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a softmax and no more, as torch's own kernels compute it."""
+        """Whether the attention is a plain softmax, without soft-cap or sinks, so that torch's own kernels can compute
+        it."""
         return self.softcap is None and self.sinks is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, *, causal: bool = False) -> Tensor:
-        """Attention [b, H, q, D'] of queries [b, H, q, D] over keys and values [b, K, k, ·], with this layer's settings.
+        """Compute attention [b, H, q, D'] of queries [b, H, q, D] over keys and values [b, K, k, ·], with this layer's
+        settings.
 
-        `seen` [b, 1, q, k] is true where a query sees a key (of a `plain` layer also what is added to the scores); None: each
-        sees all, or of a plain layer with `causal` those up to its own number.
+        `seen` [b, 1, q, k] is true where a query sees a key; for a `plain` layer it may also be the numbers to add to
+        the scores. With None each query sees all keys, or with `causal` (plain layers only) those up to its own index.
         """
         groups = query.shape[1] // key.shape[1]
         grouped = self.plain and query.device.type == "cpu"  # torch's kernel there reads shared heads where they are
@@ -93,17 +95,19 @@ class Layer:
 
 
 class Plan(Protocol):
-    """Protocol of what a forward pass attends to: asked once a layer."""
+    """Protocol of an object that computes a forward pass's attention in place of the model's own code; it is called
+    once for each layer."""
 
     def attend(self, layer: Layer) -> Tensor:
-        """The layer's attention [b, H, q, D'], where `layer` has the new tokens [b, ·, q, ·]."""
+        """Compute the layer's attention [b, H, q, D']; `layer` holds queries, keys and values of the new tokens [b, ·,
+        q, ·]."""
 
 
 @contextmanager
 def planned(model: Any, plan: Plan) -> Iterator[Tensor]:
-    """Context manager: yields the `attention_mask` with which the model attends by `plan`.
+    """Context manager: yields an `attention_mask` to call the model with, so that `plan` computes its attention.
 
-    Raises `EngineError` where the model asks for a kind of attention that a plan does not know.
+    Raises `EngineError` where the model asks for a kind of attention that a plan does not support.
     """
     with switched(model):
         mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)  # mixed precision casts floating ones
@@ -113,7 +117,10 @@ def planned(model: Any, plan: Plan) -> Iterator[Tensor]:
 
 @contextmanager
 def switched(model: Any) -> Iterator[None]:
-    """Context manager: the model attends by plans. A backward pass with gradient checkpointing attends again: keep it inside."""
+    """Context manager: inside it, the model's attention calls go to the plan that comes with the attention mask.
+
+    Gradient checkpointing computes attention again in the backward pass, which therefore belongs inside, too.
+    """
     interface = sys.modules["transformers.modeling_utils"].AttentionInterface
     interface.register(NAME, _attention)
     interface.register(UNCAPPED, _uncapped)
@@ -145,20 +152,22 @@ def _attention(
     s_aux: Tensor | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: `query`, `key` and `value` [b, heads, q, D] → [b, q, heads, D']."""
+    """The attention function that transformers calls: it hands `query`, `key` and `value` [b, heads, q, D] to the plan
+    in the mask, and returns [b, q, heads, D']."""
     plan: Plan | None = getattr(attention_mask, "plan", None)
     unknown = {name for name, one in further.items() if one is not None} - _IGNORED
     if plan is None or dropout or "position_bias" in unknown:
         what = f"attention of {type(module).__name__}"
         found = "another mask" if plan is None else f"dropout {dropout}" if dropout else ", ".join(sorted(unknown))
-        raise EngineError(what, expected="a plan as its mask, and no dropout or bias", found=found)
+        raise EngineError(what, expected="the mask that workbench passed, no dropout and no bias", found=found)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = Layer(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     return plan.attend(layer).transpose(1, 2).contiguous(), None
 
 
 def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[Tensor, None]:
-    """In place of transformers' `sdpa`, which leaves a soft-cap out: the same numbers as the model's own."""
+    """The attention function in place of transformers' `sdpa`: it drops `softcap`, as `sdpa` does, so that the numbers
+    equal the model's own."""
     return _attention(*given, **named)
 
 
@@ -167,7 +176,7 @@ def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap(factor · (W·h + b)), where cap(z) = softcap·tanh(z / softcap)."""
+    """A model's output head: logits = cap(factor · (W·h + b)), where cap(z) = softcap·tanh(z / softcap)."""
 
     linear: Any
     """The model's output embeddings: a linear layer [V, H], with a bias or without. None: states are the model's own logits
@@ -185,7 +194,8 @@ class Head:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def states(self, model: Any, **inputs: Tensor) -> Tensor:
-        """[b, s, H] last hidden states of a forward pass without a cache; logits [b, s, V] where the head has no layer."""
+        """Run a forward pass without a cache and return the last hidden states [b, s, H]; for `OWN`, which has no
+        layer, the logits [b, s, V]."""
         if self.linear is None:
             return model(**inputs, use_cache=False).logits
         return model.base_model(**inputs, use_cache=False).last_hidden_state
@@ -214,13 +224,15 @@ def hidden_size(model: Any) -> int:
 
 
 def head_of(model: Any) -> Head:
-    """The head of a transformers causal model: `linear_head`, or `OWN` where the self-check says so."""
+    """Choose the head of a transformers causal model: `linear_head`, or `OWN` where the self-check found that only the
+    model's own forward is right."""
     paths = getattr(model, "workbench_paths", None)
     return OWN if paths is not None and paths.own_head else linear_head(model)
 
 
 def linear_head(model: Any) -> Head:
-    """The head of a transformers causal model as its text configuration describes it; of a sequence classifier its `score`."""
+    """Read the output head of a transformers causal model from its text configuration; for a sequence classifier its
+    layer `score`."""
     config = model.config.get_text_config()
     factor = 1.0
     for name, meaning in (_FACTORS | _FACTORS_OF.get(config.model_type, {})).items():
@@ -235,12 +247,13 @@ def linear_head(model: Any) -> Head:
 
 
 def experts_of(model: Any) -> dict[str, Any]:
-    """A model's layers of experts by name: modules that transformers lets compute by another function than their own."""
+    """Return a mixture model's expert layers by name: the modules that carry transformers' common experts interface."""
     return {name: one for name, one in model.named_modules() if {"has_gate", "is_transposed"} <= vars(one).keys()}
 
 
 class Routing:
-    """What the routers of a model choose; as `model.workbench_routing` it is there where the setting `routing_replay` is on."""
+    """Records and replays the experts that a mixture model's routers choose; with the setting `routing_replay` it is
+    `model.workbench_routing`."""
 
     def __init__(self, model: Any) -> None:
         layers = experts_of(model)
@@ -262,12 +275,14 @@ class Routing:
             block.forward = partial(self._route, layer, experts.num_experts, type(block).forward, block)
 
     def seen(self) -> Tensor:
-        """[N, L, k] int16 on the CPU: the experts of the last pass, where it was recorded; -1 in layers without."""
+        """The experts [N, L, k] that were chosen in the last recorded pass, int16 on the CPU; -1 in layers without
+        experts."""
         none = torch.full_like(next(iter(self._seen.values())), -1)
         return torch.stack([self._seen.get(layer, none) for layer in range(self._layers)], 1).to("cpu", torch.int16)
 
     def _route(self, layer: int, count: int, forward: Any, block: Any, *arguments: Any, **named: Any) -> Any:
-        """In place of the forward of a layer's block of experts and router."""
+        """Run the forward of one layer's block of router and experts, and record the router's choice or replace it by
+        the one to replay."""
         if self.chosen is None and not self.recording:
             return forward(block, *arguments, **named)
         with _Choice(count, None if self.chosen is None else self.chosen[:, layer].long()) as choice:
@@ -280,7 +295,8 @@ class Routing:
 
 
 class _Choice(TorchFunctionMode):
-    """Sees the call of `topk` in which a router chooses, and gives another choice where there is one [n, k], not -1."""
+    """Intercepts the `topk` call in which a router chooses experts, and where a choice [n, k] is given replaces the
+    result by it, except where it is -1."""
 
     def __init__(self, experts: int, chosen: Tensor | None) -> None:
         super().__init__()
@@ -301,7 +317,8 @@ class _Choice(TorchFunctionMode):
 
 
 def replay(model: Any, chosen: Tensor | None) -> None:
-    """Let a model's next pass, and its backward pass, use the experts `chosen` [N, L, k] where its routing is replayed."""
+    """Set the experts `chosen` [N, L, k] that a model's next forward and backward pass use; without effect on a model
+    whose routing is not replayed."""
     routing: Routing | None = getattr(model, "workbench_routing", None)
     if routing is not None:
         routing.chosen = chosen
@@ -309,7 +326,8 @@ def replay(model: Any, chosen: Tensor | None) -> None:
 
 @contextmanager
 def recorded(model: Any) -> Iterator[Routing | None]:
-    """Context manager: what the routers choose is recorded; yields the model's routing, None where it has none."""
+    """Context manager: records which experts the routers choose inside; yields the model's `Routing`, or None where it
+    has none."""
     routing: Routing | None = getattr(model, "workbench_routing", None)
     if routing is None:
         yield None
@@ -331,7 +349,11 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 def pictured_inputs(
     model: Any, ids: Tensor, mask: Tensor, cells: Sequence[Mapping[str, Tensor]], responses: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Arguments of a forward pass of rows [b, s], whose pictures' inputs are `cells`; `responses` [b, s] marks them."""
+    """Build the arguments of a forward pass of rows [b, s] with pictures.
+
+    `cells` are the picture inputs of each row; `responses` [b, s] is true at response tokens, whose picture ids are
+    replaced by `STAND_IN`.
+    """
     names = dict.fromkeys(name for cell in cells for name in cell)
     pixels = {name: torch.cat([cell[name] for cell in cells if name in cell]).to(ids.device) for name in names}
     seen = ids == model.config.image_token_id
@@ -344,7 +366,8 @@ def pictured_inputs(
 
 
 def _positions(model: Any, ids: Tensor, mask: Tensor, seen: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
-    """Positions [b, s], or [3, b, s] of models that place a picture's patches in time, height and width (Qwen)."""
+    """Compute positions [b, s], or [3, b, s] for models that place a picture's patches in time, height and width
+    (Qwen)."""
     index = getattr(model.base_model, "get_rope_index", None)
     if index is None or not pixels:
         return (mask.cumsum(-1) - 1).clamp(min=0)

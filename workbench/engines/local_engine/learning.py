@@ -22,7 +22,8 @@ INFINITE_NORM = "the gradient norm is NaN or infinite; no step was taken"
 
 
 def infinite_norm(norm: float, broken: Sequence[Sequence[str]], most: int = 3) -> NonFinite:
-    """The error of a gradient norm that is no number: the `broken` parameters of each rank, those next to the loss first."""
+    """Make the `NonFinite` error of a gradient norm that is NaN or infinite. It names at most `most` of the `broken`
+    parameters, which are listed per rank, the nearest to the loss first."""
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(broken):
         for name in names:
@@ -50,10 +51,11 @@ def learning_rate(base: float, step: int, schedule: str, warmup: int, total: int
 
 @contextmanager
 def learning_mode(model: Any, packed: bool) -> Iterator[None]:
-    """Context manager around forward and backward passes: layers are recomputed where that is on, and nothing is dropped out.
+    """Context manager around forward and backward passes: gradient checkpointing is active where it is switched on, and
+    dropout is off.
 
-    The log-probs that a loss compares with old ones are without dropout, too; only that of LoRA adapters, which the settings
-    ask for by name, is active.
+    The old log-probs that a loss compares with are computed without dropout, too. Only the dropout of LoRA adapters,
+    which the settings ask for by name, is active.
     """
     again = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
     # layers that are recomputed only where they are training, and then drop out by numbers of their own
@@ -79,9 +81,10 @@ def learning_mode(model: Any, packed: bool) -> Iterator[None]:
 
 
 class Optimizer:
-    """AdamW and its schedule over named parameters; its state is saved and loaded as plain tensors.
+    """AdamW and its learning-rate schedule over named parameters; its state is saved and loaded as plain tensors.
 
-    With `offload="optimizer"` its moments are in host memory, and on their parameter's device while it takes its step.
+    With `offload="optimizer"` the moments are kept in host memory, and each parameter's are moved to its device while
+    it takes its step.
     """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any) -> None:
@@ -93,7 +96,7 @@ class Optimizer:
         )
 
     def apply(self, settings: Any) -> None:
-        """Use other settings from here on; moments go where these have them."""
+        """Use other settings from here on; the moments move to host memory or to the device as the new settings say."""
         self._settings = settings
         for parameter in self.named.values():
             for kind, value in self._adam.state.get(parameter, {}).items():
@@ -112,9 +115,11 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
-        """Clip the gradients to `grad_clip`; returns the norm before clipping. One that is NaN or infinite changes none.
+        """Clip the gradients to the norm `grad_clip` and return the norm before clipping. A norm that is NaN or
+        infinite leaves them unchanged.
 
-        It is rounded from a sum in float64, and so the same number however the gradients are spread over ranks.
+        The norm is rounded from a float64 sum, so that it is the same number however the gradients are spread over
+        ranks.
         """
         squares = [torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._gradients().values()]
         norm = self._total(torch.stack(squares).sum()).sqrt().float().cpu() if squares else torch.zeros(())
@@ -126,19 +131,19 @@ class Optimizer:
         return float(norm)
 
     def broken(self) -> list[str]:
-        """Names of the parameters whose gradient here has a NaN or an infinity, in the model's order."""
+        """Names of the parameters whose gradient on this rank has a NaN or an infinity, in the model's order."""
         return [name for name, part in self._gradients().items() if not bool(part.isfinite().all())]
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by parameter name, or of shards the parts that are here."""
+        """The gradients by parameter name; of sharded parameters (in the FSDP subclass) this rank's part."""
         return {name: one.grad for name, one in self.named.items() if one.grad is not None}
 
     def _total(self, square: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `square`."""
+        """Sum `square`, the squared gradient norm of one rank, over all ranks; here there is one."""
         return square
 
     def step(self) -> None:
-        """Take one step at the scheduled rate."""
+        """Take one AdamW step at the scheduled learning rate."""
         (group,) = self._adam.param_groups
         group["lr"], every = self.lr, group["params"]
         try:
@@ -152,7 +157,7 @@ class Optimizer:
         self.steps += 1
 
     def _together(self, parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-        """Parameters in lists, each for one call of torch's step."""
+        """Split parameters into lists, each of which takes torch's optimizer step in one call."""
         return [parameters]
 
     @property
@@ -160,14 +165,16 @@ class Optimizer:
         return bool(self._settings.offload == "optimizer")
 
     def _move(self, parameters: Iterable[torch.nn.Parameter], device: str | None) -> None:
-        """Move moments to a device, or (None) to that of their parameter."""
+        """Move the moments of these parameters to a device, or with None to their parameter's; does nothing unless the
+        optimizer is offloaded."""
         for parameter in parameters if self._offloads else ():
             state = self._adam.state.get(parameter, {})
             for kind in state.keys() - {"step"}:
                 state[kind] = state[kind].to(device or parameter.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """AdamW's state as `<parameter>|exp_avg`, `|exp_avg_sq`, `|step`: the tensors themselves, no copies."""
+        """Return AdamW's state without copies, as `<parameter>|exp_avg`, `<parameter>|exp_avg_sq` and
+        `<parameter>|step`."""
         return {
             f"{name}|{key}": value.detach()
             for name, parameter in self.named.items()
@@ -175,7 +182,8 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Load what `tensors` returned after `steps` steps. Raises `CheckpointError`, as `check` does, before anything is changed."""
+        """Load the state that `tensors` returned after `steps` steps. Raises `CheckpointError` (see `check`) before
+        anything is changed."""
         self.check(tensors)
         self.steps = steps
         self._adam.state.clear()
@@ -186,7 +194,8 @@ class Optimizer:
         self._move(self.named.values(), "cpu")
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `CheckpointError` unless each parameter in `tensors` has both moments, of its shape, and the number of steps."""
+        """Raise `CheckpointError` unless each parameter in `tensors` has both moments, of the parameter's shape, and
+        its number of steps."""
         names = dict.fromkeys(key.partition("|")[0] for key in tensors)
         for name in [name for name in names if name in self.named]:
             size = tuple(self.named[name].shape)
@@ -202,7 +211,8 @@ class Optimizer:
 
 
 class Account:
-    """Results of micro-batches, metrics and columns [rows, width]: on their device until `read`, so that nobody waits for it."""
+    """Collects the results of micro-batches, metrics and columns [rows, width]. They stay on their device until `read`,
+    so that the host does not wait for it."""
 
     def __init__(self, rows: int, width: int) -> None:
         self._parts: list[Mapping[str, Metric | float]] = []
@@ -210,25 +220,26 @@ class Account:
         self._columns = Assembled(rows, width)
 
     def add(self, result: LossOutput, indices: torch.Tensor, t: int) -> None:
-        """Add a micro-batch of rows `indices`, trimmed to T = `t`."""
+        """Add the result of a micro-batch that consists of the rows `indices`, trimmed to T = `t`."""
         loss: Any = result.loss.detach()
         self._parts.append({"loss": Sum(loss), **result.metrics})
         self._losses.append((loss, indices))
         self._columns.put(result.columns, indices, t)
 
     def infinite(self) -> tuple[float, list[int]] | None:
-        """The first loss that is NaN or infinite, and its rows; None where all are finite."""
+        """Return the first loss that is NaN or infinite and the row numbers of its micro-batch; None where all losses
+        are finite."""
         values = _read([loss for loss, _ in self._losses])
         pairs = zip(values, self._losses, strict=True)
         return next(((value, rows.tolist()) for value, (_, rows) in pairs if not math.isfinite(value)), None)
 
     def read(self) -> StepResult:
-        """The metrics of all micro-batches, and the columns on the CPU in the order of the rows."""
+        """Return the joined metrics of all micro-batches, and the columns on the CPU in the batch's row order."""
         return StepResult(join(_on_host(self._parts)), self._columns.read())
 
 
 def _on_host(parts: Sequence[Mapping[str, Metric | float]]) -> list[dict[str, Metric | float]]:
-    """Metrics with plain numbers in place of tensors, which are read in one copy."""
+    """Replace the tensors in metrics by plain numbers, all read in one copy from the device."""
     waiting = [one for part in parts for metric in part.values() for one in _numbers(metric) if torch.is_tensor(one)]
     read = iter(_read(waiting))
 
@@ -240,7 +251,7 @@ def _on_host(parts: Sequence[Mapping[str, Metric | float]]) -> list[dict[str, Me
 
 
 def _read(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The numbers of tensors that have one each."""
+    """Return the numbers of scalar tensors, all read in one copy from the device."""
     flat = [one.detach().to(tensors[0].device, torch.float64).reshape(()) for one in tensors]
     return torch.stack(flat).tolist() if flat else []
 
@@ -255,10 +266,11 @@ def backward(
     batch: DataProto,
     holds: Callable[[], Live] | None = None,
 ) -> StepResult:
-    """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and columns in row order.
+    """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and its columns in row
+    order.
 
-    `loss_of(rows)` is a micro-batch's loss. Raises `NonFinite`, when all are done, for the first loss that is NaN or infinite,
-    naming its rows: no micro-batch waits until the host has seen the loss of the one before.
+    `loss_of(rows)` computes a micro-batch's loss. Raises `NonFinite` for the first loss that is NaN or infinite, naming
+    its rows. It is raised after all micro-batches, so that none waits for the device to report the loss before it.
     """
     account = Account(len(batch), batch["response_mask"].shape[1])
     for indices, rows, t in cut:

@@ -31,10 +31,11 @@ log = logging.getLogger("workbench")
 
 
 def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
-    """The model folder of a path: the path itself, a checkpoint's (`ROLES`), or a run's newest checkpoint's; else a hub name.
+    """Find the model folder of a path: the path itself, a checkpoint's `actor/` or `reward_model/`, or that of a run's
+    newest checkpoint; else the text is a hub name.
 
-    A hub name is checked (`check_hub`), unless the model is loaded on another machine (`elsewhere`). Raises `EngineError`
-    where there is no such model, or one of its files is not as an engine's `save` wrote it.
+    A hub name is checked (`check_hub`), unless the model is loaded on another machine (`elsewhere`). Raises
+    `EngineError` where there is no such model, or where a file differs from what an engine's `save` wrote.
     """
     folder = Path(path)
     saved = (one for role in ROLES for one in folder.glob(f"checkpoints/step_*/{role}/*config.json"))
@@ -54,7 +55,8 @@ def resolve(path: str | Path, *, elsewhere: bool = False) -> str | Path:
 
 
 def folder_of(path: str | Path) -> Path:
-    """The folder that a model's files are in: the path, or of a hub name the one in the local cache, as far as it is there."""
+    """Return the folder with a model's files: the path itself, or for a hub name its folder in the local cache, where
+    it has been downloaded."""
     if path and not Path(path).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
@@ -70,7 +72,8 @@ HUB_SECONDS = 5.0
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text can be a hub name (`owner/model`): the hub allows it, and its first part is no folder here."""
+    """Whether a text can be a hub name (`owner/model`): the hub's rules allow it, and its first part is not a local
+    folder."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -102,7 +105,7 @@ def check_hub(name: str) -> None:
 
 
 def _why(error: Exception) -> tuple[str, str]:
-    """(what was found, what to do)."""
+    """Explain a failed request to the hub; returns (what was found, what to do) for the error message."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError
@@ -120,15 +123,17 @@ def _why(error: Exception) -> tuple[str, str]:
 
 
 def chosen_device(device: str) -> str:
-    """A device by name; `auto` is `cuda` where torch finds a GPU, else `cpu`."""
+    """Resolve a device's name: `auto` becomes `cuda` where torch finds a GPU, else `cpu`; other names are returned
+    unchanged."""
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool = False, buffers: bool = False) -> Any:
-    """Load a causal model by folder or hub name: float32, on its device, in eval mode. Of a peft folder base and adapter.
+    """Load a causal model by folder or hub name, in float32, on its device and in eval mode. Of a peft folder the base
+    model and its adapters are loaded.
 
-    With the setting `lora_rank` new adapters are added, with `named` as their base. An `empty` model is on the meta device:
-    shapes and configuration without memory; with `buffers` these are on the CPU, with their values.
+    With the setting `lora_rank` new adapters are added, whose configuration has `named` as the base model. With `empty`
+    the model is on the meta device, without memory for weights; with `buffers` its buffers are real, on the CPU.
     """
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
@@ -167,7 +172,8 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Context manager: modules that are made inside have their parameters on the meta device, and their buffers on the CPU."""
+    """Context manager: modules created inside have their parameters on the meta device (no memory), and real buffers on
+    the CPU."""
     plain = torch.nn.Module.register_parameter
 
     def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -183,7 +189,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _kind(config: Any) -> Any:
-    """transformers' class that opens a model: a causal one; where there is none, one of text and pictures."""
+    """Choose the transformers class that opens a model: the causal language model, or where there is none the
+    image-text-to-text model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     # a model with code of its own names its class in `auto_map`
@@ -192,9 +199,10 @@ def _kind(config: Any) -> Any:
 
 
 def open_processor(path: str | Path, model: Any, tokenizer: Any) -> Processor | None:
-    """The processor of a vision-language model's text and pictures; None for any other model.
+    """Open the processor of a vision-language model's text and pictures; None for any other model.
 
-    Its part for videos, which needs torchvision, is left out, and pictures are resized by Pillow, alike on every machine.
+    Its part for videos, which needs torchvision, is left out. Pictures are resized by Pillow, which gives the same
+    pixels on every machine.
     """
     import transformers
 
@@ -239,18 +247,19 @@ class Processor:
 
     @property
     def place(self) -> str:
-        """What stands for a picture in a text."""
+        """The text that stands for a picture in a prompt, such as `<image>`."""
         # transformers 5.5 has Gemma 3's tokens of features as `image_token`, and reads this in a text, as later versions do
         name = "boi_token" if type(self._whole).__name__ == "Gemma3Processor" else "image_token"
         return str(getattr(self._whole, name))
 
     def encode(self, text: str, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """(token ids of a text, the model's inputs for its pictures, PIL images in the order of their places)."""
+        """Tokenize a text with pictures; returns (token ids, the model's inputs for the pictures). `images` are PIL
+        images in the order of their places."""
         made = self._whole(text=[text], images=list(images), add_special_tokens=False, return_tensors="pt")
         return made["input_ids"][0].tolist(), {name: one for name, one in made.items() if name not in _BY_TOKEN}
 
     def save(self, path: Path) -> None:
-        """Write the part for pictures to a model folder."""
+        """Write the image processor and its configuration to a model folder."""
         self.image_processor.save_pretrained(path)
         if self._record:
             (path / "processor_config.json").write_text(json.dumps(self._record, indent=2), encoding="utf-8")
@@ -277,7 +286,8 @@ def pretrained(kind: Any, path: str | Path, begins: Sequence[str] = (), **option
 
 
 def misfit(path: str | Path, lacks: Sequence[str], shapes: Sequence[str], extra: Sequence[str]) -> None:
-    """Raises `EngineError` where a model's files lack tensors, have them in other shapes, or have some with no place in it."""
+    """Raise `EngineError` where a model's files lack tensors (`lacks`), have them in other shapes (`shapes`), or have
+    tensors with no place in it (`extra`)."""
     wrong = {"lack": lacks, "have": shapes, "have, with no place in the model,": extra}
     problems = [
         f"the files {verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
@@ -294,10 +304,11 @@ _PROBE = "Is 12345 + 0.5 really 6?\n\n  def f(x):\n\treturn x  # naïve, 中文,
 
 
 def auto_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or hub name, as its `tokenizer.json` has it.
+    """Open the tokenizer of a folder or hub name, and make sure that it tokenizes as its `tokenizer.json` does.
 
-    transformers 5 rebuilds some tokenizers by the class that their configuration names, not by their file: DeepSeek's, as a
-    `LlamaTokenizerFast`, then lose all spaces. Where the ids of a text differ from the file's, the file is taken.
+    transformers 5 rebuilds some tokenizers by the class that their configuration names, not by their file: DeepSeek's,
+    as a `LlamaTokenizerFast`, then lose all spaces. Where a test text gets other ids than by the file, the tokenizer is
+    built from the file.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -335,7 +346,7 @@ def open_tokenizer(path: str) -> Any | None:
 
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:
-    """All token ids that end a response, gathered from `sources`: generation config, model config and tokenizer."""
+    """Collect all token ids that end a response from `sources`: generation config, model configs and tokenizer."""
     ends: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
@@ -344,9 +355,11 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
 
 
 def rope_limit(model: Any) -> int | None:
-    """Tokens of a row up to which its numbers do not depend on other rows; None: any number.
+    """Row length in tokens up to which a row's outputs do not depend on the other rows of its batch; None where there
+    is no such limit.
 
-    Rotary embeddings of the kinds `longrope` and `dynamic` take other frequencies for a whole batch, once a row of it is longer.
+    Rotary embeddings of the kinds `longrope` and `dynamic` change the frequencies of a whole batch once one row of it
+    is longer.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -360,16 +373,17 @@ def rope_limit(model: Any) -> int | None:
 
 
 def check_length(model: Any, length: int) -> None:
-    """Raises `EngineError` for a row of more tokens than `rope_limit`."""
+    """Raise `EngineError` for a row with more tokens than the model's `rope_limit`."""
     limit = rope_limit(model)
     if limit is not None and length > limit:
-        expected, do = f"at most {limit}, its original length", "shorten prompts or max_tokens"
-        what = f"a row of {length} tokens: beyond its original length {type(model).__name__} computes all rows of a batch anew"
+        expected, do = f"at most {limit}, the model's original length", "shorten prompts or max_tokens"
+        what = f"a row of {length} tokens: one so long changes the rotary positions of its whole batch in {type(model).__name__}"
         raise EngineError(what, expected=expected, do=do)
 
 
 def duplicate(model: Any) -> Any:
-    """A copy of a model with its weights. States that layers keep of their last pass (Recurrent Gemma) lose their gradients."""
+    """Return a deep copy of a model with its weights. States that layers keep of their last pass (Recurrent Gemma) are
+    detached first."""
     for part in model.modules():
         for name, one in vars(part).items():
             if isinstance(one, torch.Tensor) and one.grad_fn is not None:
@@ -378,7 +392,8 @@ def duplicate(model: Any) -> Any:
 
 
 def tied(model: torch.nn.Module) -> dict[str, str]:
-    """Names of parameters that are another name's, with that name (a language head that is the embeddings)."""
+    """Return the parameters that are tied to another (such as an output layer that is the embeddings): each one's name
+    → the first name of the same parameter."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     found = {name: first.setdefault(id(one), name) for name, one in named}
@@ -386,7 +401,7 @@ def tied(model: torch.nn.Module) -> dict[str, str]:
 
 
 def tie(model: torch.nn.Module, ties: Mapping[str, str]) -> None:
-    """Make parameters one again that `tied` found."""
+    """Tie parameters to each other again, by the names that `tied` returned."""
     for name, first in ties.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
@@ -397,7 +412,8 @@ HEAD = "value_head.safetensors"
 
 
 def value_head(model: Any) -> torch.nn.Linear:
-    """A linear layer from [H] to a scalar with zero weights, on the model's device: a new critic predicts 0."""
+    """Make a critic's value head: a linear layer from [H] to a scalar with zero weights, so that it predicts 0, on the
+    model's device."""
     head = torch.nn.Linear(hidden_size(model), 1).to(model.device)
     torch.nn.init.zeros_(head.weight)
     torch.nn.init.zeros_(head.bias)
@@ -405,7 +421,8 @@ def value_head(model: Any) -> torch.nn.Linear:
 
 
 def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: Path, *, merged: bool = False) -> None:
-    """Write a Hugging Face folder; with adapters a peft folder, unless `merged`; a head goes to `value_head.safetensors`."""
+    """Write a model to a Hugging Face folder, with its tokenizer; with LoRA a peft folder, unless `merged`. A value
+    head goes to `value_head.safetensors`."""
     if lora.config_in(model) is None:
         model.save_pretrained(path)
     elif merged:
@@ -429,29 +446,31 @@ MODEL_FILES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The weight, config and tokenizer files of a model folder, by name."""
+    """List the weight, config and tokenizer files of a model folder, sorted by name."""
     named = (path for path in sorted(folder.iterdir()) if path.suffix in MODEL_FILES and path.name != MANIFEST)
     return [path for path in named if path.is_file()]
 
 
 def stamps(folder: str | Path) -> list[tuple[int, int]]:
-    """Size and time of change of a model folder's weight files, as far as this machine sees them."""
+    """Return (size, modification time in ns) of each safetensors file in a model folder, to notice later changes."""
     files = [one.stat() for one in sorted(Path(folder).glob("*.safetensors"))]
     return [(one.st_size, one.st_mtime_ns) for one in files]
 
 
 def seal_model(folder: Path) -> None:
-    """Write the `manifest.json` of a model folder, when all its files are there."""
+    """Write the `manifest.json` (sizes and hashes) of a model folder whose files are complete."""
     write_manifest(folder, {path.name: record_of(path) for path in model_files(folder)}, format=FORMAT)
 
 
 def is_classifier(model: Any) -> bool:
-    """Whether a model is a sequence classifier, as reward models are: its head, `score`, is no language head."""
+    """Whether a model is a sequence classifier, as reward models are: it has a layer `score` and no language-model
+    head."""
     return model.get_output_embeddings() is None and hasattr(model, "score")
 
 
 def load_into(model: Any, head: torch.nn.Module | None, path: Path, settings: Any) -> None:
-    """Load what `save_model` wrote into an existing model and value head. Raises `EngineError` where it does not fit."""
+    """Load what `save_model` wrote into an existing model and value head. Raises `EngineError`, with nothing changed,
+    where it does not fit."""
     from safetensors.torch import load_file
 
     adapted = lora.config_in(model) is not None
@@ -481,7 +500,7 @@ def _fill(mine: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor], 
 
 
 def check_fit(what: str, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    """Raises `EngineError` about `what` for the first tensor of `wanted` that `stored` lacks or has in another shape."""
+    """Raise `EngineError` about `what` for the first tensor of `wanted` that `stored` lacks or has in another shape."""
     for name, tensor in wanted.items():
         if name not in stored or stored[name].shape != tensor.shape:
             there = f"shape {tuple(stored[name].shape)}" if name in stored else "no tensor of that name"
@@ -493,7 +512,7 @@ def check_fit(what: str, stored: Mapping[str, torch.Tensor], wanted: Mapping[str
 
 @contextmanager
 def in_memory(data: torch.Tensor) -> Iterator[str]:
-    """Context manager: yields the path of a file in memory with these bytes (`files.memory_file`)."""
+    """Context manager: writes the bytes of a tensor to a file in memory (`files.memory_file`) and yields its path."""
     with memory_file("workbench-weights") as (file, path):
         write_bytes(file, data)
         yield path
@@ -507,7 +526,8 @@ def write_bytes(file: Any, tensor: torch.Tensor) -> None:
 
 
 def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-    """Write weights to an open file as safetensors, tensor by tensor; floating ones as `dtype`."""
+    """Write weights to an open file as safetensors, tensor by tensor; floating-point ones are converted to `dtype`, if
+    it is given."""
     kinds = {name: (dtype or one.dtype) if one.is_floating_point() else one.dtype for name, one in weights.items()}
     file.write(header({name: (one.shape, kinds[name]) for name, one in weights.items()}))
     for name, tensor in weights.items():
@@ -515,7 +535,8 @@ def write_to(file: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype 
 
 
 def header(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], **facts: Any) -> bytes:
-    """What a safetensors file of tensors of these shapes and dtypes begins with; `facts` are further entries, before theirs."""
+    """Build the header of a safetensors file for tensors of these shapes and dtypes; `facts` are further entries of the
+    header."""
     begin = 0
     for name, (shape, dtype) in tensors.items():
         end = begin + shape.numel() * dtype.itemsize
@@ -527,7 +548,7 @@ def header(tensors: Mapping[str, tuple[torch.Size, torch.dtype]], **facts: Any) 
 
 
 def parameters(folder: str | os.PathLike[str]) -> int | None:
-    """Number of parameters of a model's folder, by the headers of its safetensors files; None where it has none."""
+    """Count the parameters of a model folder from the headers of its safetensors files; None where it has none."""
     total, files = 0, sorted(Path(folder).glob("*.safetensors"))
     for path in files:
         with path.open("rb") as file:

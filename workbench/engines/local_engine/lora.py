@@ -22,16 +22,17 @@ _PREFIX, _OURS = "base_model.model.", ".default."
 
 
 def config_of(settings: Any, base: str) -> dict[str, Any]:
-    """Content of peft's `adapter_config.json` for an engine's settings and the name of a base model."""
+    """Build the content of peft's `adapter_config.json` from an engine's settings and the name of the base model."""
     kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
     size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha, "lora_dropout": settings.lora_dropout}
     return {**kind, **size, "target_modules": list(settings.lora_targets), "bias": "none"}
 
 
 def add(model: Any, config: Mapping[str, Any]) -> None:
-    """Add LoRA adapters to the target layers of a model, and freeze everything else. They change nothing yet (B = 0).
+    """Add LoRA adapters to the target layers of a model and freeze all other weights. The model's outputs do not change
+    yet (B = 0).
 
-    Raises `EngineError` where peft is not installed, or no layer has a target's name.
+    Raises `EngineError` where peft is not installed, or where no layer has a target's name.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -51,7 +52,7 @@ def config_in(model: Any) -> dict[str, Any] | None:
 
 
 def dropout(model: Any) -> float:
-    """Dropout before a model's adapters while they learn; 0 without adapters."""
+    """The LoRA dropout rate of a model's adapters during learning; 0 without adapters."""
     return float((config_in(model) or {}).get("lora_dropout") or 0)
 
 
@@ -62,7 +63,8 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def switched_off(model: Any) -> Iterator[None]:
-    """Context manager: switches a model's LoRA adapters off. `requires_grad` stays: FSDP reads it in a forward."""
+    """Context manager: switches a model's LoRA adapters off inside. `requires_grad` of the parameters stays as it is,
+    because FSDP reads it in a forward."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
@@ -82,7 +84,7 @@ def switched_off(model: Any) -> Iterator[None]:
 
 
 def save(model: Any, path: Path) -> None:
-    """Write the adapters as a peft folder."""
+    """Write the model's adapters to a peft folder (`adapter_config.json`, `adapter_model.safetensors`)."""
     from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def save(model: Any, path: Path) -> None:
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
-    """Read the LoRA weights of a peft folder, by their names in a model that `add` has changed."""
+    """Read the LoRA weights of a peft folder, under the names that they have in a model with adapters (see `add`)."""
     from safetensors.torch import load_file
 
     def ours(name: str) -> str:
@@ -103,7 +105,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    """Layers with LoRA adapters, by the name that their weight has in a plain model."""
+    """Return the layers that have LoRA adapters, by the name that their weight has in a model without adapters."""
     if config_in(model) is None:
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -112,9 +114,10 @@ def layers(model: Any) -> dict[str, Any]:
 
 
 def parts(held: Mapping[str, torch.Tensor], plain: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Base weight, A and B of a layer of `layers`, out of the weights of a model with adapters.
+    """Return the base weight, A and B of one adapted layer (named as in `layers`), from the weights `held` of a model
+    with adapters.
 
-    Raises `EngineError` for an adapter of another than a linear layer.
+    Raises `EngineError` where the layer is not linear.
     """
     layer = plain.removesuffix(".weight")
     if f"{layer}.lora_A{_OURS}weight" not in held:
@@ -124,22 +127,23 @@ def parts(held: Mapping[str, torch.Tensor], plain: str) -> tuple[torch.Tensor, t
 
 
 def by_plain_names(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a model with adapters, not merged; those that a plain model has, too, also by their names in it."""
+    """Return the weights of a model with adapters, not merged; base weights appear also under their names in a model
+    without adapters."""
     return {**held, **{name.replace(".base_layer.", "."): value for name, value in held.items()}}
 
 
 def delta(layer: Any, a: torch.Tensor, b: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-    """Rows of what an adapter adds to its layer's weight: scale·B·A."""
+    """Compute what a LoRA adapter adds to the given rows of its layer's weight: scale·B·A."""
     added = a.T[rows] @ b.T if layer.fan_in_fan_out else b[rows] @ a
     return added * layer.scaling["default"]
 
 
 @torch.no_grad()
 def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Merge LoRA adapters: returns a plain model's weights by name, base + scale·B·A.
+    """Merge LoRA adapters into the base weights; returns a plain model's weights by name, base + scale·B·A.
 
-    `held` are the weights of the model with adapters; of `model` only the structure is read. Raises `EngineError` for an
-    adapter of another than a linear layer.
+    `held` are the weights of the model with adapters; of `model` only the structure is read. Raises `EngineError` where
+    an adapted layer is not linear.
     """
     plain = {name.replace(".base_layer.", "."): value for name, value in held.items() if "lora_" not in name}
     for name, layer in layers(model).items():
@@ -149,12 +153,12 @@ def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def adapter_of(model: Any) -> dict[str, Any] | None:
-    """Rank of a model's adapters and its base model's name or folder; None for a plain model."""
+    """Return the LoRA `rank` of a model and the name or folder of its `base` model; None for a model without adapters."""
     config = config_in(model)
     return {"rank": int(config["r"]), "base": str(config["base_model_name_or_path"])} if config is not None else None
 
 
 def base_of(folder: Path) -> str | None:
-    """The base model named in a peft adapter's folder; None where the folder has no adapter."""
+    """Read the name of the base model from a peft adapter's folder; None where the folder holds no adapter."""
     there = (folder / CONFIG).is_file()
     return str(json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]) if there else None

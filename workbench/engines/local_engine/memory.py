@@ -25,9 +25,9 @@ SURE = 2
 
 
 def available(device: torch.device) -> int:
-    """Bytes on a device that can still be allocated by this process; for the CPU those that the kernel estimates to be available.
+    """Bytes that this process can still allocate on a device; for the CPU the kernel's estimate of available memory.
 
-    What torch's allocator has reserved on a GPU and does not use is free: it is given out again before more is asked for.
+    Memory that torch's allocator has reserved on a GPU and does not use counts as free, because it is reused first.
     """
     if device.type != "cuda":
         return memory.available()
@@ -36,11 +36,13 @@ def available(device: torch.device) -> int:
 
 
 def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = None) -> dict[str, int]:
-    """Bytes that learning will take by part: gradients and Adam's two moments of what is trained, activations, logits.
+    """Estimate the bytes that learning will take by part: gradients and Adam's two moments of the trained weights,
+    activations, logits.
 
-    `tokens` are those of a whole batch, padding included: a micro-batch has them, or `micro_batch_tokens` where that is less.
-    For a token and layer the backward pass keeps what `_by_config` says; with checkpointing H, and one layer's in full. Frozen weights
-    keep fewer, but peak no lower. Of moments that are offloaded a GPU has those of one parameter at a time.
+    `tokens` is the size of a whole batch, padding included; a micro-batch has so many, or `micro_batch_tokens` where
+    that is less. The activations kept for each token and layer are those of `_by_config`; with gradient checkpointing H
+    numbers a layer, and one layer in full. Frozen weights keep fewer activations, but do not lower the peak. With
+    offloaded moments, a GPU holds those of one parameter at a time.
     """
     sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
     trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"
@@ -56,8 +58,11 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = 
 
 
 def _by_config(config: Any) -> list[int]:
-    """Numbers that the backward pass keeps of a token in each layer: 5H + 3Q + 2K + 4I (H hidden, Q queries, K keys, I MLP),
-    counted on Llama's and Qwen2's layers. A configuration may say each of them, or all, by layer."""
+    """Count the numbers that the backward pass keeps of a token in each layer: 5H + 3Q + 2K + 4I (H hidden size, Q
+    query, K key, I MLP width).
+
+    The formula was counted on Llama's and Qwen2's layers. Sizes that a configuration gives layer by layer are read so.
+    """
     text = config.get_text_config()
     kept = []
     for place, layer in enumerate(getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers):
@@ -76,7 +81,8 @@ def _by_config(config: Any) -> list[int]:
 
 
 def _by_shapes(model: Any) -> list[int]:
-    """The same of the weights' shapes: what goes into each matrix of a layer, and what comes out."""
+    """Estimate the numbers that the backward pass keeps of a token in each layer from the weights' shapes: inputs and
+    outputs of each matrix (where `_by_config` fails)."""
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         layer = next((part for part in name.split(".") if part.isdecimal()), "")
@@ -86,8 +92,11 @@ def _by_shapes(model: Any) -> list[int]:
 
 
 def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]]) -> None:
-    """Raises `OutOfMemory` where `needed`, bytes by part, are more than the device has free: as estimated (`needed(False)`), and
-    where that leaves a doubt as measured."""
+    """Raise `OutOfMemory` where learning needs more bytes than the device has free.
+
+    `needed(False)` estimates the bytes by part; where less than `SURE` times that is free, `needed(True)` measures
+    them.
+    """
     free, parts = available(device), needed(False)
     if sum(parts.values()) * SURE > free:
         parts = needed(True)
@@ -101,7 +110,7 @@ def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]])
 
 
 class Live(NamedTuple):
-    """What an engine holds when its memory runs out: on which device, bytes by part, and with which settings."""
+    """What an engine holds in memory when an allocation fails: its device, bytes by part, and its settings."""
 
     device: torch.device
     parts: dict[str, int]
@@ -109,7 +118,8 @@ class Live(NamedTuple):
 
 
 def live(model: Any, optimizer: Any, settings: LocalSettings) -> Live:
-    """Weights, gradients and Adam's moments of a model, or of this rank's part of one."""
+    """Count the bytes of a model's weights, gradients and Adam moments on its device; of a sharded model those of this
+    rank."""
     every = list(model.parameters())
     state = optimizer.tensors().values() if optimizer is not None else ()
     tensors = {"weights": every, "gradients": [one.grad for one in every if one.grad is not None], "moments": state}
@@ -130,8 +140,12 @@ def _here(tensor: Any) -> torch.Tensor:
 def memory_errors(
     phase: str, shape: str | DataProto, setting: str = "micro_batch_tokens", holds: Callable[[], Live] | None = None
 ) -> Iterator[None]:
-    """Context manager: raises torch's out-of-memory errors, and Python's, as `OutOfMemory`: in which phase, what was live (as the
-    engine `holds` it), and which setting helps."""
+    """Context manager: turns out-of-memory errors of torch and Python into `OutOfMemory` with the phase, what was live,
+    and the settings that help.
+
+    `shape` describes the batch that was computed; `setting` is the setting to lower; `holds()` returns what the engine
+    holds.
+    """
     if isinstance(shape, DataProto):
         tokens = f" × {shape['input_ids'].shape[1]} tokens" if "input_ids" in shape else ""
         shape = f"{len(shape)} rows{tokens}"
@@ -150,7 +164,8 @@ def memory_errors(
 
 
 def _in_words(phase: str, held: Live) -> tuple[str, str]:
-    """(what was live, in words; what to do about its largest part)."""
+    """Describe the memory in use after a failed allocation; returns (what was live, as text; what to do about the
+    largest part)."""
     parts, known, gpu = dict(held.parts), sum(held.parts.values()), held.device.type == "cuda"
     passing = "KV cache and activations" if phase == "sampling" else "activations"
     if gpu:
@@ -166,7 +181,7 @@ def _in_words(phase: str, held: Live) -> tuple[str, str]:
 
 
 def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool) -> str:
-    """The settings that make the largest part smaller, the one that costs least time first."""
+    """Name the settings that shrink the largest part in memory, as text, the one that costs least time first."""
     largest = max(parts, key=lambda name: parts[name])
     if largest == "cached blocks":
         return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: what is cached is in pieces that are too small"
@@ -186,8 +201,11 @@ def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool
 
 
 def peaks(device: str, begin: bool = False) -> dict[str, int]:
-    """Most bytes since the last call with `begin`: `host`, in memory of this process (0 where the system does not say), and
-    `device`, in tensors on its GPU; `total` is that GPU's size."""
+    """Peak memory in bytes since the last call with `begin=True`.
+
+    `host` is this process's memory (0 where the system does not report it), `device` that of tensors on its GPU,
+    `total` the GPU's size.
+    """
     most = {"host": memory.peak(begin), "device": 0, "total": 0}
     if device == "cuda":
         most |= {"device": torch.cuda.max_memory_allocated(), "total": int(torch.cuda.mem_get_info()[1])}

@@ -25,11 +25,11 @@ from workbench.engines.settings import LocalSettings
 
 
 class LocalRewardModel(LocalEngine):
-    """Trains a sequence classifier with one label in this process; made by `reward_model`.
+    """Trains a sequence classifier with one label as a reward model in this process; made by `reward_model`.
 
-    It is a `Learner` and a `LogProbModel` whose one output is `values`: at a row's own token (`response_mask`) the reward of
-    the text before it. Both rows of a preference pair go through the model in one micro-batch. `save` writes a classifier's
-    folder, which `engines.classifier` opens.
+    It is a `Learner` and a `LogProbModel` with one output, `values`: at the row's extra last token (`response_mask`)
+    the reward of the text before it. Both rows of a preference pair go through the model in one micro-batch. `save`
+    writes a classifier's folder, which `engines.classifier` opens.
     """
 
     def __init__(self, model: Any, tokenizer: Any, settings: LocalSettings, *, path: str = "", **switches: Any) -> None:
@@ -37,27 +37,28 @@ class LocalRewardModel(LocalEngine):
         self._critic = True  # its outputs are values
 
     def classifier(self, *, batch_size: int = 32, max_length: int = 8192) -> LocalClassifier:
-        """The present weights, as they go on learning, as what `rewards.RewardModel` takes."""
+        """Return a `Classifier` with these weights, for `rewards.RewardModel`; it follows them as they go on learning."""
         limits = {"batch_size": batch_size, "max_length": max_length}
         return LocalClassifier(self._model, self.tokenizer, path=self.path, **limits)
 
     async def sample(self, request: Request) -> Sample:
-        """Raises `EngineError`: a reward model writes no text."""
+        """Raise `EngineError`: a reward model writes no text."""
         raise EngineError("a reward model writes no text", do="sample from engines.local(…) or another policy")
 
     def reference(self) -> Any:
-        """Raises `EngineError`: its loss needs none."""
+        """Raise `EngineError`: the reward model's loss needs no reference."""
         raise EngineError("a reward model has no reference", do="take a policy's: engines.local(…).reference()")
 
     def critic(self, **changes: Any) -> Any:
-        """Raises `EngineError`: a critic is made of a policy."""
+        """Raise `EngineError`: a critic is made from a policy."""
         raise EngineError("a reward model has no critic", do="make it of the policy: engines.local(…).critic()")
 
     def prove(self) -> None:
-        """Compare rewards, as they are learned from, with the model's own forward on a few tokens, under a random head.
+        """Check the model's rewards, as learning computes them, against its own forward on a few tokens, with a random
+        head.
 
-        Rows share what they have in common only where that gives the same numbers. Raises `EngineError` where padded rows give
-        others, or `pack="yes"` asks for what is not proven.
+        Prefixes are shared between rows only where packed rows give the same numbers. Raises `EngineError` where padded
+        rows give other numbers, or where `pack="yes"` demands packing and it is not proven.
         """
         head, generator = self._model.score.weight, torch.Generator().manual_seed(0)
         held = head.detach().clone()
@@ -73,8 +74,8 @@ class LocalRewardModel(LocalEngine):
             with torch.no_grad():
                 head.copy_(held)
         if not off[0] <= near:
-            what, expected = f"rewards of {type(self._model).__name__}", "those of the model's own forward"
-            raise EngineError(what, expected=expected, found=f"a difference of {off[0]:.3g}")
+            what, expected = f"padded rewards of {type(self._model).__name__}", "those of the model's own forward"
+            raise EngineError(what, expected=expected, found=f"a difference of {off[0]:.3g}, more than {near:.3g}")
         found = {"padded": off[0], "packed": off[1]}
         self.selfcheck = SelfCheck(type(self._model).__name__, Paths(pack=off[1] <= near), found=found)
         self._model.workbench_paths = self.selfcheck.paths
@@ -86,7 +87,8 @@ class LocalRewardModel(LocalEngine):
 
     @staticmethod
     def _batch(texts: Sequence[Sequence[int]]) -> DataProto:
-        """Token ids as rows, each with a token of its own behind them, and one of padding before."""
+        """Make a batch of texts given as token ids. Each row ends with an extra token at which its reward is read, and
+        begins with one padding token."""
         lengths = torch.tensor([len(ids) for ids in texts])
         width = int(lengths.max()) + 1
         ids = torch.tensor([[0, *ids, *[0] * (width - len(ids))] for ids in texts])
@@ -101,7 +103,8 @@ class LocalRewardModel(LocalEngine):
         return lambda rows: scoring.outputs(self._model, self._model.score, rows, want, temperature, packed)
 
     def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-        """Pairs, their two rows together, the longest first; of packed rows all tokens count."""
+        """Yield micro-batches in which the two rows of a preference pair stay together, the longest pairs first;
+        batches without pairs are cut as usual."""
         if MARGIN not in batch:
             yield from super()._passes(batch, packed)
             return
@@ -123,7 +126,8 @@ class LocalRewardModel(LocalEngine):
 
 
 def _few(vocabulary: int, pad: int, generator: torch.Generator) -> list[list[int]]:
-    """Four texts, the first three of which begin alike; none has the padding's id, by which the model's own forward finds an end."""
+    """Make four texts of random token ids, three of which share a prefix. None has the padding id, by which the model's
+    own forward finds a text's end."""
     known = [one for one in range(vocabulary) if one != pad]
     lengths = (5, 9, 17, 12)
     drawn = (torch.randint(len(known), (length,), generator=generator) for length in (8, *lengths))
@@ -135,11 +139,11 @@ def _few(vocabulary: int, pad: int, generator: torch.Generator) -> list[list[int
 def reward_model(path: str | Path, *, threads: int | None = None, **settings: Any) -> LocalRewardModel:
     """Open a model to be trained as a reward model in this process: `reward_model("data/tiny-arith", lr=1e-4)`.
 
-    `path` is a Hugging Face folder or name of a causal model, which gets a new head that gives 0, or of a sequence classifier with
-    one label, such as a checkpoint of such a run. `threads` sets torch's CPU threads for the process. Other settings:
-    `LocalSettings` without LoRA; unknown names are refused. Train it by `recipes.reward_model`; its checkpoint is opened by
-    `engines.classifier`.
-    Raises `EngineError` where there is no such model, or it has another number of labels, or its rewards cannot be proven.
+    `path` is a Hugging Face folder or name of a causal model, which gets a new head whose rewards are 0, or of a
+    sequence classifier with one label, such as a checkpoint of an earlier reward model run. `threads` sets torch's CPU
+    threads for the process. Other settings: `LocalSettings` without LoRA; unknown names are refused. Train it by
+    `recipes.reward_model`; its checkpoint is opened by `engines.classifier`. Raises `EngineError` where there is no
+    such model, where it has another number of labels, or where the self-check finds its rewards wrong.
     """
     chosen = LocalSettings.from_parameters(settings)
     rank = chosen.lora_rank

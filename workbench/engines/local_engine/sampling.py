@@ -39,7 +39,8 @@ _Waiting = tuple[Q, asyncio.Future[A], Asked | None]
 
 
 class Wave(Generic[Q, A]):
-    """Questions that are answered together; the thread that answers them calls `join` and `finish`."""
+    """Questions (such as requests for samples) that are answered together. The thread that answers them calls `join` to
+    admit more and `finish` for each answer."""
 
     def __init__(self, waiting: deque[_Waiting[Q, A]], size: int) -> None:
         self._waiting = waiting
@@ -52,7 +53,8 @@ class Wave(Generic[Q, A]):
         self._enter(self._taken(size))
 
     def _taken(self, most: int) -> list[_Waiting[Q, A]]:
-        """What waits, without what was given up: a cell run again gets the very waves of the first time."""
+        """Take at most `most` questions from the queue, skipping those whose caller has given up, so that a notebook
+        cell that is run again forms the same waves."""
         taken: list[_Waiting[Q, A]] = []
         while self._waiting and len(taken) < most:
             one = self._waiting.popleft()
@@ -69,9 +71,10 @@ class Wave(Generic[Q, A]):
         self._open += len(taken)
 
     def join(self, most: int) -> dict[int, Q]:
-        """Let at most this many of the questions that wait join, in the order of asking; returns them by their places.
+        """Admit at most `most` of the questions that wait, in the order in which they were asked; returns them by their
+        places in the wave.
 
-        Raises `Interrupted`, and lets nobody join, where the wave was interrupted or nobody waits for its answers any more.
+        Raises `Interrupted`, and admits none, where the wave was interrupted or nobody waits for its answers any more.
         """
         count, taken = len(self.questions), self._taken(most)
         try:
@@ -83,9 +86,10 @@ class Wave(Generic[Q, A]):
         return dict(enumerate(self.questions[count:], count))
 
     def finish(self, place: int, answer: A | Exception) -> None:
-        """Answer one question; an exception is raised for that question alone.
+        """Answer the question at this place; an exception is raised for its caller alone.
 
-        The last answer is given when the wave has ended: who has all answers finds the model as it was before.
+        The wave's last answer is held back until the wave has ended, so that a caller who has all answers finds the
+        model in its normal state.
         """
         self._last.append((self._futures[place], answer))
         self._open -= 1
@@ -93,22 +97,22 @@ class Wave(Generic[Q, A]):
             self.flush()
 
     def flush(self) -> None:
-        """Give the answers that are held back."""
+        """Deliver the answers that `finish` has stored to the callers that wait for them."""
         for future, answer in self._last:
             self._loop.call_soon_threadsafe(_give, future, answer)
         self._last.clear()
 
     def given_up(self, place: int) -> bool:
-        """Whether nobody waits for one question's answer any more."""
+        """Whether the caller of the question at this place no longer waits: it was answered or cancelled."""
         return self._futures[place].done()
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits for an answer: each was given, or the question given up."""
+        """Whether no caller waits any more: each question was answered or cancelled."""
         return all(future.done() for future in self._futures)
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error for all questions without an answer; called in the event loop."""
+        """Raise an error for all questions without an answer; it must be called in the event loop."""
         for future in self._futures:
             _give(future, error)
 
@@ -152,7 +156,8 @@ class Waves(Generic[Q, A]):
                     raise
 
     def _answered(self, wave: Wave[Q, A]) -> None:
-        """In the thread: one wave, stopped at its next safe place when nobody waits for it any more."""
+        """Answer one wave, in the worker thread. It is interrupted at the next safe point once no caller waits for it
+        any more."""
         with runtime.unless(lambda: wave.over):
             self._answer(wave)
         wave.flush()
@@ -175,16 +180,19 @@ _REFILL = 8  # waiting requests enter when one in so many seats is free: each en
 
 
 class Cache(Protocol):
-    """Protocol of what a model remembers of the rows that decode together; each row has a seat."""
+    """Protocol of the keys and values (or other state) that a model keeps of the rows that are decoded together; each
+    row has a seat, 0 to n - 1."""
 
     refills: bool
     """Whether new rows can enter while others decode."""
 
     def seat(self, order: Sequence[int], prompts: Mapping[int, tuple[int, ...]]) -> None:
-        """Seat n is taken by the row that sat in `order[n]`, or where `prompts` has n by a new row with that prompt."""
+        """Rearrange the rows: seat n gets the row that sat in `order[n]`, or, where `prompts` has the key n, a new row
+        with that prompt."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """[n, V] logits after one more token in each seat, [n]: a new row's first one is the last of its prompt."""
+        """Decode one more token [n] for each seat and return the logits [n, V] after it. A new row's first token here
+        is the last of its prompt."""
 
 
 @torch.no_grad()  # in inference mode autocast would cast all weights again for every token
@@ -197,10 +205,12 @@ def decode(
     joins: Callable[[], bool] = lambda: True,
     pauses: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Sample one response to each request of a wave, at most `size` at a time; each is finished as soon as it ends.
+    """Sample one response to each request of a wave, at most `size` rows at a time; each is answered as soon as it
+    ends.
 
-    Requests that wait join while `joins()` is true. An interrupt stops the wave between two decode steps. Returns True where
-    `pauses()` stopped it there: the rows that have not ended go on in the next call, by a new cache.
+    Waiting requests enter freed seats while `joins()` is true. An interrupt stops the wave between two decode steps.
+    Returns True where `pauses()` stopped it between two steps: a later call with a new cache goes on with the
+    unfinished rows.
     """
     entering = rows.resumed(wave, version)
     alive = len(rows)
@@ -226,7 +236,8 @@ def decode(
 
 @contextmanager
 def casts_kept(model: Any) -> Iterator[None]:
-    """Context manager: autocast casts each weight once for a wave. It keeps casts of weights that require gradients alone."""
+    """Context manager: lets autocast cast each weight once for a whole wave. Autocast caches casts only of weights that
+    require gradients, so inside all of them do."""
     on = torch.is_autocast_enabled(model.device.type)
     frozen = [
         parameter
@@ -243,7 +254,8 @@ def casts_kept(model: Any) -> Iterator[None]:
 
 
 def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int], list[int]]:
-    """(who sits where from now on, by present seats; the seats of those who enter, in order)."""
+    """Return the new seating of the rows and the seats of those that enter: the old seat of the row in each seat, and
+    the new rows' seats in order."""
     free = sorted(set(range(seats)) - set(alive))
     if len(alive) + entering <= _SHRINK * seats:
         return [*alive, *[0] * entering], list(range(len(alive), len(alive) + entering))
@@ -252,7 +264,8 @@ def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int]
 
 
 class Rows:
-    """The requests in the seats and what was sampled for them, as tensors [n, ·] on the CPU."""
+    """The rows that are being decoded: their requests, and as CPU tensors [n, ·] the tokens and log-probs sampled so
+    far."""
 
     def __init__(self, eos_ids: frozenset[int], tokenizer: Any) -> None:
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long)
@@ -284,8 +297,11 @@ class Rows:
         return self._held["last"]
 
     def resumed(self, wave: Wave[Request, Sample], version: int) -> dict[int, Request]:
-        """At the start of `decode`: the requests that enter, by their places, where no rows are held; else none, and the rows go
-        on, those that have ended or were given up left out, by the weights of `version`."""
+        """Prepare the rows for a call of `decode` and return the requests that enter, by their places in the wave.
+
+        At the first call these are all of the wave's. In a later call after a pause there are none: unfinished rows
+        that are still waited for go on, with the weights of `version`.
+        """
         self._version = version
         if not len(self):
             return dict(enumerate(wave.questions))
@@ -297,11 +313,12 @@ class Rows:
         return {}
 
     def written(self, seat: int) -> tuple[int, ...]:
-        """The tokens of a row's prompt and of its response so far."""
+        """The token ids of a row so far: its prompt and what was sampled of its response."""
         return (*self._requests[seat].ids, *self._held["ids"][seat, : int(self._held["length"][seat])].tolist())
 
     def seat(self, order: Sequence[int], entering: Mapping[int, tuple[int, Request]]) -> None:
-        """As `Cache.seat`, with the place and the request of each row that enters."""
+        """Rearrange the rows as `Cache.seat` does; `entering` has the place in the wave and the request of each new
+        row, by its seat."""
         self._versions = [
             [(0, self._version)] if s in entering else list(self._versions[of]) for s, of in enumerate(order)
         ]
@@ -322,9 +339,9 @@ class Rows:
         self._stopping = [seat for seat, request in enumerate(self._requests) if request.settings.stop]
 
     def advance(self, logits: Tensor, experts: Tensor | None = None) -> list[int]:
-        """Draw the next token of each row from [n, V] logits; returns the seats of the rows that end with it.
+        """Draw the next token of each row from logits [n, V], and return the seats of the rows that end with it.
 
-        `experts` [n, L, k] are those of the tokens before, where they are recorded.
+        `experts` [n, L, k] are the experts that the routers chose for the tokens before these, where they are recorded.
         """
         held = self._held
         if int((held["length"] * held["alive"]).max()) == self._width:
@@ -353,7 +370,8 @@ class Rows:
         return ended.nonzero().flatten().tolist()
 
     def _drawn(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs on the CPU. They come in one copy, the only wait of a step: float64 holds both as they are."""
+        """Draw a token for each row and return tokens [n] and log-probs [n] on the CPU, read in one copy: float64 holds
+        both exactly."""
         uniforms, parts = sent(uniforms, logits.device), []
         for kind, seats in self._kinds:
             alone = len(self._kinds) == 1
@@ -364,7 +382,8 @@ class Rows:
         return found[0].long(), found[1].float()
 
     def _stops(self, seat: int) -> bool:
-        """Whether the newest token completed a stop text; only the tail is decoded."""
+        """Whether the newest token of a row completed one of its stop texts; only the last few tokens are decoded to
+        text."""
         stop = self._requests[seat].settings.stop
         end = int(self._held["length"][seat])
         tail = self._held["ids"][seat, max(0, end - max(map(len, stop)) - 8) : end].tolist()
@@ -372,7 +391,8 @@ class Rows:
         return any(text in now and text not in before for text in stop)
 
     def sample(self, seat: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Sample:
-        """The response of a row that has just ended; `prompt_experts` as `SharedPrefix` has them."""
+        """Build the `Sample` of a row that has just ended. `prompt_experts` has the experts [S - 1, L, k] of a prompt,
+        by its tokens without the last."""
         end, marks = int(self._held["length"][seat]), self._versions[seat]
         ids, log_probs = (tuple(self._held[name][seat, :end].tolist()) for name in ("ids", "log_probs"))
         reason, version = "stop" if self._held["stopped"][seat] else "length", marks[0][1]
@@ -382,8 +402,8 @@ class Rows:
         return Sample(ids, log_probs, reason, version, versions, self._chosen(seat, prompt_experts), self._times[seat])
 
     def _chosen(self, seat: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Tensor | None:
-        """The experts [S + T, L, k] of a row that has just ended; -1 where nobody knows them: its last token, or a prompt
-        that newer weights have read again."""
+        """The experts [S + T, L, k] of a row that has just ended; -1 for its last token, and for a prompt whose experts
+        were not kept because newer weights read it again."""
         experts = self._experts.pop(self.places[seat], None)
         if experts is None:
             return None
@@ -393,7 +413,8 @@ class Rows:
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:
-    """[n, width] numbers from 0 to 1 of each row's seed: the n-th token uses the n-th, whoever shares the wave."""
+    """Draw [n, width] uniform numbers in [0, 1) from each row's own seed: token t of a row always uses number t,
+    whichever rows are decoded with it."""
     uniforms, generator = torch.empty(len(requests), width, dtype=torch.float64), torch.Generator()
     for row, request in zip(uniforms, requests, strict=True):
         torch.rand(width, generator=generator.manual_seed(request.seed), dtype=torch.float64, out=row)
@@ -401,7 +422,8 @@ def _uniforms(requests: Sequence[Request], width: int) -> Tensor:
 
 
 def _begun(requests: Sequence[Request], width: int) -> dict[str, Tensor]:
-    """The tensors of rows that have nothing yet."""
+    """The tensors of rows for which nothing has been sampled yet, by name; `width` is how many tokens they have room
+    for."""
     count, limits = len(requests), [request.settings.max_tokens for request in requests]
     return {
         "ids": torch.zeros(count, width, dtype=torch.long),
@@ -417,7 +439,7 @@ def _begun(requests: Sequence[Request], width: int) -> dict[str, Tensor]:
 
 
 class _Forced(Rows):
-    """Rows that decode given tokens, and keep the logits of which each would have been drawn."""
+    """Rows that decode prescribed response tokens in place of sampled ones, and keep the logits at each."""
 
     def __init__(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
         super().__init__(frozenset(), None)
@@ -436,7 +458,11 @@ class _Forced(Rows):
 def forced(
     rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], decode: Callable[[Rows], object]
 ) -> dict[str, list[Tensor]]:
-    """`logits` [T, V] of the response of each row (token ids of a prompt and of its response), as `decode(rows)` comes to them."""
+    """Decode prescribed responses and return the `logits` [T, V] of each one's tokens, as a decoding path computes
+    them.
+
+    `rows` are pairs of token ids, (prompt, response); `decode(rows)` runs the path.
+    """
     each = _Forced(rows)
     decode(each)
     return {"logits": [torch.stack(one) for one in each.logits]}
@@ -452,10 +478,11 @@ _BINS = 2**11
 
 
 def draw(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """One token a row, [n], and its log-prob under logits / temperature before top-k and top-p, [n] float32.
+    """Sample one token for each row, [n], and return it with its log-prob [n] float32 under logits / temperature before
+    top-k and top-p.
 
-    `logits` [n, V] of any float type, `uniforms` [n] float64 in [0, 1). At temperature 0 it is the likeliest token, and the
-    log-prob at temperature 1.
+    `logits` [n, V] may be of any float type, `uniforms` [n] are float64 in [0, 1). At temperature 0 it is the likeliest
+    token, with the log-prob at temperature 1.
     """
     rows = max(1, (_CHUNK if logits.is_cpu else _DEVICE_CHUNK) // logits.shape[-1])
     parts = [
@@ -484,7 +511,8 @@ def _draw(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple
 
 
 def _weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
-    """exp((logits - largest) / temperature) in blocks: [n, blocks, size], zeros after the last token."""
+    """Compute exp((logits - largest) / temperature), laid out in blocks [n, blocks, size] with zeros behind the last
+    token."""
     count, vocabulary = logits.shape
     size = 2 ** math.ceil(math.log2(vocabulary) / 2)
     weights = logits.new_empty(count, -(-vocabulary // size), size)
@@ -513,15 +541,16 @@ def inverse_cdf(weights: Tensor, blocks: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_beyond(edges: Tensor, target: Tensor) -> Tensor:
-    """[n, 1] place of the first of the rising `edges` [n, k] beyond `target`; where rounding left none, the last that rises."""
+    """The index [n, 1] of the first of the rising `edges` [n, k] that exceeds `target` [n, 1]; where rounding left
+    none, of the last that rises."""
     return torch.minimum(torch.searchsorted(edges, target, right=True), edges.argmax(-1, keepdim=True))
 
 
 def keep_allowed(weights: Tensor, settings: SamplingSettings) -> None:
-    """Set the weights [n, V], at most 1, of tokens that top-k or top-p rule out to 0, in place.
+    """Set the weights of tokens that top-k or top-p exclude to 0, in place; `weights` [n, V] are in [0, 1].
 
-    Top-k keeps what is as likely as the k-th token. Top-p then keeps, from the likeliest down and among equals from the first
-    on, tokens until their share of the rest reaches p.
+    Top-k keeps the k likeliest tokens and any that are as likely as the k-th. Top-p then keeps the likeliest tokens (of
+    equal ones those with smaller ids) until their share of what remains reaches p.
     """
     if 0 < settings.top_k < weights.shape[-1]:
         least = weights.topk(settings.top_k, dim=-1).values[:, -1:]
@@ -531,7 +560,8 @@ def keep_allowed(weights: Tensor, settings: SamplingSettings) -> None:
 
 
 def _keep_nucleus(weights: Tensor, top_p: float) -> None:
-    """Top-p without sorting all tokens: a histogram over the leading bits finds those that lie at the cut, and they are sorted."""
+    """Apply top-p in place without sorting the whole vocabulary: a histogram over the leading float bits finds the bin
+    of the cutoff, and only its tokens are sorted."""
     bins = (weights.view(torch.int32) >> 19).long()  # floats that are not negative are in the order of their bits
     histogram = weights.new_zeros(len(weights), _BINS, dtype=torch.float64).scatter_add_(1, bins, weights.double())
     reached = histogram.flip(-1).cumsum(-1)

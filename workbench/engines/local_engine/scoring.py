@@ -46,7 +46,7 @@ _Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Sorted:
-    """Rows in the order of their tokens, so that rows with a common beginning are neighbours."""
+    """Rows sorted by their token ids, so that rows with a common prefix are neighbours."""
 
     order: _Ints
     """[b]: row numbers."""
@@ -59,7 +59,8 @@ class Sorted:
 
 
 def in_order(ids: Tensor, positions: Tensor, kept: Tensor) -> Sorted:
-    """Sort rows on the CPU by the tokens where `kept` [b, W] is true; tokens are equal where ids and positions are."""
+    """Sort rows by their tokens, on the CPU; only tokens where `kept` [b, W] is true count, and two are equal where
+    their ids and positions are."""
     inside = kept.numpy().astype(bool)
     lengths = inside.sum(1)
     width = max(int(lengths.max(initial=0)), 1)
@@ -77,9 +78,10 @@ def in_order(ids: Tensor, positions: Tensor, kept: Tensor) -> Sorted:
 
 
 def cut_trees(batch: DataProto, budget: int) -> list[Tensor]:
-    """Cut a batch into micro-batches of at most `budget` tokens of their trees, at least one row each: their row numbers.
+    """Cut a batch into micro-batches whose prefix trees have at most `budget` tokens, or a single row; returns the row
+    numbers of each.
 
-    Rows go in the order of their tokens, so that a group stays together where the budget allows it.
+    Rows are taken in the order of their tokens, so that a group with one prompt stays together where the budget allows.
     """
     rows = in_order(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
     shared = np.where(rows.shared >= LEAST, rows.shared, 0)
@@ -88,10 +90,11 @@ def cut_trees(batch: DataProto, budget: int) -> list[Tensor]:
 
 
 def grouped(rows: Iterable[tuple[int, int, int | None]], budget: int) -> list[Tensor]:
-    """Cut rows, in the order given, into groups of at most `budget` tokens, at least one row each: their row numbers, sorted.
+    """Cut rows, in the given order, into groups of at most `budget` tokens or a single row; returns each group's row
+    numbers, sorted.
 
-    A row is its number, the tokens that it costs as the first of a group, and those that it adds to one; None: as many as the
-    group's first row cost.
+    Each row is (its number, its tokens as the first of a group, the tokens that it adds to a group). Where the last is
+    None it adds as many as the group's first row has.
     """
     groups: list[list[int]] = []
     first = cost = 0
@@ -111,7 +114,8 @@ def grouped(rows: Iterable[tuple[int, int, int | None]], budget: int) -> list[Te
 
 @dataclass
 class _Segment:
-    """Tokens `depth` to `depth + length` of the rows `first` to `last` (excluded, in order), packed at `start`."""
+    """A node of the prefix tree: tokens `depth` to `depth + length` of the sorted rows `first` to `last` (excluded),
+    packed from `start` on."""
 
     start: int
     length: int
@@ -155,30 +159,34 @@ def _segments(rows: Sorted) -> list[_Segment]:
 
 
 def places(mask: Tensor) -> Tensor:
-    """[N] where a mask is true, in the flattened mask."""
+    """Return the indices [N] of the true elements of a mask, counted in the flattened mask."""
     return mask.flatten().nonzero()[:, 0]
 
 
 class Spread:
-    """Puts a value [...] at each of the N places of a mask [b, T]: [b, T, ...] float32, 0 elsewhere; `which` [N] of several values."""
+    """Scatters values to the N true places of a mask [b, T]: values [N, …] become [b, T, …] float32, with 0 elsewhere.
+
+    `which` [N] has the index of each place's value, where several places share one.
+    """
 
     def __init__(self, mask: Tensor, device: Any, which: Tensor | None = None) -> None:
         self._shape, self._places = mask.shape, sent(places(mask), device)
         self._which = None if which is None else sent(which, device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """[N, …], or as many as `which` says, → [b, T, …]."""
+        """Scatter values [N, …], or with `which` values [M, …], to [b, T, …]."""
         values = values.float() if self._which is None else values.float()[self._which]
         empty = torch.zeros((self._shape.numel(), *values.shape[1:]), dtype=torch.float32, device=values.device)
         return empty.index_copy(0, self._places, values).view(*self._shape, *values.shape[1:])
 
 
 class Tree:
-    """Rows of a micro-batch as one packed tree of tokens; without those behind which a row has no response token.
+    """The rows of a micro-batch as one packed prefix tree: a prefix that rows share is in it once, and tokens behind a
+    row's last response token are left out.
 
-    Of its `count` tokens `given` has ids and positions [1, N] on the device, and `experts` [N, L, k] those of the column, where the
-    rows have it: then rows share tokens that went to the same ones. `before` [M] (on the device `predicting`) has in
-    order the number of the token whose state predicts each of `labels`.
+    `given` has the N packed ids and positions [1, N] on the device. `experts` [N, L, k] are the replayed experts, where
+    the rows have them; tokens are shared only where these agree. `before` [M] holds, for each of `labels` [M], the
+    packed index of the token whose state predicts it (`predicting`: the same on the device).
     """
 
     def __init__(self, rows: DataProto, device: Any) -> None:
@@ -206,14 +214,16 @@ class Tree:
         self.spread, self.plan = Spread(mask, device, which), TreePlan(segments, device)
 
     def states(self, model: Any, head: Head) -> Tensor:
-        """Hidden states [M, H] (of `OWN`: logits) that predict `labels` [M]."""
+        """Run the model over the packed tree and return the hidden states [M, H] (for the head `OWN` logits [M, V])
+        that predict `labels` [M]."""
         replay(model, self.experts)
         with planned(model, self.plan) as mask:
             return head.states(model, **self.given, attention_mask=mask)[0][self.predicting]
 
 
 def _marks(rows: DataProto) -> Tensor:
-    """[b, W] numbers that are equal where positions are, and the experts of the column `routed_experts`, where the rows have it."""
+    """Numbers [b, W] that tell whether tokens may be shared: equal where positions are, and, if the rows have
+    `routed_experts`, the experts are too."""
     positions: Tensor = rows["position_ids"]
     if EXPERTS not in rows:
         return positions
@@ -223,7 +233,8 @@ def _marks(rows: DataProto) -> Tensor:
 
 
 def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_Ints, _Ints]:
-    """[N] where in the flattened [b, W] each packed token is, and [b, W] the packed number of each row's token."""
+    """Return for each packed token [N] its index in the flattened [b, W] ids, and for each row's token [b, W] its
+    packed index."""
     source = np.zeros(segments[-1].end, dtype=np.int64)
     places = np.zeros((len(rows.order), rows.columns.shape[1]), dtype=np.int64)
     for segment in segments:
@@ -242,7 +253,7 @@ def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_In
 
 @dataclass
 class _Block:
-    """Queries [n, q] and keys [n, k] by packed numbers, padded with 0, that attend in one call."""
+    """Queries [n, q] and keys [n, k], as packed token indices padded with 0, whose attention is computed in one call."""
 
     queries: Tensor
     keys: Tensor
@@ -254,7 +265,8 @@ class _Block:
 
 
 class TreePlan:
-    """A plan (`attention.planned`) by which the packed tokens of a tree attend to their ancestors and themselves."""
+    """Attention over a packed prefix tree (a `forward.Plan`): each token attends to its ancestors and itself, and to no
+    other branch."""
 
     def __init__(self, segments: Sequence[_Segment], device: Any) -> None:
         count = segments[-1].end
@@ -284,7 +296,7 @@ class TreePlan:
         self._back = sent(torch.from_numpy(back), device)
 
     def attend(self, layer: Layer) -> Tensor:
-        """The layer's attention [1, H, N, D'] of the packed tokens."""
+        """Compute one layer's attention [1, H, N, D'] of the packed tokens, block by block."""
         query, key, value = (one[0].transpose(0, 1) for one in (layer.query, layer.key, layer.value))
         window = layer.window if layer.window is not None and layer.window < self._longest else None
         parts = []
@@ -299,7 +311,8 @@ class TreePlan:
         return torch.cat(parts)[self._back].transpose(0, 1)[None]
 
     def _seen(self, block: _Block, window: int | None, kind: torch.dtype) -> Tensor:
-        """[n, 1, q, k]: whether a query sees a key; in a floating `kind` what is added to the scores: 0, or -inf."""
+        """The attention mask [n, 1, q, k] of a block: true where a query sees a key, or for a floating `kind` 0 there
+        and -inf elsewhere."""
         if (window, kind) not in block.masks:
             query, key = block.queries[:, :, None], block.keys[:, None, :]
             seen = (key <= query) & (query < self._ends[key])
@@ -320,7 +333,8 @@ _Unit = tuple[_Ints, _Ints]
 
 
 def _units(segments: Sequence[_Segment]) -> list[_Unit]:
-    """Neighbours with the same ancestors share their keys, as long as that costs less than attending apart."""
+    """Split the tree into units of attention, (queries, keys): neighbouring segments with the same ancestors form one
+    unit where that costs less than attending apart."""
 
     def cost(queries: int, above: int) -> int:
         return (queries + _KEY) * (queries + above)
@@ -346,7 +360,8 @@ def _units(segments: Sequence[_Segment]) -> list[_Unit]:
 
 
 def _batches(units: Sequence[_Unit]) -> list[list[_Unit]]:
-    """Units of similar size attend together: padding adds at most half of the products, or a little."""
+    """Batch units of similar size for one attention call each; padding adds at most half of the query-key products,
+    plus `_SLACK`."""
     batches: list[list[_Unit]] = []
     widest = true = 0
     for unit in sorted(units, key=lambda one: (len(one[0]) < len(one[1]), -len(one[0]), -len(one[1]))):
@@ -369,16 +384,17 @@ def _batches(units: Sequence[_Unit]) -> list[list[_Unit]]:
 
 
 def flash(model: Any) -> bool:
-    """Whether a model was loaded with flash attention, which packs rows side by side."""
+    """Whether a model was loaded with flash attention, which packs rows side by side in one sequence."""
     return "flash" in (attention_of(model.config) or "")
 
 
 def packs(model: Any, settings: Any, batch: DataProto | None = None) -> bool:
-    """Whether rows go through the model without padding, by the setting `pack`: what they have in common goes through it once.
-    Those of a batch with pictures never do.
+    """Whether the rows of a batch go through the model without padding and with shared prefixes computed once (the
+    setting `pack`). Batches with pictures are always padded.
 
-    With `auto` where that is proven (`model.workbench_paths`, from the self-check; without one, where every attention asks
-    transformers' interface) and nothing is dropped out. Raises `EngineError` where `yes` asks for it and it is not.
+    With `auto` they do where the self-check proved it (`model.workbench_paths`; unchecked, where all attention goes
+    through transformers' interface) and no dropout is active. Raises `EngineError` where `pack="yes"` demands it and it
+    is not proven.
     """
     if settings.pack == "no" or (batch is not None and PIXELS in batch):
         return False
@@ -390,7 +406,7 @@ def packs(model: Any, settings: Any, batch: DataProto | None = None) -> bool:
 
 
 def why_padded(model: Any, settings: Any) -> str:
-    """Why rows cannot be packed; empty where they can."""
+    """Return the reason why rows cannot be packed; empty where they can."""
     if lora.dropout(model) > 0:
         return f"lora_dropout={lora.dropout(model)}: tokens that rows share would be dropped out together"
     if flash(model):
@@ -407,11 +423,12 @@ def why_padded(model: Any, settings: Any) -> str:
 
 
 def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> list[Tensor]:
-    """Cut a batch into micro-batches of at most `budget` tokens, at least one row each; returns each one's row numbers.
+    """Cut a batch into micro-batches of at most `budget` tokens, or a single row; returns the row numbers of each.
 
-    Of packed rows those stay together that begin alike, and tokens that they share count once (`cut_trees`). Others are sorted
-    by length; a padded micro-batch counts rows × longest row, one for flash attention the sum of its rows. Sorting is stable,
-    so the same batch is always cut the same way. Rows with pictures and rows of text are apart: each is scored as it was sampled.
+    Packed rows with a common prefix stay together, and tokens that they share count once (`cut_trees`). Other rows are
+    sorted by length: a padded micro-batch counts rows × longest row, one for flash attention the sum of its rows.
+    Sorting is stable, so the same batch is always cut the same way. Rows with pictures are never mixed with rows of
+    text: each is scored as it was sampled.
     """
     paths = getattr(model, "workbench_paths", None)
     if paths is not None and paths.own_head:  # logits of all tokens exist at one time
@@ -458,14 +475,15 @@ def trimmed(rows: DataProto) -> tuple[DataProto, int]:
 
 
 def check_routed(settings: Any, rows: DataProto) -> None:
-    """Raise `EngineError` where routing is to be replayed, and the rows do not say how they were routed."""
+    """Raise `EngineError` where the setting `routing_replay` is on and the rows lack the column of routed experts."""
     if settings.routing_replay and EXPERTS not in rows:
         what, do = "learning with routing_replay", "sample with routing_replay, too, or open the learner without it"
         raise EngineError(what, expected=f"rows with the column {EXPERTS!r}", found="rows without it", do=do)
 
 
 def check_ids(model: Any, batch: DataProto) -> None:
-    """Raises `EngineError` for a token id that is not in the model's vocabulary, and for a row beyond its `rope_limit`."""
+    """Raise `EngineError` for a token id that is not in the model's vocabulary, and for a row longer than the model's
+    `rope_limit`."""
     check_length(model, int(batch["attention_mask"].sum(-1).max()) if len(batch) else 0)
     ids, size = batch["input_ids"], model.get_input_embeddings().num_embeddings
     wrong = ((ids < 0) | (ids >= size)) & batch["attention_mask"].bool()
@@ -479,9 +497,11 @@ def check_ids(model: Any, batch: DataProto) -> None:
 
 
 class Layout(Protocol):
-    """How the rows of a micro-batch go through a model, and which of its states predict their N response tokens.
+    """Protocol of how the rows of a micro-batch go through a model (padded, packed or as a tree), and which hidden
+    states predict their N response tokens.
 
-    It is planned on the CPU, where the rows are: nobody waits for a device. What the passes need is sent to the model's.
+    It is planned on the CPU, where the rows are, so that nothing waits for the device; what the passes need is then
+    sent there.
     """
 
     labels: Tensor
@@ -489,16 +509,17 @@ class Layout(Protocol):
 
     @property
     def spread(self) -> Callable[[Tensor], Tensor]:
-        """Puts values [M] at the rows' response tokens: [b, T]."""
+        """A function that scatters values [M] to the rows' response tokens, [b, T]."""
 
     def states(self, model: Any, head: Head) -> Tensor:
-        """Hidden states [M, H] (of `OWN`: logits) that predict `labels`."""
+        """Run the model and return the hidden states [M, H] (for the head `OWN` logits [M, V]) that predict `labels`."""
 
 
 class Rows:
-    """One row after the other: padded, or packed without padding for flash attention (which reads `position_ids`).
+    """The layout of rows one after the other: padded, or with `packed` in one sequence without padding for flash
+    attention (which tells rows apart by `position_ids`).
 
-    Rows with pictures are padded, and go by the model's own forward.
+    Rows with pictures are padded and go through the model's own forward.
     """
 
     def __init__(self, rows: DataProto, packed: bool, model: Any) -> None:
@@ -530,15 +551,16 @@ class Rows:
         self.spread = Spread(mask, model.device)
 
     def states(self, model: Any, head: Head) -> Tensor:
-        """Hidden states [N, H] (of `OWN`: logits) that predict `labels`."""
+        """Run the model and return the hidden states [N, H] (for the head `OWN` logits [N, V]) that predict `labels`."""
         replay(model, self._experts)
         return head.states(model, **self._given).flatten(0, 1)[self._before]
 
 
 def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
-    """How rows on the CPU go through a model: padded, or packed as a tree; with flash attention packed side by side.
+    """Choose how rows on the CPU go through a model: padded; packed as a prefix tree; or with flash attention packed
+    side by side.
 
-    A tree of a model with a `workbench_share` (context parallelism) is this rank's share of it.
+    Under context parallelism (a model with `workbench_share`) the tree that is returned is this rank's share.
     """
     if not packed or flash(model):
         return Rows(rows, packed, model)
@@ -559,17 +581,18 @@ def outputs(
     packed: bool,
     head: Head | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the outputs named in `want`, as in `compute_log_probs`: [b, T] float32 with gradient, 0 outside the mask; for the
-    self-check also `logits` [b, T, V].
+    """Compute the outputs named in `want` (see `compute_log_probs`), each [b, T] float32 with gradient and 0 outside
+    the response mask; for the self-check also `logits` [b, T, V].
 
-    `rows` are on the CPU, the outputs on the model's device. `head` makes the logits; without it the one that `head_of` finds.
+    `rows` are on the CPU, the outputs on the model's device. `head` computes the logits; without it `head_of` chooses
+    one.
     """
     way, head = layout(model, rows, packed), head or head_of(model)
     flat: dict[str, Tensor] = {}
     states = way.states(model, linear_head(model) if "values" in want else head)
     if "values" in want:
         if value_head is None:
-            raise EngineError("'values' of a policy", expected="a critic's value head", do="use engine.critic()")
+            raise EngineError("output 'values' of a policy", expected="a critic's value head", do="use engine.critic()")
         with torch.autocast(states.device.type, enabled=False):  # values are as exact as the weights
             flat["values"] = value_head(states.float()).squeeze(-1)
     if set(_DISTRIBUTION) & set(want):
@@ -587,7 +610,8 @@ _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
 def _from_logits(
     head: Head, states: Tensor, labels: Tensor, want: Sequence[str], temperature: float
 ) -> dict[str, Tensor]:
-    """Log-probs, entropies and Σ π² [M] of states [M, H]: one function of a plain linear layer, any other head in chunks."""
+    """Compute log-probs, entropies and Σπ², each [M], from hidden states [M, H]: fused for a plain linear output layer,
+    in chunks for any other head."""
     wanted = [name for name in _DISTRIBUTION if name in want]
     linear = head.linear
     if type(linear) is not torch.nn.Linear or hasattr(linear.weight, "device_mesh"):  # an adapter, a shard
@@ -601,7 +625,8 @@ def _from_logits(
 def logits_in_chunks(
     head: Head, states: Tensor, labels: Tensor, wanted: Sequence[str], temperature: float
 ) -> dict[str, Tensor]:
-    """Log-probs, entropies and Σ π² [M] of states [M, H] by any head; a chunk's logits are made again in a backward pass."""
+    """Compute log-probs, entropies and Σπ², each [M], from hidden states [M, H] by any head, chunk by chunk. The
+    backward pass recomputes a chunk's logits, so that only one chunk's exist at a time."""
 
     def chunk(part: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         logits = head.logits(part) / temperature
@@ -620,7 +645,7 @@ def logits_in_chunks(
 
 
 def _chunk_rows(head: Head, states: Tensor) -> int:
-    """Number of positions whose logits exist at one time."""
+    """How many positions' logits are held at one time, so that they take at most `CHUNK_BYTES`."""
     width = states.shape[-1] if head.linear is None else head.linear.weight.shape[0]
     return max(CHUNK_BYTES // (4 * width), 1)
 
@@ -630,28 +655,30 @@ Pass = tuple[torch.Tensor | None, DataProto, int]
 
 
 def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-    """Yield micro-batches: (row numbers, trimmed rows, their T). Interrupts raise `Interrupted`."""
+    """Yield the micro-batches of a batch as (row numbers, trimmed rows, their T). Raises `Interrupted` between two
+    where the work was asked to stop."""
     for indices in micro_batches(model, batch, budget, packed):
         runtime.check()
         yield indices, *trimmed(batch.select_idxs(indices))
 
 
 class Assembled:
-    """Columns [rows, width] of a batch, put together of its micro-batches on their device, and read once."""
+    """Columns [rows, width] of a batch that are filled micro-batch by micro-batch on the device, and copied to the CPU
+    once."""
 
     def __init__(self, rows: int, width: int) -> None:
         self._shape = (rows, width)
         self._held: dict[str, Tensor] = {}
 
     def put(self, parts: Mapping[str, Tensor], indices: Tensor, t: int) -> None:
-        """Put in parts [b, t, …] of the rows `indices`; what nobody puts in is 0."""
+        """Write parts [b, t, …] to the rows `indices`, by column name; places that are never written stay 0."""
         for name, part in parts.items():
             if name not in self._held:
                 self._held[name] = part.new_zeros((*self._shape, *part.shape[2:]))
             self._held[name][sent(indices, part.device), :t] = part
 
     def read(self) -> dict[str, Tensor]:
-        """The columns, on the CPU."""
+        """Return the columns by name, copied to the CPU."""
         return {name: one.cpu() for name, one in self._held.items()}
 
 
@@ -662,7 +689,8 @@ def collect(
     batch: DataProto,
     want: Sequence[str],
 ) -> dict[str, torch.Tensor]:
-    """Collect the outputs named in `want` over all passes: `outputs_of(rows)` gives [b, T], the result is [B, T] on the CPU."""
+    """Compute the outputs named in `want` over all passes without gradients: `outputs_of(rows)` returns [b, T] of a
+    micro-batch, the result is [B, T] on the CPU."""
     columns = Assembled(*batch["response_mask"].shape)
     for indices, rows, t in cut:
         parts = outputs_of(rows)
@@ -674,9 +702,11 @@ def collect(
 def divergence(
     way: Layout, head: Head, states: Sequence[Tensor], theirs: Callable[[Tensor], Tensor], temperature: float
 ) -> dict[str, Tensor]:
-    """`kl` [b, T] float32: KL(first‖second) of two models' next-token distributions at each response token, 0 elsewhere.
+    """Compute KL(first‖second) of two models' next-token distributions at each response token: `kl` [b, T] float32 in
+    nats, 0 elsewhere.
 
-    `states` are both models' in the same layout; `head` makes the first one's logits, `theirs` the second one's.
+    `states` are the hidden states of both models in the same layout; `head` turns the first one's into logits, `theirs`
+    the second one's.
     """
     values, size = [states[0].new_zeros(0)], _chunk_rows(head, states[0])
     for mine, other in zip(*(one.split(size) for one in states), strict=True):

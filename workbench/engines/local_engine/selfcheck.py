@@ -51,7 +51,7 @@ SampleAll = Callable[[str, Sequence[Request], Sequence[Row]], Mapping[str, list[
 
 @dataclass(frozen=True)
 class Paths:
-    """How an engine computes."""
+    """The ways in which an engine computes logits, batches rows and decodes."""
 
     own_head: bool = False
     """Whether logits come from the model's own forward, not from its last hidden states (`head_of`)."""
@@ -63,7 +63,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What the self-check of a model found, and the paths that its engine uses."""
+    """The result of a model's self-check: the differences that were measured, and the paths that its engine uses."""
 
     architecture: str
     """Class of the model."""
@@ -73,7 +73,8 @@ class SelfCheck:
 
     @property
     def difference(self) -> float:
-        """Largest difference of the paths that are used."""
+        """Largest difference from the model's own forward among the paths in use, as a share of the spread of
+        log-probs; NaN where none was measured."""
         paths = self.paths
         used = ["padded, own head" if paths.own_head else "padded", *["packed"] * bool(paths.pack), paths.decode]
         return max((one for path in used if isinstance(one := self.found.get(path), float)), default=float("nan"))
@@ -85,7 +86,7 @@ class SelfCheck:
 
 
 def unchecked(model: Any, settings: Any) -> SelfCheck:
-    """What is used without a check: the head that the settings name, and padded rows unless they ask for others."""
+    """The `SelfCheck` of a model that is not checked: the output head that the settings name, and padded rows."""
     return SelfCheck(type(model).__name__, Paths(own_head=settings.head == "model"))
 
 
@@ -101,12 +102,13 @@ def check(
     agree: Callable[[float], float] = float,
     every: bool = False,
 ) -> SelfCheck:
-    """Find the fastest paths that give the numbers of the model's own `forward`, ids [b, s] → logits [b, s, V].
+    """Find the fastest paths that give the same numbers as the model's own `forward`, which takes ids [b, s] to logits
+    [b, s, V].
 
-    `decodes` are the paths of `sample`, the fastest first. A path is tried in each of `precisions`; `agree` gives the largest
-    difference of all ranks. With `every` all paths are tried, for a table. Raises `EngineError`, with the differences, where the
-    model's forward fails in every precision, where no head makes padded scoring right, where no decode path is right, or one is
-    not that the settings ask for.
+    `decodes` are the names of `sample`'s paths, the fastest first. A path is tried in each of `precisions`; `agree`
+    reduces a difference to the largest of all ranks. With `every` all paths are tried, for a table. Raises
+    `EngineError`, with the differences, where the model's forward fails in every precision, where no head makes padded
+    scoring right, where no decode path is right, or where one that the settings demand is not.
     """
     judge = _Judge(model, forward, precisions or {False: nullcontext}, agree, every)
     with narrowed(model), torch.no_grad():
@@ -146,7 +148,7 @@ Precisions = Mapping[bool, Callable[[], AbstractContextManager[Any]]]
 
 
 class _Judge:
-    """Compares paths with a model's own forward, and keeps what it finds."""
+    """Compares computing paths with a model's own forward, and records the differences."""
 
     def __init__(
         self,
@@ -172,9 +174,10 @@ class _Judge:
         """Path, or "" for the model's own forward over padded rows, → its difference in each precision."""
 
     def look(self, rows: Sequence[Row]) -> None:
-        """Run the model's own forward over the rows, in the first precision that it has: flash attention has no float32.
+        """Compute the reference log-probs of the rows with the model's own forward, in the first of the precisions that
+        works (flash attention has no float32).
 
-        Raises `EngineError` where it fails in all.
+        Raises `EngineError` where every precision fails.
         """
         for half, within in list(self._precisions.items()):
             try:
@@ -207,7 +210,8 @@ class _Judge:
         self._truth = [(row, log_probs_of[row]) for row in rows]
 
     def first(self, what: str, paths: Mapping[str, Compute], do: str) -> str:
-        """The first path that is proven. Raises `EngineError` where none is."""
+        """Return the name of the first of the `paths` that gives the model's own numbers. Raises `EngineError` where
+        none does."""
         proven = ""
         for name, compute in paths.items():
             if (not proven or self._every) and self.proves(name, compute):
@@ -217,7 +221,7 @@ class _Judge:
         return proven
 
     def proves(self, path: str, compute: Compute) -> bool:
-        """Whether a path gives the model's own numbers in all precisions."""
+        """Whether a path gives the model's own numbers, within the tolerance, in all precisions."""
         if path not in self._off and path not in self.found:
             self._measure(path, compute)
         for half, difference in self._off.get(path, {}).items():
@@ -228,7 +232,7 @@ class _Judge:
         return path in self._off
 
     def begin(self, rows: Sequence[Row], compute: Compute) -> None:
-        """Measure how far rounding alone takes the model's own forward, over a few of the rows that `look` saw."""
+        """Measure how far rounding alone moves the model's own forward, on some of the rows that `look` computed."""
         whole, self._truth = self._truth, [one for one in self._truth if one[0] in rows]
         self._measure("", compute)
         self._truth = whole
@@ -253,7 +257,7 @@ class _Judge:
         self.found[path] = next(iter(differences.values()))
 
     def _away(self, computed: Mapping[str, Any]) -> Tensor:
-        """The largest difference at each response token."""
+        """Return the largest absolute difference of log-probs at each response token."""
         differences = []
         for number, ((_, response), truth) in enumerate(self._truth):
             away = torch.log_softmax(computed["logits"][number][: len(truth)].float().cpu(), -1) - truth
@@ -264,13 +268,14 @@ class _Judge:
         return torch.cat(differences)
 
     def _limit(self, half: bool, others: Sequence[float]) -> float:
-        """The largest difference of a proven path beside those of others."""
+        """The largest difference that a path may have, given the differences of the other paths in this precision
+        (`half`: bfloat16)."""
         if half:
             return max(HALF, HALF_RATIO * min(others, default=0.0))
         return min(self.tolerance, RATIO * max(min(others, default=self.tolerance), self._rounding))
 
     def refuse(self, what: str, paths: Sequence[str], do: str) -> None:
-        """Raises `EngineError` about paths that are wrong."""
+        """Raise `EngineError` for the named paths, with the difference or the error of each."""
         tried = "; ".join(
             f"{path}: {one:.2g}" if isinstance(one, float) else f"{path}: {one}"
             for path, one in self.found.items()
@@ -287,9 +292,10 @@ def check_pictures(
     sample: Callable[[Sequence[Request], Sequence[Row]], Mapping[str, list[Tensor]]],
     precisions: Precisions,
 ) -> tuple[bool, dict[str, float | str]]:
-    """(whether rows with pictures are scored and sampled as the model's own forward has them, what was found).
+    """Check that rows with pictures are scored and sampled as by the model's own forward; returns (whether they are,
+    the differences or errors by path).
 
-    Tried are two rows of different lengths, one with two pictures of noise.
+    Two rows of different lengths are tried, one with two pictures of noise.
     """
     name = type(model).__name__
     try:
@@ -334,7 +340,7 @@ PICTURED = "rows with pictures"
 
 
 def _pictured_prompts(processor: Any) -> list[tuple[tuple[int, ...], Mapping[str, Tensor]]]:
-    """Token ids and pixel inputs of a prompt with one picture of noise, and of one with two."""
+    """Return two prompts with one and two pictures of noise, each as (token ids, the model's picture inputs)."""
     from PIL import Image
 
     noise, sizes = random.Random(0), ((64, 48), (56, 84))
@@ -344,34 +350,35 @@ def _pictured_prompts(processor: Any) -> list[tuple[tuple[int, ...], Mapping[str
 
 
 class Asked:
-    """A wave of requests (as `sampling.Wave`) of which one waits until another has ended, where a cache lets rows enter."""
+    """Requests for the self-check's decoding, with the methods of `sampling.Wave`. Where a cache lets rows enter later,
+    one request waits for that, so that it is tested, too."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = list(requests)
         self.questions: list[Request] = []
 
     def size(self, cache: Any) -> int:
-        """Most rows at a time; takes those who begin."""
+        """Return the number of rows to decode at a time, and admit that many requests at once."""
         size = len(self._waiting) - bool(cache.refills)
         self.join(size)
         return size
 
     def join(self, most: int) -> dict[int, Request]:
-        """As `Wave.join`."""
+        """Admit at most `most` of the waiting requests and return them by their places (as `Wave.join` does)."""
         count, taken = len(self.questions), self._waiting[:most]
         del self._waiting[:most]
         self.questions += taken
         return dict(enumerate(taken, count))
 
     def finish(self, place: int, answer: Sample | Exception) -> None:
-        """As `Wave.finish`."""
+        """Ignore an answer: the self-check reads logits only (stands for `Wave.finish`)."""
 
 
 # --- what it is tried on ------------------------------------------------------------------------
 
 
 def _rows(model: Any) -> list[Row]:
-    """Rows of random token ids, none of which has a meaning of its own in the configuration."""
+    """Make rows of random token ids for the check; ids that the configuration names as special tokens are left out."""
     config = model.config.get_text_config()
     named = {**model.config.to_dict(), **config.to_dict()}
     special = {token for name, token in named.items() if "token" in name and isinstance(token, int)}
@@ -393,7 +400,8 @@ def _requests(rows: Sequence[Row]) -> list[Request]:
 
 
 def batch_of(rows: Sequence[Row]) -> DataProto:
-    """The columns that scoring reads: prompts padded at the left, responses at the right."""
+    """Make the batch that scoring reads from (prompt, response) token ids: prompts padded on the left, responses on the
+    right."""
     left, right = (max(len(row[place]) for row in rows) for place in (0, 1))
     ids = [[0] * (left - len(p)) + [*p, *r] + [0] * (right - len(r)) for p, r in rows]
     seen = [[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r)) for p, r in rows]
@@ -404,8 +412,8 @@ def batch_of(rows: Sequence[Row]) -> DataProto:
 
 @contextmanager
 def narrowed(model: Any) -> Iterator[None]:
-    """Context manager: lengths by which a model changes its numbers (`_LENGTHS_OF`) are `WINDOW` tokens inside, where they were
-    more."""
+    """Context manager: inside it, configured lengths that change how a model computes (sliding windows and others in
+    `_LENGTHS_OF`) are cut to `WINDOW` tokens, so that short rows test them."""
     owners: list[dict[str, Any]] = [
         vars(owner) for part in model.modules() for owner in (part, getattr(part, "config", None)) if owner is not None
     ]

@@ -53,7 +53,8 @@ def write_whole(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write `engine.json` for the shards in the folder; it is on disk when this returns."""
+    """Write `engine.json` for the safetensors shards in the folder, listing each file's size; it is flushed to the disk
+    when this returns."""
     sizes = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
     with open(path / RECORD, "w") as file:
         file.write(json.dumps({"format": FORMAT, **record, "files": sizes}, default=str, indent=1))
@@ -89,7 +90,8 @@ def read_record(folder: str | Path) -> dict[str, Any]:
 
 
 def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read an optimizer's whole tensors (`<parameter>|exp_avg`, `|exp_avg_sq`, `|step`), and its record (`read_record`)."""
+    """Read an optimizer's tensors, whole even where they were saved as shards (`<parameter>|exp_avg`, `|exp_avg_sq`,
+    `|step`), and the record that belongs to them (`read_record`)."""
     from safetensors.torch import load_file
 
     record = read_record(folder)
@@ -104,7 +106,8 @@ def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def read_weights(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Read weights of a sharded state as whole tensors by name, without starting ranks: all, or those of `names` that it has."""
+    """Read weights of a sharded state as whole tensors by name, in this process alone. `names` limits which are read;
+    names that the state lacks are skipped."""
     record = read_record(folder)
     if not record["weights"]:
         raise CheckpointError(f"the sharded state at {folder} has no weights", do="read them from the model folder")
@@ -141,7 +144,8 @@ MOST_UPDATES = 8
 
 @dataclass(frozen=True)
 class Learned:
-    """An optimizer step that can be taken again: the arguments of `learn`, and the generators' states before it."""
+    """An optimizer step that was taken, with all that is needed to take it again: the arguments of `learn` and the
+    states of the random generators before it."""
 
     batch: DataProto
     loss: Loss
@@ -154,7 +158,8 @@ class Learned:
 
 
 class Replay:
-    """A state to go back to by `updates` that lead to it from a held state, `base`."""
+    """A snapshot that stores a held state, `base`, and the optimizer steps (`updates`) that lead from it to the state
+    that is meant."""
 
     kind = "replay"
 
@@ -163,32 +168,34 @@ class Replay:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this process's memory: of the held state, and the batches of the updates."""
+        """Bytes of this process's memory that the snapshot takes: the held state's tensors and the batches of its
+        updates."""
         return sum(one.nbytes for one in self.tensors().values())
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """The held state's tensors in memory and those of the batches, by address."""
+        """The tensors in memory, of the held state and of the updates' batches, by their address."""
         batches = {one.data_ptr(): one for each in self.updates for one in each.batch.batch.values()}
         return {**batches, **self.base.tensors()}
 
     def on_disk(self) -> dict[Any, int]:
-        """Bytes of the held state's files by a name of each."""
+        """Sizes in bytes of the files that hold the base state, by a key for each file."""
         return dict(self.base.on_disk())
 
     def __getitem__(self, name: str) -> Any:
-        """`version`, `state_id`, `steps`; its weights are made by `restore` alone."""
+        """Return `version`, `state_id` or `steps`. Weights cannot be read: only `restore` computes them."""
         if name in ("version", "state_id"):
             return getattr(self, name)
         if name == "steps":
             return self.base["steps"] + len(self.updates)
-        raise EngineError(f"the {name} of a snapshot by replay", do="restore() it: they are made by its updates")
+        raise EngineError(f"the {name} of a 'replay' snapshot", do="restore() it first: its updates compute them")
 
     def __repr__(self) -> str:
         return f"Replay({self.state_id}, version {self.version}, {len(self.updates)} updates since {self.base!r})"
 
 
 class Rewinding:
-    """Base class of engines that train: `snapshot` and `restore`, and the record of updates between them."""
+    """Base class of engines that train: it adds `snapshot` and `restore`, and records the optimizer steps taken since
+    the last snapshot."""
 
     version: int
     state_id: str
@@ -216,21 +223,24 @@ class Rewinding:
         return self._last() if self._last is not None else None
 
     def _recording(self) -> bool:
-        """Whether updates are recorded: as long as somebody can go back to where they begin, and going back stays short."""
+        """Whether optimizer steps are being recorded: only while the last snapshot still exists and at most
+        `MOST_UPDATES` steps lead away from it."""
         last = self._latest
         if last is None or len(_updates(last)) + len(self._since or ()) >= MOST_UPDATES:
             self._since = None
         return self._since is not None
 
     def _rng(self) -> tuple[torch.Tensor, ...]:
-        """States of torch's generators of the CPU and, if it is a GPU, the device; none where nothing is recorded."""
+        """States of torch's random generators, of the CPU and of a GPU where the model is on one; empty where no steps
+        are recorded."""
         device = self._model.device
         if not self._recording():
             return ()
         return torch.get_rng_state(), *((torch.cuda.get_rng_state(device),) if device.type == "cuda" else ())
 
     def _record(self, batch: DataProto, loss: Loss, counts: LossCounts, temperature: float, rng: Any) -> None:
-        """An optimizer step was taken; without `rng`, the states of before, it is one that is not recorded."""
+        """Record an optimizer step that was just taken. Without `rng`, the generator states before it, the step cannot
+        be repeated and recording ends."""
         if self._since is not None and rng:
             self._since.append(Learned(batch, loss, counts, temperature, rng, self._settings))
         else:
@@ -239,9 +249,10 @@ class Rewinding:
     def snapshot(self, kind: str = "", folder: str | Path | None = None) -> Any:
         """Return the present weights, optimizer, schedule and version, for `restore`.
 
-        `kind` says where they are held: `memory`; `disk`, a file in `folder`; or `replay`: the updates since the last snapshot
-        are recorded instead, and `restore` does them again. Where none is kept, or after eight updates, one is held. Without a
-        kind it is the engine's own.
+        `kind` says how they are held: `memory`; `disk`, in a file in `folder`; or `replay`, which stores the optimizer
+        steps since the last snapshot, and `restore` repeats them. A `replay` snapshot is held in full where no earlier
+        snapshot exists or eight steps have passed. Without a kind the engine chooses, and the snapshot can be read
+        (`snapshot["weights"]`).
         """
         last = self._latest
         if kind == "replay" and last is not None and self._since is not None:
@@ -257,7 +268,8 @@ class Rewinding:
     def restore(self, snapshot: Any) -> None:
         """Restore weights, optimizer, schedule and version of a snapshot, bit for bit.
 
-        Raises `EngineError`, with nothing changed, where files that have weights of it were written to since.
+        Raises `EngineError`, with nothing changed, where a file that holds some of the snapshot's weights was
+        overwritten since.
         """
         base = snapshot.base if isinstance(snapshot, Replay) else snapshot
         self._check(base)
@@ -283,13 +295,15 @@ class Rewinding:
             self.learn(update.batch, update.loss, update.loss_counts, update.temperature)
 
     def snapshot_cost(self, kind: str = "memory") -> SnapshotCost:
-        """What a snapshot of this kind takes now, at most."""
+        """Return what a snapshot of this kind would take at most now: bytes in memory and on disk, or optimizer steps
+        to repeat."""
         if kind == "replay" and self._since is not None and self._latest is not None:
             return SnapshotCost(updates=len(_updates(self._latest)) + len(self._since))
         return self._full_cost(kind)
 
     def _keep_up(self, snapshot: Snapshot, recording: bool) -> None:
-        """The engine is in the state of this snapshot; `recording`: updates from here on are kept as long as it is."""
+        """Remember that the engine is in the state of this snapshot. With `recording`, the optimizer steps from here on
+        are recorded for as long as the snapshot exists."""
         base = snapshot.base if isinstance(snapshot, Replay) else snapshot
         free = recording and not base.nbytes and not base.on_disk()
         self._last = (lambda: snapshot) if free else weakref.ref(snapshot)
@@ -308,9 +322,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Files:
-    """Open safetensors files: their tensors by name, read one at a time. Deleting or replacing a file changes nothing here.
+    """Open safetensors files whose tensors are read by name, one at a time. Files that are deleted or replaced
+    meanwhile can still be read.
 
-    A file that was written to in place is noticed by its size and time of change: `changed`.
+    `changed` notices a file that was overwritten in place, by its size and modification time.
     """
 
     own_bytes = 0
@@ -330,12 +345,14 @@ class Files:
 
     @classmethod
     def of_model(cls, path: str | Path) -> Files:
-        """The files of a model by folder or hub name; none where it has no safetensors files on this machine."""
+        """Open the safetensors files of a model, by folder or hub name; without any where this machine has no such
+        files."""
         return cls([file.open("rb", buffering=0) for file in sorted(folder_of(path).glob("*.safetensors"))])
 
     @classmethod
     def written(cls, tensors: Mapping[str, torch.Tensor], folder: str | Path | None) -> Files:
-        """Write tensors to a file in a folder (None: the system's for temporary files). It has no name, and ends with this object."""
+        """Write tensors to an unnamed temporary file in a folder (None: the system's temporary folder), which is
+        deleted with the returned object."""
         with boundary(f"writing a snapshot to {folder or tempfile.gettempdir()}", EngineError):
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - open as long as this object
             write_to(file, tensors)
@@ -348,7 +365,7 @@ class Files:
         return torch.Size(self._places[name][3]) if name in self._places else None
 
     def read(self, name: str, most: int | None = None) -> torch.Tensor:
-        """Read a tensor, or its first `most` elements, flat."""
+        """Read a tensor by name; with `most` only its first `most` elements, as a flat tensor."""
         handle, offset, dtype, shape = self._places[name]
         size = torch.Size(shape).numel()
         tensor = torch.empty(size if most is None else min(size, most), dtype=dtype)
@@ -356,12 +373,12 @@ class Files:
         while left:  # one call reads 2 GiB at most
             count = os.preadv(handle, [left], offset)
             if not count:
-                raise EngineError(f"a file of tensors ends before {name}", do="load the model again")
+                raise EngineError(f"a safetensors file ends inside its tensor {name}", do="load the model again")
             left, offset = left[count:], offset + count
         return tensor if most is not None else tensor.view(shape)
 
     def changed(self) -> str | None:
-        """The path of a file that was written to since it was opened; None where none was."""
+        """The path of the first file that was written to since it was opened; None where none was."""
         return next((str(file.name) for file, stamp in self._files if _stamp(file.fileno()) != stamp), None)
 
 
@@ -372,7 +389,7 @@ def _stamp(handle: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of a snapshot that a file has."""
+    """A tensor of a snapshot that is not in memory: its file, its name there, and the dtype to read it as."""
 
     files: Files
     name: str
@@ -380,7 +397,8 @@ class Stored:
     """What it is read as: a model's file may have bfloat16 where the engine has float32."""
 
     def same(self, tensor: torch.Tensor) -> bool:
-        """Whether the file, as it was opened, has the bits of a tensor on the CPU."""
+        """Whether the file holds exactly the bits of this CPU tensor; False also where the file was overwritten since
+        it was opened."""
         known = self.files.shape(self.name) == tensor.shape and not self.files.changed()
         if not known or not tensor.is_contiguous():
             return False
@@ -390,12 +408,13 @@ class Stored:
         return _same(self.read(), tensor)
 
     def read(self) -> torch.Tensor:
-        """The tensor."""
+        """Read the tensor from its file, in the snapshot's dtype."""
         return self.files.read(self.name).to(self.dtype)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits: -0 is not 0, and a NaN is itself."""
+    """Whether two tensors have the same shape, dtype and bits. Compared by bits, -0 differs from 0, and a NaN equals
+    itself."""
     if a.shape != b.shape or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
         return False
     bits = _BITS[a.element_size()]
@@ -406,7 +425,7 @@ Held = torch.Tensor | Stored
 
 
 class Part(Mapping[str, torch.Tensor]):
-    """Tensors of a snapshot by name; those that a file has are read each time they are asked for, one at a time."""
+    """A mapping of a snapshot's tensors by name. A tensor that is in a file is read anew at each access."""
 
     def __init__(self, held: Mapping[str, Held]) -> None:
         self._held = held
@@ -423,7 +442,8 @@ class Part(Mapping[str, torch.Tensor]):
 
 
 class LocalSnapshot:
-    """A local engine's state that is held; made by `LocalEngine.snapshot`. `snapshot["weights"]` are tensors by name."""
+    """A local engine's saved state, made by `LocalEngine.snapshot`; `snapshot["weights"]` is a mapping of tensors by
+    name."""
 
     def __init__(
         self, held: Mapping[str, Held], *, version: int, state_id: str, steps: int, source: str | None = None
@@ -438,11 +458,13 @@ class LocalSnapshot:
         return sum(one.nbytes for one in self.tensors().values())
 
     def tensors(self) -> dict[int, torch.Tensor]:
-        """The tensors that it holds in memory, by address, so that those shared by snapshots can be counted once."""
+        """The tensors that the snapshot holds in memory, by address, so that tensors shared by several snapshots can be
+        counted once."""
         return {one.data_ptr(): one for one in self.held.values() if isinstance(one, torch.Tensor)}
 
     def on_disk(self) -> dict[Any, int]:
-        """Bytes of the files that were written for it, by a name of each; the model's own files are none of them."""
+        """Sizes in bytes of the temporary files that were written for this snapshot, by a key for each; the model's own
+        files do not count."""
         return {id(one): one.own_bytes for one in self._files() if one.own_bytes}
 
     def _files(self) -> set[Files]:
@@ -450,25 +472,28 @@ class LocalSnapshot:
 
     @property
     def kind(self) -> str:
-        """Where its tensors are: `memory`, `disk` (a file of its own or the model's), or `memory and disk`."""
+        """Where the snapshot's tensors are: `memory`, `disk` (in a temporary file or in the model's own files), or
+        `memory and disk`."""
         places = {"memory" if isinstance(one, torch.Tensor) else "disk" for one in self.held.values()}
         return " and ".join(sorted(places, reverse=True)) or "memory"
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Raise `EngineError` where it lacks weights of these names, or a file that it needs was written to since."""
+        """Raise `EngineError` where the snapshot lacks one of these weights, or where a file that holds some of its
+        tensors was overwritten since."""
         if missing := [name for name in names if f"weights/{name}" not in self.held]:
-            raise EngineError("a snapshot of another model", expected=f"weights of the name {missing[0]}", found="none")
+            raise EngineError("the snapshot is of another model", expected=f"a weight named {missing[0]}", found="none")
         for files in self._files():
             if path := files.changed():
                 do = "write models to folders of their own, and open a new engine"
                 raise EngineError(f"the weights of a snapshot are in {path}, which was written to since", do=do)
 
     def part(self, part: str) -> Part:
-        """The tensors of `weights` or `optimizer` by name."""
+        """The snapshot's `weights` or `optimizer` tensors by name."""
         return Part({key.removeprefix(f"{part}/"): one for key, one in self.held.items() if key.startswith(f"{part}/")})
 
     def __getitem__(self, name: str) -> Any:
-        """`weights` and `optimizer` (tensors by name, read when they are asked for), `version`, `state_id`, `steps`."""
+        """Return `weights` or `optimizer` (mappings of tensors, which are read at each access), `version`, `state_id`
+        or `steps`."""
         if name in ("version", "state_id", "steps"):
             return getattr(self, name)
         self.check()
@@ -481,10 +506,11 @@ class LocalSnapshot:
 def hold(
     live: Mapping[str, torch.Tensor], last: Mapping[str, Held], files: Files, folder: str | Path | None, disk: bool
 ) -> dict[str, Held]:
-    """Hold the present bits of `live` tensors, by the keys of `LocalSnapshot.held`.
+    """Keep the present bits of the `live` tensors, each as a tensor in memory or as a place in a file, by the keys of
+    `LocalSnapshot.held`.
 
-    Tensors whose bits the `last` snapshot or the model's `files` have are not copied; others are, or written to a file in
-    `folder` (`disk`).
+    A tensor whose bits the `last` snapshot or the model's `files` already have is not copied. All others are copied to
+    memory, or with `disk` written to one file in `folder`.
     """
     held: dict[str, Held] = {}
     first: dict[tuple[Any, ...], str] = {}

@@ -55,8 +55,8 @@ _REFERS = re.compile(
 
 
 class Link:
-    """The driver's connection to a process that runs vLLM, with its unanswered requests; ended by `close()`. If the process
-    fails, every waiting request raises the error."""
+    """The driver's connection to a process that runs vLLM, with the requests that are not answered yet; ended by
+    `close()`. If the process fails, every waiting request raises the error."""
 
     def __init__(
         self, python: str, environment: Mapping[str, str], first: Mapping[str, Any], *, stall_seconds: float
@@ -87,14 +87,15 @@ class Link:
     # --- asking -----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `EngineError` where it is closed, `WorkerLost` where its process has ended."""
+        """Raise `EngineError` where the connection is closed, and `WorkerLost` where the process has ended."""
         if self._closed:
             raise EngineError("this vLLM engine is closed", do="call its restart(), or make a new one")
         if self._error is not None:
             raise copy.copy(self._error)  # each raise adds its traceback to the error
 
     def ask(self, op: str, *, stoppable: bool = False, **fields: Any) -> Answer:
-        """Send a request, and return a future of its answer. Cancelling the future of a `stoppable` request aborts it."""
+        """Send a request and return a future of its answer. Cancelling the future of a `stoppable` request aborts it in
+        vLLM."""
         with self._lock:
             self.check()
             number, answer = self._asked.open()
@@ -107,7 +108,7 @@ class Link:
         return answer
 
     def _under_way(self) -> set[int]:
-        """Numbers of the requests that are being sampled."""
+        """Return the numbers of the requests that are being sampled."""
         self._stoppable &= self._asked.numbers()
         return set(self._stoppable)
 
@@ -121,7 +122,7 @@ class Link:
     # --- listening --------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """In a thread, until the process ends: hand on what it says, and end it where it says nothing for too long."""
+        """Run in a thread until the process ends: deliver its answers, and end it where it is silent for too long."""
         while True:
             message: dict[str, Any] = {"op": "nothing"}
             try:
@@ -149,7 +150,7 @@ class Link:
                 return self._fail(WorkerLost(f"vLLM's process {self.pid} {how}", do=_AGAIN, exit=how, log=self.tail()))
 
     def _fail(self, error: EngineError) -> None:
-        """Raise the error to everybody who waits, and to everybody who asks later."""
+        """Raise the error for all waiting requests and for all later ones, and end the process."""
         with self._lock:
             self._error = error
             left = self._asked.numbers()
@@ -159,7 +160,7 @@ class Link:
     # --- why --------------------------------------------------------------------------------
 
     def tail(self, lines: int = 20) -> str:
-        """The last lines of the process's log."""
+        """Return the last lines of the process's log."""
         return "\n".join(self._child.tail(_LOG_BYTES).splitlines()[-lines:])
 
     def _why_it_failed(self, heard: Mapping[str, Any]) -> EngineError:
@@ -182,14 +183,15 @@ class Link:
     # --- ending -----------------------------------------------------------------------------
 
     def _kill(self) -> None:
-        """End the process and everything that it started, and remove the memory that they shared."""
+        """End the process and all processes that it started, and remove their shared memory."""
         self._note_shared()
         self._child.close()
         for path in self._shared:
             path.unlink(missing_ok=True)
 
     def _note_shared(self) -> None:
-        """Remember the memory that its processes share now: who made it may die, or leave it behind at a clean end."""
+        """Remember the shared memory files that vLLM's processes use now, because a process that dies leaves them
+        behind."""
         if self._child.process.returncode is None:
             self._shared |= _shared_memory(self.pid)
 
@@ -210,7 +212,8 @@ _AGAIN = "call restart() on the engine, or make a new one, and run the stage aga
 
 
 def _shared_memory(group: int) -> set[Path]:
-    """Files of vLLM's shared memory that processes of a group hold: with several ranks they outlive even a clean end."""
+    """List the shared memory files that vLLM's processes of a process group have open; with several ranks they remain
+    even after a clean end."""
     files: set[Path] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours
@@ -220,7 +223,7 @@ def _shared_memory(group: int) -> set[Path]:
 
 
 def cause_in(log: str) -> str:
-    """The first error in a log that does not merely refer to another one; "" where there is none."""
+    """Find the first error in a log that does not merely refer to another one; empty where there is none."""
     for line in log.splitlines():
         found = _CAUSE.search(line)
         if found and not _REFERS.search(line):
@@ -233,7 +236,8 @@ PYTHON_VARIABLE = "WORKBENCH_VLLM_PYTHON"
 
 
 class Served(Closing):
-    """Base class of the vLLM engines: one vLLM process, its tokenizer, and what the process reports about itself."""
+    """Base class of the vLLM engines: it starts one vLLM process and holds its tokenizer and what the process reports
+    about itself."""
 
     def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **arguments: Any) -> None:
         self._folder = folder
@@ -246,7 +250,8 @@ class Served(Closing):
         self._start()
 
     def _start(self) -> None:
-        """Start a process; the tokenizer is loaded meanwhile."""
+        """Start vLLM's process, and load the tokenizer meanwhile. Raises `EngineError` where vLLM is not installed or
+        does not start."""
         python, s = interpreter(self._settings), self._settings
         if python == sys.executable and not importable(python):
             expected = f"vLLM beside workbench, or in {PYTHON_VARIABLE} the path of a Python that has it"
@@ -270,21 +275,21 @@ class Served(Closing):
         self._end = weakref.finalize(self, link.close)
 
     def restart(self) -> None:
-        """Start a new process with the weights of the model's folder, whatever happened to the old one."""
+        """Start a new process with the weights in the model's folder, whatever state the old one is in."""
         self.close()
         self._start()
 
     def close(self) -> None:
-        """End the process and everything that it started; may be called twice."""
+        """End the process and all processes that it started; may be called twice."""
         self._end()
 
     @property
     def pid(self) -> int | None:
-        """Id of vLLM's process; None when closed."""
+        """Process id of vLLM's process; None when closed."""
         return self._link.pid if self._end.alive else None
 
     def log(self, lines: int = 40) -> str:
-        """The last lines that vLLM's processes wrote."""
+        """Return the last lines that vLLM's processes wrote to their log."""
         return self._link.tail(lines)
 
     @property
@@ -293,13 +298,14 @@ class Served(Closing):
         return self._about.get("max_model_len")
 
     def about(self) -> str:
-        """One line with vLLM's version, dtype, device and process id."""
+        """Return one line with vLLM's version, dtype, device and process id."""
         place = f"process {self.pid}" if self.pid else "closed"
         return f"vLLM {self._about.get('vllm')}, {self._about.get('dtype')} on {self._about.get('platform')}, {place}"
 
 
 def interpreter(settings: VllmSettings) -> str:
-    """The Python interpreter that runs vLLM: the setting `python`, else WORKBENCH_VLLM_PYTHON, else this one."""
+    """Choose the Python interpreter that runs vLLM: the setting `python`, else the variable WORKBENCH_VLLM_PYTHON, else
+    this one."""
     return settings.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
 
 
@@ -310,7 +316,7 @@ def importable(python: str) -> bool:
 
 
 def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], int]:
-    """The model's tokenizer, the ids that end a response, and the number of ids that the model knows."""
+    """Open a model's tokenizer; returns (tokenizer, token ids that end a response, size of the model's vocabulary)."""
     from transformers import AutoConfig, GenerationConfig
 
     with boundary(f"loading the tokenizer {str(folder)!r}", EngineError):
@@ -325,7 +331,8 @@ def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], 
 
 
 def check_prompt(ids: Sequence[int], rows: int, longest: int | None, where: str, limit: str) -> None:
-    """Raises `EngineError` for a prompt that could crash vLLM: ids outside its vocabulary, no tokens, or too many."""
+    """Raise `EngineError` for a prompt that could crash vLLM: with ids outside the vocabulary (`rows` ids), without
+    tokens, or with too many."""
     wrong = [token for token in ids if not 0 <= token < rows]
     if wrong:
         raise EngineError(f"token id {wrong[0]} in a prompt", expected=f"ids 0 to {rows - 1}, the model's vocabulary")
@@ -335,7 +342,8 @@ def check_prompt(ids: Sequence[int], rows: int, longest: int | None, where: str,
 
 
 def _experts(reply: Mapping[str, Any], length: int) -> torch.Tensor:
-    """[length, L, k] int16: the routers' choices of a reply; -1 for the last tokens, which no other came after."""
+    """Decode the experts in a reply, [length, L, k] int16: which ones the routers chose for each token; -1 for the last
+    tokens, for which none were computed."""
     _, *shape = reply["experts_shape"]
     found = torch.frombuffer(bytearray(base64.b64decode(reply["experts"])), dtype=torch.int16).view(-1, *shape)
     return torch.cat([found, found.new_full((length - len(found), *shape), -1)])[:length]
@@ -370,7 +378,7 @@ class VllmEngine(Served, Pausing):
         s = request.settings
         check_prompt(request.ids, self._rows, self.max_length, "vLLM", "max_model_len")
         if 0 < s.temperature < 0.01:
-            raise EngineError("temperature", expected="0 or ≥ 0.01, vLLM's smallest", found=s.temperature)
+            raise EngineError("the sampling temperature", expected="0 or ≥ 0.01, vLLM's smallest", found=s.temperature)
         if (s.top_p < 1 or s.top_k > 0) and not self._about["exact"]:
             what = "top_p and top_k: this vLLM does not return the log-probs before them, which a trainer needs"
             raise EngineError(what, do="pass top_p=1 and top_k=-1, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
@@ -387,7 +395,7 @@ class VllmEngine(Served, Pausing):
     # --- weights ----------------------------------------------------------------------------
 
     def receives(self) -> dict[str, Any]:
-        """Where its process is, and what it takes, as `WeightReceiver.receives`."""
+        """Describe where vLLM's process is and what it takes (see `WeightReceiver.receives`)."""
         devices = self._about["devices"]
         where = {"machines": [machine()], "pids": [self.pid], "devices": [one for one in devices if one]}
         rank = self._settings.lora_rank if self._as_loaded else 0
@@ -401,12 +409,12 @@ class VllmEngine(Served, Pausing):
         return answers
 
     async def _serve(self, version: int) -> None:
-        """Drop what was computed with the old weights."""
+        """Drop vLLM's prefix cache, which was computed with the old weights."""
         if not await self._call("reset_prefix_cache"):
-            raise EngineError("vLLM did not reset its prefix cache after the weights were loaded")
+            raise EngineError("vLLM did not reset its prefix cache after a push of weights", do="restart() the engine")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of vLLM's engine, between two of its steps."""
+        """Call a method of vLLM's engine, between two of its steps, and return its result."""
         answer = self._link.ask("call", method=method, arguments=arguments)
         seconds = self._settings.start_seconds
         try:
@@ -416,9 +424,10 @@ class VllmEngine(Served, Pausing):
             raise EngineError(what, found=f"no answer in {seconds:g} s") from cause
 
     def load_adapter(self, folder: str, version: int) -> int:
-        """Serve the base with the LoRA adapter of a peft folder (`lora_rank` ≥ the adapter's)."""
+        """Sample with the base weights and the LoRA adapter of a peft folder, as policy `version`. The setting
+        `lora_rank` must be at least the adapter's rank."""
         if not self._as_loaded:
-            what, expected = "an adapter alone", "the base weights of the model's folder in vLLM"
+            what, expected = "a push of a LoRA adapter alone", "the base weights of the model's folder in vLLM"
             found, do = "other weights, which were pushed since it started", "restart(), or push merged weights"
             raise EngineError(what, expected=expected, found=found, do=do)
         runtime.run(self._replace_adapter(folder, version))
@@ -429,13 +438,13 @@ class VllmEngine(Served, Pausing):
             self._adapters += 1
             adapter = (self._adapters, folder)
             if not all(await self._call("collective_rpc", "workbench_adapter", None, adapter)):
-                raise EngineError("vLLM does not list the adapter that it was given")
+                raise EngineError("vLLM does not list the LoRA adapter pushed to it", do="restart() the engine")
             self._adapter = adapter
             await self._serve(version)
             self._serves(version)
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
-        """Join a broadcast, each of its processes with a rank from `first` on."""
+        """Join the process group of a broadcast: each of vLLM's processes takes a rank, from `first` on."""
         runtime.run(self._call("collective_rpc", "workbench_join", None, (host, port, first, size, backend)))
 
     def sleep(self, level: int = 1) -> None:
@@ -444,9 +453,9 @@ class VllmEngine(Served, Pausing):
         Raises `EngineError` on a CPU, which has no sleep mode, and for an engine made without `sleep_mode=True`.
         """
         if self._about["platform"] == "cpu":
-            raise EngineError("sleep()", expected="a GPU", found="vLLM on a CPU, which has no sleep mode")
+            raise EngineError("sleep() of vLLM", expected="a GPU", found="a CPU, where vLLM has no sleep mode")
         if not self._settings.sleep_mode:
-            raise EngineError("sleep()", expected="sleep_mode=True when the engine is made", found="sleep_mode=False")
+            raise EngineError("sleep() of vLLM", expected="sleep_mode=True when the engine is opened", found="False")
         runtime.run(self._fall_asleep(level))
 
     async def _fall_asleep(self, level: int) -> None:
@@ -457,15 +466,17 @@ class VllmEngine(Served, Pausing):
             await self._call("sleep", level)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the GPU's memory again, after `sleep()`; does nothing on a CPU or without `sleep_mode=True`.
+        """Allocate the GPU's memory again after `sleep()`; does nothing on a CPU or without `sleep_mode=True`.
 
-        `tags` out of `weights`, `kv_cache`: weights that are pushed need no room beside the cache. It serves when both are there.
+        `tags` are `weights` or `kv_cache`, to wake one of the two: weights can be pushed while there is no room for the
+        cache yet. vLLM samples once both are awake.
         """
         if self._about["platform"] != "cpu" and self._settings.sleep_mode:
             runtime.run(self._call("wake_up", None if tags is None else list(tags)))
 
     def describe(self) -> dict[str, Any]:
-        """Path, settings and version for a run's record; without the environment and tokens, which are secrets."""
+        """Return path, settings and vLLM's version for a run's record; without the environment and tokens, which may be
+        secret."""
         chosen = {name: value for name, value in self._settings.to_dict().items() if name not in ("env", "python")}
         about = {name: self._about.get(name) for name in ("vllm", "platform", "dtype")}
         chosen["engine_args"] = {name: value for name, value in chosen["engine_args"].items() if name != "hf_token"}
@@ -479,9 +490,10 @@ class VllmEngine(Served, Pausing):
 def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) -> VllmEngine:
     """Start vLLM in a process of its own, as a sampler: `vllm("data/tiny-arith", max_model_len=256)`.
 
-    `path` as for `engines.local`. `template_switches` go to the chat template. Other settings: `VllmSettings`; unknown names
-    are refused. Pair it with a learner: `engines.paired(learner, sampler)`. Raises `EngineError` where there is no such
-    model, vLLM is not installed, or does not start, with vLLM's own error.
+    `path` is as for `engines.local`. `template_switches` are passed to the chat template. Other settings:
+    `VllmSettings`; unknown names are refused. Pair it with a learner: `engines.paired(learner, sampler)`. Raises
+    `EngineError` where there is no such model, and where vLLM is not installed or does not start, with vLLM's own
+    error.
     """
     chosen = VllmSettings.from_parameters(settings)
     folder = resolve(path)
@@ -492,10 +504,10 @@ def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) ->
 
 
 class VllmClassifier(Served):
-    """A reward model in vLLM: the raw logit of a sequence classifier. Made by `engines.vllm_classifier`."""
+    """A reward model in vLLM, which returns the raw logit of a sequence classifier. Made by `engines.vllm_classifier`."""
 
     def describe(self) -> str:
-        """The model's path, for a record."""
+        """Return `vLLM` and the model's path as one text, for a record."""
         return f"vLLM {self.path}"
 
     async def classify(self, text: str) -> Classified:

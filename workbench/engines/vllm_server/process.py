@@ -35,7 +35,7 @@ GROUP_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one tensor in a bucket: where they belong, and where they lie."""
+    """Some rows of one tensor in a bucket of weights: which rows they are, and where in the bucket their bytes are."""
 
     name: str
     """By Hugging Face's names."""
@@ -53,13 +53,13 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these rows."""
+        """Size of these rows in bytes."""
         import torch
 
         return self.rows * math.prod(self.shape[1:]) * getattr(torch, self.dtype).itemsize
 
     def within(self, memory: Any) -> Any:
-        """The rows as a view [rows, …] of a bucket's bytes (uint8)."""
+        """View the rows [rows, …] inside a bucket's bytes (a uint8 tensor), without a copy."""
         import torch
 
         flat = memory[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
@@ -67,21 +67,21 @@ class Piece:
 
 
 def mapped(path: str, nbytes: int, *, write: bool = False) -> Any:
-    """A file's first bytes as a uint8 tensor, without a copy; unless `write`, changes stay in this process."""
+    """Map the first `nbytes` of a file as a uint8 tensor, without a copy; unless `write`, changes stay in this process."""
     import torch
 
     return torch.from_file(path, shared=write, size=nbytes, dtype=torch.uint8)
 
 
 def device_name(device: Any) -> str:
-    """Name of a GPU that is the same in all processes of its machine (its UUID); empty for a CPU."""
+    """Return a GPU's UUID, which is the same in all processes of its machine; empty for a CPU."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid) if torch.device(device).type == "cuda" else ""
 
 
 def ipc_handle(memory: Any) -> list[Any]:
-    """What another process needs to open a CUDA tensor of bytes, as JSON: torch's own CUDA IPC handle."""
+    """Export a CUDA tensor of bytes to another process: torch's CUDA IPC handle, in a form that JSON can hold."""
     _, *handle = memory.untyped_storage()._share_cuda_()
     return [one.hex() if isinstance(one, bytes) else one for one in handle]
 
@@ -96,7 +96,8 @@ def ipc_opened(handle: Sequence[Any], nbytes: int, device: Any) -> Any:
 
 
 def joined(host: str, port: int, rank: int, size: int, backend: str, *, listen: Any = None) -> Any:
-    """A process group of its own for the broadcast of weights: rank 0 is the learner's, the others are the samplers'."""
+    """Join a separate process group for broadcasts of weights: rank 0 is the learner's process, the others are the
+    samplers'."""
     from torch import distributed
 
     wait = datetime.timedelta(seconds=GROUP_SECONDS)
@@ -112,7 +113,7 @@ def joined(host: str, port: int, rank: int, size: int, backend: str, *, listen: 
 
 
 def broadcast(group: Any, memory: Any) -> None:
-    """Rank 0's bytes to all ranks of the group."""
+    """Send rank 0's bytes to all ranks of the group, into their `memory`."""
     from torch import distributed
 
     options = distributed.BroadcastOptions()
@@ -121,7 +122,7 @@ def broadcast(group: Any, memory: Any) -> None:
 
 
 def received(place: Mapping[str, Any], device: Any, group: Any) -> Any:
-    """A bucket's bytes as a uint8 tensor, by whichever way they come: `file`, `ipc` or `broadcast`."""
+    """Return a bucket's bytes as a uint8 tensor, from a file, by CUDA IPC or by broadcast, as `place` says."""
     import torch
 
     if "file" in place:
@@ -134,7 +135,8 @@ def received(place: Mapping[str, Any], device: Any, group: Any) -> Any:
 
 
 class WorkerExtension:
-    """Methods that are added to each of vLLM's workers (`worker_extension_cls`); with tensor parallelism each takes its shard."""
+    """Methods that are added to each of vLLM's workers (`worker_extension_cls`), to load pushed weights; under tensor
+    parallelism each worker keeps its shard."""
 
     model_runner: Any
     vllm_config: Any
@@ -172,11 +174,12 @@ class WorkerExtension:
         return device_name(self.device)
 
     def workbench_join(self, host: str, port: int, first: int, size: int, backend: str) -> None:
-        """Join the group of a broadcast, as rank `first` + this worker's."""
+        """Join the process group of a broadcast, as rank `first` + this worker's rank."""
         self.workbench_group = joined(host, port, first + self.rank, size, backend)
 
     def workbench_adapter(self, number: int, path: str) -> bool:
-        """Load a LoRA adapter from a peft folder over the base weights, in place of the one before; whether vLLM lists it."""
+        """Load a LoRA adapter from a peft folder over the base weights, in place of the previous one; returns whether
+        vLLM lists it."""
         before = self.list_loras()
         self.add_lora(_adapter(number, path))
         for other in before:
@@ -194,7 +197,7 @@ class WorkerExtension:
             yield self.model_runner.get_model()
 
     def workbench_begin(self, names: Sequence[str]) -> None:
-        """Begin to load weights: until `workbench_end` the model computes nothing that means anything."""
+        """Begin to load weights; until `workbench_end` the model's outputs are meaningless."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.workbench_cancel()  # what is left of a push that broke off
@@ -205,7 +208,7 @@ class WorkerExtension:
             self.workbench_open = True
 
     def workbench_take(self, pieces: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> None:
-        """Load a bucket of whole tensors."""
+        """Load a bucket of whole tensors into the model."""
         memory = received(place, self.device, getattr(self, "workbench_group", None))
         tensors = [(one.name, one.within(memory)) for one in (Piece(**piece) for piece in pieces)]
         with self._configured() as model:
@@ -215,13 +218,14 @@ class WorkerExtension:
         self.workbench_own = self.workbench_own - loaded if loaded is not None else set()
 
     def workbench_end(self) -> list[str]:
-        """End a push; returns the names of what did not arrive, and of the model's own weights that nothing was loaded into."""
+        """End a push; returns the names of tensors that did not arrive, and of the model's own weights that nothing was
+        loaded into."""
         self.workbench_cancel()
         quantised = self.vllm_config.model_config.quantization is not None  # has scales that no trainer knows
         return sorted(self.workbench_lacks | (set() if quantised else self.workbench_own))
 
     def workbench_cancel(self) -> None:
-        """Put the model together again, with whatever has been loaded."""
+        """Finish vLLM's layer-wise reload with whatever was loaded, so that the model is in one piece again."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if getattr(self, "workbench_open", False):
@@ -243,7 +247,8 @@ class Service:
         self._engine: Any = None
 
     def start(self, arguments: dict[str, Any], on_cpu: dict[str, Any]) -> None:
-        """Make vLLM's engine and send the driver a `ready` message about it. Raises whatever vLLM raises."""
+        """Create vLLM's engine and send the driver a `ready` message with its version, dtype and devices. Raises
+        whatever vLLM raises."""
         import vllm
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
@@ -313,7 +318,7 @@ class Service:
         self._open -= aborted
 
     def _on_call(self, message: dict[str, Any]) -> None:
-        """Call a method of vLLM's engine; what it returns is the answer."""
+        """Call a method of vLLM's engine and send its result as the answer."""
         value = getattr(self._engine, message["method"])(*message["arguments"])
         self.say(op="answer", id=message["id"], value=value)
 
@@ -353,7 +358,7 @@ def _adapter(number: int, path: str) -> Any:
 
 
 def _nearest(unknown: Sequence[str], known: Any) -> str:
-    """The names that vLLM has, the nearest first."""
+    """Name the arguments that vLLM's engine has, those most similar to the unknown ones first."""
     import difflib
 
     names = sorted(known.__dataclass_fields__)
@@ -362,7 +367,7 @@ def _nearest(unknown: Sequence[str], known: Any) -> str:
 
 
 def main(parent: Any) -> None:
-    """Entry point of vLLM's process: serve until a `stop` message. The process ends with the driver."""
+    """Run vLLM's process: serve the driver until a `stop` message. The process ends with the driver."""
     service = Service(parent)
     try:
         first = json.loads(parent.frames.get())

@@ -50,26 +50,29 @@ Answer = tuple[int, Any]
 
 
 def host(rank: int, size: int, *, kind: str, path: str, settings: Mapping[str, Any], threads: int = 0) -> Host:
-    """Open an engine of a kind in `KINDS` inside a worker; returns its `Host`. The factory that `Ranks` is given."""
+    """Open an engine of a kind in `KINDS` inside a worker process, and return its `Host`. `Ranks` calls this factory on
+    its worker."""
     if threads:
         torch.set_num_threads(threads)
     return Host(KINDS[kind](path, **settings))
 
 
 class Host:
-    """An engine inside a worker process: takes questions, and returns each answer as soon as it is ready."""
+    """An engine inside a worker process: it is sent questions (method calls), and returns each answer as soon as it is
+    ready."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._out: dict[int, asyncio.Task[Any]] = {}
 
     def about(self) -> tuple[Any, ...]:
-        """The engine's tokenizer, chat template arguments, `max_length`, `describe()` and repr."""
+        """Return the engine's tokenizer, chat template arguments, `max_length`, `describe()` and repr."""
         one = self._engine
         return one.tokenizer, switches_of(one), one.max_length, one.describe(), repr(one)
 
     def exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
-        """Start the questions `asked`, cancel those `given_up`, and return the answers that are ready within `seconds`."""
+        """Start the questions `asked`, cancel those whose numbers are in `given_up`, and return the answers that are
+        ready within `seconds`."""
         return runtime.run(self._exchange(asked, given_up, seconds))
 
     async def _exchange(self, questions: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
@@ -90,47 +93,52 @@ class Host:
             return error if isinstance(error, WorkbenchError) else EngineError(first_line(error))
 
     def do(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the engine; one without arguments may be missing."""
+        """Call a method of the engine and return its result; None where the engine has no such method and there are no
+        arguments."""
         return getattr(self._engine, method, lambda: None)(*arguments)
 
 
 class Forwarding(Receiving, Closing):
-    """Base class of `Hosted` and `Replicas`: what they only pass on to their engine, or to all of theirs."""
+    """Base class of `Hosted` and `Replicas`: implements the methods that only pass a call on to one engine or to all of
+    several."""
 
     def _each(self, method: str, *given: Any) -> list[Any]:
-        """Call a method of each engine."""
+        """Call a method of each engine and return the results. A subclass implements it."""
         raise NotImplementedError
 
     def _confirmed(self, versions: list[int], version: int) -> int:
-        """The policy version that the engines say they serve now, where `version` was loaded."""
+        """Check which policy versions the engines report after `version` was loaded, and return the version served. A
+        subclass implements it."""
         raise NotImplementedError
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Begin a push of tensors of these shapes."""
+        """Begin a push of tensors of these shapes on each engine."""
         self._each("begin_weights", {name: tuple(shape) for name, shape in shapes.items()})
 
     def take_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> None:
-        """Load one bucket."""
+        """Load one bucket on each engine: the `pieces` that were written to `place`."""
         self._each("take_weights", list(pieces), dict(place))
 
     def end_weights(self, version: int) -> int:
-        """Serve the new weights as a policy version. Raises `EngineError` where an engine has another."""
+        """End a push: serve the new weights as policy `version`, which is returned. Raises `EngineError` where an
+        engine serves another."""
         return self._confirmed(self._each("end_weights", version), version)
 
     def cancel_weights(self) -> None:
-        """End a push that broke off."""
+        """End a push that failed, on each engine."""
         self._each("cancel_weights")
 
     def load_adapter(self, folder: str, version: int) -> int:
-        """Serve the base with the LoRA adapter of a peft folder."""
+        """Sample with the base weights and the LoRA adapter of a peft folder, as policy `version`."""
         return self._confirmed(self._each("load_adapter", folder, version), version)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device memory, until `wake()`; level 2 drops the weights, too."""
+        """Free the device memory of each engine until `wake()`; level 2 drops the weights, too."""
         self._each("sleep", level)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the device memory again, after `sleep()`; `tags` out of `weights`, `kv_cache`."""
+        """Allocate the device memory again after `sleep()`: all of it, or with `tags` only that of `weights` or
+        `kv_cache`."""
         self._each("wake", tags)
 
 
@@ -143,8 +151,8 @@ class Hosted(Forwarding):
     def __init__(
         self, make: Callable[[], Ranks], *, name: str = "engine", deadline: float | None = None, start: bool = True
     ) -> None:
-        """`deadline`: seconds that any call of the worker may take, and that it may work without answering a single question;
-        None: for calls as `Deadlines` says, and half an hour for the first answer."""
+        """`deadline` is how many seconds any call of the worker may take, and how long it may work without answering a
+        question. None: for calls as `Deadlines` says, and half an hour for the first answer."""
         self._make = make
         self.name = name
         self._deadline = deadline
@@ -172,7 +180,7 @@ class Hosted(Forwarding):
         return self._ranks is not None
 
     def restart(self) -> None:
-        """Start a new worker with the weights of the model's folder, whatever happened to the old one."""
+        """Start a new worker with the weights in the model's folder, whatever state the old one is in."""
         self.close()
         ranks = self._make()
         try:
@@ -185,7 +193,7 @@ class Hosted(Forwarding):
         self.version = 0
 
     def close(self) -> None:
-        """End the worker; unanswered questions fail. May be called twice."""
+        """End the worker; questions without an answer fail. May be called twice."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             self._fail(EngineError(f"the engine {self.name!r} was closed", do="call its restart(), or make a new one"))
@@ -199,7 +207,8 @@ class Hosted(Forwarding):
             ranks.close()
 
     def _do(self, method: str, *shared: Any) -> Any:
-        """Call the worker; one that is lost or late is ended."""
+        """Call a method of the worker and return its result; a worker that dies or misses its deadline is ended, and
+        `WorkerLost` is raised."""
         with self._call:
             ranks = self._ranks
             if ranks is None:
@@ -226,7 +235,8 @@ class Hosted(Forwarding):
         return await asyncio.wrap_future(future)
 
     def _carry(self) -> None:
-        """In a thread, while any question is unanswered. A worker that reacts, but answers none, is taken for dead."""
+        """Run in a thread while any question is unanswered: send questions to the worker and deliver its answers. A
+        worker that responds but answers nothing for too long is ended."""
         finished = time.monotonic()
         try:
             while True:
@@ -255,7 +265,7 @@ class Hosted(Forwarding):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise the error for all questions, and stop carrying."""
+        """Raise the error for all questions without an answer, and end the carrier thread's work."""
         with self._lock:
             failed = self._out.numbers()
             self._asked.clear()
@@ -266,15 +276,17 @@ class Hosted(Forwarding):
 
     @recorded
     async def sample(self, request: Request) -> Sample:
-        """Sample one response. Raises `WorkerLost` where the worker dies or is late, else the engine's error."""
+        """Sample one response. Raises `WorkerLost` where the worker dies or misses its deadline, and otherwise the
+        engine's own errors."""
         return await self._ask("sample", request)
 
     async def classify(self, text: str) -> Classified:
-        """Score one text. Raises `WorkerLost` where the worker dies or is late, else the engine's error."""
+        """Score one text. Raises `WorkerLost` where the worker dies or misses its deadline, and otherwise the engine's
+        own errors."""
         return await self._ask("classify", text)
 
     def receives(self) -> dict[str, Any]:
-        """Where its engine is, and what it takes, as `WeightReceiver.receives`."""
+        """Describe where the engine is and what it takes (see `WeightReceiver.receives`)."""
         return dict(self._do("do", "receives"))
 
     def _each(self, method: str, *given: Any) -> list[Any]:
@@ -285,11 +297,11 @@ class Hosted(Forwarding):
         return self.version
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
-        """Join a broadcast with ranks from `first` on."""
+        """Join the process group of a broadcast, with ranks from `first` on."""
         self._do("do", "join_group", host, port, first, size, backend)
 
     def describe(self) -> Any:
-        """The engine's own `describe()`: path and settings, for a run's record."""
+        """Return the engine's own `describe()`: path and settings, for a run's record."""
         return self._record
 
     def __repr__(self) -> str:
@@ -306,12 +318,12 @@ BACK_OFF = 1.0
 
 
 def _of_first(name: str, doc: str) -> Any:
-    """A property that is read from the first member: all members have the same."""
+    """Make a property whose value is read from the first member, because all members have the same."""
     return property(lambda self: getattr(self.members[0], name), doc=doc)
 
 
 class Replicas(Forwarding):
-    """Several engines with the same weights (`Hosted`, `VllmEngine` …) as one `Sampler` or `Classifier`."""
+    """Several engines with the same weights (`Hosted`, `VllmEngine` …) used as one `Sampler` or `Classifier`."""
 
     def __init__(self, members: Sequence[Any], *, name: str = "replicas") -> None:
         require(len(members) > 0, "members", expected="at least one engine", found=0)
@@ -368,7 +380,8 @@ class Replicas(Forwarding):
             return answer
 
     def _home(self, key: Any, refused: set[int]) -> int:
-        """The member for a prompt: in turn as new prompts come, so that the choice does not depend on speed."""
+        """Choose the member for a prompt: the one that had it before, else the next in turn, so that the choice does
+        not depend on speed."""
         able = [number for number, serving in enumerate(self._serving) if serving and number not in refused]
         if not able:
             raise WorkerLost(f"no engine of {self.name!r} is left to ask", do="call restart() to start them again")
@@ -388,9 +401,9 @@ class Replicas(Forwarding):
     # --- weights ------------------------------------------------------------------------------
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
-        """Load weights into all members, starting those that were lost; returns the seconds taken.
+        """Load weights into all members, after starting those that were lost; returns the seconds taken.
 
-        Raises `WorkerLost` where none could take them.
+        Raises `WorkerLost` where no member could take them.
         """
         if self.receives() is not None:
             return super().load_weights(weights, version)
@@ -399,9 +412,10 @@ class Replicas(Forwarding):
         return time.monotonic() - began
 
     def receives(self) -> dict[str, Any] | None:
-        """Where the members are, all of them, and what they take, as `WeightReceiver.receives`; starts those that were lost.
+        """Describe where all members are and what they take (see `WeightReceiver.receives`), after starting those that
+        were lost.
 
-        None where a member takes no buckets.
+        Returns None where a member takes no buckets.
         """
         self._revive()
         if not all(isinstance(member, WeightReceiver) for member in self.members):
@@ -412,7 +426,7 @@ class Replicas(Forwarding):
         return {**facts[0], **joined, "processes": sum(self._processes)}
 
     def join_group(self, host: str, port: int, first: int, size: int, backend: str) -> None:
-        """Join a broadcast, each member with as many ranks as it has processes."""
+        """Join the process group of a broadcast: each member takes as many ranks as it has processes, from `first` on."""
         firsts = [first + sum(self._processes[:place]) for place in range(len(self._processes))]
         self._each("join_group", host, port, size=size, backend=backend, each=[{"first": one} for one in firsts])
 
@@ -426,7 +440,8 @@ class Replicas(Forwarding):
     def _each(
         self, method: str, *arguments: Any, each: Sequence[Mapping[str, Any]] | None = None, **named: Any
     ) -> list[Any]:
-        """Call a method of all members that serve, side by side. Those that are lost are left out; where none is left, raises."""
+        """Call a method of all serving members at the same time and return their results; lost members are left out.
+        Raises `WorkerLost` where none is left."""
         able = [number for number, serving in enumerate(self._serving) if serving]
         further = each or [{}] * len(able)
         answers = []
@@ -445,7 +460,7 @@ class Replicas(Forwarding):
         return answers
 
     def _revive(self) -> None:
-        """Start lost members; one that is lost again and again stays out while others serve."""
+        """Start lost members again; one that was lost too often stays out while others serve."""
         errors: list[EngineError] = []
         for place, serving in enumerate(self._serving):
             if serving:
@@ -473,11 +488,12 @@ class Replicas(Forwarding):
 
     @property
     def starts(self) -> int:
-        """How often members were started; a new process does not have the weights that were pushed to the old one."""
+        """How often the members were started, in all; a new process does not have the weights that were pushed to the
+        old one."""
         return sum(one.starts for one in self._restartable)
 
     def restart(self) -> None:
-        """Start every lost member, however often it was lost."""
+        """Start every lost member again, however often it was lost."""
         self._ended = [[] for _ in self.members]
         self._revive()
 
@@ -489,7 +505,7 @@ class Replicas(Forwarding):
     version = _of_first("version", "Policy version of the members' weights.")
 
     def describe(self) -> Any:
-        """The `describe()` of one member; a dict has the number of members under `replicas`."""
+        """Return the `describe()` of one member; where it is a dict, the number of members is added as `replicas`."""
         record = self.members[0].describe()
         return {**record, "replicas": len(self.members)} if isinstance(record, dict) else record
 

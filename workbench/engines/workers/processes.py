@@ -47,9 +47,10 @@ _ENDED = "all workers of the group were ended; start another and restore a snaps
 
 
 class Processes:
-    """A group (`Ranks`) of `size` worker processes on this machine, each holding one `factory(rank, size, **settings)`.
+    """A group (`Ranks`) of `size` worker processes on this machine, each holding one object made by `factory(rank,
+    size, **settings)`.
 
-    `env` adds environment variables; by default a process has one thread, and sockets on loopback. Raises
+    `env` adds environment variables; by default a process has one thread, and sockets on loopback only. Raises
     `EngineError` with the traceback where a factory raises, `WorkerLost` where a process dies at once.
     """
 
@@ -79,7 +80,7 @@ class Processes:
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call a method of the object on every rank, as `Ranks.call` says; one call at a time."""
+        """Call a method of the object on every rank and return the results (see `Ranks.call`); one call runs at a time."""
         with self._lock:
             if self.closed is not None:
                 raise WorkerLost("this group of workers has ended", found=self.closed, do="start a new group")
@@ -91,7 +92,8 @@ class Processes:
             return self._collect(self._number, timeout)
 
     def _send(self, rank: int, *frames: bytes) -> None:
-        """In a thread: a stopped worker (SIGSTOP) does not read, and the caller must not wait for it."""
+        """Send frames to a worker from a thread of their own: a worker that is stopped (SIGSTOP) does not read, and the
+        caller must not wait for it."""
 
         def send(line: Line = self._workers[rank].line) -> None:
             with contextlib.suppress(OSError):  # a dead worker is noticed by the thread that listens to it
@@ -100,7 +102,7 @@ class Processes:
         threading.Thread(target=send, daemon=True).start()
 
     def _collect(self, number: int, timeout: float | None) -> list[Any]:
-        """One answer of each rank. Raises the one error that explains what went wrong."""
+        """Collect the answer of each rank to call `number`. Raises the one error that explains what went wrong."""
         end = time.monotonic() + timeout if timeout is not None else math.inf
         answers: dict[int, Any] = {}
         stopped: BaseException | None = None
@@ -124,7 +126,8 @@ class Processes:
         return [answers[rank] for rank in range(self.size)]
 
     def _take(self, number: int, answers: dict[int, Any]) -> BaseException | None:
-        """Take the next answer, if one comes soon; returns an error of ours as its rank raised it, others as EngineError."""
+        """Store the next answer, if one arrives soon; returns the error that a rank raised: a workbench error as it is,
+        any other as `EngineError`."""
         try:
             rank, answered, body = self._answers.get(timeout=0.05)
         except queue.Empty:
@@ -144,7 +147,7 @@ class Processes:
         return there
 
     def _lost(self, rank: int) -> WorkerLost:
-        """The error for a dead worker; the others are ended."""
+        """Make the `WorkerLost` error for a dead worker, with the end of its log, and end the other workers."""
         worker = self._workers[rank]
         how = worker.how() or "still running, but its connection is closed"
         log = worker.tail()
@@ -154,7 +157,8 @@ class Processes:
         return WorkerLost(f"{told}; the end of its log:\n{log or '(empty)'}", rank=rank, exit=how, log=log)
 
     def _overdue(self, found: Mapping[int, Any], timeout: float | None, raised: BaseException | None) -> BaseException:
-        """What to raise past a deadline: the late ranks write their stacks to their logs, and all are ended."""
+        """Make the error for a call past its deadline: late ranks write their stacks to their logs, and all workers are
+        ended."""
         late = [rank for rank in range(self.size) if rank not in found]
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
@@ -181,7 +185,7 @@ class Processes:
         return [worker.pid for worker in self._workers]
 
     def close(self, why: str = "it was closed") -> None:
-        """End the workers and all processes that they started; `why` is told by later calls."""
+        """End the workers and all processes that they started; later calls give `why` as the reason."""
         self.closed = self.closed or why
         self._end()
 
@@ -196,14 +200,14 @@ processes = Processes
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """One thread each, and sockets on loopback alone, unless `env` has other values."""
+    """Build a worker's environment: one thread, and sockets on loopback only, unless `env` has other values."""
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     sockets = {key: name for name in loopback for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {**importing(os.environ), "PYTHONUNBUFFERED": "1", **sockets, **env}
 
 
 def _listen(line: Line, rank: int, answers: queue.SimpleQueue[tuple[int, int, bytearray | None]]) -> None:
-    """In a thread: answers until the worker's end of the line is gone."""
+    """Run in a thread: put a worker's answers into the queue until its connection ends."""
     while (number := line.receive()) is not None and (body := line.receive()) is not None:
         answers.put((rank, int.from_bytes(number, "little"), body))
     answers.put((rank, 0, None))
@@ -216,7 +220,7 @@ def _end_all(workers: list[Child], folder: Path) -> None:
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter for a process (`T`: stopped); empty where it does not say."""
+    """Return the kernel's state letter of a process (`T`: stopped); empty where it cannot be read."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
     return ""
@@ -226,7 +230,7 @@ def _state(pid: int) -> str:
 
 
 def main(parent: Any) -> None:
-    """The worker's main loop: make the object, answer calls, end with the driver."""
+    """Run a worker process: create the object, answer calls, and end with the driver."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     calls: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
@@ -238,7 +242,7 @@ def main(parent: Any) -> None:
 
 
 def _answered(held: Any, head: bytes, blob: bytes, parent: Any, stop: list[int]) -> Any:
-    """Make one call and send its answer; returns the object that the worker holds from then on."""
+    """Make one call and send its answer to the driver; returns the object that the worker holds from then on."""
     number, method, mine = cloudpickle.loads(head)  # bytes from our own parent, over a socket pair
     if stop[0] != number:
         runtime.clear()
@@ -262,7 +266,7 @@ def _answered(held: Any, head: bytes, blob: bytes, parent: Any, stop: list[int])
 
 
 def _hear(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list[int]) -> None:
-    """In a thread: put calls into the queue; set the interrupt flag when the driver asks to stop."""
+    """Run in a thread: put calls into the queue, and set the interrupt flag when the driver asks to stop."""
     while True:
         head = parent.frames.get()
         if head.startswith(_STOP):
@@ -273,32 +277,33 @@ def _hear(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list
 
 
 class Deadlines:
-    """How long calls may take: `FIRST_DEADLINE` while nothing is known of their like, then `TIMES` the median of the last ones.
+    """Deadlines of calls, learned from earlier ones: `FIRST_DEADLINE` until a call of the same kind has ended, then
+    `TIMES` the median of the last ones, and at least `LEAST_DEADLINE`.
 
-    At least `LEAST_DEADLINE`. Calls have a `size`, tokens for example: the seconds of a smaller one count as those of one of this
-    size, with the square of the sizes. After a call that was late the next has the generous first deadline again, so that a
-    machine that has become slow loses one call to it, and not each.
+    Calls have a `size`, such as a number of tokens; the seconds of a smaller call are scaled up by the square of the
+    ratio of sizes. After a late call the next one has the generous first deadline again, so that a machine that has
+    become slow loses one call to it, and not each.
     """
 
     def __init__(self) -> None:
         self._took: dict[str, deque[tuple[float, int]]] = {}
 
     def of(self, method: str, size: int = 1) -> float:
-        """Seconds that a call of `method` may take now."""
+        """Return the deadline, in seconds, of a call of `method` with this size."""
         took = [seconds * max(1.0, size / then) ** 2 for seconds, then in self._took.get(method, ())]
         return max(LEAST_DEADLINE, TIMES * statistics.median(took)) if took else FIRST_DEADLINE
 
     def took(self, method: str, seconds: float, size: int = 1) -> None:
-        """Note that a call of `method` has taken so many seconds."""
+        """Record that a call of `method` took so many seconds."""
         self._took.setdefault(method, deque(maxlen=101)).append((seconds, max(size, 1)))
 
     def late(self, method: str) -> None:
-        """Note that a call of `method` was late."""
+        """Record that a call of `method` was late: its next deadline is the first one again."""
         self._took.pop(method, None)
 
     @contextlib.contextmanager
     def watched(self, method: str, size: int = 1) -> Iterator[float]:
-        """Context manager around a call, which notes how it went; gives its deadline."""
+        """Context manager around a call: yields its deadline in seconds, and records how long it took."""
         began = time.monotonic()
         try:
             yield self.of(method, size)
@@ -320,11 +325,13 @@ class Ranks(Protocol):
     def call(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Call `method(*each[rank], *shared)` of the object on every rank at once; returns one result per rank, in order.
+        """Call `method(*each[rank], *shared)` of the object on every rank at once; returns one result per rank, in
+        order.
 
-        An interrupt (`runtime.check()`) is passed on to every worker, which stops at its next safe place. Raises `WorkerLost`
-        where a worker dies, `EngineError` with the rank's traceback where one raises (workbench errors keep their type),
-        `TimeoutError` past `timeout` seconds. After a lost worker or a time-out the whole group has ended.
+        An interrupt (`runtime.check()`) is passed on to every worker, which stops at its next safe point. Raises
+        `WorkerLost` where a worker dies, `EngineError` with the rank's traceback where one raises (workbench errors
+        keep their type), `TimeoutError` past `timeout` seconds. After a lost worker or a time-out the whole group has
+        ended.
         """
 
     def close(self) -> None:
