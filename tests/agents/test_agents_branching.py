@@ -208,7 +208,7 @@ class TestContinuations:
 
     def test_wrong_places(self, tokenizer: Any) -> None:
         s = played(Game(tokenizer, even))
-        with pytest.raises(PipelineError, match="no such turn"):
+        with pytest.raises(PipelineError, match="turn to go back to"):
             s.branch(0, turn=9)
         with pytest.raises(SettingError, match="n; expected a whole number ≥ 1"):
             s.branch(0, turn=0, n=0)
@@ -385,5 +385,5 @@ def test_a_correction_leaves_shared_tokens_to_one_row(tiny: str) -> None:
 def test_a_leaf_is_one_sequence() -> None:
     one = AgentLoopOutput((1,), (2,), (1,), (0.0,))
     assert only_sequence((one,)) is one
-    with pytest.raises(SettingError, match="expected one sequence; found 2; branch an agent without compaction"):
+    with pytest.raises(SettingError, match="expected one; found 2; branch an agent without compaction"):
         only_sequence((one, one))

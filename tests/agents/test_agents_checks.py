@@ -18,13 +18,19 @@ def double(number: int) -> str:
 
 
 TOOLS: list[tuple[Any, str]] = [
-    (Adder(), r"tools; expected a list of tools; found <.*Adder.*; write tools=\[Adder\]"),
-    (double, r"tools; expected a list.*tools=\[double\]"),
-    ("calculator", "tools; expected a list of tools; found 'calculator'"),
-    (7, "tools; expected a list of tools; found 7"),
-    ([double], r"tools\[0\]; expected a tool; .*decorate it with @function_tool, or give function_tool\(double\)"),
-    ([Adder(), Adder], r"tools\[1\]; expected a tool; .*make an object of it: Adder"),
-    (["calculator"], r"tools\[0\]; expected a tool; found 'calculator'; it needs a name and get_openai_tool_schema"),
+    (Adder(), r"tools of an agent; expected a list of tools; found <.*Adder.*; write tools=\[Adder\]"),
+    (double, r"tools of an agent; expected a list.*tools=\[double\]"),
+    ("calculator", "tools of an agent; expected a list of tools; found 'calculator'"),
+    (7, "tools of an agent; expected a list of tools; found 7"),
+    (
+        [double],
+        r"tools\[0\] of an agent; expected a tool; .*decorate it with @function_tool, or give function_tool\(double\)",
+    ),
+    ([Adder(), Adder], r"tools\[1\] of an agent; expected a tool; .*make an object of it: Adder"),
+    (
+        ["calculator"],
+        r"tools\[0\] of an agent; expected a tool; found 'calculator'; it needs a name and get_openai_tool_schema",
+    ),
     ([Adder(), Adder()], "names that differ"),
 ]
 
@@ -51,10 +57,10 @@ PARSERS: list[tuple[Any, str, str]] = [
     (
         HermesParser,
         "function_calling",
-        r"parser; expected a name, or an object with .*HermesParser.*make an object of it: Herm",
+        r"parser of a tool agent; expected a name, or an object with .*HermesParser.*make an object of it: Herm",
     ),
-    (object(), "function_calling", "parser; expected a name, or an object with extract_tool_calls"),
-    (double, "function_calling", "parser; expected a name, or an object with extract_tool_calls"),
+    (object(), "function_calling", "parser of a tool agent; expected a name, or an object with extract_tool_calls"),
+    (double, "function_calling", "parser of a tool agent; expected a name, or an object with extract_tool_calls"),
     (HermesParser(), "react", "parser of format='react'; expected a ReActParser"),
     ("hermes", "react", "parser of format='react'; expected a ReActParser"),
 ]

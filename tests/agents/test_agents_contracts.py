@@ -53,7 +53,7 @@ from workbench.agents.formats import (
     PythonicParser,
     SeedParser,
 )
-from workbench.agents.interactions import Reply
+from workbench.agents.interactions import UserReply
 from workbench.agents.parsers import REASONING
 from workbench.base import runtime
 from workbench.base.errors import SandboxError, WorkbenchError
@@ -399,7 +399,7 @@ class TestGsm8k(InteractionContract):
             assert isinstance(found, WorkbenchError) and "ground_truth" in str(found), (truth, found)
         for truth in (4, 4.0, "4", "4.0", " 4 "):
             found = asyncio.run(self.talked(self.make_interaction(), "#### 4", ground_truth=truth))
-            assert isinstance(found, Reply) and found.score == 1.0, (truth, found)
+            assert isinstance(found, UserReply) and found.score == 1.0, (truth, found)
 
 
 class TestRemote(TestGsm8k):

@@ -122,7 +122,7 @@ def test_verls_list_names_duplicates_and_selection(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("interaction: {class_name: nowhere.to.Be}", "module 'nowhere.to'.*is not there.*nowhere/to.py below"),
+        ("interaction: {class_name: nowhere.to.Be}", "module 'nowhere.to'.*is not found.*nowhere/to.py below"),
         ("interaction: {class_name: os.path.Thing}", "lies outside the folders"),
         (
             "interaction: {class_name: your_module.interactions.MathReasoning}",
@@ -147,7 +147,7 @@ def test_code_from_elsewhere_is_not_imported_and_an_import_error_names_its_modul
     package.mkdir()
     (package / "mine.py").write_text("import not_there_at_all\n")
     path.write_text("interaction: {class_name: their_g2_package.mine.Mine}")
-    with pytest.raises(SettingError, match="is not there"):
+    with pytest.raises(SettingError, match="is not found"):
         load_interactions(path)
     with pytest.raises(SettingError, match="importing their_g2_package.mine.*ModuleNotFoundError.*not_there_at_all"):
         load_interactions(path, roots=[tmp_path])

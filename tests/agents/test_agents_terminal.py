@@ -243,7 +243,7 @@ def test_rows_of_tasks_hide_the_tests_and_bad_tasks_are_named() -> None:
         ({"test_cmd": "python -m t"}, "expected one with {test}"),
         ({"FAIL_TO_PASS": None}, "expected one without {test}"),
         ({"test_files": None, "test_patch": "--- a"}, "tests that are a patch"),
-        ({"files": ["a.py"]}, "files; expected relative path"),
+        ({"files": ["a.py"]}, "files of a terminal; expected relative path"),
         ({"FAIL_TO_PASS": "one"}, "expected JSON"),
     ):
         with pytest.raises(DataError, match="(?s)" + why.replace("{", r"\{").replace("}", r"\}")):

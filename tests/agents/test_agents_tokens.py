@@ -110,12 +110,12 @@ def test_without_a_template_contents_are_lines(made: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "left out"),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", "leaves the new turn out"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{{ messages | length }};{% endfor %}", "longer"),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "0 times|left out"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "0 times|leaves the new turn out"),
         (
             "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-            "beginning",
+            "begin otherwise",
         ),
         ("{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}", "no tools here"),
     ],

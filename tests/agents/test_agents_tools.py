@@ -593,7 +593,7 @@ def test_a_class_of_your_own_from_an_allowed_folder(tmp_path: Path) -> None:
         "tools: [{class_name: own_g2_tools.Shout, config: {type: native, end: '!'}, tool_schema: "
         "{type: function, function: {name: shout, parameters: {type: object, properties: {text: {type: string}}}}}}]"
     )
-    with pytest.raises(SettingError, match="is not there"):
+    with pytest.raises(SettingError, match="is not found"):
         load_tools(path)
     assert ask(load_tools(path, roots=[tmp_path])["shout"], {"text": "hey"})[0].text == "HEY!"
 

@@ -196,7 +196,7 @@ def test_a_missing_file_a_folder_and_a_pattern(tmp_path: Path) -> None:
     (tmp_path / "test-1.jsonl").unlink()
     assert [row["n"] for row in wb.rows(tmp_path / "train-*.jsonl")] == [1, 2]
     assert len(wb.rows(str(tmp_path / "tr*-?.*"))) == 2
-    with pytest.raises(DataError, match="no file matches"):
+    with pytest.raises(DataError, match="no data file matches"):
         wb.rows(tmp_path / "test-*.jsonl")
     with pytest.raises(DataError, match="no rows in an empty list"):
         wb.rows([])
@@ -216,7 +216,7 @@ def test_limit_and_columns_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**ROW, "uid": n, "level": n} for n in range(3)])
     assert [row["level"] for row in wb.rows(path, limit=2, without=["uid"])] == [0, 1]
     for wrong in (0, -1):
-        with pytest.raises(DataError, match="limit; expected ≥ 1"):
+        with pytest.raises(DataError, match="limit of wb.rows; expected ≥ 1"):
             wb.rows(path, limit=wrong)
 
 

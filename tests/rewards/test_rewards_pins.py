@@ -176,7 +176,7 @@ def test_what_cannot_be_pinned(tmp_path: Path, rows: Any, row: Any, expected: An
 
 
 def test_a_wrong_path_does_not_look_like_pins_that_hold(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no pins at .*absent.jsonl"):
+    with pytest.raises(DataError, match="no pins file .*absent.jsonl"):
         pins(tmp_path / "absent.jsonl").check(strict)
     kept = pins(tmp_path / "pins.jsonl")
     kept.add(batch(), row=0, expected=1)
@@ -250,7 +250,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     [
         (b"<<<<<<< HEAD\n", "resolve the git merge conflict: keep the lines of both sides"),
         (b'{"format": 4, "expec\n', "is no pin; found JSONDecodeError"),
-        (b'{"format": 4, "expected": NaN, "response": "r"}\n', "JSON has no NaN"),
+        (b'{"format": 4, "expected": NaN, "response": "r"}\n', "JSON has no number NaN"),
         (b"\xff\n", "is no pin; found UnicodeDecodeError"),
         (b"[" * 100_000 + b"\n", "is no pin; found RecursionError"),
         (b"[1]\n", r"expected a JSON object; found \[1\]"),

@@ -20,7 +20,7 @@ from tests_patience import patience, within
 from workbench.base import runtime
 from workbench.base.errors import SandboxError, SettingError
 from workbench.sandbox import LocalSandbox, Program, answer, memory, tiers
-from workbench.sandbox.process import Limits, contained
+from workbench.sandbox.process import ProcessLimits, contained
 from workbench.sandbox.protocol import Phase, status_of
 
 EXCHANGES = Path(__file__).parents[3] / "shared" / "data" / "sandbox_fusion" / "exchanges.jsonl"
@@ -374,7 +374,11 @@ def test_a_launcher_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SandboxError, match="needs bwrap"):
         LocalSandbox(tier="bubblewrap")
     phase = contained(
-        ["/nowhere/bwrap"], b"", Path("/"), Limits(seconds=1, output_bytes=1, memory_mb=1, disk_mb=1), threading.Event()
+        ["/nowhere/bwrap"],
+        b"",
+        Path("/"),
+        ProcessLimits(seconds=1, output_bytes=1, memory_mb=1, disk_mb=1),
+        threading.Event(),
     )
     assert phase.status == "Error" and "cannot start" in phase.stderr
     with pytest.raises(SandboxError, match="did you mean 'bubblewrap'"):
@@ -426,5 +430,5 @@ def test_requests_and_programs_are_each_others_reverse() -> None:
 
 @pytest.mark.parametrize("python", ["/no/such/python", "no-such-python", "/usr", "/etc/passwd"])
 def test_an_interpreter_that_is_not_there_is_refused(python: str) -> None:
-    with pytest.raises(SandboxError, match="python of the sandbox; expected a program that can be run"):
+    with pytest.raises(SandboxError, match="python= of the sandbox; expected a program that can be run"):
         LocalSandbox(python=python)

@@ -182,7 +182,7 @@ def test_a_group_of_version_2_is_limited_and_read(tmp_path: Path, monkeypatch: p
         (path / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 0\noom_kill 0\noom_group_kill 0\n")
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    group = memory.Group(tmp_path, 64)
+    group = memory.ControlGroup(tmp_path, 64)
     written = {name: (group.path / name).read_text() for name in ("memory.max", "memory.swap.max", "memory.oom.group")}
     assert written == {"memory.max": str(64 << 20), "memory.swap.max": "0", "memory.oom.group": "1"}
     assert not group.met()

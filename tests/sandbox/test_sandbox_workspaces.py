@@ -74,7 +74,7 @@ def test_a_snapshot_is_the_files_as_they_were_links_and_rights_and_all(box: Loca
         await workspace.restore(saved)
         for one in (workspace, other, other):
             await one.close()
-        with pytest.raises(SandboxError, match="this workspace is closed"):
+        with pytest.raises(SandboxError, match="workspace of the sandbox is closed"):
             await workspace.run("ls")
 
     asyncio.run(work())
@@ -228,13 +228,13 @@ def test_settings_of_containers(unasked: Containers) -> None:
     for wrong in ({"engine": "lxc"}, {"folder": "box"}, {"cpus": 0}, {"ready": 2}):
         with pytest.raises(SettingError):
             Containers(**wrong)
-    with pytest.raises(SandboxError, match="a workspace without an image"):
+    with pytest.raises(SandboxError, match="image of a workspace; expected image="):
         asyncio.run(Containers().workspace())
 
 
 def test_where_no_engine_answers_each_ones_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match=r"podman: .*it is not installed; docker: .*sandbox.local\(\)"):
+    with pytest.raises(SandboxError, match=r"podman: .*podman is not installed; docker: .*sandbox.local\(\)"):
         Containers("x")
 
 

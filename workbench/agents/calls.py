@@ -31,10 +31,10 @@ CUT = "...(truncated)..."
 
 
 def truncate(text: str, limit: int, side: str) -> tuple[str, str]:
-    """Cut a text to `limit` characters and a mark; returns (the text, a note on what was cut, empty where nothing was).
+    """Cut a text to `limit` characters and a mark: (the text, a note on what was cut, "" where nothing was).
 
-    `side` is the side that is cut off, as in verl since 0.8: `left` keeps the end, `right` keeps the beginning, `middle`
-    keeps both ends. (Up to 0.7 verl's `left` kept the beginning.)
+    `side` is the side that is cut off, as in verl since 0.8: `left` keeps the end, `right` keeps the beginning,
+    `middle` keeps both ends. (Up to 0.7 verl's `left` kept the beginning.)
     """
     over, head = len(text) - limit, (limit + 1) // 2
     if over <= 0:
@@ -64,17 +64,18 @@ _TOOL = ("get_openai_tool_schema", "create", "execute", "calc_reward", "release"
 
 
 def checked_tools(tools: Any) -> list[Tool]:
-    """An agent's `tools=` (list or mapping) as a list. Raises `SettingError`, naming the entry, for what is no tool."""
+    """Return an agent's `tools=` (list or mapping) as a list. Raises `SettingError`, naming the entry, for an object
+    that is no tool."""
     if isinstance(tools, Mapping):
         tools = tools.values()
     alone = isinstance(tools, str | type) or inspect.isroutine(tools) or hasattr(tools, "get_openai_tool_schema")
     if alone or not isinstance(tools, Iterable):
         do = f"write tools=[{named(tools)}]" if alone and not isinstance(tools, str) else None
-        raise SettingError("tools", expected="a list of tools", found=describe(tools), do=do)
+        raise SettingError("tools of an agent", expected="a list of tools", found=describe(tools), do=do)
     listed = list(tools)
     for place, tool in enumerate(listed):
         if do := _no_tool(tool):
-            raise SettingError(f"tools[{place}]", expected="a tool", found=describe(tool), do=do)
+            raise SettingError(f"tools[{place}] of an agent", expected="a tool", found=describe(tool), do=do)
         if plain := [name for name in _TOOL[1:] if not_async(getattr(tool, name))]:
             expected, do = f"`async def {plain[0]}`, as in BaseTool", "write `async` before it"
             raise SettingError(f"tool {tool.name!r}", expected=expected, found="a method that is not async", do=do)
@@ -82,7 +83,7 @@ def checked_tools(tools: Any) -> list[Tool]:
 
 
 def _no_tool(tool: Any) -> str:
-    """What to do about an object that is no tool; empty for a tool."""
+    """Return the advice on how to turn an object that is no tool into one; "" for a tool."""
     if isinstance(tool, type):
         return f"make an object of it: {tool.__name__}(…)"
     if inspect.isroutine(tool):
@@ -93,17 +94,17 @@ def _no_tool(tool: Any) -> str:
 
 
 def not_async(method: Any) -> bool:
-    """Whether a method is written without `async`; False for other callables, of which it is not known."""
+    """Return whether a method is written without `async`; False for other callables, where this cannot be seen."""
     return (inspect.ismethod(method) or inspect.isfunction(method)) and not inspect.iscoroutinefunction(method)
 
 
 def named(one: Any) -> str:
-    """The `__name__` of a function or class; of any other object, the name of its class."""
+    """Return the `__name__` of a function or class; for any other object the name of its class."""
     return str(getattr(one, "__name__", None) or type(one).__name__)
 
 
 def not_run(call: FunctionCall, status: str) -> ToolCall:
-    """The record of a call that is not run."""
+    """Make the record of a call that is not run."""
     return ToolCall(call.name, call.arguments, status, tool_call_id=call.tool_call_id)
 
 
@@ -126,7 +127,8 @@ class Toolbox:
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
     def seen(self, images: Sequence[Any]) -> tuple[tuple[Picture, ...], str]:
-        """(a tool's images that the model sees, in words which it does not and why)."""
+        """Read the images in a tool's answer: (the pictures that the model is shown, a note on those that it cannot
+        see, and why, or "")."""
         if images and not self.shows_pictures:
             return (), f"{len(images)} image{'s' * (len(images) > 1)} that this model cannot see"
         pictures, broken = [], ""
@@ -138,14 +140,15 @@ class Toolbox:
         return tuple(pictures), broken
 
     def only(self, names: Iterable[str]) -> Toolbox:
-        """The box with these tools alone, in their order here."""
+        """Return a copy of the toolbox with only the tools of these names, in the toolbox's order."""
         chosen, wanted = copy.copy(self), set(names)
         chosen.tools = {name: tool for name, tool in self.tools.items() if name in wanted}
         chosen.schemas = [schema for name, schema in zip(self.tools, self.schemas, strict=True) if name in wanted]
         return chosen
 
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
-        """The tools for the episode named `episode`, with arguments from `tools_kwargs` of the row or its `extra_info`."""
+        """Make the tools for the episode named `episode`, with the row's `tools_kwargs` (or those of its `extra_info`)
+        as arguments."""
         given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
         return OpenTools(self, episode, given)
 
@@ -202,7 +205,7 @@ class OpenTools:
         return self._instances[tool.name]
 
     async def save(self) -> dict[str, Any]:
-        """Tool → a snapshot of its state, of the open tools that can be saved (`snapshot` and `restore`)."""
+        """Save the state of the open tools that have `snapshot` and `restore`: tool name → snapshot."""
         can = [
             (name, instance)
             for name, instance in self._instances.items()
@@ -211,13 +214,14 @@ class OpenTools:
         return {name: await self._box.tools[name].snapshot(instance) for name, instance in can}  # type: ignore[attr-defined]
 
     async def load(self, saved: Mapping[str, Any]) -> None:
-        """Open these tools with the states that `save` returned."""
+        """Put tools into the states that `save` returned; a tool that is not open yet is opened."""
         for name, snapshot in saved.items():
             tool = self._box.tools[name]
             await tool.restore(await self._instance(tool), snapshot)  # type: ignore[attr-defined]
 
     async def _created(self, tool: Tool) -> str:
-        """Create the episode's instance; returns its id. One whose creation fails or takes too long is released at once."""
+        """Create the tool's instance for the episode and return its id. One whose creation fails or takes too long is
+        released at once."""
         key, kwargs = f"{self._episode}-{tool.name}", self._kwargs(tool, "create")
         try:
             # verl hands them over under one name, its own tools read them by theirs
@@ -230,7 +234,8 @@ class OpenTools:
         return str((created if isinstance(created, str) else created[0]) or key)
 
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
-        """The row's arguments for a tool's method. Parquet gives every row all keys: those that are None are left out."""
+        """Return the row's arguments for a tool's method (`create`, `execute`, …), without those that are None, which
+        parquet adds."""
         given = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
         return {key: value for key, value in given.items() if value is not None}
 
@@ -239,7 +244,7 @@ class OpenTools:
         if not isinstance(response, ToolResponse):
             response = ToolResponse(text=None if response is None else as_text(response))
         if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"the tool's reward is {reward}, not a finite number")
+            raise ValueError(f"the tool's reward is {reward}; expected a finite number")
         text, cut = truncate(encodable(response.text or ""), self._box._limit, self._box._side)
         pictures, why_not = self._box.seen(response.image or [])
         if why_not:
@@ -256,7 +261,7 @@ class OpenTools:
         return ToolCall(call.name, call.arguments, status, text, 0.0, cut, tool_call_id=call.tool_call_id)
 
     async def close(self) -> dict[str, float]:
-        """Release the tools' instances, even when cancelled; returns tool name → reward of the whole episode.
+        """Release the tools' instances, even when cancelled: tool name → reward of the whole episode.
 
         Failures are kept in `errors`. A second call does nothing.
         """
@@ -268,13 +273,13 @@ class OpenTools:
         for name, instance in instances.items():
             tool = self._box.tools[name]
             with self._noting(f"calc_reward of {name}"):
-                asked = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
-                reward = await within(asked, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
+                work = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
+                reward = await within(work, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
                 if isinstance(reward, Score):
                     self.scores[name] = reward.to_json()
                 total = float(reward.value if isinstance(reward, Score) else reward)
                 if not math.isfinite(total):
-                    raise ValueError(f"the tool's reward of the episode is {total}, not a finite number")
+                    raise ValueError(f"the tool's reward of the episode is {total}; expected a finite number")
                 if not isinstance(reward, Score) or reward.scored:
                     rewards[name] = total
             with self._noting(f"release of {name}"):

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from workbench.agents.interactions import BaseInteraction, Said, last_message, maybe_awaited
+from workbench.agents.interactions import BaseInteraction, ReplyTuple, last_message, maybe_awaited
 from workbench.agents.tools.base import in_thread
 from workbench.base.config import require
 from workbench.base.errors import DataError, ForeignError, SettingError, describe
@@ -66,7 +66,7 @@ class GymInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Make an environment and reset it with the row's `seed` and `options`; returns the conversation's id."""
+        """Make an environment and reset it with the row's `seed` and `options`; return the conversation's id."""
         env, instance_id = await self._run(self.make), instance_id or str(uuid4())
         self._instances[instance_id] = state = {"env": env, "rewards": [], "over": False}
         observation, state["info"] = await self._run(_reset, env, kwargs.get("seed"), kwargs.get("options"))
@@ -74,11 +74,12 @@ class GymInteraction(BaseInteraction):
         return instance_id
 
     def opening(self, instance_id: str) -> str:
-        """The first observation of the conversation `instance_id`, as text."""
+        """Return the first observation of the conversation `instance_id`, as text."""
         return self._instances[instance_id]["opening"]
 
-    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """Step the environment by the last assistant message; returns (whether it is over, observation, reward, extra)."""
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
+        """Step the environment by the action in the last assistant message: (whether it is over, observation, reward,
+        extra)."""
         state = self._instances[instance_id]
         env = state["env"]
         if state["over"]:
@@ -101,7 +102,7 @@ class GymInteraction(BaseInteraction):
         return state["over"], text, float(reward), {**flags, "action": action, "info": info}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The sum of the conversation's rewards so far."""
+        """Return the sum of the conversation's rewards so far."""
         return float(sum(self._instances.get(instance_id or "", {}).get("rewards", ())))
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -110,7 +111,8 @@ class GymInteraction(BaseInteraction):
             await self._run(_close, state["env"])
 
     def _chosen(self, text: str, space: Any) -> Any:
-        """The action that a text names; `ValueError`, for the model, where it names none of a discrete `space`."""
+        """Read the action in a text. Raises `ValueError`, whose text the model reads, where it names no action of a
+        discrete `space`."""
         discrete = isinstance(getattr(space, "n", None), int | np.integer) and callable(
             getattr(space, "contains", None)
         )
@@ -129,7 +131,8 @@ class GymInteraction(BaseInteraction):
 
 
 def _by_words(actions: Sequence[str] | Mapping[str, Any]) -> Callable[[str], Any]:
-    """The function that reads an action by its name: the last one that stands in a text as a word of its own."""
+    """Make the function that reads an action by its name: of the names that stand in a text as whole words the last one
+    counts."""
     listed = actions if isinstance(actions, Mapping) else {name: number for number, name in enumerate(actions)}
     known = {str(name).lower(): action for name, action in listed.items()}
     require(bool(known), "action of a GymInteraction", expected="at least one name", found=actions)
@@ -145,7 +148,7 @@ def _by_words(actions: Sequence[str] | Mapping[str, Any]) -> Callable[[str], Any
 
 
 def _shown(show: Show | None, observation: Any, env: Any) -> str:
-    """An observation as the model reads it."""
+    """Write an observation as the text that the model reads."""
     if show is not None:
         return show(observation, env) if _takes_two(show) else show(observation)
     if getattr(env, "render_mode", None) in ("ansi", "ansi_list"):
@@ -168,7 +171,8 @@ _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def _without_colours(text: str) -> str:
-    """A terminal's text without its escape codes: what a colour said is said in tags, because it may be the only sign."""
+    """Remove the escape codes from a terminal's text; coloured text is put between tags (`<red>…</red>`), as a colour
+    may carry meaning."""
 
     def tagged(found: re.Match[str]) -> str:
         name = _COLOURS[int(found[1])]
@@ -190,10 +194,12 @@ def environment_rows(
     show: Show | None = None,
     data_source: str = "workbench/environment",
 ) -> list[dict[str, Any]]:
-    """Rows in verl's schema for `GymInteraction`: each prompt is the first observation of an environment with its own seed.
+    """Make rows in verl's schema for `GymInteraction`: each prompt is the first observation of an environment with its
+    own seed.
 
     Args:
-        game: the `GymInteraction` that plays them, whose `name` and `show` hold; or its `make`.
+        game: the `GymInteraction` that plays the rows, whose `name` and `show` are used; or a function that makes an
+            environment.
         number: how many rows.
         name: name of the `GymInteraction`, where `game` is a function.
         seed: row i is played from `reset(seed=seed + i)`.
@@ -243,15 +249,17 @@ class VerifiersInteraction(BaseInteraction):
         self._instances: dict[str, Any] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Make a conversation's state from the row's `prompt`, `answer`, `info` and `task`; returns its id."""
+        """Make a conversation's state from the row's `prompt`, `answer`, `info` and `task`; return the conversation's
+        id."""
         instance_id = instance_id or str(uuid4())
         self._instances[instance_id] = first = _state(kwargs)
         if callable(setup := getattr(self.env, "setup_state", None)):
             self._instances[instance_id] = await maybe_awaited(setup(first)) or first
         return instance_id
 
-    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """The environment's answer to the last assistant message; at the end of the episode also the rubric's reward."""
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
+        """Ask the environment to answer the last assistant message; at the end of the episode also score it by the
+        rubric."""
         state = self._instances[instance_id]
         reply = _Message(role="assistant", content=last_message(messages))
         before = [*state["prompt"], *state["completion"]]
@@ -274,13 +282,13 @@ class VerifiersInteraction(BaseInteraction):
         return False, text, 0.0, {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The rubric's reward of the conversation, computed at the first call."""
+        """Return the rubric's reward of the conversation, which is computed at the first call."""
         state = self._instances.get(instance_id or "")
         if state is None:
             return 0.0
         if state.get("reward") is None:
             given = {key: state.get(key) for key in ("prompt", "completion", "answer", "task", "info")}
-            result = await maybe_awaited(_by_name(self.env.rubric.score_rollout, {"state": state, **given}))
+            result = await maybe_awaited(_call_with_known(self.env.rubric.score_rollout, {"state": state, **given}))
             if state.get("reward") is None:  # the older form returns it
                 state["reward"] = float(getattr(result, "reward", result))
                 state["metrics"] = dict(getattr(result, "metrics", {}) or {})
@@ -305,10 +313,11 @@ def _extra(state: Mapping[str, Any]) -> dict[str, Any]:
 def verifiers_rows(
     env: Any, number: int = -1, *, name: str = "verifiers", data_source: str = "verifiers"
 ) -> list[dict[str, Any]]:
-    """The first `number` rows (−1: all) of a verifiers environment's data set, in verl's schema.
+    """Make rows in verl's schema of the first `number` entries (−1: all) of a verifiers environment's data set.
 
-    Those of a v0 environment are for `VerifiersInteraction`. `env` may be a task set of the v1 interface, or an environment
-    that has one: its rows have the task's data as JSON, `extra_info.task`, for a harness, and `verifiers_reward` scores them.
+    Rows of a v0 environment are for `VerifiersInteraction`. `env` may also be a task set of the v1 interface, or an
+    environment that has one: its rows have the task's data as JSON in `extra_info.task`, for a harness, and
+    `verifiers_reward` scores them.
     """
     if (taskset := taskset_of(env)) is not None:
         return taskset_rows(taskset, number, data_source)
@@ -333,7 +342,7 @@ def _row(source: str, prompt: list[Any], truth: str, index: int, interaction_kwa
 
 
 def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What verifiers' own `init_state` gives, without what only its client needs."""
+    """Make the conversation state that verifiers' `init_state` makes, without the fields that only its client needs."""
     info = kwargs.get("info") or {}
     times = SimpleNamespace(start=time.time(), end=0.0, spans=[])
     names = ("generation", "setup", "scoring", "env", "model")
@@ -357,7 +366,7 @@ def _state(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Message(dict[str, Any]):
-    """A message that is read by key or by attribute: verifiers' environments do both."""
+    """A message whose fields can be read by key or by attribute, as verifiers' environments do both."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -367,7 +376,7 @@ class _Message(dict[str, Any]):
 
 
 def _messages(chat: Any) -> list[dict[str, Any]]:
-    """Messages as dicts, from text, dicts, or objects with `role` and `content`."""
+    """Convert messages to dicts, from text, dicts, or objects with `role` and `content`."""
     if isinstance(chat, str):
         return [_Message(role="user", content=chat)]
     listed: Sequence[Any] = chat if isinstance(chat, list | tuple) else [] if chat is None else [chat]
@@ -381,15 +390,16 @@ def _close(env: Any) -> None:
 
 
 def _reset(env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
-    """(observation, info); `reset` may or may not take `seed` and `options`, and return info."""
+    """Reset an environment: (observation, info). `seed` and `options` are passed where `reset` takes them; info is {}
+    where it returns none."""
     given = {"seed": seed, "options": options}
-    found = _by_name(env.reset, {key: one for key, one in given.items() if one is not None})
+    found = _call_with_known(env.reset, {key: one for key, one in given.items() if one is not None})
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     return found if pair else (found, {})
 
 
-def _by_name(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with those of the arguments that it takes."""
+def _call_with_known(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments whose names it takes."""
     wanted = inspect.signature(function).parameters
     everything = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
     return function(**{key: value for key, value in arguments.items() if everything or key in wanted})
@@ -400,7 +410,8 @@ ENDPOINT = "let the environment play by itself: it asks an OpenAI endpoint, whic
 
 
 def taskset_of(given: Any) -> Any | None:
-    """The task set that this is, or that an environment of verifiers' v1 interface has; None for anything else."""
+    """Return the task set that an object is, or that an environment of verifiers' v1 interface has; None for anything
+    else."""
     for one in (given, getattr(given, "taskset", None)):
         if all(hasattr(one, name) for name in ("load", "task_type", "bounded", "__iter__")):
             return one
@@ -408,9 +419,9 @@ def taskset_of(given: Any) -> Any | None:
 
 
 def taskset_rows(taskset: Any, number: int, data_source: str) -> list[dict[str, Any]]:
-    """The first `number` tasks (−1: all) as rows in verl's schema; `extra_info.task` has a task's data as JSON.
+    """Make rows in verl's schema of the first `number` tasks (−1: all); `extra_info.task` has a task's data as JSON.
 
-    Raises `SettingError` for all of a task set without end, `DataError` for a task without a prompt.
+    Raises `SettingError` for all tasks of an endless task set, and `DataError` for a task without a prompt.
     """
     if number < 0 and not taskset.bounded:
         what = f"all tasks of {type(taskset).__name__}, which has no last one"
@@ -435,29 +446,31 @@ def taskset_rows(taskset: Any, number: int, data_source: str) -> list[dict[str, 
 
 
 def verifiers_reward(env: Any) -> Callable[..., Any]:
-    """Make a reward function of a task set's own rewards (`@reward`, `@metric`, judges), for the rows of `verifiers_rows`.
+    """Make a reward function of a task set's own rewards (`@reward`, `@metric`, judges), for the rows of
+    `verifiers_rows`.
 
-    `env` is a task set of verifiers' v1 interface, or an environment that has one. A row's task is scored with the episode as
-    its trace, by `Task.score`, without a runtime; the value is the weighted sum of its rewards, and these and its metrics are
-    the parts. For tasks of one turn, and of tools that are ours::
+    `env` is a task set of verifiers' v1 interface, or an environment that has one. `Task.score` scores a row's task
+    with the episode as its trace, without a runtime. The value is the weighted sum of the task's rewards; the parts are
+    these rewards and the task's metrics. It serves tasks of one turn, and tasks whose tools are this agent's::
 
         taskset = vf.load_taskset(vf.TasksetConfig(id="my-taskset"))
         pipeline = recipes.grpo(engine, agents.verifiers_reward(taskset))
         rows = wb.rows(agents.verifiers_rows(taskset, 256))
 
-    Raises `SettingError` for what has no tasks, and for tasks whose rewards look into the container that the harness ran in.
+    Raises `SettingError` for an object without tasks, and for tasks whose rewards look into the container that the
+    harness ran in.
     """
     taskset = taskset_of(env)
     if taskset is None:
         expected = "a task set of verifiers' v1 interface, or an environment that has one"
         raise SettingError("env of verifiers_reward", expected=expected, found=describe(env))
     tasks, coming = list[Any](), iter(taskset)
-    _check(_upto(0, tasks, coming))
+    _check(_task_number(0, tasks, coming))
 
     async def scorer(
         response: str, prompt: Any, extra_info: Mapping[str, Any], turns: Sequence[Mapping[str, Any]] = ()
     ) -> Score:
-        task = _upto(int(extra_info["index"]), tasks, coming)
+        task = _task_number(int(extra_info["index"]), tasks, coming)
         trace = _trace(task, prompt, turns or [{"role": "assistant", "text": response}])
         await task.score(trace, None)
         parts = {name: float(one.value) for name, one in trace.rewards.items() if one is not None}
@@ -469,8 +482,9 @@ def verifiers_reward(env: Any) -> Callable[..., Any]:
     return scorer
 
 
-def _upto(index: int, tasks: list[Any], coming: Iterator[Any]) -> Any:
-    """The task of this number, read from the task set as far as needed."""
+def _task_number(index: int, tasks: list[Any], coming: Iterator[Any]) -> Any:
+    """Return the task with the number `index`; tasks are read from the iterator `coming` as far as needed, and kept in
+    `tasks`."""
     while len(tasks) <= index:
         try:
             tasks.append(next(coming))
@@ -495,7 +509,7 @@ def _wants_runtime(function: Callable[..., Any]) -> bool:
 
 
 def _trace(task: Any, prompt: Any, turns: Sequence[Mapping[str, Any]]) -> Any:
-    """An episode as a trace of verifiers."""
+    """Convert an episode to a trace of verifiers."""
     vf = import_module("verifiers.v1")
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}

@@ -26,8 +26,8 @@ from workbench.engines.protocol import Bounded, Request, Sample, Sampler, Sampli
 class LockStep:
     """Makes the episodes of a batch sample in waves: all their n-th turns, in the rows' order, before any turn n + 1.
 
-    Which rows share a wave then does not depend on timing, and on a CPU the same seed gives the same bits. An episode that
-    ends calls `leave`; one that waits for its tools makes the others wait.
+    Which rows share a wave then does not depend on timing, and on a CPU the same seed gives the same bits. An episode
+    that ends calls `leave`; the others wait while an episode runs its tools.
     """
 
     def __init__(self, sampler: Sampler, rows: Sequence[int]) -> None:
@@ -39,8 +39,10 @@ class LockStep:
         """Number of requests of each wave so far."""
 
     async def sample(self, row: int, request: Request, sampler: Sampler | None = None) -> Sample:
-        """Sample one response for `row` (by `sampler`, where it is not the first policy's), once every episode that is not
-        over waits for its own."""
+        """Sample one response for `row`, once every episode that is not over waits for its next response.
+
+        `sampler` replaces the sampler of the first policy.
+        """
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.setdefault(row, []).append(turn)
@@ -54,7 +56,7 @@ class LockStep:
                 self._start_if_all_wait()
 
     def leave(self, row: int) -> None:
-        """Tell that the episode of `row` is over, however it ended: the others stop waiting for it."""
+        """Report that the episode of `row` is over, however it ended, so that the others no longer wait for it."""
         self._going.discard(row)
         self._waiting.pop(row, None)
         self._start_if_all_wait()
@@ -75,7 +77,7 @@ RUNNING: ContextVar[tuple[Episode, Mapping[str, Any]]] = ContextVar("RUNNING")
 
 @dataclass
 class Episode:
-    """One row's sampler, and the values from which the seeds of its turns are derived."""
+    """One row's sampler, the values from which the seeds of its turns are derived, and the samples so far."""
 
     sampler: Sampler
     uid: Any = ""
@@ -105,7 +107,7 @@ class Episode:
     """Seconds spent waiting for the sampler."""
     samples: list[Sample] = field(default_factory=list)
     """What was sampled, turn by turn."""
-    told: set[int] = field(default_factory=set)
+    matched: set[int] = field(default_factory=set)
     """Numbers of the samples that `with_log_probs` has found in a sequence: no other sequence has them."""
     versions: list[int] = field(default_factory=list)
     others: list[AgentLoopOutput] = field(default_factory=list)
@@ -115,17 +117,19 @@ class Episode:
 
     @property
     def name(self) -> str:
-        """The episode's id for tools and users: unique in a batch, and the same when the step is repeated."""
+        """The episode's id for tools and simulated users: unique in a batch, and equal when the step is repeated."""
         again = f"~{self.opening}" if self.opening else ""
         return f"{self.purpose}-{self.step}-{self.uid}-{self.sample}-{self.row}{again}"
 
     def seed(self, turn: int, attempt: int = 0) -> int:
-        """The seed of one turn, derived from (run seed, purpose, step, uid, sample, turn, attempt), and where it was branched."""
+        """Derive the seed of one turn from run seed, purpose, step, uid, sample, turn and attempt, and from the
+        branchings before the turn."""
         branches = [one for one in self.branches if turn >= one[0]]
         return derive(self.run_seed, self.purpose, self.step, self.uid, self.sample, turn, attempt, *branches)
 
     def sampler_of(self, policy: str | None) -> Sampler:
-        """The sampler of a policy by its name; None: the first one's. Raises `SettingError` for an unknown name."""
+        """Return the sampler of a policy by its name; None: the first policy's. Raises `SettingError` for an unknown
+        name."""
         if policy is None or policy == self.policy:
             return self.sampler
         if policy not in self.policies:
@@ -144,11 +148,9 @@ class Episode:
     ) -> Sample:
         """Sample the next turn after the token ids `ids`, by the policy of that name (None: the first).
 
-        `pixels` are the inputs of the pictures among them.
-
-        The turn ends where the sampler's longest sequence does. A turn for which nothing is left there is empty, with the
-        finish reason `length`; asking for another after it raises `DataError`, and so does a first prompt that is empty or
-        too long.
+        `pixels` are the model's inputs of the pictures in `ids`. The turn ends where the sampler's longest sequence
+        does. A turn for which no room is left is empty, with the finish reason `length`. Raises `DataError` when a
+        further turn is asked for after that, and for a first prompt that is empty or too long.
         """
         turn, self.turn = self.turn, self.turn + 1
         room = self.room(ids, policy)
@@ -169,7 +171,8 @@ class Episode:
         policy: str | None = None,
         pixels: Mapping[str, torch.Tensor] | None = None,
     ) -> Sample:
-        """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples."""
+        """Sample one answer after the token ids `ids` with the caller's `seed`, and keep it among the episode's
+        samples."""
         request = Request(tuple(ids), settings, seed, pixels or None)
         began = time.perf_counter()
         try:
@@ -183,7 +186,7 @@ class Episode:
         return sample
 
     def room(self, ids: Sequence[int], policy: str | None = None) -> float:
-        """How many tokens the policy's sampler can write after `ids`; infinity where its limit is not known."""
+        """Return how many tokens the policy's sampler can write after `ids`; infinity where its limit is not known."""
         sampler = self.sampler_of(policy)
         longest = sampler.max_length if isinstance(sampler, Bounded) else None
         return math.inf if longest is None else longest - len(ids)
@@ -204,11 +207,10 @@ class Episode:
         return self.samples[-1]
 
     def with_log_probs(self, output: AgentLoopOutput) -> AgentLoopOutput:
-        """The output with the log-probs of what was sampled, where it has none: turns may be left out, the last one cut.
+        """Fill in an output's `response_logprobs` from what was sampled, where it has none.
 
-        Of several sequences each is to be given once, in order.
-
-        Raises `DataError` where the model's own tokens (mask 1) are not those that were sampled.
+        The output may leave out turns, and may cut the last one. Of an episode with several sequences each is passed
+        once, in order. Raises `DataError` where the model's own tokens (mask 1) are not those that were sampled.
         """
         if output.response_logprobs is not None:
             return output
@@ -217,10 +219,10 @@ class Episode:
         versions: list[int] = []
         for number, sample in enumerate(self.samples):
             rest = sampled[len(log_probs) :]
-            if rest and number not in self.told and rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
+            if rest and number not in self.matched and rest[: len(sample.ids)] == list(sample.ids[: len(rest)]):
                 log_probs += sample.log_probs[: len(rest)]
                 versions += (sample.versions or (sample.version,) * len(sample.ids))[: len(rest)]
-                self.told.add(number)
+                self.matched.add(number)
         if len(log_probs) < len(sampled):
             what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
             expected = "response ids that are the sampled ones, in order, where the mask is 1"
@@ -229,14 +231,15 @@ class Episode:
                 what, expected=expected, found=f"token {len(log_probs)} of {len(sampled)} was not sampled", do=do
             )
         drawn, by = iter(log_probs), iter(versions)
-        told = tuple(next(drawn) if one else 0.0 for one in output.response_mask)
-        each = tuple(next(by) if one else output.version for one in output.response_mask)
-        return replace(output, response_logprobs=told, versions=each if len(set(versions)) > 1 else ())
+        filled = tuple(next(drawn) if own else 0.0 for own in output.response_mask)
+        each = tuple(next(by) if own else output.version for own in output.response_mask)
+        return replace(output, response_logprobs=filled, versions=each if len(set(versions)) > 1 else ())
 
 
 @dataclass
 class Transcript:
-    """The growing record of an episode: response ids, mask, log-probs, turns. Turns are appended, never tokenized again."""
+    """The growing record of an episode: response ids, mask, log-probs, turns. Turns are appended and never tokenized
+    again."""
 
     prompt_ids: tuple[int, ...]
     limit: int
@@ -263,7 +266,7 @@ class Transcript:
         return (*self.prompt_ids, *self.ids)
 
     def count(self, *roles: str) -> int:
-        """How many turns of these roles have tokens in the response."""
+        """Count the turns of these roles that have tokens in the response."""
         return sum(one.role in roles and one.last >= one.first for one in self.turns)
 
     def say(self, sample: Sample, text: str, *, cut: str = "") -> Turn:
@@ -275,9 +278,10 @@ class Transcript:
         return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "", seen: Seen | None = None) -> bool:
-        """Append a tool's or user's turn (mask 0). Returns False, without its tokens, if no room is left for an answer.
+        """Append a tool's or user's turn (mask 0). Returns False, and leaves out its tokens, if no room is left for an
+        answer.
 
-        `seen` is what the model reads of the turn's pictures.
+        `seen` has the model's inputs of the turn's pictures.
         """
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
@@ -288,14 +292,15 @@ class Transcript:
         return True
 
     def copy(self) -> Transcript:
-        """An independent copy of the transcript."""
+        """Return an independent copy of the transcript."""
         kept: dict[str, Any] = {
             name: list(getattr(self, name)) for name in ("ids", "mask", "log_probs", "turns", "seen")
         }
         return replace(self, **kept, versions=dict(self.versions))
 
     def first(self, count: int) -> Transcript:
-        """A copy that ends after the first `count` turns; a model's turn at its end has no calls or score yet."""
+        """Return a copy that ends after the first `count` turns; if the last of them is the model's, its calls and
+        score are removed."""
         turns = list(self.turns[:count])
         if turns and turns[-1].role == "assistant" and count < len(self.turns):
             turns[-1] = replace(turns[-1], calls=(), score=None, error="", extra={})
@@ -318,7 +323,8 @@ class Transcript:
         return self.turns[-1]
 
     def token_versions(self) -> tuple[int, ...]:
-        """Policy version of each token, a tool's or user's with that of the model's before; empty where there is but one."""
+        """Return the policy version of each token; a tool's or user's token has that of the model's turn before. Empty
+        if all are of one version."""
         if len(set(self.versions.values())) < 2:
             return ()
         versions, now = [], next(iter(self.versions.values()))
@@ -327,7 +333,8 @@ class Transcript:
         return tuple(versions)
 
     def output(self, episode: Episode, **extra: Any) -> AgentLoopOutput:
-        """The episode as an `AgentLoopOutput`; `extra` is added to `turn_scores`, `tool_rewards` and `num_tool_calls`."""
+        """Return the episode as an `AgentLoopOutput`; `extra` is added to `turn_scores`, `tool_rewards` and
+        `num_tool_calls`."""
         calls = [call for turn in self.turns for call in turn.calls if call.ran]
         spoken, heard = sum(turn.role == "assistant" for turn in self.turns), self.count("tool", "user")
         versions = episode.versions or [episode.sampler.version]
@@ -364,8 +371,8 @@ _SUMMARY = "What has been done so far: "
 
 
 @dataclass
-class Part:
-    """One sequence of an episode: the chat that its prompt is made of, and what followed."""
+class Past:
+    """One finished sequence of an episode of several: the chat that its prompt was made of, and its transcript."""
 
     messages: list[dict[str, Any]]
     transcript: Transcript
@@ -373,7 +380,7 @@ class Part:
 
 @dataclass(frozen=True)
 class History:
-    """When a tool agent's sequence ends and the next one begins; the settings are those of `ToolAgent`."""
+    """The settings of a `ToolAgent` that say when a sequence of an episode ends and the next one begins."""
 
     kind: str = "append"
     compact_at: int | None = None
@@ -393,16 +400,17 @@ class History:
         object.__setattr__(self, "settings", given | ({"history": self.kind} if self.kind != "append" else {}))
 
     def is_full(self, tokens: int) -> bool:
-        """Whether a context of so many tokens is to be compacted."""
+        """Return whether a context of `tokens` tokens is to be compacted, by a summary."""
         return self.compact_at is not None and tokens >= self.compact_at
 
     def asking(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the request for a summary behind the last one's text, so that no template sees two in a row."""
+        """Return the messages with the request for a summary appended to the last one's text, so that no template sees
+        two users' turns in a row."""
         *others, last = map(dict, messages)
         return [*others, {**last, "content": f"{last['content']}{self._request}"}]
 
     def heard(self, turn: Turn) -> str:
-        """A turn's text without the request for a summary."""
+        """Return a turn's text without the request for a summary."""
         return turn.text.removesuffix(self._request) if turn.extra.get(_ASKED) else turn.text
 
     @property
@@ -416,17 +424,17 @@ def mark_asked(said: Transcript) -> None:
 
 
 def is_asked(turns: Sequence[Turn]) -> bool:
-    """Whether the next turn is a summary."""
+    """Return whether the last of these turns asks for a summary, so that the next turn is the summary."""
     return bool(turns) and turns[-1].role != "assistant" and bool(turns[-1].extra.get(_ASKED))
 
 
 def summaries(turns: Sequence[Turn]) -> list[bool]:
-    """Whether each turn is a summary."""
+    """Return for each turn whether it is a summary that the model was asked for."""
     return [turn.role == "assistant" and is_asked(turns[:place][-1:]) for place, turn in enumerate(turns)]
 
 
 def with_summary(messages: Sequence[Mapping[str, Any]], summary: str) -> list[dict[str, Any]]:
-    """The first messages of an episode, with the summary of what followed behind them."""
+    """Return the first messages of an episode, with a summary of the turns since then appended."""
     *others, last = map(dict, messages)
     text = _SUMMARY + summary
     if last["role"] == "user" and isinstance(last["content"], str):
@@ -435,7 +443,8 @@ def with_summary(messages: Sequence[Mapping[str, Any]], summary: str) -> list[di
 
 
 def cut(transcripts: Iterable[Transcript], count: int) -> list[Transcript]:
-    """The sequences of an episode that ends after `count` turns; behind a whole one the next has begun."""
+    """Return copies of an episode's sequences, ended after the first `count` turns; where a sequence ends there, the
+    next one is kept empty."""
     kept: list[Transcript] = []
     for transcript in transcripts:
         inside = len(transcript.turns)

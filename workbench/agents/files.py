@@ -44,9 +44,11 @@ _OF_A_TOOL = ("class_name", "name", "description", "parameters", "config", "tool
 def _entries(
     path: str | Path, key: str, kind: str, make: Callable[[Mapping[str, Any]], Iterable[Any]], *, alone: bool = False
 ) -> dict[str, Any]:
-    """What `make` makes of each entry of the list under `key`, by name; `alone`: a mapping may be there instead.
+    """Make objects of the entries of the list under `key` in a yaml file: name → object; `make(entry)` returns those of
+    one entry.
 
-    Raises `SettingError` that names the entry, for two of one name as well.
+    With `alone` a single mapping may stand in place of the list. Raises `SettingError` that names the entry, also for
+    two objects of one name.
     """
     entries = read_yaml(path, most=MAX_BYTES).get(key)
     entries = [entries] if alone and isinstance(entries, Mapping) else entries
@@ -57,7 +59,7 @@ def _entries(
     for number, entry in enumerate(entries):
         try:
             if not isinstance(entry, Mapping):
-                raise SettingError(f"entry of {key!r}", expected="a mapping", found=describe(entry))
+                raise SettingError(f"entry in the list {key!r}", expected="a mapping", found=describe(entry))
             with boundary(f"making this {kind}", SettingError):
                 objects += make(entry)
         except WorkbenchError as error:
@@ -66,7 +68,8 @@ def _entries(
 
 
 def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
-    """Tools (or interactions) as a dict by name. Raises `SettingError`, calling them `kind`, if two have the same name."""
+    """Return tools (or interactions) as a dict by name. Raises `SettingError`, which calls them `kind`, if two have the
+    same name."""
     named: dict[str, Any] = {}
     for item in made:
         if item.name in named:
@@ -76,11 +79,11 @@ def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
 
 
 def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """Load simulated users from the yaml file `path`; returns name → interaction.
+    """Load simulated users from the yaml file `path`: name → interaction.
 
-    The file's key `interaction` is a mapping `{class_name, config, name}` or a list of them. The default `name` is that of
-    the class without `Interaction`, in lower case. Your own classes must lie below an allowed root (see `find_class`).
-    Raises `SettingError`, naming the entry, for one that cannot be made and for two with the same name.
+    The file's key `interaction` is a mapping `{class_name, config, name}` or a list of them. The default `name` is that
+    of the class without `Interaction`, in lower case. Your own classes must lie below an allowed root (see
+    `find_class`). Raises `SettingError`, naming the entry, for one that cannot be made and for two with the same name.
     """
 
     def made(entry: Mapping[str, Any]) -> Iterator[Any]:
@@ -95,7 +98,7 @@ def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> 
 
 
 def load_tools(path: str | Path, *, sandbox: Any = None, roots: Sequence[str | Path] = ()) -> dict[str, BaseTool]:
-    """Load tools from a yaml file; returns name → tool.
+    """Load tools from a yaml file: name → tool.
 
     Each entry of `tools` has verl's form (`class_name`, `config: {type: native | mcp, …}`, `tool_schema`; for MCP `mcp:
     {mcp_servers_config_path, tool_selected_list}`), or the short form of a shipped tool (`name`, `description`,
@@ -112,7 +115,7 @@ def load_tools(path: str | Path, *, sandbox: Any = None, roots: Sequence[str | P
 def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], folder: Path) -> list[BaseTool]:
     for name in entry:
         if name not in _OF_A_TOOL:
-            raise SettingError(unknown("key of a tool", name, _OF_A_TOOL))
+            raise SettingError(unknown("key of a tool in a yaml file", name, _OF_A_TOOL))
     config = dict(entry.get("config") or {})
     schema = entry.get("tool_schema")
     cls = find_class(entry.get("class_name", entry.get("name")), "tool", TOOLS, roots)
@@ -121,7 +124,7 @@ def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], 
         schema = {**getattr(cls, "SCHEMA", {}), **given}
     kind = config.pop("type", "mcp" if cls is MCPTool else "native")
     if kind not in ("native", "mcp"):
-        raise SettingError("config.type of a tool", expected="native or mcp", found=describe(kind))
+        raise SettingError("config.type of a tool in a yaml file", expected="native or mcp", found=describe(kind))
     if kind == "mcp":
         return list(_from_servers(entry, config, folder))
     tool: BaseTool
@@ -140,7 +143,7 @@ def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: P
     settings = {**(entry.get("mcp") or {}), **(config.get("mcp") or {})}
     servers = settings.get("mcp_servers_config_path") or settings.get("mcpServers") or config.get("mcpServers")
     if servers is None:
-        raise SettingError("keys of an MCP tool", expected="mcp.mcp_servers_config_path", found=sorted(settings))
+        raise SettingError("keys of mcp of a tool", expected="mcp_servers_config_path", found=sorted(settings))
     if isinstance(servers, str):
         servers = folder / servers if (folder / servers).is_file() else Path(servers)
     timeout = float(config.get("timeout", 30.0))
@@ -148,11 +151,13 @@ def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: P
 
 
 def find_class(name: Any, kind: str, aliases: Mapping[str, type], roots: Sequence[str | Path] = ()) -> type[Any]:
-    """The class called `name`: a key of `aliases`, a class of `__main__` or `workbench.agents`, or `package.module.Class`.
+    """Find the class called `name`: a key of `aliases`, a class of `__main__` or `workbench.agents`, or
+    `package.module.Class`.
 
-    A module is imported, and so run in this process, only from below an allowed root: the working directory, the folders in
-    `WORKBENCH_CODE_ROOTS`, and `roots`. Raises `SettingError`, naming module and folders, if the module is not found, lies
-    elsewhere, does not import, or has no such class; `kind` (`tool`) is the word for the class in these errors.
+    A module is imported, and so run in this process, only from below an allowed root: the working directory, the
+    folders in `WORKBENCH_CODE_ROOTS`, and `roots`. Raises `SettingError`, naming module and folders, if the module is
+    not found, lies elsewhere, does not import, or has no such class; `kind` (`tool`) is the word for the class in these
+    errors.
     """
     if not isinstance(name, str) or not name:
         raise SettingError(f"class_name of a {kind}", expected="package.module.Class", found=repr(name))
@@ -188,11 +193,12 @@ def _imported(dotted: str, kind: str, roots: Sequence[str | Path]) -> ModuleType
             return _from(root, parts, allowed)
     expected = f"{'/'.join(parts)}.py below {', '.join(map(str, allowed))}"
     do = f"start Python in its folder, pass roots=[…], or name the folder in {ROOTS}"
-    raise SettingError(f"module {dotted!r} of a {kind} is not there", expected=expected, do=do)
+    raise SettingError(f"module {dotted!r} of a {kind} is not found", expected=expected, do=do)
 
 
 def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleType:
-    """Import package by package from this root alone: no other entry of sys.path can answer to the name."""
+    """Import a module package by package from the folder `root` alone, so that no other entry of sys.path can provide
+    it."""
     folders, name, module = [str(root)], "", ModuleType("")
     for part in parts:
         name = f"{name}.{part}" if name else part

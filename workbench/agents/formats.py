@@ -50,7 +50,7 @@ class ToolArgsParser(TaggedJson):
 class KimiParser(TaggedJson):
     """Parser of `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>` (Kimi K2).
 
-    What stands before the arguments is the call's `tool_call_id`, with which its answer is given to the chat template.
+    The text before the arguments is the call's `tool_call_id`, with which its answer is passed to the chat template.
     """
 
     OPEN = re.compile(
@@ -61,7 +61,8 @@ class KimiParser(TaggedJson):
     SECTION = re.compile(r"<\|tool_calls_section_end\|>")
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text, where it has their section; returns (the text without it, the calls)."""
+        """Find the tool calls in a model's text, if it has a section of calls: (the text without the section, the
+        calls)."""
         return super().extract_tool_calls(text, tools) if "<|tool_calls_section_begin|>" in text else (text, [])
 
 
@@ -80,9 +81,11 @@ class DeepSeekParser(TaggedJson):
 
 @register_parser("gpt_oss", "openai")
 class HarmonyParser(TaggedJson):
-    """Parser of gpt-oss's harmony format: `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`.
+    """Parser of gpt-oss's harmony format: `<|channel|>commentary to=functions.name
+    <|constrain|>json<|message|>{…}<|call|>`.
 
-    The recipient may stand before the channel. The channel `analysis` is reasoning, and has no calls.
+    The recipient (`to=…`) may stand before the channel. The channel `analysis` is reasoning, in which no calls are
+    read.
     """
 
     _TO = r"to=functions\.(?P<{}>[\w.-]{{1,64}})"
@@ -130,7 +133,7 @@ class MistralParser(TaggedJson):
 class LlamaParser(TaggedJson):
     """Parser of Llama 3's calls: `<|python_tag|>{"name": …, "parameters": {…}}` and `<function=name>{…}</function>`.
 
-    A turn that is nothing but such JSON, several calls apart by `;`, is a call without the tag.
+    A turn that consists of such JSON alone is a call without the tag; `;` separates several calls.
     """
 
     OPEN = re.compile(r"<\|python_tag\|>\s*(?=\{)|<function=(?P<name>[\w.-]{1,64})>")
@@ -140,12 +143,12 @@ class LlamaParser(TaggedJson):
     _END = re.compile(r"\s*(?:<\|e(?:om|ot)_id\|>\s*)?(?:;|\Z)")
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text; returns (the text without them, the calls)."""
+        """Find the tool calls in a model's text: (the text without them, the calls)."""
         alone = self._whole(behind_reasoning(text))
         return ("", alone) if alone else super().extract_tool_calls(text, tools)
 
     def _whole(self, text: str) -> list[FunctionCall]:
-        """The calls of a text that is nothing else; none where it is anything else."""
+        """Return the calls of a text that consists of calls alone; [] for any other text."""
         calls: list[FunctionCall] = []
         place = 0
         while place < len(text) and (opened := self._ALONE.match(text, place)):
@@ -167,9 +170,9 @@ class LlamaParser(TaggedJson):
     "granite", "phi4_mini_json", "jamba", "minimax", "internlm", "nemotron_json", "cohere_command3", "gigachat3"
 )
 class JsonListParser(TaggedJson):
-    """Parser of calls as a JSON list, or as objects one after the other, behind a tag.
+    """Parser of calls as a JSON list, or as several JSON objects in a row, after an opening tag.
 
-    Granite 3, Phi-4 mini, Jamba, MiniMax M1, InternLM 2, Nemotron Nano 2, Command R7B and A, GigaChat 3.
+    Formats of Granite 3, Phi-4 mini, Jamba, MiniMax M1, InternLM 2, Nemotron Nano 2, Command R7B and A, GigaChat 3.
     """
 
     OPEN = re.compile(
@@ -181,7 +184,7 @@ class JsonListParser(TaggedJson):
     _BETWEEN = re.compile(r"[\s,]*")
 
     def _body(self, text: str, start: int) -> tuple[str | None, int]:
-        """As `TaggedJson._body`; objects one after the other are one list."""
+        """Find the JSON between the tags, as `TaggedJson._body` does, and join several objects in a row to one list."""
         objects, place = list[str](), start
         with contextlib.suppress(ValueError, RecursionError):
             while text.startswith("{", place):
@@ -218,12 +221,12 @@ PYTHON_WORDS = MappingProxyType({"True": "true", "False": "false", "None": "null
 _NO_TEXT = {"type": ["number", "boolean", "null", "array", "object"]}
 
 
-class Elements(FindsCalls):
+class ElementsParser(FindsCalls):
     """Base of the parsers of calls in which each parameter has tags of its own.
 
-    The outer tag may be missing, and so may a closing tag where the next tag tells where the value ends. A value is text, or
-    JSON where the tool's schema has another type than string; tags in it that are closed belong to it. Anything else, and
-    the same parameter twice, are arguments that do not parse.
+    The outer tag may be missing, and so may a closing tag where the next tag shows where the value ends. A value is
+    text, or JSON where the tool's schema has another type than string; complete pairs of tags inside a value belong to
+    it. Anything else, and the same parameter twice, become arguments that do not parse.
     """
 
     OUTER: str
@@ -270,7 +273,8 @@ class Elements(FindsCalls):
         return None
 
     def _given(self, text: str, place: int, properties: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], int]:
-        """(the parameters from `place` on that are whole, where the last of them ends)."""
+        """Read the parameters from `place` on: ([(name, value), …] of those that are complete, where the last of them
+        ends)."""
         arguments: list[tuple[str, Any]] = []
         matching: dict[int, re.Match[str]] | None = None
         stop = -1
@@ -291,7 +295,8 @@ class Elements(FindsCalls):
         return arguments, place
 
     def _behind_json(self, text: str, start: int, schema: Mapping[str, Any]) -> re.Match[str] | None:
-        """The tag that closes a list or an object, as the schema has it, whatever tags its strings have; None for others."""
+        """Find the tag that closes a list or an object, whatever tags its strings contain; None where the schema has
+        another type."""
         if not (kinds := kinds_of(schema)) or not kinds <= {"array", "object"}:
             return None
         with contextlib.suppress(ValueError, RecursionError):
@@ -299,13 +304,14 @@ class Elements(FindsCalls):
         return None
 
     def _typed(self, value: str, opened: re.Match[str], schema: Mapping[str, Any]) -> Any:
-        """A value as its opening tag says (a group `text`), or else as the schema does."""
-        told = opened["text"] if "text" in opened.re.groupindex else None
-        return value if told in ("true", "string") else typed(value, schema if told is None else _NO_TEXT)
+        """Convert a parameter's text to its value: as its opening tag says (group `text` of the match), or else as the
+        schema does."""
+        kind = opened["text"] if "text" in opened.re.groupindex else None
+        return value if kind in ("true", "string") else typed(value, schema if kind is None else _NO_TEXT)
 
 
 @register_parser("qwen3_coder", "qwen_xml", "step3p5", "mimo")
-class Qwen3CoderParser(Elements):
+class Qwen3CoderParser(ElementsParser):
     """Parser of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder)."""
 
     OUTER, WRAP = "tool_call", "\n"
@@ -321,7 +327,7 @@ class SeedParser(Qwen3CoderParser):
 
 
 @register_parser("glm45", "glm47", "glm4_moe")
-class GlmParser(Elements):
+class GlmParser(ElementsParser):
     """Parser of `<tool_call>name <arg_key>key</arg_key> <arg_value>value</arg_value></tool_call>` (GLM-4.5 to 4.7)."""
 
     OUTER = "tool_call"
@@ -330,7 +336,7 @@ class GlmParser(Elements):
 
 
 @register_parser("minimax_m2")
-class MiniMaxParser(Elements):
+class MiniMaxParser(ElementsParser):
     """Parser of `<minimax:tool_call><invoke name="…"><parameter name="key">value</parameter></invoke></minimax:tool_call>`."""
 
     OUTER = "minimax:tool_call"
@@ -339,7 +345,7 @@ class MiniMaxParser(Elements):
 
 
 @register_parser("deepseek_v32", "deepseek_v4")
-class DeepSeekMarkupParser(Elements):
+class DeepSeekMarkupParser(ElementsParser):
     """Parser of `<｜DSML｜invoke name="…"><｜DSML｜parameter name="key" string="true">value</｜DSML｜parameter>…` (DeepSeek V3.2, V4)."""
 
     OUTER = "｜DSML｜(?:function|tool)_calls"
@@ -350,7 +356,7 @@ class DeepSeekMarkupParser(Elements):
 
 
 @register_parser("kimi_k3")
-class KimiMarkupParser(Elements):
+class KimiMarkupParser(ElementsParser):
     """Parser of `<|open|>call tool="…" index="1"<|sep|><|open|>argument key="…" type="string"<|sep|>value<|close|>argument<|sep|>…`."""
 
     OUTER, TAGS = "tools", (r"<\|open\|>{}<\|sep\|>", r"<\|close\|>{}<\|sep\|>")
@@ -361,8 +367,9 @@ class KimiMarkupParser(Elements):
 
 
 @register_parser("hy_v3")
-class HunyuanParser(Elements):
-    """Parser of GLM's elements with `<tool_sep:opensource>` behind the name; a suffix is part of each tag (Hunyuan 3)."""
+class HunyuanParser(ElementsParser):
+    """Parser of `<tool_call:x>name<tool_sep:x><arg_key:x>key</arg_key:x><arg_value:x>value</arg_value:x>…`, with any
+    suffix x (Hunyuan 3)."""
 
     OUTER = r"tool_calls:\w{1,16}"
     FUNCTION = (r"<tool_call:\w{1,16}>\s*([\w.-]{1,64})\s*<tool_sep:\w{1,16}>", r"</tool_call:\w{1,16}>")
@@ -373,9 +380,10 @@ class HunyuanParser(Elements):
 
 @register_parser("minimax_m3")
 class MiniMaxM3Parser(FindsCalls):
-    """Parser of MiniMax M3's elements: `<invoke name="…">`, in it `<key>value</key>`, lists of `<item>`, objects in objects.
+    """Parser of MiniMax M3's elements: `<invoke name="…">`, in it `<key>value</key>`, lists of `<item>`, and nested
+    objects.
 
-    `]<]minimax[>[` stands before every tag. A value is read as the tool's schema has it.
+    `]<]minimax[>[` stands before every tag. A value is read as the type that the tool's schema gives it.
     """
 
     _TAG = re.compile(r"\]<\]minimax\[>\[<(/?)([^<>\n]{1,128})>")
@@ -396,7 +404,8 @@ class MiniMaxM3Parser(FindsCalls):
         return opened.start(), stop, (FunctionCall(opened[1], text[opened.end() : stop].strip()),)
 
     def _value(self, text: str, place: int, name: str, schema: Mapping[str, Any], depth: int) -> tuple[Any, int]:
-        """(what stands before the tag that closes `name`, where that tag ends). Raises `ValueError` where none closes it."""
+        """Read the value up to the tag that closes `name`: (the value, where that tag ends). Raises `ValueError` where
+        no tag closes it."""
         kinds, inside, start = kinds_of(schema), list[tuple[str, Any]](), place
         if kinds == {"string"} and (closed := matching_tags(self._PAIR, text, place).get(place)):
             return text[start : closed.start()], closed.end()
@@ -405,16 +414,17 @@ class MiniMaxM3Parser(FindsCalls):
             one, place = self._value(text, tag.end(), tag[2], inner or {}, depth + 1)
             inside.append((tag[2], one))
         if tag is None or (tag[1], tag[2]) != ("/", name):
-            raise ValueError(f"{name!r} is not closed")
+            raise ValueError(f"the element {name!r} has no closing tag")
         return self._made(inside, text[start : tag.start()], schema), tag.end()
 
     def _made(self, inside: Sequence[tuple[str, Any]], text: str, schema: Mapping[str, Any]) -> Any:
-        """A list, an object or a plain value, of the elements in it or of its text. Raises `ValueError` for a name twice."""
+        """Build a list, an object or a plain value of the elements `inside`, or of the text. Raises `ValueError` for a
+        name twice."""
         kinds, names = kinds_of(schema), {name for name, _ in inside}
         if "array" in kinds or (names == {"item"} and "object" not in kinds):
             return [one for _, one in inside]
         if len(names) < len(inside):
-            raise ValueError("a name is given twice")
+            raise ValueError("the element has two parameters of one name")
         return dict(inside) if inside or "object" in kinds else typed(text, schema)
 
 
@@ -423,9 +433,10 @@ class MiniMaxM3Parser(FindsCalls):
 
 @register_parser("functiongemma", "gemma4")
 class GemmaParser(FindsCalls):
-    """Parser of `<start_function_call>call:name{key:<escape>text<escape>,other:[1]}<end_function_call>` (FunctionGemma).
+    """Parser of `<start_function_call>call:name{key:<escape>text<escape>,other:[1]}<end_function_call>`
+    (FunctionGemma).
 
-    Gemma 4 has `<|tool_call>` and `<tool_call|>` around it, and `<|"|>` around texts.
+    Gemma 4 writes `<|tool_call>` and `<tool_call|>` around a call, and `<|"|>` around texts.
     """
 
     _OPEN = re.compile(r"(?:<start_function_call>|<\|tool_call>)\s*call:\s*([\w.-]{1,64})\s*\{")
@@ -452,7 +463,8 @@ class GemmaParser(FindsCalls):
         )
 
     def _json(self, text: str, place: int) -> tuple[str, int]:
-        """(the arguments that begin at `place` as JSON, where their brace ends, or -1 where it does not)."""
+        """Convert the arguments that begin at `place` to JSON: (the JSON text, where their brace ends, or -1 where it
+        does not end)."""
         parts, closes, named, value = ["{"], ["}"], True, False
         while closes:
             if named and (key := self._KEY.match(text, place)):
@@ -472,7 +484,7 @@ class GemmaParser(FindsCalls):
 
     @staticmethod
     def _sound(part: re.Match[str]) -> str:
-        """A text, a sign, JSON's own text or a word, as JSON."""
+        """Write one part of the arguments as JSON: a quoted text, a punctuation sign, a JSON string or a word."""
         quote, string, sign, sound, word = part.groups()
         return dumped(string) if quote else sign or sound or PYTHON_WORDS.get(word, word)
 
@@ -484,8 +496,8 @@ class GemmaParser(FindsCalls):
 class PythonicParser(FindsCalls):
     """Parser of `[name(key="value", other=[1, 2])]`: Llama 3.2 and 4, OLMo 3, LFM 2, and `tool_code` blocks.
 
-    The list stands at the beginning of a line, or between a family's tags. Arguments are keywords with literals (JSON, or
-    Python's `True`, `None`, strings in single quotes); others do not parse. Nothing is evaluated.
+    The list stands at the beginning of a line, or between a family's tags. Arguments are keywords with literals: JSON,
+    or Python's `True`, `None` and strings in single quotes. Other arguments do not parse. Nothing is evaluated.
     """
 
     _CALL = re.compile(r"\s*([A-Za-z_][\w.]{0,63})\(")
@@ -519,7 +531,8 @@ class PythonicParser(FindsCalls):
         return None
 
     def _argument_text(self, text: str, start: int) -> tuple[str, int]:
-        """(the keyword arguments that begin at `start` as JSON, where their parenthesis ends, or -1 where it does not)."""
+        """Convert the keyword arguments from `start` to JSON: (the JSON text, where their parenthesis ends, or -1 where
+        it does not end)."""
         parts, closes = ["{"], [")"]
         for part in self._PART.finditer(text, start):
             string, bracket, word, equals = part.groups()
@@ -542,7 +555,7 @@ class PythonicParser(FindsCalls):
 
 @register_parser("gemma3")
 class Gemma3Parser(PythonicParser):
-    """Parser of a program's calls in a block of `tool_code` or `python`, each alone or in `print(…)` (Gemma 3)."""
+    """Parser of Python calls in a block of `tool_code` or `python`, each alone or inside `print(…)` (Gemma 3)."""
 
     _OPEN = re.compile(
         rf"{AT_LINE}```(?:tool_code|python|py)?[ \t]*\n\s*\[?\s*(?:print\()?(?=[A-Za-z_][\w.]{{0,63}}\(\s*(?:\)|\w+\s*=))"
@@ -591,7 +604,7 @@ _SIGNS: Sequence[tuple[str, str]] = (
 
 
 def parser_of(template: str | Mapping[str, str] | None) -> str:
-    """The name of the parser for the calls that a chat template (or one of several) writes.
+    """Return the name of the parser for the calls that a chat template (or one of several templates) writes.
 
     Raises `SettingError` where it writes none, or none that is known.
     """

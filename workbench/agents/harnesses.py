@@ -105,17 +105,17 @@ class Harness(AgentLoopBase):
         self._env = dict(env or {})
         self._folder = None if folder is None else str(folder)
         self._parser = parser
-        self._door = _Door()
+        self._endpoints = _Endpoints()
 
     @property
     def source(self) -> str:
-        """The command, or the function's name, for a record."""
+        """The command, or the function's name, for a run's record."""
         if callable(self._play):
             return str(getattr(self._play, "__qualname__", type(self._play).__name__))
         return " ".join(self._play)
 
     def describe(self) -> dict[str, Any]:
-        """The harness's settings by name; of `env` the names alone."""
+        """Return the harness's settings by name; of the environment variables `env` only the names."""
         parser = self._parser if isinstance(self._parser, str | None) else type(self._parser).__name__
         return {**super().describe(), "play": self.source, "parser": parser, "env": sorted(self._env)}
 
@@ -123,16 +123,16 @@ class Harness(AgentLoopBase):
         return f"{type(self).__name__}({self.name}: {self.source})"
 
     def prepare(self, sampler: Sampler) -> None:
-        """Check the parser before any row is played."""
+        """Check the parser against the sampler's tokenizer, before any row is played."""
         PolicyTokens(sampler, self._parser)
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> Any:
-        """Play one row's episode; returns its sequences."""
+        """Play one row's episode; return its sequence, or a list of its sequences."""
         if self.episode.lock_step is not None:
             do = "leave deterministic=True out: the same harness gets the same tokens, barring float ties"
-            raise SettingError("deterministic rollout of a harness", expected="deterministic=False", do=do)
+            raise SettingError("rollout of a harness, deterministic=", expected="False", found="True", do=do)
         limits = Limits(self.max_assistant_turns, int(sampling_params["max_tokens"]))
-        async with self._door.open(self.episode.sampler, self._parser, self.model, self.max_concurrent) as room:
+        async with self._endpoints.open(self.episode.sampler, self._parser, self.model, self.max_concurrent) as room:
             sampling = SamplingSettings.from_parameters(sampling_params)
             with room.address.session(
                 self.episode, sampling=sampling, limits=limits, keep_reasoning=self.keep_reasoning
@@ -144,7 +144,7 @@ class Harness(AgentLoopBase):
         return found if len(found) > 1 else found[0]
 
     async def _played(self, room: _Room, session: PolicySession, row: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """(the harness's result, what went wrong or "")."""
+        """Let the harness play the episode: (the harness's result, what went wrong or "")."""
         if not callable(self._play):
             async with room.turns:
                 return await self._program(session, row)
@@ -187,10 +187,11 @@ class Harness(AgentLoopBase):
             if trouble:
                 last = _tail(files["stderr"]) or _tail(files["stdout"])
                 return {}, f"{trouble}: {last}" if last else trouble
-            return _read(files["result.json"], files["stdout"]), ""
+            return _result_of_program(files["result.json"], files["stdout"]), ""
 
     async def _until(self, session: PolicySession, work: Awaitable[T]) -> T:
-        """Await `work`; raises `TimeoutError` after `seconds`, or where it goes on though a limit refuses its requests."""
+        """Await `work`. Raises `TimeoutError` after `seconds`, or if it goes on for `_GRACE` seconds after a limit has
+        refused its requests."""
         task, end = asyncio.ensure_future(work), time.monotonic() + self.seconds
         try:
             while not task.done():
@@ -208,7 +209,7 @@ class Harness(AgentLoopBase):
     async def _ended(
         self, session: PolicySession, command: list[str], pipes: Sequence[Any], env: Mapping[str, str], folder: str
     ) -> str:
-        """Run a command to its end; returns what went wrong, or "". Its processes are killed, however it ended."""
+        """Run a command to its end; return what went wrong, or "". All its processes are killed, however it ended."""
         try:
             streams = dict(zip(("stdin", "stdout", "stderr"), pipes, strict=True))
             process = await asyncio.create_subprocess_exec(
@@ -241,7 +242,7 @@ class Harness(AgentLoopBase):
         return [replace(one, finish_reason="abort") for one in found] if trouble else found
 
     def _silent(self, row: Mapping[str, Any], extra: Mapping[str, Any]) -> AgentLoopOutput:
-        """The output of an episode in which nothing was asked."""
+        """Make the output of an episode in which the harness asked the policy nothing."""
         chat = row.get("raw_prompt")
         chat = chat if isinstance(chat, list) else [{"role": "user", "content": str(chat or "")}]
         ids = TurnTokens(self.tokenizer, **switches_of(self.episode.sampler)).prompt(chat)
@@ -255,7 +256,8 @@ _PIPES = (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))
 
 @dataclass(eq=False)
 class _Room:
-    """What the episodes of one rollout share: the endpoint, and how many programs and functions may run at once."""
+    """What the episodes of one rollout share: the endpoint of the sampler, and a semaphore for the programs and
+    functions that run at once."""
 
     stack: ExitStack
     address: Endpoint
@@ -263,15 +265,15 @@ class _Room:
     inside: int = 0
 
 
-class _Door:
-    """A harness's endpoints, one for each sampler: opened for the first of its episodes, closed after the last."""
+class _Endpoints:
+    """Keeps a harness's endpoints, one per sampler: opened for the first of its episodes, closed after the last."""
 
     def __init__(self) -> None:
         self._rooms: dict[int, _Room] = {}
 
     @asynccontextmanager
     async def open(self, sampler: Sampler, parser: Any, model: str, most: int) -> AsyncIterator[_Room]:
-        """The endpoint of a sampler, while the block runs."""
+        """Async context manager: yields the endpoint of a sampler, which is opened if no other episode has opened it."""
         if (room := self._rooms.get(id(sampler))) is None:
             stack = ExitStack()
             address = stack.enter_context(endpoint(sampler, parser=parser, model=model))
@@ -286,9 +288,9 @@ class _Door:
                 await asyncio.shield(asyncio.to_thread(room.stack.close))
 
 
-def _filled(text: str, told: Mapping[str, str]) -> str:
+def _filled(text: str, values: Mapping[str, str]) -> str:
     for name in _PLACES:
-        text = text.replace("{" + name + "}", told[name])
+        text = text.replace("{" + name + "}", values[name])
     return text
 
 
@@ -303,8 +305,8 @@ def _tail(file: Path, most: int = _LAST) -> str:
         return stream.read().decode(errors="replace").strip()
 
 
-def _read(result: Path, output: Path) -> dict[str, Any]:
-    """A program's result: its file, or the last line that it printed; {} where neither is JSON."""
+def _result_of_program(result: Path, output: Path) -> dict[str, Any]:
+    """Read a program's result: its result file, or the last line that it printed; {} where neither is JSON."""
     if result.is_file() and result.stat().st_size <= _MOST_RESULT:
         text = result.read_text(errors="replace")
     else:

@@ -20,7 +20,7 @@ from workbench.rewards.scorers.gsm8k import compute_score, written_truth
 
 LEAVE_SECONDS = 10.0
 """Time limit of `finalize_interaction`."""
-Said = tuple[bool, str, float, dict[str, Any]]
+ReplyTuple = tuple[bool, str, float, dict[str, Any]]
 """Whether to stop, the user's next message, the score of the last assistant message, anything else."""
 
 
@@ -45,7 +45,7 @@ class BaseInteraction(Interaction):
         self.name: str = self.config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start a conversation; returns its id: `instance_id`, or a new one where that is None."""
+        """Start a conversation; return its id: `instance_id`, or a new one where that is None."""
         return instance_id or str(uuid4())
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ class Gsm8kInteraction(BaseInteraction):
         self._instances: dict[str, dict[str, str]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start a conversation; returns its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
+        """Start a conversation; return its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
         truth = written_truth(kwargs.get("ground_truth"))
         if truth is None:
             given = describe(kwargs.get("ground_truth"))
@@ -75,14 +75,14 @@ class Gsm8kInteraction(BaseInteraction):
         self._instances[instance_id] = {"ground_truth": truth, "response": ""}
         return instance_id
 
-    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """Score the last assistant message; returns (stop, praise or a request to try again, score, {})."""
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
+        """Score the last assistant message: (stop, praise or a request to try again, score, {})."""
         self._instances[instance_id]["response"] = last_message(messages)
         score = await self.calculate_score(instance_id)
         return (True, self.RIGHT, score, {}) if score == 1.0 else (False, self.WRONG, score, {})
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The score of the last assistant message: 1.0 if it is right, else 0.0; 0.0 before the first."""
+        """Return the score of the last assistant message: 1.0 if it is right, else 0.0; 0.0 before the first."""
         state = self._instances.get(instance_id or "")
         return compute_score(state["response"], state["ground_truth"], method="strict") if state else 0.0
 
@@ -113,12 +113,12 @@ class RemoteInteraction(BaseInteraction):
         self._beginning.pop(instance_id, None)
         return str(found or instance_id)
 
-    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Said:
-        """The actor's reply to `messages`: (stop, text, score, extra)."""
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> ReplyTuple:
+        """Let the actor reply to `messages`: (stop, text, score, extra)."""
         return await maybe_awaited(self.actor.generate_response.remote(instance_id, messages, **kwargs))
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The actor's score of the conversation."""
+        """Return the score that the actor gives the conversation."""
         return await maybe_awaited(self.actor.calculate_score.remote(instance_id, **kwargs))
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -134,13 +134,13 @@ class RemoteInteraction(BaseInteraction):
 
 
 async def maybe_awaited(found: Any) -> Any:
-    """`found`, or what it gives when it is awaitable: the result of a function that may be sync or async."""
+    """Return a value, or, where it is awaitable, its result: for calls of functions that may be sync or async."""
     return await found if inspect.isawaitable(found) else found
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A simulated user's answer, whose types have been checked."""
+class UserReply:
+    """A simulated user's answer, after its types have been checked."""
 
     stop: bool
     text: str
@@ -150,7 +150,7 @@ class Reply:
 
 
 @dataclass
-class Session:
+class Conversation:
     """One conversation with one simulated user; made by `interacting`, and by a `ToolAgent` for each episode."""
 
     interaction: Any
@@ -176,18 +176,19 @@ class Session:
         begun = self.interaction.start_interaction(instance_id, **self.kwargs)
         self.instance_id = await within(begun, self.seconds) or instance_id
 
-    async def ask(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The user's answer to `messages`. Raises the user's errors, `TimeoutError`, or `ForeignError` for a bad answer."""
+    async def ask(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
+        """Ask the user to answer `messages`. Raises the user's errors, `TimeoutError`, or `ForeignError` for an answer
+        of another form."""
         chat = [dict(one) for one in messages]
         answer = self.interaction.generate_response(self.instance_id, chat, **self.kwargs)
         found: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer
         return _checked(self.name, found)
 
-    async def respond(self, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """The simulated user's answer to the conversation so far.
+    async def respond(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
+        """Ask the simulated user to answer the conversation so far, and keep the score that it gives.
 
-        Raises `ForeignError`, naming the interaction, if it raises, takes more than `seconds`, or does not return (bool,
-        str, finite number, dict).
+        Raises `ForeignError`, naming the interaction, if it raises, takes more than `seconds`, or does not return
+        (bool, str, finite number, dict).
         """
         with boundary(f"interaction {self.name!r}"):
             reply = await self.ask(messages)
@@ -195,13 +196,14 @@ class Session:
         return reply
 
     async def score(self) -> float:
-        """The simulated user's score of the conversation (`calculate_score`). Raises `ForeignError` as `respond` does."""
+        """Return the simulated user's score of the conversation (`calculate_score`). Raises `ForeignError` as `respond`
+        does."""
         with boundary(f"interaction {self.name!r}"):
             found = await within(self.interaction.calculate_score(self.instance_id), self.seconds)
         return _number(self.name, "calculate_score", found)
 
     async def end(self) -> None:
-        """Finalise the conversation, even when cancelled; a second call does nothing. What fails is in `trouble`."""
+        """Finalise the conversation, even when cancelled; a second call does nothing. A failure is kept in `trouble`."""
         if self.open:
             self.open = False
             await runtime.to_its_end(self._left())
@@ -220,12 +222,12 @@ async def interacting(
     *,
     instance_id: str | None = None,
     seconds: float | None = None,
-) -> AsyncIterator[Session]:
-    """Async context manager: starts a conversation with a simulated user and yields its `Session`.
+) -> AsyncIterator[Conversation]:
+    """Async context manager that starts a conversation with a simulated user and yields it.
 
-    `async with interacting(interactions, row) as session: await session.respond(messages)`. The conversation is finalised
-    however the block ends, also if its start fails. That may take `LEAVE_SECONDS`; a failure of it is in `session.trouble`,
-    and in a note on the error that ended the block.
+    `async with interacting(interactions, row) as talk: await talk.respond(messages)`. The conversation is finalised
+    however the block ends, also if its start fails. That may take `LEAVE_SECONDS`; its failure is kept in the
+    conversation's `trouble`, and in a note on the error that ended the block.
 
     Args:
         interaction: an interaction, or a mapping of names to interactions.
@@ -239,7 +241,7 @@ async def interacting(
         chosen, kwargs = select_interaction(interaction, row, needed=True)
     else:
         chosen, kwargs = interaction, {key: value for key, value in interaction_kwargs(row).items() if key != "name"}
-    session = Session(chosen, kwargs, seconds)
+    session = Conversation(chosen, kwargs, seconds)
     try:
         with boundary(f"interaction {chosen.name!r}"):
             await session.start(instance_id or str(uuid4()))
@@ -254,9 +256,10 @@ async def interacting(
 
 
 def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's `interaction_kwargs`, from its `extra_info` or the row; a mapping that is no row is taken to be the kwargs.
+    """Return a row's `interaction_kwargs`, from its `extra_info` or the row; a mapping that is no row is taken to be
+    the kwargs.
 
-    A parquet file gives every row the keys of all rows: keys whose value is None are left out.
+    Keys whose value is None are left out, as a parquet file gives every row the keys of all rows.
     """
     extra = row.get("extra_info")
     for place in (extra if isinstance(extra, Mapping) else {}, row):
@@ -271,11 +274,11 @@ def interaction_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
 def select_interaction(
     interactions: Mapping[str, Any], row: Mapping[str, Any], place: str = "a row", *, needed: bool = False
 ) -> tuple[Any, dict[str, Any]]:
-    """The simulated user that a row's `interaction_kwargs` name; returns (user, the kwargs without `name`).
+    """Return (the simulated user that a row's `interaction_kwargs` name, the kwargs without `name`).
 
-    With a single user the name, and the kwargs, may be missing. Where there are no users, a row without kwargs selects none,
-    (None, {}), unless one is `needed`. Raises `DataError`, which calls the row `place` and lists the users, for an unknown or
-    missing name, and for a row with kwargs where there are no users.
+    With a single user the name, and the kwargs, may be missing. Where there are no users, a row without kwargs selects
+    none, (None, {}), unless one is `needed`. Raises `DataError`, which calls the row `place` and lists the users, for
+    an unknown or missing name, and for a row with kwargs where there are no users.
     """
     kwargs = interaction_kwargs(row)
     if not (needed or interactions or kwargs):
@@ -295,7 +298,8 @@ def select_interaction(
 
 
 def checked_interactions(interactions: Any) -> dict[str, Interaction]:
-    """An agent's `interactions=` (list or mapping) as name → simulated user. Raises `SettingError` for anything else."""
+    """Return an agent's `interactions=` (list or mapping) as name → simulated user. Raises `SettingError` for anything
+    else."""
     alone = hasattr(interactions, "generate_response")
     if alone or isinstance(interactions, str) or not isinstance(interactions, Iterable):
         do = f"write [{named(interactions)}{'()' if isinstance(interactions, type) else ''}]" if alone else None
@@ -332,20 +336,20 @@ def _check_interaction(name: Any, user: Any) -> None:
 
 
 def default_name(cls: type) -> str:
-    """The default name of an interaction: its class's name without `Interaction`, in lower case."""
+    """Return the default name of an interaction: its class's name without `Interaction`, in lower case."""
     return cls.__name__.removesuffix("Interaction").lower() or cls.__name__.lower()
 
 
 def last_message(messages: Sequence[Mapping[str, Any]], role: str = "assistant") -> str:
-    """The text of the last message with role `role`; empty where there is none."""
+    """Return the text of the last message with role `role`; "" where there is none."""
     content = next((one.get("content") for one in reversed(messages) if one.get("role") == role), "")
     if isinstance(content, list):  # content in parts
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""
 
 
-def _checked(name: str, answer: Any) -> Reply:
-    """An interaction's answer. Raises `ForeignError` for one of another shape."""
+def _checked(name: str, answer: Any) -> UserReply:
+    """Check the types of an interaction's answer. Raises `ForeignError` for one of another form."""
     try:
         stop, text, score, extra = answer if isinstance(answer, tuple | list) else ()
         # 0 or 1, or numpy's bool, from a comparison, are clear; a text such as "False" is not
@@ -353,7 +357,7 @@ def _checked(name: str, answer: Any) -> Reply:
         if not good or not isinstance(extra, Mapping | None):
             raise TypeError("not a tuple (stop, text, score, extra)")
         number = None if score is None else _number(name, "the score", score)
-        return Reply(bool(stop), encodable(text), number, plain(extra or {}, describe))
+        return UserReply(bool(stop), encodable(text), number, plain(extra or {}, describe))
     except (TypeError, ValueError, RecursionError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
         found = f"{type(answer).__name__} {describe(answer)}"

@@ -20,7 +20,7 @@ from workbench.base.shown import Shown
 from workbench.datasets.rendering import check_tools, encode, render
 from workbench.engines.protocol import Sample, Sampler, SamplingSettings, switches_of
 
-_ASKED, _SAID = {"role": "user", "content": "question"}, "\u2e22answer\u2e23"
+_QUESTION, _ANSWER = {"role": "user", "content": "question"}, "\u2e22answer\u2e23"
 
 
 class AgentLoopBase(Remembering, Shown):
@@ -75,7 +75,7 @@ class AgentLoopBase(Remembering, Shown):
 
     @property
     def lacks(self) -> str:
-        """What the loop needs but was made without (`no tools`), else empty. Such a loop cannot be chosen by name alone."""
+        """What the loop needs but was made without (`no tools`), or "". Such a loop cannot be chosen by name alone."""
         return ""
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
@@ -83,10 +83,11 @@ class AgentLoopBase(Remembering, Shown):
         raise NotImplementedError(f"{type(self).__name__} does not define `async def run`")
 
     def prepare(self, sampler: Sampler) -> None:
-        """Hook, called before any row is run: a subclass raises here if it cannot work with the sampler's tokenizer."""
+        """Hook that is called before any row is run: a subclass raises here if it cannot work with the sampler's
+        tokenizer."""
 
     def describe(self) -> dict[str, Any]:
-        """The loop's settings by name: by default its public attributes that are str, int, float, bool or None."""
+        """Return the loop's settings by name: by default its public attributes that are str, int, float, bool or None."""
         plain = str | int | float | bool | None
         return {key: value for key, value in vars(self).items() if key[0] != "_" and isinstance(value, plain)}
 
@@ -94,7 +95,7 @@ class AgentLoopBase(Remembering, Shown):
         return f"{type(self).__name__}({self.name})"
 
     def bound(self, episode: Episode) -> Self:
-        """A shallow copy of the loop, bound to one row's `episode`."""
+        """Return a shallow copy of the loop, bound to one row's `episode`."""
         mine = copy.copy(self)
         mine._episode = episode
         return mine
@@ -114,7 +115,8 @@ class AgentLoopBase(Remembering, Shown):
 
     @property
     def server_manager(self) -> ServerManager:
-        """What verl's agent loops sample with: `await self.server_manager.generate(request_id, prompt_ids=…, …)`."""
+        """The object with which verl's agent loops sample: `await self.server_manager.generate(request_id,
+        prompt_ids=…, …)`."""
         return ServerManager(self)
 
     @property
@@ -124,7 +126,8 @@ class AgentLoopBase(Remembering, Shown):
 
     @property
     def rollout_config(self) -> LoopConfig:
-        """verl's `config.actor_rollout_ref.rollout`: its `prompt_length` and `response_length`.
+        """The settings that verl's loops read as `config.actor_rollout_ref.rollout`: `prompt_length` and
+        `response_length`.
 
         Raises `SettingError` on an object that was not made by the rollout.
         """
@@ -137,7 +140,7 @@ class AgentLoopBase(Remembering, Shown):
 
     @property
     def config(self) -> LoopConfig:
-        """verl's whole configuration: `config.actor_rollout_ref.rollout` is `rollout_config`."""
+        """The configuration that verl's loops read; its `actor_rollout_ref.rollout` is `rollout_config`."""
         return self.rollout_config
 
     async def apply_chat_template(
@@ -149,9 +152,10 @@ class AgentLoopBase(Remembering, Shown):
         remove_system_prompt: bool = False,
         **media: Any,
     ) -> list[int]:
-        """The token ids of a chat with the generation prompt, as verl's loops ask for them.
+        """Encode a chat with the generation prompt as token ids, with the arguments that verl's loops pass.
 
-        With `remove_system_prompt` they are those that follow a turn which the model ended itself. Raises `SettingError` for pictures and films.
+        With `remove_system_prompt` only the ids that follow a turn which the model ended itself are returned. Raises
+        `SettingError` for pictures and films.
         """
         _refuse({"images": images, "videos": videos, **media}, "apply_chat_template")
         switches = {**switches_of(self.episode.sampler), **({"tools": list(tools)} if tools else {})}
@@ -161,14 +165,15 @@ class AgentLoopBase(Remembering, Shown):
             if tools:
                 check_tools(self.tokenizer, tools, chat, self.tokenizer.decode(ids), switches)
             return ids
-        said = {"role": "assistant", "content": _SAID}
-        (text,) = render(self.tokenizer, [[_ASKED, said, *chat]], add_generation_prompt=True, **switches)
-        after = text.rpartition(_SAID)[2]
+        answer = {"role": "assistant", "content": _ANSWER}
+        (text,) = render(self.tokenizer, [[_QUESTION, answer, *chat]], add_generation_prompt=True, **switches)
+        after = text.rpartition(_ANSWER)[2]
         rest = after.partition(self.tokenizer.eos_token or after)[2] or after
         return list(self.tokenizer(rest, add_special_tokens=False)["input_ids"])
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The pictures and films that a processor finds in a chat: none without one, as in verl."""
+        """Return {}: the pictures and films that a processor finds in a chat, of which there are none without one, as
+        in verl."""
         return {}
 
     process_multi_modal_info = process_vision_info
@@ -184,8 +189,9 @@ class AgentLoopBase(Remembering, Shown):
     ) -> Sample:
         """Sample the next turn after the token ids `ids`. `changes` are sampling settings of this turn alone.
 
-        `policy` names the policy that speaks, where the rollout has several; a sequence holds one's tokens, and its output
-        says whose: `AgentLoopOutput(policy=…)`. `pixels` are the inputs of the pictures among `ids`.
+        `policy` names the policy that samples, where the rollout has several. All tokens of one sequence come from one
+        policy, which its output names: `AgentLoopOutput(policy=…)`. `pixels` are the model's inputs of the pictures in
+        `ids`.
         """
         if isinstance(sampling_params, SamplingSettings):
             sampling_params = sampling_params.to_dict()
@@ -193,7 +199,8 @@ class AgentLoopBase(Remembering, Shown):
 
 
 class TokenOutput(list[int]):
-    """The token ids of a turn, which are `token_ids`, too, with `log_probs` (nats) and `stop_reason`: verl's of any version."""
+    """The result of `server_manager.generate` in the form of every verl version: a list of token ids (also `token_ids`)
+    with `log_probs` (nats) and `stop_reason`."""
 
     def __init__(self, sample: Sample) -> None:
         super().__init__(sample.ids)
@@ -206,7 +213,7 @@ class TokenOutput(list[int]):
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """What is here of verl's configuration of a rollout, for loops that read it."""
+    """The part of verl's rollout configuration that agent loops read here: the lengths of prompt and response."""
 
     response_length: int
     """Limit of the response, in tokens."""
@@ -215,22 +222,22 @@ class LoopConfig:
 
     @property
     def actor_rollout_ref(self) -> LoopConfig:
-        """The part of the configuration that has `rollout`."""
+        """The part of the configuration that has `rollout`: this object."""
         return self
 
     @property
     def rollout(self) -> LoopConfig:
-        """The rollout's part of the configuration."""
+        """The rollout's part of the configuration: this object."""
         return self
 
 
 def _refuse(media: Mapping[str, Any], where: str) -> None:
     if there := [name for name, one in media.items() if one]:
-        raise SettingError(f"{there[0]} of {where}", expected="text: token ids", found=there)
+        raise SettingError(f"{there[0]} in a call of {where}", expected="text: token ids", found=there)
 
 
 class ServerManager:
-    """verl's way to sample inside an agent loop; every loop has one as `server_manager`."""
+    """Samples inside an agent loop under verl's names; every loop has one as `server_manager`."""
 
     def __init__(self, loop: AgentLoopBase) -> None:
         self._loop = loop
@@ -238,7 +245,8 @@ class ServerManager:
     async def generate(
         self, request_id: Any = None, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **media: Any
     ) -> TokenOutput:
-        """Sample the next turn after `prompt_ids`. The request id is not needed: a row's turns have its own seeds.
+        """Sample the next turn after `prompt_ids`. `request_id` has no effect, as a row's turns have seeds of their
+        own.
 
         Raises `SettingError` for pictures and films (`media`).
         """
@@ -282,7 +290,8 @@ def register(name: str) -> Callable[[C], C]:
 
 
 def agent_loop(name: str) -> type[AgentLoopBase]:
-    """The agent loop class registered by this name or alias. Raises `SettingError`, with the nearest name, for others."""
+    """Return the agent loop class registered under this name or alias. Raises `SettingError`, with the nearest name,
+    for others."""
     loop = _LOOPS.get(_ALIASES.get(name, name))
     if loop is None:
         raise SettingError(unknown("registered agent loop", name, (*_LOOPS, *_ALIASES)))
@@ -306,7 +315,7 @@ class Loops:
         named = dict(agent) if isinstance(agent, Mapping) else {own: agent}
         self._loops = {_ALIASES.get(name, name): _made(entry, response_length) for name, entry in named.items()}
         if not self._loops:
-            raise SettingError("agent", expected="at least one agent loop", found="an empty mapping")
+            raise SettingError("agent=", expected="at least one agent loop", found="an empty mapping")
         first = next(iter(self._loops))
         self.default = first if default is None else _ALIASES.get(default, default)
         self._by_row: dict[str, AgentLoopBase] = {}
@@ -322,7 +331,7 @@ class Loops:
         self.named(self.default)
 
     def named(self, name: str | None, place: str = "") -> AgentLoopBase:
-        """The loop for a row with this `agent_name` (None: the default); errors call the row `place`.
+        """Return the loop for a row with this `agent_name` (None: the default); errors call the row `place`.
 
         Raises `SettingError` for an unknown name, and for a registered loop that needs tools and was made without.
         """
@@ -344,7 +353,7 @@ class Loops:
         return self._by_row[name]
 
     def describe(self) -> dict[str, Any]:
-        """The settings of the loops that were given as `agent`, by name."""
+        """Return the settings of the loops that were passed as `agent`, by name."""
         return {name: loop.describe() for name, loop in self._loops.items()}
 
 
@@ -361,7 +370,7 @@ def _made(agent: Any, response_length: int | None) -> AgentLoopBase:
             what = f"agent loop {agent.__name__} needs arguments"
             raise SettingError(what, found=str(cause), do=f"give an object: agent={agent.__name__}(…)") from cause
     if not isinstance(agent, AgentLoopBase):
-        raise SettingError("agent", expected="an agent loop, or the name of one", found=describe(agent))
+        raise SettingError("agent=", expected="an agent loop, or the name of one", found=describe(agent))
     return agent
 
 

@@ -58,7 +58,7 @@ _PARSERS: dict[str, type[Any]] = {}
 
 
 def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
-    """Class decorator that registers a parser under these names. Raises `SettingError` if one is taken."""
+    """Class decorator that registers a parser under these names. Raises `SettingError` if a name is taken."""
 
     def register(cls: type[Any]) -> type[Any]:
         for name in names:
@@ -71,16 +71,19 @@ def register_parser(*names: str) -> Callable[[type[Any]], type[Any]]:
 
 
 def tool_parser(name: str) -> ToolParser:
-    """A new tool parser by its registered name. Raises `SettingError`, which lists the names, for an unknown one."""
+    """Make the tool parser that is registered under a name. Raises `SettingError`, which lists the names, for an
+    unknown one."""
     if name not in _PARSERS:
         raise SettingError(unknown("tool parser", name, _PARSERS))
     return _PARSERS[name]()
 
 
 def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | None:
-    """A tool agent's `parser=` (object, name or None) as a parser; None where the chat template will tell, or without `tools`.
+    """Return a tool agent's `parser=` (object, name or None) as a parser; None without `tools`, or where the chat
+    template decides later.
 
-    None with format `react` gives a `ReActParser`. Raises `SettingError` for others, and for a parser of another format.
+    None with format `react` gives a `ReActParser`. Raises `SettingError` for anything else, and for a parser that does
+    not fit the format.
     """
     if parser is None:
         return ReActParser() if tools and format == "react" else None
@@ -88,7 +91,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
     if isinstance(chosen, type) or not callable(getattr(chosen, "extract_tool_calls", None)):
         do = f"make an object of it: {chosen.__name__}()" if isinstance(chosen, type) else None
         expected = "a name, or an object with extract_tool_calls(text, tools)"
-        raise SettingError("parser", expected=expected, found=describe(chosen), do=do)
+        raise SettingError("parser of a tool agent", expected=expected, found=describe(chosen), do=do)
     if inspect.iscoroutinefunction(chosen.extract_tool_calls):
         expected = "extract_tool_calls(text, tools), which is not async"
         do = "verl's parsers get token ids and are async: let yours read the text"
@@ -103,15 +106,16 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
 def calls_of(
     parser: ToolParser, text: str, tools: Sequence[Mapping[str, Any]], *, reasoning: str | bool = "", cut: bool = False
 ) -> list[FunctionCall]:
-    """The tool calls that a parser finds in a model's turn. Raises what the parser raises, and `TypeError` for no calls.
+    """Find the tool calls in a model's turn. Raises what the parser raises, and `TypeError` for results that are no
+    `FunctionCall`s.
 
     Args:
-        parser: one that is none of this module's is given the text without reasoning (`outside_reasoning`).
+        parser: a parser that is not derived from `FindsCalls` gets the text without reasoning (`outside_reasoning`).
         text: the turn, with its special tokens.
         tools: the tools' schemas.
-        reasoning: the tag with which the prompt has opened the model's reasoning (True: `<think>`), or empty.
-        cut: whether the turn ended at a limit of tokens: of this module's parsers, calls that could read otherwise, had the
-            model written on, are left out, and so are those after a call that cannot be read without repairs.
+        reasoning: the tag with which the prompt has opened the model's reasoning (True: `<think>`), or "".
+        cut: whether the turn ended at a limit of tokens. A `FindsCalls` parser then leaves out calls that could read
+            otherwise if the model had written on, and all calls after one that cannot be read without repairs.
     """
     text = (next(iter(REASONING)) if reasoning is True else reasoning or "") + text
     if not isinstance(parser, FindsCalls):
@@ -122,7 +126,7 @@ def calls_of(
     calls = list(parser.extract_tool_calls(text, tools)[1])
     for call in calls:
         if not isinstance(call, FunctionCall) or not isinstance(call.name, str) or not isinstance(call.arguments, str):
-            raise TypeError(f"expected FunctionCalls of a name and a JSON text, found {describe(call)}")
+            raise TypeError(f"the parser's result: expected FunctionCalls of two texts, found {describe(call)}")
     if cut and calls and isinstance(parser, FindsCalls):
         longer = parser.extract_tool_calls(f"{text}0", tools)[1]
         calls = [one for one, _ in takewhile(_settled, zip(calls, longer, strict=False))]
@@ -136,7 +140,8 @@ def _settled(pair: tuple[FunctionCall, FunctionCall]) -> bool:
 
 
 def outside_reasoning(text: str) -> str:
-    """A model's text without its reasoning; a closing tag that nothing opened ends reasoning that the prompt opened."""
+    """Return a model's text without its reasoning; a closing tag that nothing opened ends reasoning that the prompt
+    opened."""
     kept: list[str] = []
     place = 0
     while mark := _MARK.search(text, place):
@@ -148,7 +153,7 @@ def outside_reasoning(text: str) -> str:
 
 
 def behind_reasoning(text: str) -> str:
-    """A model's text without the reasoning that it begins with."""
+    """Return a model's text without the reasoning at its beginning."""
     place = 0
     while mark := _OPENING.match(text, place):
         closed = text.find(REASONING[mark[1]], mark.end())
@@ -157,29 +162,31 @@ def behind_reasoning(text: str) -> str:
 
 
 def without_tags(text: str) -> str:
-    """A text without the tags of reasoning, and with what stands between them."""
+    """Return a text without the tags of reasoning; the text between the tags stays."""
     return _MARK.sub("", text)
 
 
 def opens_reasoning(prompt: str) -> str:
-    """The tag that opened the reasoning in which a generation prompt ends; empty where it ends outside."""
+    """Return the tag that opened the reasoning in which a generation prompt ends; "" where it ends outside of
+    reasoning."""
     marks = _MARK.findall(prompt)
     return marks[-1] if marks and marks[-1] in REASONING else ""
 
 
 def parser_names() -> tuple[str, ...]:
-    """The names of the registered tool parsers."""
+    """Return the names of the registered tool parsers."""
     return tuple(_PARSERS)
 
 
 class FindsCalls:
-    """Base of the parsers here: a subclass finds the next call; what is neither a call nor reasoning is the content."""
+    """Base of the built-in parsers: a subclass finds the next call; all text that is neither a call nor reasoning is
+    the content."""
 
     cut = False
     """Whether the text might have gone on: what is no sound JSON is then not repaired."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text; returns (the text without them, the calls in order).
+        """Find the tool calls in a model's text: (the text without them, the calls in order).
 
         No call is read from reasoning (`REASONING`): from its opening tag to its closing tag, or to the end of the text
         where it is not closed; and from the beginning of the text to a closing tag that nothing opened. A tag inside a
@@ -211,16 +218,18 @@ class FindsCalls:
         return "".join([*content, text[kept:]]), calls
 
     def _next(self, text: str, place: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
-        """The first call at or after `place`: where it begins, where it ends, the call."""
+        """Find the first call at or after `place`: (where it begins, where it ends, its `FunctionCall`s); None where
+        there is none."""
         raise NotImplementedError(f"{type(self).__name__} does not define _next")
 
 
 class TaggedJson(FindsCalls):
     """Base of the parsers of calls in JSON between two tags.
 
-    The JSON is a call, or a list of calls where `KINDS` has lists; it is the arguments where the opening tag holds the tool's
-    name (a group `name…`), and maybe the call's `id`. Without a closing tag a call ends with its JSON, at the next opening tag, where reasoning begins or ends, or with the
-    text. A tag inside a string of sound JSON is part of the string.
+    The JSON is a call, or a list of calls where `KINDS` has lists. Where the opening tag holds the tool's name (a group
+    `name…`), and maybe the call's `id`, the JSON is the arguments. Without a closing tag a call ends with its JSON, at
+    the next opening tag, where reasoning begins or ends, or with the text. A tag inside a string of valid JSON is part
+    of the string.
     """
 
     OPEN: re.Pattern[str]
@@ -237,7 +246,8 @@ class TaggedJson(FindsCalls):
             cls._TAG = re.compile(rf"({cls.OPEN.pattern})|{cls.CLOSE.pattern}", re.S)
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
-        """Find the tool calls in a model's text; returns (the text without them and their section's tags, the calls)."""
+        """Find the tool calls in a model's text: (the text without them and without the tags of their section, the
+        calls)."""
         content, calls = super().extract_tool_calls(text, tools)
         return self.SECTION.sub("", content) if calls and self.SECTION else content, calls
 
@@ -250,7 +260,7 @@ class TaggedJson(FindsCalls):
         return None
 
     def _calls(self, opened: re.Match[str], written: str) -> tuple[FunctionCall, ...]:
-        """The calls whose opening tag is `opened`, with `written` between the tags."""
+        """Make the calls whose opening tag is `opened`, with the text `written` between the tags."""
         groups = opened.groupdict()
         names = [text for key, text in groups.items() if key.startswith("name") and text is not None]
         if not names:
@@ -258,9 +268,10 @@ class TaggedJson(FindsCalls):
         return (FunctionCall(names[0].strip(), arguments_text(loose_json(written), written), groups.get("id") or None),)
 
     def _body(self, text: str, start: int) -> tuple[str | None, int]:
-        """(what stands between the tags, where the call ends); None for a tag that the text only mentions.
+        """Find (the text between the tags, where the call ends); the text is None for a tag that the model only
+        mentions.
 
-        What is not to be repaired begins with a zero byte: it is not known where the model meant it to end.
+        A text that must not be repaired begins with a zero byte, as it is not known where the model meant it to end.
         """
         end, sole = start, ""
         if not _LIKE_JSON.match(text, start):
@@ -300,8 +311,8 @@ class ReActParser(FindsCalls):
     """Parser of ReAct's `Action: name` and `Action Input: {…}`, up to `Observation:`.
 
     An input that does not begin like a JSON object is the value of the tool's only required argument, or of its only
-    argument. No call is read from what follows `Observation:`, which the model made up, or `Final Answer:`; it is left in
-    the content.
+    argument. No call is read from the text after `Observation:`, which the model invented, or after `Final Answer:`;
+    that text stays in the content.
     """
 
     # tags of reasoning are as they are written there, whatever their neighbours' case
@@ -333,7 +344,11 @@ class ReActParser(FindsCalls):
 
 
 def matching_tags(tags: re.Pattern[str], text: str, start: int, place: int = 0) -> dict[int, re.Match[str]]:
-    """Where an opening tag ends (group 1 of `tags`; `start`: one ends there) → the closing tag that belongs to it."""
+    """Map the place where an opening tag ends to the closing tag that belongs to it, from `start` on, where one opening
+    tag ends.
+
+    `tags` is the pattern of both kinds; its group 1 matches opening tags alone.
+    """
     opened, pairs = [start], dict[int, re.Match[str]]()
     for tag in tags.finditer(text, max(start, place)):
         if tag[1]:
@@ -344,7 +359,7 @@ def matching_tags(tags: re.Pattern[str], text: str, start: int, place: int = 0) 
 
 
 def next_mark(text: str, place: int, opening: re.Pattern[str] | None = None) -> int:
-    """Where the next call (`opening`) or reasoning begins, or reasoning ends, or else the text."""
+    """Return where the next call (`opening`) or reasoning begins, or where reasoning or else the text ends."""
     other = opening.search(text, place) if opening else None
     end = other.start() if other else len(text)
     mark = _MARK.search(text, place, end)
@@ -352,9 +367,10 @@ def next_mark(text: str, place: int, opening: re.Pattern[str] | None = None) -> 
 
 
 def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ...]:
-    """The call in a JSON object, or with `many` the calls in a list of them: `name`, `arguments` (or `parameters`), `id`.
+    """Read the call in a JSON object, or with `many` the calls in a list of them: `name`, `arguments` (or
+    `parameters`), `id`.
 
-    What cannot be read is one call, with its text as the arguments.
+    A text that cannot be read is one call, with the text as its arguments.
     """
     found = loose_json(written)
     listed = found if many and isinstance(found, list) else [found]
@@ -373,7 +389,7 @@ def _call_of(record: Mapping[str, Any], written: str) -> FunctionCall:
 
 
 def arguments_text(arguments: Any, written: str) -> str:
-    """The arguments as JSON text; as they were written, where they are not JSON."""
+    """Write a call's arguments as JSON text; arguments that are not JSON stay as they were written."""
     if isinstance(arguments, str):  # JSON inside a JSON string: some models quote twice
         inner = loose_json(arguments) if arguments.strip() else {}
         arguments = inner if isinstance(inner, Mapping) else arguments
@@ -381,12 +397,12 @@ def arguments_text(arguments: Any, written: str) -> str:
 
 
 def as_written(written: str) -> str:
-    """Arguments that could not be read, as they were written."""
+    """Return arguments that could not be read as the model wrote them, without the mark of unrepaired text."""
     return written.removeprefix("\0").strip()
 
 
 def dumped(value: Any) -> str:
-    """A value as JSON text that can be written to a file."""
+    """Write a value as JSON text that can be saved in a file: unpaired surrogates are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if _SURROGATE.search(text) else text
 
@@ -406,13 +422,13 @@ def _input(name: str, written: str, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parameters_of(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The JSON schema of a tool's arguments; {} for a tool that is not among `tools`."""
+    """Return the JSON schema of a tool's arguments; {} for a tool that is not among `tools`."""
     functions = (one.get("function", {}) for one in tools)
     return next((one.get("parameters", {}) for one in functions if one.get("name") == name), {})
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A parameter that was written as text, as its `schema` has it; text where it does not fit."""
+    """Convert a parameter's text to the type in its `schema`; where it does not fit, the text is returned."""
     kinds = kinds_of(schema)
     if not kinds or kinds == {"string"}:
         return text
@@ -427,7 +443,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def kinds_of(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; empty where it says none."""
+    """Return the JSON types that a schema allows; an empty set where it names none."""
     return set(_kinds(schema))
 
 
@@ -443,7 +459,8 @@ STOP = "Observation:"
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The text before the first message that tells a model in ReAct's format about the tools and how to call them."""
+    """Write the text before the first message that tells a model in ReAct's format about the tools and how to call
+    them."""
     listed = "\n".join(
         f"- {tool['function']['name']}: {tool['function'].get('description', '')} "
         f"Arguments: {json.dumps((tool['function'].get('parameters') or {}).get('properties', {}))}"
@@ -458,10 +475,11 @@ def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tools_text(place: str, tools: Sequence[Mapping[str, Any]], parser: object) -> str:
-    """The text by which a system message tells a model of tools and of the form of a call (`place` is `system`); else "".
+    """Write the text by which a system message tells a model of tools and of the form of a call; "" where `place` is
+    `template`.
 
-    The parser's attribute `call_form` is a call with NAME and ARGUMENTS in their places. Raises `SettingError` for a parser without
-    one, and for another place than `template` or `system`.
+    The parser's attribute `call_form` is a call with NAME and ARGUMENTS in their places. Raises `SettingError` for a
+    parser without it, and for a `place` other than `template` and `system`.
     """
     require(place in ("template", "system"), "tools_in", expected="template or system", found=place)
     if place == "template" or not (tools or isinstance(parser, ReActParser)):
@@ -497,21 +515,21 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 def read_json(text: str) -> Any:
     """Read JSON in which strings may have line breaks. Raises `ValueError` (or `RecursionError`) for anything else.
 
-    What readers differ in is refused, too: a name twice in an object, `NaN`, numbers that are not finite as a float, and
-    more than `MAX_DEPTH` levels.
+    It also refuses what JSON readers treat differently: a name twice in an object, `NaN`, numbers that are not finite
+    as a float, and more than `MAX_DEPTH` levels.
     """
-    value = json.loads(text, strict=False, object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
+    value = json.loads(text, strict=False, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
     if text.count("{") + text.count("[") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        raise ValueError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for number, name in enumerate(names) if name in names[:number])
-        raise ValueError(f"{twice!r} is given twice")
+        raise ValueError(f"the JSON object has the name {twice!r} twice")
     return named
 
 
@@ -527,12 +545,12 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def loose_json(text: str) -> Any:
-    """The JSON object or array in a text, with common mistakes repaired; None where there is none. Never raises.
+    """Read the JSON object or array in a text, with common mistakes repaired; None where there is none. Never raises.
 
     Valid JSON is read by `read_json`. Otherwise these mistakes are repaired, and no others: a ``` fence around it;
-    strings in single quotes; extra commas; brackets, and a last string, that are not closed; line breaks inside strings;
-    `True`, `False`, `None`; keys without quotes; text after the end. Texts of more than `MAX_LENGTH` characters or
-    `MAX_DEPTH` levels are not repaired.
+    strings in single quotes; extra commas; brackets, and a last string, that are not closed; line breaks inside
+    strings; `True`, `False`, `None`; keys without quotes; text after the end. Texts of more than `MAX_LENGTH`
+    characters or `MAX_DEPTH` levels are not repaired.
     """
     fenced = _FENCE.match(text)
     text = (fenced[1] if fenced and text.lstrip().startswith("```") else text).strip()
@@ -550,7 +568,7 @@ def loose_json(text: str) -> Any:
 
 
 def _mended(text: str) -> str:
-    """The object or array that a text begins with, as sound JSON where only what `loose_json` repairs is wrong with it."""
+    """Rewrite the object or array that a text begins with as valid JSON, with the repairs that `loose_json` lists."""
     written, closes, place = [""], list[str](), 0
     while place == 0 or (closes and place < len(text)):
         token = _TOKEN.match(text, place)
@@ -574,7 +592,7 @@ def _mended(text: str) -> str:
 
 
 def _sound(token: re.Match[str], named: bool) -> str:
-    """A string, a number or a word as JSON; a word is a name (`named`) or a value."""
+    """Write a token (a string, a number or a word) as JSON; a word is a key (`named`), or a value such as `True`."""
     _, quote, string, word, number = token.groups()
     if quote:
         return json.dumps(unescaped(string))
@@ -584,10 +602,11 @@ def _sound(token: re.Match[str], named: bool) -> str:
 
 
 def unescaped(text: str) -> str:
-    """What stands between the quotes of a string, with the escapes of JSON and Python replaced by what they mean."""
-    return _ESCAPE.sub(_meant, text)
+    r"""Replace the escapes of JSON and Python (`\\n`, `\\u00e9`) in the text between the quotes of a string by what they
+    mean."""
+    return _ESCAPE.sub(_character, text)
 
 
-def _meant(found: re.Match[str]) -> str:
+def _character(found: re.Match[str]) -> str:
     code = found[1] or found[2] or found[3]
     return chr(int(code, 16)) if code else _ESCAPES.get(found[4], found[4])

@@ -36,7 +36,8 @@ Message = Mapping[str, Any]
 
 @dataclass(eq=False)
 class Node:
-    """One answer of the policy, and what it was given to read since the answer before."""
+    """One answer of the policy in the tree of an episode's requests, and the token ids that it read since the answer
+    before."""
 
     parent: Node | None
     heard: tuple[int, ...]
@@ -57,7 +58,7 @@ class Node:
 
     @property
     def path(self) -> list[Node]:
-        """The answers of its sequence, from the first to itself."""
+        """The answers of its sequence, from the first one to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -67,15 +68,16 @@ class Node:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of its sequence, itself at the end."""
+        """Token ids of its sequence, up to and with this answer."""
         return [one for node in self.path for one in (*node.heard, *node.sample.ids)]
 
 
 def chain(messages: Iterable[Message], first: str = "", *, reasoning: bool = False) -> list[str]:
-    """The names of a chat's beginnings: the n-th is that of its first n + 1 messages, after what `first` names.
+    """Hash the beginnings of a chat: the n-th hash stands for its first n + 1 messages, after the context that the hash
+    `first` stands for.
 
-    Equal names are equal chats but for white space around contents, the calls' ids, and how a call's JSON was written; and for
-    the reasoning, unless it counts (`reasoning`).
+    Chats have equal hashes if they differ only in white space around contents, in the calls' ids and in how a call's
+    JSON was written; the reasoning counts only with `reasoning`.
     """
     names: list[str] = []
     name = first
@@ -93,7 +95,8 @@ def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
 
 
 def _settled(arguments: str) -> str:
-    """A call's arguments, written in the one way that equal ones share; as they are, where they are not JSON."""
+    """Write a call's arguments in one canonical JSON form, so that equal arguments give equal texts; text that is not
+    JSON is stripped."""
     try:
         return json.dumps(read_json(arguments), sort_keys=True)
     except (ValueError, RecursionError):
@@ -104,7 +107,8 @@ def _settled(arguments: str) -> str:
 class Recording:
     """The tree of an episode's answers.
 
-    `reasoning`: whether an answer whose reasoning the client left out begins a new sequence; else it goes on with it.
+    `reasoning` says what happens when a client sends an answer back without its reasoning: True begins a new sequence,
+    False continues the old one.
     """
 
     reasoning: bool = False
@@ -113,10 +117,11 @@ class Recording:
     _texts: dict[str, str] = field(default_factory=dict)
 
     def before(self, messages: Sequence[Message], first: str = "") -> tuple[Node | None, int, str]:
-        """(the last answer that the messages go on after, how many of them it is the end of, the name of them all).
+        """Find the answer that a request continues: (that answer or None, how many of the messages it ends, the hash of
+        all messages).
 
-        What comes after an answer must be another's: with an assistant's message that was not sampled here it is a new
-        sequence.
+        The messages after an answer must come from others: an assistant's message that was not sampled here begins a
+        new sequence.
         """
         names = chain(messages, first, reasoning=self.reasoning)
         for place in range(len(messages) - 1, -1, -1):
@@ -126,7 +131,7 @@ class Recording:
         return None, 0, names[-1]
 
     def add(self, nodes: Sequence[Node]) -> None:
-        """Append the answers to one request."""
+        """Append the answers to one request to the tree."""
         for node in nodes:
             self.nodes.append(node)
             (name,) = chain([{"role": "assistant", **node.message}], node.asked, reasoning=self.reasoning)
@@ -135,15 +140,16 @@ class Recording:
             self._texts.setdefault(own, node.text)
 
     def as_written(self, message: Message) -> str | None:
-        """What the model wrote where it gave this answer, for templates that write no calls; None where it did not."""
+        """Return the text with which the model gave this answer, for templates that cannot write calls; None where the
+        model did not give it."""
         (own,) = chain([message])
         return self._texts.get(own)
 
     def leaves(self) -> list[Node]:
-        """The last answers of the sequences, in the order in which they were asked for.
+        """Return the last answers of the sequences, in the order in which they were requested.
 
-        Answers that somebody was there to read count. Of `n` answers to one request those count that were continued, and all
-        where none was.
+        Only answers that a client received count. Of `n` answers to one request those count that were continued, and
+        all where none was.
         """
         nodes = sorted((node for node in self.nodes if node.delivered), key=lambda one: one.number)
         continued = {id(node.parent) for node in nodes}
@@ -151,9 +157,11 @@ class Recording:
         return [node for node in nodes if id(node) not in continued and node.number not in chosen]
 
     def sequences(self, episode: Episode, limit: int, reason: str | None = None, **extra: Any) -> list[AgentLoopOutput]:
-        """The episode's sequences; the mask of what several share is 1 in the first of them alone.
+        """Convert the tree to the episode's sequences; tokens that several share have mask 1 in the first of them
+        alone.
 
-        `limit` is the longest response in tokens. `reason` is the finish reason of the last sequence, None: its last answer's.
+        `limit` is the longest response in tokens. `reason` is the finish reason of the last sequence; None: that of its
+        last answer.
         """
         leaves, learnt, outputs = self.leaves(), set[int](), list[AgentLoopOutput]()
         for leaf in leaves:
@@ -178,7 +186,7 @@ class Recording:
 
 
 def _records(message: Message, after: Sequence[Message]) -> tuple[ToolCall, ...]:
-    """An answer's calls, with the results that the harness gave in the messages after it."""
+    """Make the records of an answer's calls, with the results that the harness sent in the messages `after` it."""
     calls = [(call["id"], FunctionCall(**call["function"])) for call in _calls(message)]
     answers = [one for one in after if one["role"] == "tool"]
     named = {one.get("tool_call_id"): one for one in answers}
@@ -191,7 +199,7 @@ def _records(message: Message, after: Sequence[Message]) -> tuple[ToolCall, ...]
 
 
 class PolicyTokens:
-    """How a sampler's messages become token ids, and its answers messages: one for all episodes of an endpoint."""
+    """Converts chat messages to token ids, and sampled answers to messages; all episodes of an endpoint share one."""
 
     def __init__(self, sampler: Sampler, parser: ToolParser | str | None, tools_in: str = "template") -> None:
         self._tools_in = tools_in
@@ -201,10 +209,11 @@ class PolicyTokens:
         self._made: dict[str, tuple[TurnTokens, frozenset[str]]] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnTokens, frozenset[str]]:
-        """(what tokenizes with these tools, the roles whose messages the template can append to a conversation).
+        """Return (the `TurnTokens` for these tools, the roles whose messages the template can append to a
+        conversation).
 
-        Raises `SettingError` where there are tools, and no parser is known for the template, and `Refusal` where that tells the
-        model of none.
+        Raises `SettingError` where there are tools and no parser is known for the template, and `Refusal` where the
+        template does not tell the model of the tools.
         """
         if tools and self._parser is None:
             self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
@@ -227,8 +236,10 @@ class PolicyTokens:
         return True
 
     def for_template(self, message: Mapping[str, Any], recording: Recording) -> dict[str, Any]:
-        """A message as the chat template wants it: arguments of calls as objects; where it writes no calls, as the model
-        itself wrote them."""
+        """Convert a message to the form that the chat template reads: arguments of calls as objects.
+
+        Where the template writes no calls, the message becomes the text with which the model wrote them.
+        """
         if not message.get("tool_calls"):
             return dict(message)
         if "tool_calls" not in str(getattr(self.tokenizer, "chat_template", "")):
@@ -246,7 +257,7 @@ class PolicyTokens:
     def message(
         self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int
     ) -> tuple[dict[str, Any], str]:
-        """(an answer as a message, the text as the model wrote it)."""
+        """Convert a sampled answer to a chat message: (the message, the text as the model wrote it)."""
         ids = list(sample.ids)
         written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
         # special tokens are kept until all is found, because some models write calls and reasoning with them
@@ -280,14 +291,14 @@ class PolicyTokens:
             return []
 
     def _plain(self, text: str) -> str:
-        """A text without special tokens."""
+        """Return a text without special tokens."""
         for token in self.tokenizer.all_special_tokens:
             text = text.replace(token, "")
         return text
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """A text without the stop text that ended it."""
+    """Return a text without the stop text that ended it."""
     return next((text[: -len(one)] for one in stops if one and text.endswith(one)), text)
 
 
@@ -300,7 +311,8 @@ def _object(text: str) -> Any:
 
 
 def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:
-    """(the reasoning that a model's text begins with, the rest); `opened` is the tag with which the prompt has begun it."""
+    """Split a model's text: (the reasoning at its beginning, the rest); `opened` is the tag with which the prompt began
+    the reasoning."""
     start = (opened + text).lstrip()
     for tag, end in REASONING.items():
         if start.startswith(tag):
@@ -315,7 +327,8 @@ _LONGEST = 1 << 20
 
 @dataclass
 class Limits:
-    """Limits of an episode behind an endpoint; a request beyond them is refused (400), and the finish reason says so."""
+    """Limits of an episode behind an endpoint. A request beyond them is refused (HTTP 400), and the finish reason says
+    so."""
 
     max_assistant_turns: int | None = None
     """Most answers in an episode, of all its sequences together."""
@@ -325,24 +338,25 @@ class Limits:
 
 @dataclass(eq=False)
 class _Pending:
-    """A request, under way or answered: whoever repeats it because the answer did not come gets that answer."""
+    """A request that is under way or answered; a client that repeats the request because it lost the answer gets that
+    answer."""
 
     answers: asyncio.Future[tuple[Reply, list[Node]]]
     asked: Asked | None
 
     @property
     def lost(self) -> bool:
-        """Whether whoever asked has left without the answer."""
+        """Whether the client that sent the request has left without the answer."""
         return self.asked is not None and self.asked.gone()
 
 
 @dataclass(eq=False)
 class PolicySession:
-    """One episode behind an endpoint: its key, and what was asked and answered so far. Made by `Endpoint.session`.
+    """One episode behind an endpoint: its key, its requests and answers so far. Made by `Endpoint.session`.
 
-    Seeds: an answer's is derived from `Episode.seed` of its place in its sequence, the token ids that the model read, the
-    request's own `seed`, and how often the same was asked before. So the same harness gets the same tokens, whichever of its
-    parallel requests comes first.
+    An answer's seed is derived from `Episode.seed` of its place in its sequence, the token ids that the model read, the
+    request's own `seed`, and how often the same request came before. So the same harness gets the same tokens,
+    whichever of its parallel requests comes first.
     """
 
     base_url: str
@@ -367,15 +381,18 @@ class PolicySession:
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def chat(self, **asked: Any) -> dict[str, Any]:
-        """Answer a chat request of this process without HTTP: OpenAI's arguments (`messages`, `tools`, …), its reply as a dict.
+        """Answer a chat request of this process without HTTP: OpenAI's arguments (`messages`, `tools`, …), and its
+        reply as a dict.
 
-        Raises `openai_form.Refusal`, which has the HTTP status and OpenAI's error, for what an endpoint would refuse.
+        Raises `openai_form.Refusal`, which has the HTTP status and OpenAI's error, for a request that an endpoint would
+        refuse.
         """
         request = chat_request({**asked, "stream": False})
         return (await self.answer(request)).sent(request)  # type: ignore[return-value]
 
     async def answer(self, asked: ChatRequest, connection: Asked | None = None) -> Reply:
-        """Answer a request, and record it. Raises `Refusal`."""
+        """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. Raises
+        `Refusal`."""
         tools = json.dumps(asked.tools, sort_keys=True)
         parent, taken, name = self.recording.before(asked.messages, tools)
         own = (asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, *sorted(asked.sampling.items()))
@@ -404,7 +421,7 @@ class PolicySession:
     async def _sampled(
         self, request: ChatRequest, parent: Node | None, taken: int, name: str, again: int
     ) -> tuple[Reply, list[Node]]:
-        """The answers to a request that goes on after `parent`, the last of its first `taken` messages."""
+        """Sample the answers to a request that continues `parent`, the answer that ends its first `taken` messages."""
         number, began = self._requests, time.monotonic()
         self._requests += 1
         tokens, roles = self.policy.of(request.tools)
@@ -431,7 +448,10 @@ class PolicySession:
         return Reply(f"chatcmpl-{seeds[0]:016x}", self.model, read, answers, self.policy.tokenizer), nodes
 
     def _record(self, nodes: Sequence[Node], began: float) -> None:
-        """Keep the answers to a request that came at `began`: the one before them was read, and no limit holds any more."""
+        """Record the answers to a request that came at the time `began`, and mark the answer before them as read.
+
+        A request that was answered after a refusal by length shows that the refusal is over.
+        """
         if (parent := nodes[0].parent) is not None:
             parent.delivered = True
         self.recording.add(nodes)
@@ -441,7 +461,8 @@ class PolicySession:
     async def _drawn(
         self, ids: Sequence[int], settings: SamplingSettings, request: ChatRequest, depth: int, again: int
     ) -> tuple[list[Sample], list[int]]:
-        """(the samples, their seeds); what the engine raises is kept as `failure`, too."""
+        """Sample `request.n` answers after the token ids `ids`: (the samples, their seeds). An engine's exception is
+        also kept as `failure`."""
         read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
         first = derive(self.episode.seed(depth), read, request.seed, again)
         seeds = [derive(first, place) if place else first for place in range(request.n)]
@@ -455,7 +476,8 @@ class PolicySession:
         return samples, seeds
 
     def _in_turn(self) -> None:
-        """Count an answer that is to be sampled. Raises `Refusal` where the episode has had all of them."""
+        """Count an answer that is about to be sampled. Raises `Refusal` where the episode has had as many as its limit
+        allows."""
         most = self.limits.max_assistant_turns
         if most is not None and self._turns >= most:
             self._refused("turns")
@@ -466,7 +488,8 @@ class PolicySession:
         self.reason, self.refused = reason, self.refused or time.monotonic()
 
     def _room(self, length: int, prompt: int) -> int:
-        """Most tokens of an answer after `length` tokens, of which `prompt` are the sequence's prompt. Raises `Refusal`."""
+        """Return how many tokens an answer may have after `length` tokens, of which `prompt` are the sequence's prompt.
+        Raises `Refusal` for none."""
         sampler, most, limit = self.policy.sampler, self.episode.max_prompt_length, self.limits.max_tokens or _LONGEST
         longest = (sampler.max_length if isinstance(sampler, Bounded) else None) or _LONGEST
         room = min(longest - length, limit - (length - prompt))
@@ -485,25 +508,25 @@ class PolicySession:
         return SamplingSettings(**{**given, "max_tokens": min(request.max_tokens or room, room)})
 
     def sequences(self, reason: str | None = None, **extra: Any) -> list[AgentLoopOutput]:
-        """The episode so far, as a rollout's outputs (`Recording.sequences`); `extra` is added to each."""
+        """Return the episode so far as a rollout's outputs (see `Recording.sequences`); `extra` is added to each."""
         limit = self.limits.max_tokens or _LONGEST
         return self.recording.sequences(self.episode, limit, reason or self.reason, **extra)
 
     def close(self) -> None:
-        """End what is still being sampled."""
+        """Cancel the sampling that is still under way."""
         for task in tuple(self._tasks):
             task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 def _ended(node: Node) -> str:
-    """OpenAI's finish reason of an answer."""
+    """Return OpenAI's finish reason of an answer."""
     if node.message.get("tool_calls"):
         return "tool_calls"
     return "length" if node.sample.finish_reason == "length" else "stop"
 
 
 class Endpoint:
-    """The address of a policy; each episode has a session there, with a key of its own. Made by `endpoint`."""
+    """The HTTP address of a policy; each episode has a session there, with a key of its own. Made by `endpoint`."""
 
     def __init__(
         self, sampler: Sampler, parser: ToolParser | str | None, model: str, tools_in: str = "template"
@@ -517,7 +540,7 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """The address for clients that give an episode's key as their API key."""
+        """The URL for clients that pass an episode's key as their API key."""
         return f"http://{self.address}/v1"
 
     @contextmanager
@@ -529,14 +552,15 @@ class Endpoint:
         limits: Limits | None = None,
         keep_reasoning: bool = True,
     ) -> Iterator[PolicySession]:
-        """Context manager: an episode, whose key is known while the block runs.
+        """Context manager that opens an episode, whose key is valid while the block runs.
 
         Args:
             episode: sampler and seeds; None: this endpoint's sampler and run seed 0.
-            sampling: settings that hold whatever a request asks for, all but `max_tokens`; None: the request's own.
+            sampling: settings that override those of any request, except `max_tokens`; None: the request's own.
             limits: see `Limits`.
-            keep_reasoning: whether a sequence goes on with an answer's reasoning where the client left it out of the messages;
-                else the chat without it is a new sequence, as the template writes it.
+            keep_reasoning: what happens where a client leaves an answer's reasoning out of the messages. True: the
+                sequence continues with the reasoning; False: the chat without it is a new sequence, as the template
+                writes it.
         """
         key = secrets.token_urlsafe(18)
         if isinstance(sampling, SamplingSettings):
@@ -559,7 +583,7 @@ class Endpoint:
             session.close()
 
     def answer(self, asked: Asked) -> tuple[int, Any]:
-        """Answer an HTTP request, in its connection's thread."""
+        """Answer an HTTP request, in its connection's thread: (HTTP status, body)."""
         try:
             path = asked.path.partition("?")[0].rstrip("/")
             bearer = (asked.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
@@ -592,21 +616,22 @@ def endpoint(
     port: int = 0,
     tools_in: str = "template",
 ) -> Iterator[Endpoint]:
-    """Context manager: an OpenAI-compatible address of the policy on this machine, which records what it samples.
+    """Context manager that serves the policy at an OpenAI-compatible address of this machine, and records what it
+    samples.
 
-    Serves `/v1/chat/completions` (`tools`, `n`, `stream`, `logprobs`, `stop`, …) and `/v1/models` to those who have an episode's
-    key. A conversation with the policy as rows to train on::
+    Serves `/v1/chat/completions` (`tools`, `n`, `stream`, `logprobs`, `stop`, …) and `/v1/models` to clients that have
+    an episode's key. A conversation with the policy as rows to train on::
 
         with agents.endpoint(engine, parser="hermes") as e, e.session() as episode:
             client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
             client.chat.completions.create(model=e.model, messages=[{"role": "user", "content": "2 + 2?"}])
             outputs = episode.sequences()
 
-    A stream is sent when the answer is whole: the sampler gives it at once. Log-probs are of the sampled tokens alone. A call
-    cannot be forced (`tool_choice` is `auto` or `none`). `recipes.grpo(engine, reward, agent=Harness(…))` plays whole
-    batches so. `parser` finds the calls in the model's text (None: by the chat template); `model` is the name in
-    `/v1/models`. A client's `tools` are told by the chat template, which must show them, or with `tools_in="system"` in the
-    system message (see `ToolAgent`). Who can reach the server: see `base.loopback.serving`.
+    A stream is sent when the answer is complete, as the sampler returns it at once. Log-probs are of the sampled tokens
+    alone. A call cannot be forced (`tool_choice` is `auto` or `none`). `recipes.grpo(engine, reward, agent=Harness(…))`
+    plays whole batches in this way. `parser` finds the calls in the model's text (None: by the chat template); `model`
+    is the name in `/v1/models`. The chat template tells the model of a client's `tools`, or with `tools_in="system"`
+    the system message does (see `ToolAgent`). Who can reach the server: see `base.loopback.serving`.
     """
     policy = Endpoint(engine, parser, model, tools_in)
     with serving(policy.answer, name="workbench-policy", port=port, refusal=refused, connections=WORKING) as address:

@@ -49,8 +49,7 @@ class ToolResponse:
 
     def __post_init__(self) -> None:
         if self.text is not None and not isinstance(self.text, str):
-            do = "make a text of it"
-            raise DataError("text of a tool's response", expected="a text, or None", found=describe(self.text), do=do)
+            raise DataError("text of a tool's response", expected="a text, or None", found=describe(self.text))
         for name in ("image", "video"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list):
@@ -121,7 +120,7 @@ class Turn:
             raise DataError("a turn of a transcript", expected="the dict of Turn.to_dict", found=str(cause)) from cause
 
     def to_dict(self) -> dict[str, Any]:
-        """The turn as plain values, so that a transcript can be saved, or sent to a reward in another process.
+        """Return the turn as plain values, so that a transcript can be saved, or sent to a reward in another process.
 
         The tools' metrics and images are left out: the same episode gives the same values every time.
         """
@@ -134,7 +133,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a `Multimodal` sampler's model reads of the pictures of one turn, or of the prompt."""
+    """The pictures of one turn, or of the prompt, as the model of a `Multimodal` sampler reads them."""
 
     first: int
     """Index of the turn's first token in the response; -1 for the prompt."""
@@ -145,7 +144,7 @@ class Seen:
 
 
 def pixels_of(seen: Sequence[Seen]) -> dict[str, torch.Tensor]:
-    """The inputs of all pictures of a sequence, in order: a cell of column `multi_modal_inputs`."""
+    """Join the inputs of all pictures of a sequence, in order: the value of a row in the column `multi_modal_inputs`."""
     names = dict.fromkeys(name for one in seen for name in one.pixels)
     return {name: torch.cat([one.pixels[name] for one in seen if name in one.pixels]) for name in names}
 
@@ -213,7 +212,7 @@ class AgentLoopOutput:
         _check_each("response_logprobs", self.response_logprobs or (), _finite, "finite numbers")
 
     def within(self, limit: int) -> AgentLoopOutput:
-        """The episode with its response cut to `limit` tokens, as in verl; unchanged where it is not longer."""
+        """Return the episode with its response cut to `limit` tokens, as in verl; unchanged where it is not longer."""
         if len(self.response_ids) <= limit:
             return self
         why = f"cut: the response has {len(self.response_ids)} tokens, and max_tokens is {limit}"
@@ -235,14 +234,18 @@ SUB_AGENT = "sub_agent"
 
 
 def call_of(output: AgentLoopOutput) -> tuple[int, int]:
-    """Which call of a sub-agent a sequence answered: (turns that the model had taken, number among the calls of the last);
-    (0, 0) for a sequence of the agent's own."""
+    """Return which call of a sub-agent a sequence answered: (number of turns that the model had taken, number among the
+    last turn's calls).
+
+    A sequence of the agent itself gives (0, 0).
+    """
     mark = output.extra.get(SUB_AGENT) or {}
     return int(mark.get("turn", 0)), int(mark.get("number", 0))
 
 
 def sequences(result: Any, place: str) -> Sequences:
-    """What the agent loop called `place` returned, one output or several. Raises `ForeignError` for anything else."""
+    """Return the result of the agent loop called `place` as a tuple of outputs. Raises `ForeignError` for anything but
+    one or several outputs."""
     several = tuple(result) if isinstance(result, list | tuple) else (result,)
     if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
         raise ForeignError(
@@ -278,19 +281,19 @@ class Tool(Protocol):
     name: str
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
-        """The tool's schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+        """Return the tool's schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make the tool's state for one episode; returns (its id, by which the other methods find it, a response)."""
+        """Make the tool's state for one episode: (its id, by which the other methods find it, a response)."""
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Run one call with the model's arguments, `parameters`; returns (response, the call's reward or None, metrics)."""
+        """Run one call with the model's arguments, `parameters`: (response, the call's reward or None, metrics)."""
         raise NotImplementedError(f"{type(self).__name__} does not define `async def execute`")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The tool's reward of the whole episode, or a `rewards.Score` of it; 0 by default."""
+        """Return the tool's reward of the whole episode, or a `rewards.Score` of it; 0 by default."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -301,9 +304,11 @@ class ToolParser(Protocol):
     """Finds tool calls in the model's text."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[FunctionCall]]:
-        """(the text without the calls, the calls); broken JSON is repaired, or kept as arguments that do not parse.
+        """Find the tool calls: (the text without the calls, the calls); broken JSON is repaired, or kept as arguments
+        that do not parse.
 
-        An agent gives the text without the model's reasoning. It may have been cut short: a call that is not closed is none.
+        An agent passes the text without the model's reasoning. The text may have been cut short: a call that is not
+        closed does not count.
         """
 
 
@@ -314,16 +319,16 @@ class Interaction(Protocol):
     name: str
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Start the conversation of one episode; returns its id, by which the other methods find it."""
+        """Start the conversation of one episode; return its id, by which the other methods find it."""
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """The user's reply: (whether to stop, the next message, score of the last assistant turn, anything else)."""
+        """Reply to the messages: (whether to stop, the next message, score of the last assistant turn, further values)."""
         raise NotImplementedError(f"{type(self).__name__} does not define `async def generate_response`")
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """The score of the conversation so far; 0 by default."""
+        """Return the score of the conversation so far; 0 by default."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
@@ -336,12 +341,12 @@ Otherwise = Callable[[Any], Any] | None
 
 
 def plain(value: Any, otherwise: Otherwise = None) -> Any:
-    """A value as JSON types: None, bool, int, float, str, list and dict.
+    """Convert a value to JSON types: None, bool, int, float, str, list and dict.
 
-    Arrays, tensors and their scalars become lists and numbers; sets sorted lists; bytes their UTF-8 text, else base64; dates
-    and times ISO texts; enums their values; dataclasses objects; `Decimal`, `Fraction`, `UUID` and paths texts. Unpaired
-    surrogates, which no file can hold, become `�`. Any other value becomes `otherwise(value)`; without it `TypeError` names
-    its type, as one of them, `SettingError`, does for what contains itself or is nested too deep.
+    Arrays, tensors and their scalars become lists and numbers; sets sorted lists; bytes their UTF-8 text, else base64;
+    dates and times ISO texts; enums their values; dataclasses objects; `Decimal`, `Fraction`, `UUID` and paths texts.
+    Unpaired surrogates, which no file can hold, become `�`. Any other value becomes `otherwise(value)`, or raises
+    `TypeError`, which names its type. Raises `SettingError` for a value that contains itself or is nested too deeply.
     """
     check_nesting(value, f"a value of type {type(value).__name__}", SettingError)
     return _plain(value, otherwise)

@@ -113,17 +113,17 @@ class EpisodeStepper(Shown):
 
     @property
     def next_role(self) -> str | None:
-        """Whose turn it is: `assistant`, `tool`, `user`; None when the episode is over."""
+        """The role whose turn is next: `assistant`, `tool`, `user`; None when the episode is over."""
         return _WHO.get(self._now.state)
 
     @property
     def asked(self) -> tuple[FunctionCall, ...]:
-        """The tool calls that are run next; empty unless it is the tools' turn."""
+        """The tool calls that run next; empty unless it is the tools' turn."""
         return tuple(self._loop.wanted(self._now)) if self.next_role == "tool" else ()
 
     @property
     def output(self) -> AgentLoopOutput:
-        """The episode so far, or its last sequence, as an `AgentLoopOutput`: ids, mask, log-probs, turns."""
+        """The episode so far as an `AgentLoopOutput` (ids, mask, log-probs, turns); of several sequences the last one."""
         return self.outputs[-1]
 
     @property
@@ -138,7 +138,8 @@ class EpisodeStepper(Shown):
 
     @property
     def batch(self) -> DataProto:
-        """The episode as a batch of a row for each sequence, with the rollout's columns: `pipeline["reward"](e.batch)` scores it."""
+        """The episode as a batch with one row per sequence and the rollout's columns: `pipeline["reward"](e.batch)`
+        scores it."""
         return self.batch_of([self.outputs])
 
     # --- forwards -------------------------------------------------------------------------
@@ -147,10 +148,11 @@ class EpisodeStepper(Shown):
         """Go one turn further: sample the model's turn, run its tool calls, or ask the simulated user.
 
         Args:
-            attempt: number of the try at the model's turn; another number is another seed.
+            attempt: number of the try at the model's turn; another number gives another seed.
             sampling: sampling settings for this turn of the model: `temperature=0.2`, `max_tokens=100`.
 
-        Raises `PipelineError` when the episode is over, `SettingError` for arguments when it is not the model's turn.
+        Raises `PipelineError` when the episode is over, and `SettingError` for arguments when it is not the model's
+        turn.
         """
         self._expect()
         require(isinstance(attempt, int) and attempt >= 0, "attempt", expected="a whole number ≥ 0", found=attempt)
@@ -172,17 +174,18 @@ class EpisodeStepper(Shown):
         return self
 
     def say(self, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
-        """Write the next turn by hand: the model's words, a tool's answer or the user's; nothing is sampled or called.
+        """Write the next turn by hand: the model's words, a tool's answer or the user's; nothing is sampled and no tool
+        is called.
 
-        The model's words have the policy's log-probs, and are trained on. A tool's or user's text is not cut by any limit;
-        where the response has no room for it the episode is over, as in a rollout.
+        The model's words get the policy's log-probs, and are trained on. No limit cuts a tool's or user's text; where
+        the response has no room for it the episode is over, as in a rollout.
 
         Args:
             text: the turn; where several calls were made, a list with an answer to each of `asked`.
             end: append the end-of-sequence token to the model's words; False: the model continues from there.
 
-        Raises `PipelineError` when the episode is over; `SettingError` for words that do not fit into the response, or a
-        wrong number of texts.
+        Raises `PipelineError` when the episode is over; `SettingError` for words that do not fit into the response, or
+        a wrong number of texts.
         """
         self._expect()
         texts = [text] if isinstance(text, str) or not isinstance(text, Sequence) else list(text)
@@ -190,12 +193,12 @@ class EpisodeStepper(Shown):
         if len(texts) != needed or not all(isinstance(one, str) for one in texts):
             expected = f"{needed} texts, one for each call in .asked" if needed > 1 else "a text"
             raise SettingError(f"words for the {self.next_role}'s turn", expected=expected, found=describe(text))
-        said = self._by_hand(texts[0], end) if self.next_role == "assistant" else None
-        self._do(lambda: self._put(texts, said, end), samples=said is not None and not end)
+        words = self._by_hand(texts[0], end) if self.next_role == "assistant" else None
+        self._do(lambda: self._put(texts, words, end), samples=words is not None and not end)
         return self
 
     async def _put(self, texts: Sequence[str], sample: Sample | None, end: bool) -> None:
-        """Make these texts the next turn; `sample` has the model's words as tokens, where it is the model's turn."""
+        """Append these texts as the next turn; `sample` has the model's words as tokens, where it is the model's turn."""
         if self._now.state is AgentState.PENDING:
             await self._loop.advance(self._now)
         if self.next_role is None:  # its user could not start
@@ -214,7 +217,7 @@ class EpisodeStepper(Shown):
     # --- backwards ------------------------------------------------------------------------
 
     def back(self, to: int | None = None) -> EpisodeStepper:
-        """Go back to the place before turn `to` (None: the last turn). Raises `PipelineError` if there is no such turn."""
+        """Go back to before turn `to` (None: the last turn). Raises `PipelineError` if there is no such turn."""
         count = len(self.turns)
         to = count - 1 if to is None else to
         if to == count and self.next_role is not None:
@@ -222,7 +225,7 @@ class EpisodeStepper(Shown):
         if not isinstance(to, int) or not 0 <= to < count:
             known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
             found = f"turn {to!r}" if count else "no turns"
-            raise PipelineError("no such turn to go back to in this episode", expected=known, found=found)
+            raise PipelineError("the turn to go back to in this episode", expected=known, found=found)
         self._now, self._outputs, self._fits = self._at(cut(self._now.said, to)), None, False
         return self
 
@@ -247,7 +250,7 @@ class EpisodeStepper(Shown):
         return self
 
     def fork(self) -> EpisodeStepper:
-        """A second stepper at the same place, with tools and a simulated user of its own."""
+        """Make a second stepper at the same place, with tools and a simulated user of its own."""
         twin = copy.copy(self)
         own = self._loop.episode
         twin._loop = self._loop.bound(replace(own, versions=list(own.versions), others=list(own.others), called={}))
@@ -259,11 +262,12 @@ class EpisodeStepper(Shown):
         return twin
 
     def branch(self, turn: int | None = None, n: int = 8) -> tuple[EpisodeStepper, ...]:
-        """Draw `n` continuations from turn `turn` (None: the next one) to the episode's end, all at once.
+        """Draw `n` continuations from turn `turn` (None: the next one) to the episode's end, all at once; return them
+        as steppers.
 
-        Turn `turn` is the first that is drawn again; those before are shared. Every continuation has tools and a simulated
-        user of its own, brought to that place as after `back`, and seeds of its own, the same each time. This stepper stays
-        where it is. Returns the continuations, as steppers. Raises `PipelineError` if there is no such turn.
+        Turn `turn` is the first that is drawn again; the turns before it are shared. Every continuation has tools and a
+        simulated user of its own, brought to that place as after `back`, and its own seeds, which are equal at every
+        call. This stepper stays where it is. Raises `PipelineError` if there is no such turn.
         """
         require(isinstance(n, int) and n >= 1, "n", expected="a whole number ≥ 1", found=n)
         start = self.fork().back(len(self.turns) if turn is None else turn)
@@ -275,7 +279,10 @@ class EpisodeStepper(Shown):
         return tuple(forks)
 
     async def finished(self) -> Sequences:
-        """`run` for many at once: await the episode's end; returns its sequences. Released where it is cancelled or breaks."""
+        """Run the episode to its end as a coroutine, so that many can run at once; return its sequences.
+
+        Tools and user are released where it is cancelled or fails.
+        """
         try:
             while self.next_role is not None:
                 self._counted()
@@ -293,7 +300,7 @@ class EpisodeStepper(Shown):
     # --- inside ---------------------------------------------------------------------------
 
     def _at(self, said: Sequence[Transcript]) -> EpisodeState:
-        """The state after exactly the turns of these sequences, with the present tools and user."""
+        """Make the state after the turns of exactly these sequences, with the present tools and user."""
         state, episode = self._loop.at(self._now, said), self._loop.episode
         answered = sum(turn.role == "assistant" for turn in state.turns[:-1])
         episode.others = [one for one in episode.others if call_of(one)[0] <= answered]
@@ -301,7 +308,7 @@ class EpisodeStepper(Shown):
         return state
 
     def _spans(self) -> list[tuple[Transcript, int]]:
-        """Each sequence, and how many turns come before it."""
+        """Pair each sequence with the number of turns before it."""
         said = self._now.said
         return list(zip(said, itertools.accumulate((len(one.turns) for one in said), initial=0), strict=False))
 
@@ -321,7 +328,7 @@ class EpisodeStepper(Shown):
             raise
 
     def _counted(self) -> None:
-        """Tell the episode how many turns it has, before the next."""
+        """Store the number of turns so far in the episode, before the next turn."""
         episode = self._loop.episode
         episode.turn = sum(one.count("assistant") for one in self._now.said)
         episode.versions = episode.versions[: episode.turn]
@@ -345,7 +352,7 @@ class EpisodeStepper(Shown):
             self._fits = False
 
     async def _opened(self, always: bool) -> None:
-        """Open tools and user again where their state does not fit the transcript."""
+        """Make tools and user anew, and repeat the earlier calls, where their state does not fit the transcript."""
         if self._fits or not always:
             return
         loop, now = self._loop, self._now
@@ -358,7 +365,7 @@ class EpisodeStepper(Shown):
         self._fits = True
 
     async def _asked_again(self) -> None:
-        """Ask tools and user what they were asked before, except for answers that were written by hand."""
+        """Repeat the earlier calls and questions to tools and user, except those whose answers were written by hand."""
         now = self._now
         known, saved = await self._restored()
         done = 0
@@ -378,7 +385,8 @@ class EpisodeStepper(Shown):
             await self._save()
 
     def _asked_before(self) -> Iterator[tuple[int, Turn, Turn | None]]:
-        """(number of turns, assistant's turn, its answer) of all turns so far whose answer was not written by hand."""
+        """Yield (number of turns, assistant's turn, its answer) for each model's turn so far whose answer was not
+        written by hand."""
         turns = self._now.turns
         for count, (turn, answer) in enumerate(itertools.zip_longest(turns, turns[1:]), 1):
             if turn.role == "assistant" and not (answer is not None and answer.edited):
@@ -389,14 +397,15 @@ class EpisodeStepper(Shown):
         return tuple((call.name, call.arguments) for call in asked if call.name not in self._loop.sub_agents)
 
     async def _save(self) -> None:
-        """Keep the state of tools that can be saved."""
+        """Keep the present state of the tools that can be saved."""
         if saved := await self._now.tools.save():
             self._saved[self._ran()] = saved
             for oldest in list(self._saved)[:-_KEPT]:
                 del self._saved[oldest]
 
     async def _restored(self) -> tuple[int, dict[str, Any]]:
-        """(how many of the calls that were run are done, tool → state) by the last saved state on the way, now restored."""
+        """Restore the tools' last saved state that fits the transcript: (how many of the calls that ran it covers, tool
+        → state)."""
         ran = self._ran()
         known = next((count for count in range(len(ran), 0, -1) if ran[:count] in self._saved), 0)
         saved = self._saved.get(ran[:known], {})
@@ -416,14 +425,14 @@ class EpisodeStepper(Shown):
         if not 0 < len(ids) < transcript.room:
             room, found = f"1 to {transcript.room - 1} tokens", f"{len(ids)} tokens"
             do = "shorten it, or raise max_tokens"
-            raise SettingError("text of the model's turn", expected=room, found=found, do=do)
+            raise SettingError("text for the model's turn", expected=room, found=found, do=do)
         ids += (self.tokenizer.eos_token_id,) if end else ()
         with self._lent():
             log_probs = self._log_probs(*self._loop.read(transcript), ids)
             return Sample(ids, tuple(log_probs), "stop", self._loop.episode.sampler.version)
 
     async def _continued(self, sample: Sample) -> Sample:
-        """The model's turn, continued from its beginning that was written by hand."""
+        """Let the model continue its turn, whose beginning was written by hand."""
         (context, pixels), room = self._loop.read(self._now.transcript), self._now.transcript.room - len(sample.ids)
         more = await self._loop.generate((*context, *sample.ids), self._now.sampling, pixels=pixels, max_tokens=room)
         whole = (*sample.ids, *more.ids), (*sample.log_probs, *more.log_probs)
@@ -431,24 +440,25 @@ class EpisodeStepper(Shown):
 
 
 def _transcript(empty: Transcript, output: AgentLoopOutput) -> Transcript:
-    """A recorded sequence as a transcript."""
+    """Convert a recorded sequence to a transcript."""
     lists: dict[str, Any] = {"ids": list(output.response_ids), "mask": list(output.response_mask)}
     lists |= {"log_probs": list(output.response_logprobs), "turns": list(output.turns), "seen": list(output.seen)}
     return replace(empty, prompt_ids=output.prompt_ids, reason=output.finish_reason, **lists)
 
 
 def call_text(call: ToolCall) -> str:
-    """A tool call as one line of text: `name(arguments) → status, reward: answer`."""
+    """Write a tool call as one line of text: `name(arguments) → status, reward: answer`."""
     reward = f", reward {call.reward:g}" if call.reward is not None else ""
     asked, result = (" ".join(text.split())[:200] for text in (call.arguments, call.result))
     return f"{call.name}({asked}) → {call.status}{reward}: {result}"
 
 
 def only_sequence(outputs: Sequences) -> AgentLoopOutput:
-    """The sequence of an episode that has one. Raises `SettingError` for an episode of several: a tree's leaves are rows."""
+    """Return the sequence of an episode that has one. Raises `SettingError` for several, as each leaf of a tree is one
+    row."""
     if len(outputs) > 1:
         do = "branch an agent without compaction, sub-agents and history='template'"
-        raise SettingError("an episode that is branched", expected="one sequence", found=f"{len(outputs)}", do=do)
+        raise SettingError("the sequences of an episode to branch", expected="one", found=f"{len(outputs)}", do=do)
     return outputs[0]
 
 
@@ -465,19 +475,19 @@ class Estimate:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Estimate:
-        """The mean of drawn rewards."""
+        """Make the estimate of a list of drawn rewards."""
         count = len(rewards)
         error = stdev(rewards) / math.sqrt(count) if count > 1 else math.nan
         return cls(fmean(rewards) if count else math.nan, error, count)
 
     def minus(self, other: Estimate) -> Estimate:
-        """The difference to an independent estimate."""
+        """Return the difference from an independent estimate, with its standard error."""
         return Estimate(self.mean - other.mean, math.hypot(self.error, other.error), min(self.count, other.count))
 
 
 @dataclass(frozen=True)
 class TreeNode:
-    """Some turns of a tree's episodes, from one branching to the next."""
+    """The turns of a tree's episodes from one branching to the next."""
 
     number: int
     parent: int | None
@@ -496,7 +506,7 @@ class TreeNode:
 
     @property
     def places(self) -> str:
-        """Its turns by their numbers: `2` or `2 to 4`; empty where it has none."""
+        """Its turn numbers as text: `2` or `2 to 4`; "" where it has no turns."""
         last = self.first + len(self.turns) - 1
         return f"{self.first} to {last}" if last > self.first else str(self.first) if self.turns else ""
 
@@ -505,8 +515,9 @@ class TreeNode:
 class Tree(Shown):
     """An episode with continuations drawn from some of its turns, all scored: `Stepper.branch` returns it.
 
-    The value V before a turn is the mean reward of what was drawn from it; the recorded episode is in no value, because it may
-    have been chosen for its reward. What the turns between two branchings were worth is V after − V before (`credit`).
+    The value V before a turn is the mean reward of the continuations drawn from it. The recorded episode counts in no
+    value, as it may have been chosen for its reward. The worth of the turns between two branchings is V after − V
+    before (`credit`).
     """
 
     leaves: tuple[EpisodeStepper, ...]
@@ -518,7 +529,7 @@ class Tree(Shown):
 
     @classmethod
     def of(cls, recorded: EpisodeStepper, drawn: Mapping[int, Sequence[EpisodeStepper]], batch: DataProto) -> Tree:
-        """The tree of an episode and its continuations by turn; `batch` has the scored rows of all, in this order."""
+        """Make the tree of an episode and its continuations by turn; `batch` has the scored rows of all, in this order."""
         starts = [(turn, leaf) for turn in sorted(drawn) for leaf in drawn[turn]]
         leaves, numbers = (recorded, *(leaf for _, leaf in starts)), (-1, *(turn for turn, _ in starts))
         tokens = torch.tensor([0, *(recorded.turns[turn].first for turn, _ in starts)])
@@ -531,11 +542,12 @@ class Tree(Shown):
 
     @property
     def points(self) -> tuple[int, ...]:
-        """The turns that were branched from."""
+        """The turns from which continuations were drawn."""
         return tuple(sorted({one for one in self.starts if one >= 0}))
 
     def value(self, turn: int) -> Estimate:
-        """V before turn `turn`: the mean reward of its continuations. Raises `PipelineError` for a turn without any."""
+        """Return V before turn `turn`: the mean reward of its continuations. Raises `PipelineError` for a turn without
+        any."""
         if turn not in self.points:
             expected = f"one of turns {', '.join(map(str, self.points))}"
             do = f"branch there, too: turns={sorted({*self.points, turn})}" if isinstance(turn, int) else None
@@ -546,19 +558,23 @@ class Tree(Shown):
 
     @property
     def nodes(self) -> tuple[TreeNode, ...]:
-        """All nodes, each before those below it: the shared turns, then what was drawn and the recorded turns."""
+        """All nodes, each before its descendants: the shared turns, then the drawn continuations and the recorded
+        turns."""
         return tuple(self._nodes())
 
     def credit(self) -> Any:
-        """A DataFrame with a line for each stretch of the recorded episode between branchings: what its turns were worth.
+        """Make a DataFrame of what the recorded episode's turns were worth, with a line for each stretch between
+        branchings.
 
-        `before` and `after` are values with their standard errors; after the last turn it is the recorded reward, of error 0.
-        `advantage` is their difference, `error` its standard error, `n` how many continuations the value before is of.
+        `before` and `after` are values with their standard errors; after the last turn it is the recorded reward, of
+        error 0. `advantage` is their difference, `error` its standard error, `n` how many continuations the value
+        before is of.
         """
         return shows(self, "credit")
 
     def to_pandas(self) -> Any:
-        """A DataFrame with a line for each node: parent, turns, leaves, value and credit with their standard errors."""
+        """Make a DataFrame with a line for each node: parent, turns, leaves, value and credit with their standard
+        errors."""
         return shows(self, "frame")
 
     # --- inside ---------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from workbench.datasets.rendering import check_tools, encode, encode_pictures, r
 Message = Mapping[str, Any]
 
 _ANSWER = "\u2e22answer\u2e23"
-_ASKED = {"role": "user", "content": "question"}
+_QUESTION = {"role": "user", "content": "question"}
 _NEW = "new\u2e22turn"
 _ID_LENGTH = 9
 """Letters and digits of a call's id in the templates that want one (Mistral's)."""
-_EARLIER = (_ASKED, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"})
+_EARLIER = (_QUESTION, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"})
 _MODES = ((False, False), (True, False), (False, True), (True, True))
 """How a tool's answer is tried: (with an id of a certain form, behind a call)."""
 STAND_IN = 0
@@ -33,24 +33,24 @@ _KEPT = 4096
 class TurnTokens:
     """Makes token ids of prompts and of later turns, by a tokenizer's own chat template.
 
-    A delta is the text that the template puts after an assistant's answer when new messages follow: what closes the
-    answer (without the end token, where the model wrote it), the messages, and the generation prompt. It is taken from a
-    short made-up conversation, so that it cannot depend on how the template would rewrite earlier turns (stripped, without
-    thinking), and is encoded without special tokens. Without a template a message is its content and a line end. Where a
-    template writes a tool's answer only behind its call, that conversation has a call, and the delta is what follows the
-    end token of the call's turn.
+    A delta is the text that the template puts after an assistant's answer when new messages follow: the text that
+    closes the answer (without the end token, where the model wrote it), the messages, and the generation prompt. It is
+    taken from a short made-up conversation, so that it cannot depend on how the template would rewrite earlier turns
+    (stripped, without thinking), and is encoded without special tokens. Without a template a message is its content and
+    a line end. Where a template writes a tool's answer only behind its call, the made-up conversation has a call, and
+    the delta is the text after the end token of the call's turn.
 
     Args:
         tokenizer: with or without a chat template.
         tools: tool schemas that the model is told of.
-        tools_in: where: in the `template`'s way, or in the `system` message (`parsers.tools_text`).
-        parser: reads the calls, whose form the system message tells.
+        tools_in: where it is told: by the `template`, or in the `system` message (`parsers.tools_text`).
+        parser: reads the calls; the system message tells the model its form of a call.
         roles: roles of later turns (`tool`, `user`), for which the template is checked now.
-        processor: what encodes messages with pictures (`processor_of`); None: there are none.
+        processor: encodes messages with pictures (`processor_of`); None: there are none.
         switches: further arguments of the template (`enable_thinking=False`).
 
-    Raises `SettingError`, naming the template, where it leaves a tool out of a prompt, and where no delta can be formed for one of
-    `roles`.
+    Raises `SettingError`, naming the template, where it leaves a tool out of a prompt, and where no delta can be formed
+    for one of `roles`.
     """
 
     def __init__(
@@ -80,13 +80,14 @@ class TurnTokens:
 
     @cached_property
     def reasoning(self) -> str:
-        """The tag (`<think>`) with which the template's generation prompt opens reasoning that the model closes; else empty."""
+        """The tag (`<think>`) with which the template's generation prompt opens reasoning that the model closes; ""
+        where it opens none."""
         if self._plain:
             return ""
-        return opens_reasoning(self._render([_ASKED], generation=True).rpartition(_ASKED["content"])[2])
+        return opens_reasoning(self._render([_QUESTION], generation=True).rpartition(_QUESTION["content"])[2])
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The token ids of a chat with the generation prompt, and with the tools if the template shows them."""
+        """Encode a chat with the generation prompt as token ids, and with the tools if the template shows them."""
         key = json.dumps(list(messages), default=str, sort_keys=True)
         if key not in self._prompts:
             if len(self._prompts) >= _KEPT:
@@ -95,7 +96,8 @@ class TurnTokens:
         return self._prompts[key]
 
     def _chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """A chat as the template gets it: where it is the place for the tools, with them at the beginning of its system message."""
+        """Return a chat as the template gets it; with `tools_in="system"` the tools are written before its system
+        message."""
         chat = [dict(message) for message in messages]
         system = chat[0]["role"] if chat and chat[0]["role"] in ("system", "developer") else ""
         self._require_told(system)
@@ -106,23 +108,29 @@ class TurnTokens:
         return [{**chat[0], "content": f"{self._tools_text}\n\n{chat[0]['content']}"}, *chat[1:]]
 
     def _require_told(self, system: str) -> None:
-        """Refuse a template that writes not all tools; `system`: the role of a first message that templates may put in their place."""
+        """Raise `SettingError` for a template that leaves out a tool.
+
+        `system` is the role of the chat's first message (`system`, `developer` or ""), which some templates write in
+        place of the tools.
+        """
         if not self._tools or system in self._seen:
             return
         self._seen.add(system)
-        chat = [*([{"role": system, "content": "rules"}] if system else []), _ASKED]
+        chat = [*([{"role": system, "content": "rules"}] if system else []), _QUESTION]
         text = self._tools_text if self._plain else self._render(self._chat(chat), generation=True)
         check_tools(self._tokenizer, self._tools, chat, text, self._switches)
 
     def pictured_prompt(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[tuple[int, ...], Seen]:
-        """(token ids of a chat whose parts `{"type": "image"}` stand for `pictures`, what the model reads of these)."""
+        """Encode a chat whose parts `{"type": "image"}` stand for `pictures`: (token ids, the model's inputs of the
+        pictures)."""
         ids, pixels = encode_pictures(self._processor, self._chat(messages), pictures, "a prompt", **self._switches)
         return tuple(ids), Seen(-1, len(pictures), pixels)
 
     def pictured_delta(
         self, messages: Sequence[Message], wrote: Sequence[int], pictures: Sequence[Picture]
     ) -> tuple[tuple[int, ...], Seen]:
-        """`delta` for messages whose parts `{"type": "image"}` stand for `pictures`, and what the model reads of these."""
+        """Encode later messages, like `delta`, whose parts `{"type": "image"}` stand for `pictures`: (token ids, the
+        model's inputs of the pictures)."""
         images = [one.image(f"image {number} of a tool's answer") for number, one in enumerate(pictures)]
         processed: dict[str, Any] = {}
 
@@ -134,29 +142,31 @@ class TurnTokens:
         return ids, Seen(0, len(pictures), processed["pixels"])
 
     def readable(self, ids: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
-        """Token ids of a response with pictures as a model reads them: where it wrote (mask 1) a picture's token itself, it
-        reads `STAND_IN`."""
+        """Return a response's token ids as a model with pictures reads them: a picture's token that the model wrote
+        itself (mask 1) becomes `STAND_IN`."""
         place = self._processor.token_id
         return tuple(STAND_IN if own and one == place else one for one, own in zip(ids, mask, strict=True))
 
     def delta(
         self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
     ) -> tuple[int, ...]:
-        """The token ids to append after an assistant turn with the ids `wrote`, so that the model reads `messages`."""
+        """Encode the token ids to append after an assistant turn with the ids `wrote`, so that the model reads
+        `messages`."""
         return self._behind(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
 
     def _behind(
         self, ending: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """The token ids of a text behind the end token `ending` that the model wrote.
+        """Encode a text that follows the end token `ending`, which the model wrote; the ids of `ending` are left out.
 
-        It is encoded together with it, because some tokenizers encode the beginning of a text differently.
+        Both are encoded together, because some tokenizers encode the beginning of a text differently.
         """
         ids = encoded(ending + text)
         return ids if not ending else ids[1:] if ids and ids[0] == int(wrote[-1]) else encoded(text)
 
     def _unwritten(self, messages: Sequence[Message], wrote: Sequence[int], generation: bool = True) -> tuple[str, str]:
-        """(the end token that the model wrote, or none; the text behind it, in which it is not written twice)."""
+        """Return (the end token that the model wrote, or "", the template's text after it), so that the end token is
+        not written twice."""
         last = int(wrote[-1]) if len(wrote) else None
         ended = last in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}
         ending = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
@@ -169,24 +179,26 @@ class TurnTokens:
         return ending, text[closing.index(ending) + len(ending) :]
 
     def delta_text(self, messages: Sequence[Message], *, generation: bool = True, said: str = "") -> str:
-        """The text that the template writes after an assistant's answer, for `messages` and the generation prompt.
+        """Return the text that the template writes after an assistant's answer, for `messages` and the generation
+        prompt.
 
-        `said` is the end token of the answer, where the model wrote one. Raises `DataError` if the template leaves out the
-        answer.
+        `said` is the end token of the answer, where the model wrote one. Raises `DataError` if the template leaves out
+        the answer.
         """
         if self._plain:
             return "".join(f"\n{one['content']}" for one in messages) + "\n"
         messages = [self._with_id(one, number) for number, one in enumerate(messages)]
         if self._calls_before(messages):
-            return self._behind_call([_ASKED], messages, said, generation=generation)[1]
-        text = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
+            return self._behind_call([_QUESTION], messages, said, generation=generation)[1]
+        text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
         _, found, after = text.partition(_ANSWER)
         if not found:
             raise DataError(f"the chat template of {self._name} left out an assistant's answer")
         return after
 
     def _with_id(self, message: Message, number: int) -> Message:
-        """A tool's answer with an id as the template wants it, made of the one that the call had, or of its number."""
+        """Return a tool's answer with an id in the form that the template wants, made of the call's id or of the
+        answer's number."""
         if message["role"] != "tool" or not (self._wants_ids or self._wants_call):
             return message
         if not self._wants_ids:
@@ -200,10 +212,12 @@ class TurnTokens:
     def _behind_call(
         self, earlier: Sequence[Message], messages: Sequence[Message], ending: str, *, generation: bool = True
     ) -> tuple[str, str]:
-        """What the template writes after the calls that `messages` answer: (whether or not they follow, all of it).
+        """Return the text that the template writes after the calls that `messages` answer: (the part that does not
+        depend on the answers, all of it).
 
-        Both begin with the end token of that turn, where there is one: the model's, `ending`, or the tokenizer's, or
-        a special token that is all there is after the calls. Raises `DataError` where the end depends on what follows.
+        Both begin with the end token of the calls' turn, if there is one: the model's (`ending`), the tokenizer's, or a
+        special token that is all that follows the calls. Raises `DataError` where the end of the calls depends on what
+        follows.
         """
         alone = self._render([*earlier, _calling(messages)], generation=False)
         whole = self._render([*earlier, _calling(messages), *messages], generation=generation)
@@ -219,15 +233,15 @@ class TurnTokens:
         return common[place:], whole[place:]
 
     def _closing_text(self, messages: Sequence[Message], ending: str = "") -> str:
-        """What the template writes after an answer, before the message that follows; kept per role."""
+        """Return the text that the template writes after an answer whether or not a message follows; kept per role."""
         if self._plain:
             return ""
         if self._calls_before(messages):
             messages = [self._with_id(message, number) for number, message in enumerate(messages)]
-            return self._behind_call([_ASKED], messages, ending, generation=False)[0]
+            return self._behind_call([_QUESTION], messages, ending, generation=False)[0]
         role = str(messages[0]["role"]) if messages else ""
         if role not in self._closing:
-            alone = self._render([_ASKED, {"role": "assistant", "content": _ANSWER}], generation=False)
+            alone = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}], generation=False)
             after = alone.partition(_ANSWER)[2]
             one = self.delta_text([{"role": role, "content": _NEW}], generation=False)
             self._closing[role] = _common(after, one)  # what is written whether or not anything follows
@@ -243,7 +257,8 @@ class TurnTokens:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
     def _check(self, role: str) -> None:
-        """Refuse a template whose later text depends on more than the last answer, or that loses or rewrites messages."""
+        """Raise `SettingError` for a template that loses or rewrites a turn of this role, or writes it depending on
+        earlier turns."""
         if self._plain:
             return
         good: dict[tuple[bool, bool], str] = {}
@@ -267,21 +282,24 @@ class TurnTokens:
             self._wants_ids, self._wants_call = chosen
 
     def _checked(self, role: str) -> str:
-        """The text for a made-up turn of this role, from the end token on. Raises `DataError` for a template that is refused."""
+        """Return the text for a made-up turn of this role, from the end token on. Raises `DataError` for a template
+        that cannot append it."""
         new = self._with_id({"role": role, "content": _NEW, **({"name": "tool"} if role == "tool" else {})}, 0)
-        (delta, begins), (longer, _) = (self._delta_after(earlier, new) for earlier in ([_ASKED], _EARLIER))
+        (delta, begins), (longer, _) = (self._delta_after(earlier, new) for earlier in ([_QUESTION], _EARLIER))
         if _NEW not in delta:
-            raise DataError("a new turn that is left out, or stands before the answer")
+            raise DataError("a template that leaves the new turn out, or writes it before the answer")
         if longer != delta:
-            raise DataError("another text for the turn in a longer conversation")
+            raise DataError("a template that writes the turn otherwise in a longer conversation")
         if not begins:
-            raise DataError("another beginning of the answer than the generation prompt gives")
+            raise DataError("a template whose answers begin otherwise than its generation prompt")
         return delta[max(delta.find(self._tokenizer.eos_token or _NEW), 0) :]
 
     def _delta_after(self, earlier: Sequence[Message], new: Message) -> tuple[str, bool]:
-        """(the text for a turn after a made-up answer, whether that begins as the generation prompt does).
+        """Render a made-up turn after a made-up answer: (its text, whether the answer begins as the generation prompt
+        does).
 
-        A generation prompt may open more than the answer's header (`<think>`), and a header close it; never other text.
+        A generation prompt may open more than the answer's header (`<think>`), and a header may close it; no other text
+        may differ.
         """
         opened = self._render(earlier, generation=True)
         if self._calls_before([new]):
@@ -289,13 +307,13 @@ class TurnTokens:
             return self._behind_call(earlier, [new], "")[1], _bare(head).startswith(_bare(opened))
         text = self._render([*earlier, {"role": "assistant", "content": _ANSWER}, new], generation=True)
         if text.count(_ANSWER) != 1:
-            raise DataError(f"an answer that is written {text.count(_ANSWER)} times")
+            raise DataError(f"a template that writes an answer {text.count(_ANSWER)} times")
         head, _, delta = text.partition(_ANSWER)
         return delta, opened.startswith(head) or _bare(opened) == _bare(head)
 
 
 def _calling(answers: Sequence[Message]) -> Message:
-    """A turn with the calls that these tools' answers are for."""
+    """Make the assistant's message with the calls that these tools' answers are for."""
     calls = []
     for one in answers:
         function: dict[str, Any] = {"name": one.get("name") or "tool", "arguments": {}}
@@ -303,11 +321,11 @@ def _calling(answers: Sequence[Message]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _common(one: str, other: str) -> str:
-    """The beginning that two texts share."""
-    return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))]
+def _common(left: str, right: str) -> str:
+    """Return the beginning that two texts share."""
+    return left[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))]
 
 
 def _bare(text: str) -> str:
-    """A text without tags of reasoning and without white space."""
+    """Return a text without tags of reasoning and without white space."""
     return "".join(without_tags(text).split())

@@ -17,7 +17,7 @@ from workbench.agents.episode import (
     COMPACT_PROMPT,
     RUNNING,
     History,
-    Part,
+    Past,
     Transcript,
     is_asked,
     mark_asked,
@@ -25,7 +25,7 @@ from workbench.agents.episode import (
     with_summary,
 )
 from workbench.agents.formats import parser_of
-from workbench.agents.interactions import Session, checked_interactions, select_interaction
+from workbench.agents.interactions import Conversation, checked_interactions, select_interaction
 from workbench.agents.loop import AgentLoopBase, register
 from workbench.agents.parsers import STOP, calls_of, checked_parser, instructions, outside_reasoning, tool_parser
 from workbench.agents.protocol import (
@@ -70,13 +70,13 @@ class EpisodeState:
     transcript: Transcript
     """The present sequence."""
     tools: OpenTools
-    user: Session | None = None
+    user: Conversation | None = None
     """The conversation with the row's simulated user, where it has one."""
     state: AgentState = AgentState.PENDING
     calls: list[FunctionCall] = field(default_factory=list)
     """The last turn's calls that have not been run."""
     errors: list[str] = field(default_factory=list)
-    past: list[Part] = field(default_factory=list)
+    past: list[Past] = field(default_factory=list)
     """The sequences before the present one."""
 
     @property
@@ -86,12 +86,12 @@ class EpisodeState:
 
     @property
     def said(self) -> list[Transcript]:
-        """All sequences of the episode so far."""
+        """The transcripts of all sequences of the episode so far."""
         return [*(one.transcript for one in self.past), self.transcript]
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns of all sequences so far."""
+        """The turns of all sequences of the episode so far."""
         return [turn for one in self.said for turn in one.turns]
 
 
@@ -190,7 +190,7 @@ class ToolAgent(AgentLoopBase):
         self._tokens: dict[tuple[str, ...], TurnTokens] = {}
 
     def describe(self) -> dict[str, Any]:
-        """The agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
+        """Return the agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
         parser = type(self._parser).__name__ if self._parser else None
         own = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
         settings = {**super().describe(), **own, **self._history.settings}
@@ -210,7 +210,7 @@ class ToolAgent(AgentLoopBase):
 
     @property
     def sub_agents(self) -> dict[str, Any]:
-        """Those of the tools that are sub-agents (`SubAgent`), by name."""
+        """The agent's tools that are sub-agents (`SubAgent`), by name."""
         return {name: tool for name, tool in self._box.tools.items() if getattr(tool, "delegates", False)}
 
     @property
@@ -242,7 +242,7 @@ class ToolAgent(AgentLoopBase):
     # --- one episode ---------------------------------------------------------------------------
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
-        """Run one row's episode; returns its sequences.
+        """Run one row's episode; return its sequence, or its sequences.
 
         Reads `raw_prompt`, `tool_config` (`available_tools`: those of the agent's tools that this row may use) and, of
         `extra_info`, `interaction_kwargs` and `tools_kwargs`.
@@ -259,13 +259,14 @@ class ToolAgent(AgentLoopBase):
         return await self.finish(episode)
 
     def start(self, sampling_params: Mapping[str, Any], **row: Any) -> EpisodeState:
-        """A new episode, before its first turn. Raises `DataError` for a bad prompt, interaction or `tool_config`."""
+        """Make the state of a new episode, before its first turn. Raises `DataError` for a bad prompt, interaction or
+        `tool_config`."""
         self._box = self._offered(row)
         self._box.shows_pictures = self.reads_pictures and processor_of(self.episode.sampler) is not None
         prompt = row["raw_prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(chat, Sequence) or not chat:
-            raise DataError("raw_prompt of a row", expected="text, or a list of messages", found=describe(prompt))
+            raise DataError("raw_prompt of a row", expected="a text, or a list of messages", found=describe(prompt))
         messages = [dict(one) for one in chat]
         sampling = dict(sampling_params)
         if self.format == "react" and self._box.tools:
@@ -277,13 +278,14 @@ class ToolAgent(AgentLoopBase):
 
     @property
     def reads_pictures(self) -> bool:  # type: ignore[override]
-        """Whether the model may see pictures: those of rows, and the images of tools; not where histories are rewritten."""
+        """Whether the model may see pictures, of rows and of tools' answers; False where the agent rewrites or compacts
+        its context."""
         return self._history.kind == "append" and self._history.compact_at is None
 
     def _begun(
         self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], pictures: Sequence[Picture] = ()
     ) -> Transcript:
-        """A sequence that begins with this chat."""
+        """Begin a sequence: make the transcript whose prompt is this chat."""
         prompt, seen = (
             self.tokens.pictured_prompt(messages, pictures) if pictures else (self.tokens.prompt(messages), None)
         )
@@ -291,7 +293,7 @@ class ToolAgent(AgentLoopBase):
         return Transcript(prompt, limit, seen=[seen] if seen else [])
 
     def _offered(self, row: Mapping[str, Any]) -> Toolbox:
-        """The tools that a row's `tool_config` lists as `available_tools`, or all."""
+        """Return the toolbox with the tools that the row's `tool_config` lists as `available_tools`, or with all."""
         extra = row.get("extra_info")
         config = row.get("tool_config") or (extra.get("tool_config") if isinstance(extra, Mapping) else None) or {}
         what = f"tool_config of {self._place}"
@@ -318,14 +320,14 @@ class ToolAgent(AgentLoopBase):
     def _place(self) -> str:
         return f"row {self.episode.row} (uid {self.episode.uid})"
 
-    def opened(self, row: Mapping[str, Any]) -> tuple[OpenTools, Session | None]:
-        """The tools and the simulated user (not started; None without one) for one episode of `row`."""
+    def opened(self, row: Mapping[str, Any]) -> tuple[OpenTools, Conversation | None]:
+        """Make the tools and the simulated user (not started; None if the row has none) for one episode of `row`."""
         user, given = select_interaction(self._interactions, row, self._place)
-        session = None if user is None else Session(user, given, self.seconds_per_call)
+        session = None if user is None else Conversation(user, given, self.seconds_per_call)
         return self._box.opened(self.episode.name, row), session
 
     async def advance(self, episode: EpisodeState) -> AgentState:
-        """Do the next step, which `episode.state` names; returns the new state and stores it there."""
+        """Do the next step, which `episode.state` names; store the new state there, and return it."""
         if episode.state is AgentState.PENDING:
             episode.state = await self.begin(episode)
         elif episode.state is AgentState.GENERATING:
@@ -344,13 +346,14 @@ class ToolAgent(AgentLoopBase):
         return episode.state
 
     def read(self, said: Transcript) -> tuple[tuple[int, ...], dict[str, torch.Tensor] | None]:
-        """(the token ids of a sequence so far as the model reads them, its pictures' inputs or None)."""
+        """Return a sequence so far as the model reads it: (token ids, the inputs of its pictures or None)."""
         if not said.seen:
             return said.context, None
         return (*said.prompt_ids, *self.tokens.readable(said.ids, said.mask)), pixels_of(said.seen)
 
     async def finish(self, episode: EpisodeState) -> AgentLoopOutput | Sequences:
-        """Release the episode's tools and simulated user; returns its sequence, or its sequences, those of sub-agents first."""
+        """Release the episode's tools and simulated user; return its sequence, or all of them if there are several,
+        those of sub-agents first."""
         rewards = await self.close(episode)
         errors = [*episode.errors, *episode.tools.errors]
         errors += [episode.user.trouble] if episode.user and episode.user.trouble else []
@@ -360,7 +363,7 @@ class ToolAgent(AgentLoopBase):
         return found if len(found) > 1 else found[0]
 
     def sequences(self, episode: EpisodeState, **extra: Any) -> Sequences:
-        """The sequences of an episode so far; `extra` is the last one's."""
+        """Return the sequences of an episode so far as outputs; `extra` is added to the last one's."""
         outputs, versions = [], list(self.episode.versions)
         for transcript in episode.said:
             last, number = transcript is episode.transcript, transcript.count("assistant")
@@ -370,7 +373,7 @@ class ToolAgent(AgentLoopBase):
         return (*sorted(self.episode.others, key=call_of), *outputs)
 
     async def close(self, episode: EpisodeState) -> dict[str, float]:
-        """Release an episode's tools and simulated user; returns tool name → reward. A second call does nothing."""
+        """Release an episode's tools and simulated user; return tool name → reward. A second call does nothing."""
         try:
             return await episode.tools.close()
         finally:
@@ -378,7 +381,7 @@ class ToolAgent(AgentLoopBase):
                 await episode.user.end()
 
     async def begin(self, episode: EpisodeState) -> AgentState:
-        """Start the episode's simulated user, if it has one; returns the next state."""
+        """Start the episode's simulated user, if it has one; return the next state."""
         try:
             if episode.user is not None:
                 await episode.user.start(self.episode.name)
@@ -387,7 +390,7 @@ class ToolAgent(AgentLoopBase):
         return AgentState.GENERATING
 
     async def spoken(self, episode: EpisodeState, sample: Sample, *, edited: bool = False) -> AgentState:
-        """Append the model's turn, sampled or written by hand (`edited`); returns the next state."""
+        """Append the model's turn, sampled or written by hand (`edited`); return the next state."""
         transcript = episode.transcript
         text = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
         short = sample.finish_reason == "length"
@@ -407,7 +410,7 @@ class ToolAgent(AgentLoopBase):
         return AgentState.INTERACTING if episode.user is not None else AgentState.TERMINATED
 
     def _at_a_limit(self, episode: EpisodeState) -> bool:
-        """Whether no further turn may follow the model's, or none of its calls may be run."""
+        """Return whether a limit forbids any turn after the model's, or all of its calls."""
         turns = episode.turns
         heard = sum(turn.role != "assistant" for turn in turns)
         spoken = len(turns) - heard - sum(summaries(turns))
@@ -415,13 +418,14 @@ class ToolAgent(AgentLoopBase):
         return full or (bool(episode.calls) and not self.wanted(episode))
 
     def wanted(self, episode: EpisodeState) -> list[FunctionCall]:
-        """The tool calls of the last turn that are run: the first `max_parallel_calls`, as far as `max_tool_calls` allows."""
+        """Return the tool calls of the last turn that will be run: the first `max_parallel_calls`, as far as
+        `max_tool_calls` allows."""
         ran = sum(call.ran for turn in episode.turns for call in turn.calls)
         left = len(episode.calls) if self.max_tool_calls is None else max(0, self.max_tool_calls - ran)
         return episode.calls[: min(self.max_parallel_calls, left)]
 
     def answered(self, episode: EpisodeState, records: Sequence[ToolCall]) -> AgentState:
-        """Append the answers (`records`) to the `wanted` tool calls; returns the next state."""
+        """Append the answers (`records`) to the `wanted` tool calls; return the next state."""
         ignored = [not_run(call, "ignored") for call in episode.calls[len(records) :]]
         episode.transcript.note(calls=(*records, *ignored))
         episode.calls = []
@@ -430,7 +434,7 @@ class ToolAgent(AgentLoopBase):
         return self._heard(episode, "tool", self.messages(records), cut, pictures)
 
     def messages(self, records: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        """Chat messages that tell the model the results of tool calls (`records`)."""
+        """Write the chat messages that tell the model the results of tool calls (`records`)."""
         if self.format == "react":
             return [{"role": self.tool_role, "content": _content(one, "Observation: ")} for one in records]
         answers = [{"role": self.tool_role, "content": _content(one), "name": one.name} for one in records]
@@ -438,7 +442,7 @@ class ToolAgent(AgentLoopBase):
         return [{**answer, **own} for answer, own in zip(answers, ids, strict=True)]
 
     def chat(self, episode: EpisodeState, count: int | None = None) -> list[dict[str, Any]]:
-        """The prompt and the first `count` turns (None: all), as a simulated user reads them."""
+        """Return the prompt and the first `count` turns (None: all) as messages, for the simulated user to read."""
         turns, messages = episode.turns[:count], list(episode.first)
         for place, (turn, summary) in enumerate(zip(turns, summaries(turns), strict=True)):
             if turn.role == "tool":
@@ -448,7 +452,7 @@ class ToolAgent(AgentLoopBase):
         return messages
 
     def replied(self, episode: EpisodeState, text: str) -> AgentState:
-        """Append the simulated user's reply; returns the next state."""
+        """Append the simulated user's reply; return the next state."""
         return self._heard(episode, "user", [{"role": "user", "content": text}], "")
 
     def _heard(
@@ -484,7 +488,8 @@ class ToolAgent(AgentLoopBase):
         return state
 
     def _written(self, episode: EpisodeState) -> list[dict[str, Any]]:
-        """The turns of the present sequence as messages for the template, the model's as they were written."""
+        """Write the turns of the present sequence as messages for the template; the model's turns keep their sampled
+        text."""
         transcript, messages = episode.transcript, []
         for place, turn in enumerate(transcript.turns):
             ids = transcript.ids[turn.first : turn.last + 1]
@@ -498,21 +503,24 @@ class ToolAgent(AgentLoopBase):
         return messages
 
     def _rewrites(self, chat: Sequence[Mapping[str, Any]], context: Sequence[int]) -> bool:
-        """Whether the template's text of the chat goes on otherwise than the tokens that were read and written."""
+        """Return whether the template's text of the chat differs from the tokens that the model has read and written so
+        far."""
         whole, there = (self.tokenizer.decode(list(ids)) for ids in (self.tokens.prompt(chat), context))
         return not whole.startswith(there)
 
     def _next(self, episode: EpisodeState, chat: list[dict[str, Any]]) -> AgentState:
-        """Begin the next sequence with this chat; returns the next state."""
+        """Begin the next sequence with this chat; return the next state, which is the end where the episode has
+        `max_sequences`."""
         if len(episode.past) + 1 >= self._history.max_sequences:
             episode.transcript.reason = "turns"
             return AgentState.TERMINATED
-        episode.past.append(Part(episode.messages, episode.transcript))
+        episode.past.append(Past(episode.messages, episode.transcript))
         episode.messages, episode.transcript = chat, self._begun(chat, episode.sampling)
         return AgentState.GENERATING
 
     def at(self, episode: EpisodeState, said: Sequence[Transcript]) -> EpisodeState:
-        """The state of an episode of which exactly these sequences, in order, are there; tools and user are `episode`'s."""
+        """Rebuild the state of an episode at the end of these sequences, with the tools and the simulated user of
+        `episode`."""
         now = replace(episode, past=[], messages=episode.first, transcript=said[0], errors=[], calls=[])
         for part in said[1:]:
             turns, last = now.turns, now.transcript.turns[-1]
@@ -524,7 +532,7 @@ class ToolAgent(AgentLoopBase):
                 kept = replace(now, transcript=now.transcript.first(len(now.transcript.turns) - 1))
                 asked = is_asked(turns[-1:])
                 chat = [*now.messages, *self._written(kept), *(self._history.asking(of) if asked else of)]
-            now = replace(now, past=[*now.past, Part(now.messages, now.transcript)], messages=chat, transcript=part)
+            now = replace(now, past=[*now.past, Past(now.messages, now.transcript)], messages=chat, transcript=part)
         turns = now.transcript.turns
         now.state = AgentState.GENERATING
         if turns and is_asked(now.turns[-2:-1]):
@@ -537,7 +545,7 @@ class ToolAgent(AgentLoopBase):
         return now
 
     async def _asked_user(self, episode: EpisodeState) -> tuple[bool, str]:
-        """(whether to stop, text) of the simulated user; its score is noted at the assistant's turn."""
+        """Ask the simulated user for its reply: (whether to stop, text). Its score is noted at the assistant's turn."""
         assert episode.user is not None
         try:
             reply = await episode.user.ask(self.chat(episode))
@@ -548,7 +556,8 @@ class ToolAgent(AgentLoopBase):
         return reply.stop, reply.text
 
     async def _ended(self, episode: EpisodeState, reason: str | None) -> AgentState:
-        """At a limit: calls are not run, a simulated user still scores the turn, and its answer is not appended."""
+        """End the episode at a limit: calls are not run; a simulated user still scores the turn, but its answer is not
+        appended."""
         transcript = episode.transcript
         if reason is not None:
             transcript.reason = reason
@@ -572,9 +581,9 @@ class ToolAgent(AgentLoopBase):
         return AgentState.TERMINATED
 
     def parsed(self, episode: EpisodeState, ids: Sequence[int]) -> list[FunctionCall]:
-        """The tool calls in the model's last turn, of token ids `ids`, outside its reasoning.
+        """Parse the tool calls in the model's last turn, whose token ids are `ids`, outside its reasoning.
 
-        A call that is not whole where the turn was cut short is none. A parser's exception is recorded in the turn.
+        Where the turn was cut short, an unfinished call is left out. A parser's exception is recorded in the turn.
         """
         if self._parser is None or not self._box.tools:
             return []
@@ -592,7 +601,7 @@ class ToolAgent(AgentLoopBase):
 
 
 def _content(record: ToolCall, before: str = "") -> Any:
-    """The content of the message that tells a call's result: a text, or with images parts."""
+    """Write the content of the message with a call's result: a text, or a list of parts where the result has images."""
     text = before + record.result
     if not record.pictures:
         return text

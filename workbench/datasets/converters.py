@@ -37,7 +37,7 @@ _LARGEST = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """One record as it is understood."""
+    """One problem of a published data set: its question, its ground truth and further columns."""
 
     question: str
     truth: Any
@@ -49,7 +49,7 @@ class _Task:
 
 
 class Kind(NamedTuple):
-    """How the records of one published data set become rows."""
+    """How the records of one published data set become rows: their reader, data source, ability and instruction."""
 
     read: Callable[[Mapping[str, Any], str], _Task | None]
     """(record, place) → task; None for a record without test cases, which can never be scored."""
@@ -69,15 +69,15 @@ def convert(
     instruction: str | None = None,
     tool: str | None = None,
 ) -> int:
-    """Write a published data set as parquet in verl's schema, for `wb.rows`; returns the number of rows.
+    """Write a published data set as parquet in verl's schema, for `wb.rows`; return the number of rows.
 
-    `source` is the data set's own file or files (jsonl, json, parquet), of the `kind` (`KINDS`): `gsm8k`, `math`
-    (also MATH-500), `geo3k`, `apps`, `taco`, `livecodebench`, `humaneval`, `mbpp`. `instruction` stands after every question
+    `source` is the data set's own file or files (jsonl, json, parquet), of the `kind` (`KINDS`): `gsm8k`, `math` (also
+    MATH-500), `geo3k`, `apps`, `taco`, `livecodebench`, `humaneval`, `mbpp`. `instruction` stands after every question
     in place of the kind's own ("" for none). With `tool` (its name, such as `gsm8k_answer`) the rows are for a tool
-    agent: a system message asks for the tool, which is created with the row's ground truth; for kinds with a written answer.
-    Pictures stay as they are, in `images`; test cases become `{inputs, outputs}`, or the assertions that there are. Problems
-    without test cases are left out. Raises `DataError` for an unknown kind, and by row for a record of another shape;
-    then no file is written.
+    agent: a system message asks for the tool, which is created with the row's ground truth; this is for kinds with a
+    written answer. Pictures stay as they are, in `images`; test cases become `{inputs, outputs}`, or the assertions
+    that there are. Problems without test cases are left out. Raises `DataError` for an unknown kind, and by row for a
+    record of another shape; then no file is written.
 
     Example:
         >>> wb.datasets.convert("gsm8k", "train.jsonl", "gsm8k/train.parquet")  # doctest: +SKIP
@@ -124,7 +124,7 @@ def _row(task: _Task, how: Kind, place: Mapping[str, Any], instruction: str, too
 
 
 def _texts(record: Mapping[str, Any], place: str, *names: str) -> list[str]:
-    """These fields, each a text that says something. Raises `DataError`, naming the first one that is not."""
+    """Return these fields of a record. Raises `DataError`, naming the first field that is not a text, or is blank."""
     for name in names:
         if not isinstance(record.get(name), str) or not record[name].strip():
             found = describe(record[name]) if name in record else f"columns {', '.join(record)}"
@@ -133,7 +133,7 @@ def _texts(record: Mapping[str, Any], place: str, *names: str) -> list[str]:
 
 
 def _parsed(value: Any, place: str) -> Any:
-    """The value of JSON text; anything else as it is."""
+    """Parse JSON text; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     with boundary(f"reading {place}", DataError):
@@ -151,7 +151,7 @@ def _gsm8k(record: Mapping[str, Any], place: str) -> _Task:
 
 
 def _math(record: Mapping[str, Any], place: str) -> _Task:
-    """MATH has its answer in the solution's box; MATH-500 in `answer`, too."""
+    """Read a record of MATH, whose answer is in the solution's box, or of MATH-500, which has it in `answer`, too."""
     question, solution = _texts(record, place, "problem", "solution")
     truth = record.get("answer") or last_box(_BARE.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed{", solution)))
     if not isinstance(truth, str) or not truth.strip():
@@ -180,7 +180,8 @@ def _geo3k(record: Mapping[str, Any], place: str) -> _Task:
 
 
 def _apps(record: Mapping[str, Any], place: str) -> _Task | None:
-    """APPS and TACO: `input_output` is JSON of `inputs`, `outputs` and, where a function is called, `fn_name`."""
+    """Read a record of APPS or TACO: `input_output` is JSON of `inputs`, `outputs` and, where a function is called,
+    `fn_name`."""
     (question,) = _texts(record, place, "question")
     tests = _parsed(record.get("input_output") or "{}", f"input_output of {place}")
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= tests.keys():
@@ -194,7 +195,10 @@ def _apps(record: Mapping[str, Any], place: str) -> _Task | None:
 
 
 def _livecodebench(record: Mapping[str, Any], place: str) -> _Task:
-    """Public and private cases `{input, output, testtype}`; of a function each line of the input is the JSON of an argument."""
+    """Read a record of LiveCodeBench, with public and private cases `{input, output, testtype}`.
+
+    Where a function is called, each line of a case's input is the JSON of an argument.
+    """
     (question,) = _texts(record, place, "question_content")
     cases = [
         case
@@ -215,7 +219,7 @@ def _livecodebench(record: Mapping[str, Any], place: str) -> _Task:
 
 
 def _cases(record: Mapping[str, Any], name: str, place: str) -> list[Any]:
-    """A list of cases, as JSON text or packed as LiveCodeBench packs it; [] where there is none."""
+    """Read a list of cases from JSON text, or from LiveCodeBench's packed form; [] where the record has none."""
     cases = record.get(name) or []
     if isinstance(cases, str) and not cases.lstrip().startswith("["):
         cases = _unpacked(cases, place)
@@ -228,7 +232,8 @@ def _cases(record: Mapping[str, Any], name: str, place: str) -> list[Any]:
 
 
 def _unpacked(text: str, place: str) -> str:
-    """The text in base64 of zlib of a pickle of one text: its opcodes are read, and nothing is unpickled."""
+    """Return the text in base64 of zlib of a pickle of one text. Only the pickle's opcodes are read; nothing is
+    unpickled."""
     with boundary(f"unpacking {place}", DataError):
         unzip = zlib.decompressobj()
         data = unzip.decompress(base64.b64decode(text), _LARGEST)
@@ -245,7 +250,8 @@ def _humaneval(record: Mapping[str, Any], place: str) -> _Task:
 
 
 def _mbpp(record: Mapping[str, Any], place: str) -> _Task:
-    """MBPP (`text`) and its sanitized form (`prompt`); the assertions stand in the question: they name the function."""
+    """Read a record of MBPP (`text`) or its sanitized form (`prompt`); the question shows the assertions, as these name
+    the function."""
     (question,) = _texts(record, place, "prompt" if record.get("prompt") else "text")
     tests = record.get("test_list")
     if not isinstance(tests, list) or not tests:

@@ -25,7 +25,7 @@ from workbench.base.files import fsync, sealed
 from workbench.base.seeds import derive
 from workbench.dataproto.core import DataProto, is_last
 from workbench.datasets.files import parse
-from workbench.datasets.mixing import Composite, check_part, shuffled, turns, with_sizes
+from workbench.datasets.mixing import Composite, check_part, shuffled, spread_offsets, with_sizes
 from workbench.datasets.records import CHAT, Reading, has_answer
 from workbench.datasets.rows import Drawn, Fits, Rows, permutation
 
@@ -36,7 +36,10 @@ STEP = "data_step"
 
 
 class Recorded(Composite):
-    """Rows that learn from steps. Subclasses say what a line means (`_take`) and which lines a step gives (`_lines`)."""
+    """Rows that change with what a run's steps showed, and keep it in a jsonl file of the run's folder.
+
+    Subclasses define which lines a step gives (`_lines`) and what a line changes (`_take`).
+    """
 
     learns = True
 
@@ -44,7 +47,7 @@ class Recorded(Composite):
         path = Path(file)
         if path.suffix != ".jsonl" or path.name in ("metrics.jsonl", *getattr(base, "_files", ())):
             expected = "a name that ends in .jsonl and that the run has no other file of"
-            raise DataError("file for what is learned", expected=expected, found=repr(file))
+            raise DataError("file= of adaptive or growing rows", expected=expected, found=repr(file))
         self._base, self._file = base, path
         super().__init__([base], base._rows, base.source)
         self._files = (path.name, *getattr(base, "_files", ()))
@@ -66,7 +69,7 @@ class Recorded(Composite):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns, which what is learned does not change."""
+        """Names of the columns, which the steps of a run do not change."""
         return self._base.columns
 
     @property
@@ -74,19 +77,20 @@ class Recorded(Composite):
         return self._base._span
 
     def check_steps(self, size: int, steps: int, seed: int) -> None:
-        """As of the rows that were there at first."""
+        """Raise `DataError` where the rows from before the run have no prompts for all these steps."""
         self._base.check_steps(size, steps, seed)
 
     def restore(self, folder: Path, step: int, *, ahead: int = 0, fits: Fits | None = None) -> list[Path]:
-        """Be as after a step of the run in `folder`, by the lines of its file up to there; nothing is changed on disk.
+        """Restore the state after a step of the run in `folder`, from the lines of its file up to that step; return the
+        file's path.
 
-        Raises `DataError` for a file outside the folder, and for lines that cannot be read.
+        Nothing is changed on disk. Raises `DataError` for a file outside the folder, and for lines that cannot be read.
         """
         files = self._base.restore(folder, step, ahead=ahead, fits=fits)
         path = folder / self._file if self._file.parent == Path() else self._file
         if path.resolve().parent != folder.resolve():
             do = f"give the name alone: {self._file.name!r}"
-            what, expected = "file for what is learned", f"in the run's folder {folder}"
+            what, expected = "file= of adaptive or growing rows", f"in the run's folder {folder}"
             raise DataError(what, expected=expected, found=str(self._file), do=do)
         self._path, self._lag, self._fits = path, ahead, fits
         self._marks, self._unwritten = [], []
@@ -103,7 +107,7 @@ class Recorded(Composite):
         return [*files, path]
 
     def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
-        """Take in a step's scored batch and its last one; `record` writes it. Returns metrics."""
+        """Update the rows from a step's scored batches; `record` writes the update to disk. Returns metrics."""
         metrics, counts = self._base.learn(step, batches), Counter[str]()
         for found in self._lines(step, batches, counts):
             self._unwritten.append(self._add({STEP: step, **found}))
@@ -111,7 +115,8 @@ class Recorded(Composite):
         return {**metrics, **{f"data/{name}": float(number) for name, number in counts.items()}}
 
     def record(self) -> None:
-        """Append what was learned to the file, and wait until it is on the disk; outside a run there is none."""
+        """Append the updates since the last call to the file, and wait until they are on the disk; without a run there
+        is no file."""
         self._base.record()
         if self._path is not None and self._unwritten:
             new = not self._path.exists()
@@ -134,7 +139,7 @@ class Recorded(Composite):
         return self._base._rows
 
     def _known(self, asks: np.ndarray) -> dict[str, Any]:
-        """For the cursor: the lines up to a step, and their hash."""
+        """Return, for the cursor, how many lines the file has up to the last of these steps, and their hash."""
         step = int(asks[-1, 0]) if len(asks) else 0
         lines = bisect.bisect_right(self._marks, step, key=lambda mark: mark[0])
         return {self._file.name: {"lines": lines, "hash": self._marks[lines - 1][1] if lines else ""}}
@@ -144,7 +149,7 @@ class Recorded(Composite):
 
 
 class Growing(Recorded):
-    """Rows to which a run adds others: see `growing`."""
+    """Rows to which a run adds new ones: see `growing`."""
 
     def __init__(self, base: Rows, file: str, max_rows: int, on_bad_row: str) -> None:
         super().__init__(base, file)
@@ -200,7 +205,8 @@ class Growing(Recorded):
         counts["grown"] = len(self._grown)
 
     def _checked(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """A new row as it will be read from the file; what it does not say of its kind is its parent's."""
+        """Return a new row as it will be read from the file; a missing `data_source` or `data_part` is copied from its
+        parent row."""
         ((row,), _) = Reading(data_source=parent.get("data_source") or "rows").read([record], place)
         try:
             row = json.loads(json.dumps(row, allow_nan=False))
@@ -221,10 +227,11 @@ class Growing(Recorded):
     # --- what a step draws ----------------------------------------------------------------------
 
     def _shares(self, asks: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each step the grown rows [K] that it may draw from, and how many [K] of them it draws: their share of all."""
+        """Return for each step how many grown rows it may draw from, [K], and how many of them it draws, [K]: in
+        proportion to all rows."""
         there = np.searchsorted(np.array(self._made, dtype=np.int64), asks[:, 0] - self._lag, side="left")
-        exact = asks[:, 1] * there / (len(self._base) + there)
-        return there, np.minimum(np.floor(exact + turns(len(asks), derive(seed, "grown"))).astype(np.int64), there)
+        exact = asks[:, 1] * there / (len(self._base) + there) + spread_offsets(len(asks), derive(seed, "grown"))
+        return there, np.minimum(np.floor(exact).astype(np.int64), there)
 
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
         there, new = self._shares(asks, seed)
@@ -250,7 +257,8 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _offered(batches: Sequence[DataProto]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """(new row, columns of the row that it came from), of a reward's `new_row` and of a stage's column; each once."""
+    """Yield (new row, columns of the row that it came from), of a reward's `new_row` and of a stage's column; each
+    once."""
     for column in ("reward_extra/new_row", "new_row"):
         before: set[str] = set()
         for objects in (batch.non_tensor_batch for batch in batches if column in batch):
@@ -263,31 +271,33 @@ def _offered(batches: Sequence[DataProto]) -> Iterator[tuple[Any, Mapping[str, A
 
 
 def growing(rows: Rows, file: str = "grown.jsonl", *, max_rows: int = 10_000, on_bad_row: str = "leave_out") -> Rows:
-    """Rows that grow while a run trains: what a reward returns as `new_row`, or a stage writes into a column `new_row`.
+    """Make rows that grow while a run trains: by what a reward returns as `new_row`, or a stage writes into a column
+    `new_row`.
 
-    A new row is a dict as a data file has it (or a list of them): a prompt, and a ground truth where all other rows have
-    one; its `data_source` is by default that of the row whose response made it. It is drawn from the next step on (with
-    `ahead=1` from the one after), in proportion: with 900 rows and 100 new ones a tenth of each batch is new. A prompt that
-    is there already is not taken again. Metrics: `data/new_rows`, `data/grown`, `data/new_rows_refused`, ….
+    A new row is a dict as a data file has it (or a list of them): a prompt, and a ground truth where all other rows
+    have one; its `data_source` is by default that of the row whose response made it. It is drawn from the next step on
+    (with `ahead=1` from the one after), in proportion: with 900 rows and 100 new ones a tenth of each batch is new. A
+    prompt that is there already is not taken again. Metrics: `data/new_rows`, `data/grown`, `data/new_rows_refused`, ….
 
     Args:
         rows: plain rows, a `mix` or `stages`; they are drawn in their own order.
-        file: name of a file in the run's folder; `wb.rows` reads it, too.
-        max_rows: new rows beyond so many are left out, and counted.
+        file: name of a file in the run's folder; `wb.rows` can read it, too.
+        max_rows: most new rows; further ones are left out, and counted.
         on_bad_row: `"leave_out"` names a row that cannot be read or is too long in the log; `"raise"` ends the run.
 
     Example:
         >>> def reward(response, ground_truth):
         ...     right = response.strip() == ground_truth
-        ...     harder = {"prompt": f"{ground_truth} + {ground_truth} =", "reward_model": {"ground_truth": str(2 * int(ground_truth))}}
+        ...     harder = {"prompt": f"{ground_truth} + {ground_truth} =", "reward_model": {"ground_truth": str(2 *
+        int(ground_truth))}}
         ...     return {"score": float(right), "new_row": harder if right else None}
         >>> rows = wb.datasets.growing(rows)  # doctest: +SKIP
     """
     check_part(rows, "rows to grow")
     if not isinstance(max_rows, int) or isinstance(max_rows, bool) or max_rows < 1:
-        raise DataError("max_rows", expected="a whole number ≥ 1", found=max_rows)
+        raise DataError("max_rows of growing rows", expected="a whole number ≥ 1", found=max_rows)
     if on_bad_row not in ("leave_out", "raise"):
-        raise DataError("on_bad_row", expected="'leave_out' or 'raise'", found=repr(on_bad_row))
+        raise DataError("on_bad_row of growing rows", expected="'leave_out' or 'raise'", found=repr(on_bad_row))
     return Growing(rows, file, max_rows, on_bad_row)
 
 
@@ -295,7 +305,7 @@ def growing(rows: Rows, file: str = "grown.jsonl", *, max_rows: int = 10_000, on
 
 
 class Adaptive(Recorded):
-    """Rows of which those are drawn less whose recent rewards are outside a band: see `adaptive`."""
+    """Rows that are drawn less often while their recent mean reward is outside a band: see `adaptive`."""
 
     def __init__(self, base: Rows, **settings: Any) -> None:
         super().__init__(base, settings["file"])
@@ -329,11 +339,14 @@ class Adaptive(Recorded):
         counts["rows_outside"] = sum(not self._inside(row, step + 1 + self._lag) for row in self._seen)
 
     def mean_rewards(self) -> list[float | None]:
-        """Of each row the mean of its last rewards; None where it has not been drawn."""
+        """Return for each row the mean of its last rewards; None for a row that has not been drawn."""
         return [self._mean(row, None) for row in range(len(self))]
 
     def _mean(self, row: int, step: int | None) -> float | None:
-        """As it is known when a step draws (None: now): of the last `window` times, else what the column says."""
+        """Return a row's mean reward over the last `window` times that it was drawn before `step` (None: until now).
+
+        For a row that was not drawn before it is the value in the settings' `column`, or None.
+        """
         seen = self._seen.get(row, [])
         past = seen if step is None else seen[: bisect.bisect_left(seen, (step - self._lag,))]
         if past:
@@ -351,7 +364,10 @@ class Adaptive(Recorded):
         return self._inside(row, step) or derive(seed, "outside", row, draw) < chance * 2**63
 
     def _with_retries(self, asks: np.ndarray, seed: int) -> tuple[np.ndarray, list[Drawn]]:
-        """[M, 2]: what the steps ask of the base, which is more than they take; and the rows of the last step."""
+        """Replay the steps `asks`, [K, 2], with their draws of further rows.
+
+        Returns (all draws from the base rows, [M, 2] of step and number of rows, and the rows of the last step).
+        """
         known = self._sure.setdefault(seed, [])
         same = [size == tried for (_, size), (tried, _) in zip(asks.tolist(), known, strict=False)]
         del known[same.index(False) if False in same else len(asks) :]
@@ -366,7 +382,12 @@ class Adaptive(Recorded):
         return every, last
 
     def _step(self, every: np.ndarray, step: int, size: int, seed: int) -> tuple[np.ndarray, list[Drawn]]:
-        """A step's rows, and the asks with its own: each time for as many as are lacking, a few times at most."""
+        """Choose the rows of one step: draw from the base rows, pass over rows outside the band, and draw again for as
+        many as are missing.
+
+        Returns (`every`, the draws so far, with this step's draws appended, and the rows). After `_TURNS` draws the
+        passed-over rows fill the batch.
+        """
         chosen, passed, again, there = list[Drawn](), list[Drawn](), list[Drawn](), set[int]()
         for _ in range(_TURNS):
             if len(chosen) == size:
@@ -398,7 +419,8 @@ _TURNS = 16
 
 
 def _means(batches: Sequence[DataProto]) -> dict[int, float]:
-    """Row → mean reward of its scored responses; a prompt that is in two batches counts in the first."""
+    """Average the rewards of each row's scored responses: row → mean; a prompt that is in two batches counts in the
+    first."""
     rewards: dict[int, list[float]] = {}
     before: set[str] = set()
     for batch in batches:
@@ -421,17 +443,17 @@ def adaptive(
     column: str | None = None,
     file: str = "difficulty.jsonl",
 ) -> Rows:
-    """An adaptive curriculum: rows whose recent mean reward is outside [low, high] are drawn less.
+    """Make an adaptive curriculum: rows whose recent mean reward is outside [low, high] are drawn less often.
 
-    Rows are taken in their order; one whose mean is outside is passed over, but for a seeded chance, and the next one is
-    taken in its place. Where nearly all are outside, a step takes those that it passed over. Metrics: `data/rows_seen`,
-    `data/rows_outside`; `rows.mean_rewards()` has the means.
+    Rows are taken in their order; a row whose mean is outside is passed over, except by a seeded chance, and the next
+    one is taken in its place. Where nearly all are outside, a step takes rows that it passed over. Metrics:
+    `data/rows_seen`, `data/rows_outside`; `rows.mean_rewards()` has the means.
 
     Args:
         rows: plain rows, a `mix`, `stages`, or `growing` rows.
         low, high: the band of mean rewards, both included.
         outside: the chance with which a row outside the band is taken all the same.
-        window: of how many of the last times that a row was drawn the mean is taken.
+        window: how many of the row's latest draws the mean is over.
         column: a column with a mean reward that is known beforehand, for rows that have not been drawn yet.
         file: name of a file in the run's folder, which has each step's mean rewards by row number.
 
@@ -441,11 +463,11 @@ def adaptive(
     if not isinstance(rows, Growing):
         check_part(rows, "rows to adapt")
     if not -np.inf < low < high < np.inf:
-        raise DataError("band of mean rewards", expected="low < high", found=f"{low} to {high}")
+        raise DataError("band of adaptive rows' mean rewards", expected="low < high", found=f"{low} to {high}")
     if not 0 <= outside <= 1:
-        raise DataError("chance of rows outside the band", expected="0 to 1", found=outside)
+        raise DataError("outside, the chance of rows outside the band", expected="0 to 1", found=outside)
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise DataError("window", expected="a whole number ≥ 1", found=window)
+        raise DataError("window of adaptive rows", expected="a whole number ≥ 1", found=window)
     if column is not None:
         strange = next((value for value in rows.values(column) if not isinstance(value, int | float | None)), None)
         if column not in rows.columns or strange is not None:

@@ -31,10 +31,11 @@ _AS_JSON, _CRC32 = b"workbench.json", b"workbench.crc32"
 
 
 def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files meant by a path, a folder, a pattern (`data/train-*.parquet`: its files by name) or several of them.
+    """List the files meant by a path, a folder, a pattern (`data/train-*.parquet`: its files by name) or several of
+    these.
 
-    `~` is the home folder. Raises `DataError` for a pattern that no file matches, and for a folder without data files, with
-    files of several kinds, or of several splits. Paths of files are not checked here: `read` does that.
+    `~` is the home folder. Raises `DataError` for a pattern that no file matches, and for a folder without data files,
+    with files of several kinds, or of several splits. Whether a file exists is not checked here: `read` does that.
     """
     files: list[Path] = []
     for given in [path] if isinstance(path, str | Path) else path:
@@ -48,7 +49,7 @@ def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
         folder = Path(place.anchor)
         matched = sorted(each for each in folder.glob(str(place.relative_to(folder))) if each.suffix in SUFFIXES)
         if not matched:
-            raise DataError(f"no file matches {str(place)!r}")
+            raise DataError(f"no data file matches the pattern {str(place)!r}")
         files += matched
     return files
 
@@ -61,7 +62,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The data files of a folder and of those below it, by name."""
+    """List the data files of a folder and of those below it, by name."""
     inside = sorted(one for one in folder.rglob("*") if one.suffix in SUFFIXES and one.name not in _ABOUT)
     names = [str(one.relative_to(folder)) for one in inside]
     kinds = sorted({one.suffix for one in inside})
@@ -77,10 +78,10 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> list[Any]:
-    """The records of one file, in order; the cells of a csv or tsv are texts, an empty one is None.
+    """Read the records of one file, in order; the cells of a csv or tsv are texts, an empty one is None.
 
-    Raises `DataError` where the file is missing, of another kind, too large, not UTF-8, not strict JSON (NaN and numbers
-    beyond float64 are refused), or where a line of a csv has other cells than its first.
+    Raises `DataError` where the file is missing, of another kind, too large, not UTF-8, not strict JSON (NaN and
+    numbers beyond float64 are refused), or where a line of a csv does not have as many cells as its first.
     """
     if _is_folder(path) or not path.is_file():
         raise DataError(f"no data file at {str(path)!r}", do="check the path; a relative one starts where Python runs")
@@ -103,7 +104,8 @@ def read(path: Path) -> list[Any]:
 
 
 def raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields ("file:line", bytes) of each line that is not blank, one at a time. Raises `DataError` for an endless line.
+    """Yield ("file:line", bytes) of each line that is not blank, one at a time. Raises `DataError` for a line above
+    `LINE_LIMIT`.
 
     Lines end at a newline alone: U+2028 and its like are ordinary characters inside a JSON string.
     """
@@ -118,7 +120,8 @@ def raw_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_csv(path: Path) -> list[dict[str, str | None]]:
-    """Rows of texts under the names of the first line; cells are separated by what that line has most of."""
+    """Read rows of texts under the names in the first line; the separator is the one of `,`, `;` and tab that occurs
+    there most."""
     with boundary(f"reading {str(path)!r} as csv", DataError), path.open(encoding="utf-8-sig", newline="") as file:
         separator = max(",;\t", key=file.readline().count)
         file.seek(0)
@@ -137,7 +140,7 @@ def _read_csv(path: Path) -> list[dict[str, str | None]]:
 
 
 def _read_arrow(path: Path) -> list[dict[str, Any]]:
-    """All rows of an Arrow file, or of an Arrow stream as Hugging Face's `datasets` writes it."""
+    """Read all rows of an Arrow file, or of an Arrow stream as Hugging Face's `datasets` writes it."""
     import pyarrow as pa
 
     with boundary(f"reading {str(path)!r} as arrow", DataError):
@@ -150,7 +153,8 @@ def _read_arrow(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    """All rows; refused before they are decoded where the size of the first ones says that all would be too large."""
+    """Read all rows; a file is refused before it is decoded where the size of its first rows shows that all would be
+    too large."""
     import pyarrow.parquet as pq
 
     with boundary(f"reading {str(path)!r} as parquet", DataError):
@@ -167,10 +171,11 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Write columns as a parquet file, atomically; returns the names of those left out, because no file can hold them.
+    """Write columns as a parquet file, atomically; return the names of the columns that are left out, because no file
+    can hold them.
 
-    Cells that arrow would give back changed (dicts of other keys, numbers of two kinds) are written as JSON, and `read` reads
-    them as they were; NaN too.
+    Cells that arrow would give back changed (dicts with different keys, numbers of two types, NaN) are written as JSON,
+    and `read` reads them as they were.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -187,7 +192,7 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _exact(cells: Sequence[Any]) -> Any:
-    """Cells as an array of arrow, None where it would give them back changed."""
+    """Convert cells to an arrow array; None where arrow would give them back changed."""
     import pyarrow as pa
 
     try:
@@ -199,7 +204,7 @@ def _exact(cells: Sequence[Any]) -> Any:
 
 
 def _json(cells: Sequence[Any]) -> list[str] | None:
-    """Each cell as JSON, None where one is a picture, an object, or holds itself."""
+    """Write each cell as JSON; None where one is a picture, another object, or contains itself."""
     try:
         return [json.dumps(cell) for cell in cells]
     except (TypeError, ValueError, RecursionError):
@@ -207,12 +212,12 @@ def _json(cells: Sequence[Any]) -> list[str] | None:
 
 
 def _text(cells: Sequence[Any]) -> str:
-    """Cells to compare: 1 and 1.0 differ, NaN equals NaN, a tuple equals a list."""
+    """Write cells as text to compare them: 1 and 1.0 differ, NaN equals NaN, a tuple equals a list."""
     return json.dumps(list(cells), default=repr)
 
 
 def _crc32(rows: Iterable[Mapping[str, Any]]) -> int:
-    """crc32 over the names and cells of all rows."""
+    """Compute the crc32 over the names and cells of all rows."""
     value = 0
     for row in rows:
         value = zlib.crc32(json.dumps(row, default=repr).encode(), value)
@@ -220,8 +225,11 @@ def _crc32(rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _rows(path: Path, total: int, batches: Iterable[Any]) -> list[dict[str, Any]]:
-    """The rows of record batches of at most `_FIRST` rows; refused as soon as what there is, or the first batch for all of the
-    `total` rows, says that they are too large: with their dictionaries written out."""
+    """Collect the rows of record batches of at most `_FIRST` rows; `total` is the number of all rows.
+
+    Raises `DataError` as soon as they are too large, or the first batch shows that all of them would be; sizes are
+    without dictionary encoding.
+    """
     rows: list[dict[str, Any]] = []
     size = 0
     for batch in batches:
@@ -240,8 +248,11 @@ def _refuse_size(path: Path, size: int) -> None:
 
 
 def parse(text: bytes, place: str) -> Any:
-    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or 1e999, and
-    for what workbench wrote and has changed since."""
+    """Parse strict JSON in UTF-8. Raises `DataError`, naming `place`, for anything else, such as NaN, infinity or
+    1e999.
+
+    It also raises for a line that workbench sealed with a checksum and that has changed since.
+    """
 
     def refuse(constant: str) -> Any:
         raise DataError(f"{place}: {constant} is not valid in JSON")

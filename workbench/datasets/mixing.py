@@ -28,23 +28,24 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def asks_of(size: int, steps: int) -> np.ndarray:
-    """[steps, 2]: the steps 1, 2, … with `size` rows each."""
+    """Make the array of steps 1, 2, … with `size` rows each: [steps, 2] of step and number of rows."""
     return np.stack([np.arange(1, steps + 1), np.full(steps, size)], 1)
 
 
-def turns(number: int, seed: int) -> np.ndarray:
-    """[number] float64 in [0, 1), evenly spread from a seeded beginning: numbers that round shares up or down."""
+def spread_offsets(number: int, seed: int) -> np.ndarray:
+    """Make [number] float64 in [0, 1), evenly spread from a seeded start, which decide whether a share is rounded up or
+    down."""
     steps = np.arange(number, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
     return (steps >> np.uint64(11)) * 2.0**-53
 
 
 def with_sizes(asks: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The same steps, with other numbers of rows."""
+    """Return the steps of `asks` with other numbers of rows: [K, 2] of step and number of rows."""
     return np.stack([asks[:, 0], sizes], 1)
 
 
 def shuffled(drawn: Sequence[T], seed: int, number: int) -> list[T]:
-    """A batch in another order: mini-batches have rows of every part."""
+    """Shuffle a batch's rows by the seed, so that each mini-batch has rows of every part."""
     return [drawn[place] for place in permutation(len(drawn), seed, number)]
 
 
@@ -60,48 +61,49 @@ class Composite(Rows):
         self._offsets = np.cumsum([0, *map(len, parts)]).tolist()
 
     def _with(self, parts: Sequence[Rows]) -> Rows:
-        """The same of other parts."""
+        """Make rows of this kind, with the same settings, from other parts."""
         raise NotImplementedError
 
     def _identity(self) -> tuple[Any, ...]:
-        """What it is made with, beside its parts."""
+        """Return the settings of this kind of rows, beside its parts."""
         raise NotImplementedError
 
     @property
     def data_hash(self) -> str:
-        """Sixteen hex digits that change when a row, a part or a weight does."""
+        """Sixteen hex digits that change when a row, a part or a weight changes."""
         text = repr((type(self).__name__, self._identity(), [part.data_hash for part in self._parts]))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def batch(self, size: int, step: int = 1, seed: int = 0) -> DataProto:
-        """The `size` prompts that training sees at `step` (from 1); the same arguments always give the same prompts."""
+        """Return the `size` prompts that training sees at `step` (from 1); the same arguments always give the same
+        prompts."""
         place(self._span, size, step)
         epoch = (step - 1) * size // self._offsets[-1]
         return self._batch(self._drawn(asks_of(size, step), seed), step=step, epoch=epoch, seed=seed)
 
     def cursor(self, step: int, batch_size: int, seed: int) -> Cursor:
-        """The data position after `step` training steps, with that of every part."""
+        """Return the data position after `step` training steps, with that of every part."""
         epoch, offset = divmod(step * batch_size, self._offsets[-1])
         known = {"step": step, "epoch": epoch, "offset": offset, "data_hash": self.data_hash}
         parts = self._position(asks_of(batch_size, step), seed)
         return Cursor(**known, seed=seed, batch_size=batch_size, parts=parts)
 
     def check_steps(self, size: int, steps: int, seed: int) -> None:
-        """Raise `DataError` where there are no prompts for all these steps: a part that ends, stages that do."""
+        """Raise `DataError` where there are not prompts for all these steps, because a part or the stages end earlier."""
         self._position(asks_of(size, steps), seed)
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Rows:
-        """The same of the rows of each part for which `keep` is true."""
+        """Return these rows with only the rows of each part for which `keep` is true."""
         return self._with([part.filter(keep) for part in self._parts])
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
-        """The same of the rows of each part whose prompts fit, as `Rows.fitting`."""
+        """Return these rows with only the rows of each part whose prompts fit, as `Rows.fitting`."""
         if overlong != "drop":
             return super().fitting(tokenizer, overlong=overlong, **switches)
         return self._with([part.fitting(tokenizer, overlong="drop", **switches) for part in self._parts])
 
     def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
-        """Refused: which side of each part would follow which rule?"""
+        """Raise `DataError`: the parts have no common order that could be split."""
         what = f"a {type(self).__name__.lower()} has no one order to split"
         raise DataError(what, do="split its parts, and make two of them")
 
@@ -133,10 +135,11 @@ class Mix(Composite):
         return tuple(self.weights.items()), self._exhausted
 
     def _counts(self, asks: np.ndarray, seed: int) -> list[np.ndarray]:
-        """Of each part the rows [K] of each step: the exact share, rounded so that what is lost now comes back later."""
+        """Return for each part its number of rows in each step, [K]: the exact share, rounded so that the parts' totals
+        keep the weights."""
         sizes = asks[:, 1]
         exact = np.outer(sizes, np.cumsum([0.0, *self.weights.values()]))
-        upto = np.floor(exact + turns(len(asks), derive(seed, "mix"))[:, None])
+        upto = np.floor(exact + spread_offsets(len(asks), derive(seed, "mix"))[:, None])
         upto[:, -1] = sizes
         counts = np.diff(np.minimum(upto, sizes[:, None])).astype(np.int64)
         for name, part, used in zip(self.weights, self._parts, np.cumsum(counts, 0).T, strict=True):
@@ -147,7 +150,7 @@ class Mix(Composite):
         return list(counts.T)
 
     def _asks_of_parts(self, asks: np.ndarray, seed: int) -> list[tuple[Rows, np.ndarray, int]]:
-        """Each part with what it is asked for, and its own seed."""
+        """Return each part with the steps and row numbers asked of it, [K, 2], and its seed."""
         each = zip(self.weights, self._parts, self._counts(asks, seed), strict=True)
         return [(part, with_sizes(asks, counts), derive(seed, "part", name)) for name, part, counts in each]
 
@@ -191,7 +194,8 @@ class Stages(Composite):
         return min(part._span for part in self._parts)
 
     def stage_at(self, step: int) -> int:
-        """The number of the stage (from 0) that a step (from 1) is in. Raises `DataError` for a step after the last one."""
+        """Return the number of the stage (from 0) that a step (from 1) is in. Raises `DataError` for a step after the
+        last stage."""
         for number, (last, steps) in enumerate(zip(self._last, self.steps, strict=True)):
             if steps is None or step <= last:
                 return number
@@ -199,7 +203,7 @@ class Stages(Composite):
         raise DataError(f"the stages end after step {self._last[-1]}", found=f"step {step}", do=do)
 
     def _inside(self, asks: np.ndarray, number: int) -> np.ndarray:
-        """What the stage of this number is asked for."""
+        """Return the steps of `asks`, [K, 2], that are in the stage `number`."""
         first = self._last[number] - (self.steps[number] or 0)
         last = math.inf if self.steps[number] is None else self._last[number]
         return asks[(asks[:, 0] > first) & (asks[:, 0] <= last)]
@@ -222,7 +226,7 @@ class Stages(Composite):
         return [self._offsets[number] + index for index in found]
 
     def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
-        """The metric `data/stage`: the number of the step's stage, from 0."""
+        """Return the metric `data/stage`: the number of the step's stage, from 0."""
         return {"data/stage": float(self.stage_at(step))}
 
 
@@ -232,7 +236,7 @@ def _labelled(row: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def check_part(part: Any, what: str) -> Rows:
-    """A part of other rows. Raises `DataError` for what is no `Rows`, has no rows, or learns from a run."""
+    """Return a part of other rows. Raises `DataError` for what is no `Rows`, has no rows, or changes with a run."""
     if not isinstance(part, Rows):
         raise DataError(what, expected="Rows", found=describe(part), do="make them: wb.rows(…)")
     if isinstance(part, Composite) and part.learns:
@@ -250,7 +254,7 @@ def mix(
     weights: Mapping[str, float] | Sequence[float] | None = None,
     exhausted: str = "cycle",
 ) -> Rows:
-    """Mix data sets: every batch has rows of each by its weight, within less than one row, and all together exactly.
+    """Mix data sets: every batch has rows of each by its weight, to within one row, and over many batches exactly.
 
     Rows get the column `data_part`, the name of their part, by which metrics are grouped (`val-core/<part>/…`,
     `data/<part>/…`). Each part has its own order and epochs.
@@ -258,8 +262,8 @@ def mix(
     Args:
         parts: name → rows; a list of rows is named by their `data_source`, where each has one of its own, else 0, 1, ….
         weights: > 0, at any scale, in the order of the parts or by name; None: by the numbers of rows.
-        exhausted: what becomes of a part whose rows are all drawn: `"cycle"`, it begins again; `"stop"`, steps beyond are
-            refused, before training begins.
+        exhausted: what happens when all rows of a part are drawn: `"cycle"`, it begins again; `"stop"`, further steps
+            are refused before training begins.
 
     Raises `DataError` for weights that are not one finite number above 0 for each part, empty parts, and unknown names.
 
@@ -299,17 +303,17 @@ def _named(parts: Any) -> dict[str, Rows]:
 
 
 def stages(parts: Sequence[tuple[Rows, int | None]]) -> Rows:
-    """A curriculum: rows of the first data set for so many steps, then of the second, and so on, in one run.
+    """Make a curriculum: rows of the first data set for some steps, then of the second, and so on, in one run.
 
-    `None` steps, of the last alone, means all further ones; otherwise a run of more steps is refused before it starts. The
-    metric `data/stage` says which stage (from 0) a step was in. A stage may be a `mix`.
+    A number of steps of `None`, for the last data set alone, means all further steps; otherwise a run of more steps is
+    refused before it starts. The metric `data/stage` says which stage (from 0) a step was in. A stage may be a `mix`.
 
     Example:
         >>> rows = wb.datasets.stages([(easy, 100), (medium, 100), (hard, None)])  # doctest: +SKIP
     """
     listed = list(parts)
     for number, pair in enumerate(listed):
-        what = f"stage {number}"
+        what = f"stage {number} of a curriculum"
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise DataError(what, expected="a pair: rows, number of steps", found=describe(pair))
         check_part(pair[0], f"{what}: its rows")
@@ -319,5 +323,5 @@ def stages(parts: Sequence[tuple[Rows, int | None]]) -> Rows:
             expected = "a whole number ≥ 1; None for the last stage alone"
             raise DataError(f"{what}: its steps", expected=expected, found=pair[1])
     if not listed:
-        raise DataError("stages", expected="at least one", found="none")
+        raise DataError("stages of a curriculum", expected="at least one", found="none")
     return Stages([(rows, steps) for rows, steps in listed])

@@ -1,6 +1,6 @@
 """Pictures in rows: every spelling becomes chats with parts `{"type": "image"}`, and `Picture`s in the column `images`.
 
-Read are verl's (`<image>` in texts, for a column of bytes, paths or PIL images), TRL's and OpenAI's parts
+Read are_pictures verl's (`<image>` in texts, for a column of bytes, paths or PIL images), TRL's and OpenAI's parts
 (`{"type": "image", "image": …}`, `{"type": "image_url", "image_url": {"url": "data:…"}}`) and a prompt of parts alone. A
 picture is read when its row is, so that hashes of rows cover it; nothing is fetched from the network.
 """
@@ -37,7 +37,7 @@ _URL = re.compile(r"\s*([a-zA-Z][a-zA-Z0-9+.-]+):")
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A picture as the bytes of its file; equal bytes are equal pictures."""
+    """A picture as the bytes of its file; pictures with equal bytes are_pictures equal."""
 
     data: bytes
     """The file's bytes, in one of `FORMATS`."""
@@ -48,9 +48,11 @@ class Picture:
 
     @classmethod
     def read(cls, value: Any, place: str) -> Picture:
-        """A picture out of bytes, a path, a `data:` URI, a PIL image, or a dict with one of these; `place` names it in errors.
+        """Read a picture from bytes, a path, a `data:` URI, a PIL image, or a dict with one of these; `place` names it
+        in errors.
 
-        Raises `DataError` for an address on the network, and for what is no picture, or one of more than `MOST_PIXELS`.
+        Raises `DataError` for an address on the network, for what is no picture, and for one of more than
+        `MOST_PIXELS`.
         """
         if isinstance(value, Picture):
             return value
@@ -71,7 +73,7 @@ class Picture:
         return cls(value, *_size(value, place))
 
     def image(self, place: str = "a picture") -> Any:
-        """The decoded PIL image, RGB. Raises `DataError` where the file is damaged."""
+        """Decode the picture as a PIL image, RGB. Raises `DataError` where the file is damaged."""
         from PIL import Image
 
         try:
@@ -81,7 +83,7 @@ class Picture:
             raise DataError(f"{place} cannot be decoded: {first_line(cause)}") from cause
 
     def thumbnail(self, side: int = 96) -> bytes:
-        """A PNG of at most `side` × `side` pixels in 64 colours: a few kB."""
+        """Make a PNG of at most `side` × `side` pixels in 64 colours: a few kB."""
         image, stored = self.image(), io.BytesIO()
         image.thumbnail((side, side))
         image.quantize(64).save(stored, format="PNG")
@@ -89,7 +91,7 @@ class Picture:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hex digits of the bytes."""
+        """Hash of the bytes: sixteen hex digits."""
         return hashlib.blake2b(self.data, digest_size=8).hexdigest()
 
     def __deepcopy__(self, memo: Any) -> Picture:
@@ -108,7 +110,7 @@ register_codec("picture", Picture, lambda one: base64.b64encode(one.data).decode
 
 
 def _file(text: str, place: str) -> bytes:
-    """The bytes that a path or a `data:` URI stands for."""
+    """Read the bytes that a path or a `data:` URI stands for."""
     scheme = found[1].lower() if (found := _URL.match(text)) else ""
     if scheme == "data":
         head, _, body = text.partition(",")
@@ -129,7 +131,7 @@ def _file(text: str, place: str) -> bytes:
 
 
 def _size(data: bytes, place: str) -> tuple[int, int]:
-    """Width and height, from the file's header; checksums are verified where the format has them."""
+    """Read width and height from the file's header; checksums are_pictures verified where the format has them."""
     from PIL import Image
 
     try:
@@ -142,14 +144,14 @@ def _size(data: bytes, place: str) -> tuple[int, int]:
         what, expected = f"{place} cannot be read", f"a picture ({', '.join(FORMATS)})"
         raise DataError(what, expected=expected, found=f"{len(data)} bytes: {first_line(cause)}") from cause
     expected = f"at most {MOST_PIXELS:,} pixels"
-    raise DataError(place, expected=expected, found=f"{width} × {height}", do="scale the picture down")
+    raise DataError(f"size of {place}", expected=expected, found=f"{width} × {height}", do="scale the picture down")
 
 
 # --- places in prompts --------------------------------------------------------------------------
 
 
 def mentioned(prompt: Any) -> bool:
-    """Whether a prompt may have pictures among its parts."""
+    """Return whether a prompt may have pictures among its parts."""
     if isinstance(prompt, str):
         return prompt.lstrip()[:1] in ("[", "{") and any(f'"{kind}"' in prompt for kind in _KINDS)
     turns = prompt if isinstance(prompt, list) else []
@@ -160,13 +162,14 @@ def _pictured(content: Any) -> bool:
     return isinstance(content, list) and any(isinstance(one, Mapping) and one.get("type") in _KINDS for one in content)
 
 
-def are(cell: Any) -> bool:
-    """Whether a cell is a list of `Picture`s."""
+def are_pictures(cell: Any) -> bool:
+    """Return whether a cell is a list of `Picture`s."""
     return isinstance(cell, list) and bool(cell) and all(isinstance(one, Picture) for one in cell)
 
 
 def is_parts(content: Any) -> bool:
-    """Whether a message's content is parts as `placed` makes them: texts, and at least one place of a picture."""
+    """Return whether a message's content is a list of parts as `placed` makes them: texts, and at least one place of a
+    picture."""
     return _pictured(content) and all(
         part == {"type": "image"} or (part.keys() == {"type", "text"} and isinstance(part["text"], str))
         for part in content
@@ -175,22 +178,24 @@ def is_parts(content: Any) -> bool:
 
 
 def as_parts(content: Any) -> Any:
-    """A message's content as parts: a text is one part; any other as it is."""
+    """Return a message's content as parts: a text becomes one part; other content is returned unchanged."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def text_of(content: Any) -> Any:
-    """A message's content with pictures as one text, which has `<image>` where they are; any other as it is."""
+    """Return a message's content with pictures as one text, with `<image>` in their places; other content is returned
+    unchanged."""
     if not is_parts(content):
         return content
     return "".join(part.get("text", PLACE) for part in content)
 
 
 def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tuple[Any, list[Picture]]:
-    """(the chat with a part `{"type": "image"}` at each picture's place, the pictures in that order).
+    """Put a part `{"type": "image"}` at each picture's place: (the chat, the pictures in that order).
 
-    `beside` are the pictures of columns, which stand where texts have `<image>`, or parts no picture of their own. Raises
-    `DataError`, naming `place`, where there are more or fewer places, and as `Picture.read` does.
+    `beside` are_pictures the pictures of the row's columns; they stand where texts have `<image>`, or where a part has no
+    picture itself. Raises `DataError`, naming `place`, where there are_pictures more or fewer places than pictures, and as
+    `Picture.read` does.
     """
     if _pictured(prompt):
         prompt = [{"role": "user", "content": prompt}]
@@ -222,7 +227,8 @@ def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tupl
 
 
 def _parts(content: Any, values: list[Any], beside: bool) -> Any:
-    """A message's content with its pictures as parts; they are added to `values`, None where they are a column's."""
+    """Return a message's content with its pictures as parts; the pictures are_pictures appended to `values`, None for those of a
+    column."""
     if isinstance(content, str) and beside and PLACE in content:
         first, *rest = [{"type": "text", "text": text} for text in content.split(PLACE)]
         content = [first, *(part for text in rest for part in ({"type": "image"}, text))]
@@ -234,12 +240,12 @@ def _parts(content: Any, values: list[Any], beside: bool) -> Any:
 
 
 def _value(part: Mapping[str, Any]) -> Any:
-    """The picture that a part brings; None where it is a place alone."""
+    """Return the picture that a part holds; None for a part that only marks the place of a column's picture."""
     return next((part[name] for name in _VALUES if part.get(name) not in (None, "")), None)
 
 
 def _plain_part(part: Any) -> Any:
-    """A part without its empty fields, which parquet writes where another row's part has them."""
+    """Return a part without its empty fields, which parquet writes where another row's part has them."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {name: one for name, one in part.items() if one is not None} if isinstance(part, Mapping) else part
@@ -251,7 +257,7 @@ OPEN = "open a vision-language model with engines.local, or leave such rows out"
 def refuse_pictures(rows: Iterable[Mapping[str, Any]], reader: str, first: int = 0, of: str = "") -> None:
     """Raise `DataError` for the first of these rows that has pictures, because `reader` reads text alone.
 
-    `first` is the number of the first row, `of` where rows are from.
+    `first` is the number of the first row, `of` where the rows come from.
     """
     for index, row in enumerate(rows, first):
         if row.get(IMAGES):

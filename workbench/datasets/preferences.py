@@ -29,7 +29,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a sample, and what was said of it."""
+    """An answer of a sample, with its ratings and the model that wrote it."""
 
     text: str
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -55,19 +55,20 @@ class Sample:
 
     @property
     def question(self) -> str:
-        """The prompt as text: of a chat of several messages each with its role."""
+        """The prompt as text; in a chat of several messages each stands after its role."""
         if len(self.prompt) == 1:
             return text_of(self.prompt[0]["content"])
         return "\n\n".join(f"{turn['role']}: {text_of(turn['content'])}" for turn in self.prompt)
 
     @property
     def key(self) -> str:
-        """Equal for samples with the same prompt."""
+        """A hash that is equal for samples with the same prompt."""
         text = json.dumps([dict(turn) for turn in self.prompt], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
 
     def preferred(self, label: str | None = None) -> tuple[int, ...] | None:
-        """The preferred answers: by the rating `label`, or as the data say."""
+        """Return the places of the preferred answers: those with the highest rating `label`, or without a label as the
+        data say."""
         if label is None:
             return self.best
         rated = [answer.scores.get(label) for answer in self.answers]
@@ -77,7 +78,7 @@ class Sample:
         return tuple(place for place, rating in enumerate(rated) if rating == most)
 
     def ordered(self, order: Sequence[int]) -> Sample:
-        """The sample with its answers in another order, or with some of them."""
+        """Return the sample with its answers in the order of these places, which may leave some out."""
         best = None if self.best is None else tuple(at for at, one in enumerate(order) if one in self.best)
         return replace(self, answers=tuple(self.answers[one] for one in order), best=best)
 
@@ -106,20 +107,22 @@ class Samples(Shown, Sequence[Sample]):
         return Samples(samples, self.source, self.read_as)
 
     def filter(self, keep: Callable[[Sample], bool]) -> Samples:
-        """The samples for which `keep` is true."""
+        """Return the samples for which `keep` is true."""
         return self._like([one for one in self if keep(one)])
 
     def split(self, test: float = 0.1, seed: int = 0) -> tuple[Samples, Samples]:
-        """(train, held out): the share `test` of the questions, the same ones each time, is held out with all its samples."""
+        """Split by question: (train, held out). The share `test` of the questions, chosen by the seed, is held out with
+        all its samples."""
         require(0 < test < 1, "test", expected="a share in (0, 1)", found=test)
         order = sorted({sample.key for sample in self}, key=lambda key: derive(seed, "held out", key))
         held = set(order[: math.ceil(test * len(order))])
         if len(held) == len(order):
-            raise DataError("cannot split the samples", expected="two questions or more", found=len(order))
+            raise DataError("the samples cannot be split", expected="two questions or more", found=len(order))
         return self.filter(lambda sample: sample.key not in held), self.filter(lambda sample: sample.key in held)
 
     def pairs(self, label: str | None = None) -> Samples:
-        """Each two answers of a sample of which something is said, as a sample of their own: of two preferred ones none."""
+        """Return each pair of answers whose preference is known as a sample with two answers; two preferred answers of
+        more make no pair."""
         pairs = []
         for sample in self:
             places = [(i, j) for i in range(len(sample.answers)) for j in range(i + 1, len(sample.answers))]
@@ -134,11 +137,11 @@ class Samples(Shown, Sequence[Sample]):
 
     @property
     def labels(self) -> dict[str, int]:
-        """Rating → number of answers that have it."""
+        """The ratings' names → the number of answers that have each."""
         return dict(Counter(name for one in self for answer in one.answers for name in answer.scores))
 
     def to_pandas(self) -> Any:
-        """A table with a row per answer: sample, category, question, answer, model, preferred, and each rating."""
+        """Make a table with a row per answer: sample, category, question, answer, model, preferred, and each rating."""
         import pandas as pd
 
         return pd.DataFrame(
@@ -152,7 +155,7 @@ class Samples(Shown, Sequence[Sample]):
         )
 
     def lines(self) -> list[tuple[str, str]]:
-        """(label, value) pairs, as text and HTML show them."""
+        """Return (label, value) pairs that describe the samples, for the display as text and HTML."""
         pairs = [
             ("samples", f"{len(self):,} of {len({sample.key for sample in self}):,} questions"),
             ("read as", self.read_as),
@@ -191,15 +194,17 @@ def _ordinal(place: int) -> str:
 
 
 def samples(x: Any, *, limit: int | None = None) -> Samples:
-    """Samples of judged answers out of files (`.jsonl`, `.parquet`, …), a list of dicts, a DataFrame or a Hugging Face `Dataset`.
+    """Read samples of judged answers from files (`.jsonl`, `.parquet`, …), a list of dicts, a DataFrame or a Hugging
+    Face `Dataset`.
 
     Recognised by their fields:
 
-    - RM-Gallery's DataSample: `input`, `output` (lists, or JSON text of them); an answer's `label` has its ratings or its `preference`
+    - RM-Gallery's DataSample: `input`, `output` (lists, or JSON text of them); an answer's `label` has its ratings or
+      its `preference`
     - HelpSteer2: `prompt`, `response` and ratings; with `response_1`, `response_2`, `preference_strength`; HelpSteer3
     - UltraFeedback: `instruction`, `completions` with `annotations`
-    - pairs: `chosen` and `rejected` (a text, messages, or of RewardBench 2 a list), with or without `prompt`; `score_chosen`,
-      `margin`; RewardBench's `subset` is the category
+    - pairs: `chosen` and `rejected` (a text, messages, or of RewardBench 2 a list), with or without `prompt`;
+      `score_chosen`, `margin`; RewardBench's `subset` is the category
     - rated answers: `prompt`, `response` or `completion`, and numbers or a truth value (`label`)
 
     Raises `DataError`, naming file, row and its fields, for a record of no such form, and where forms are mixed.
@@ -211,7 +216,7 @@ def samples(x: Any, *, limit: int | None = None) -> Samples:
         return x if limit is None else x[:limit]
     listed: list[Sample] = []
     sources: list[str] = []
-    form: Form | None = None
+    form: RecordForm | None = None
     for source, _, records in parts(x):
         sources.append(source)
         for number, record in enumerate(islice(records, None if limit is None else limit - len(listed))):
@@ -229,19 +234,19 @@ def samples(x: Any, *, limit: int | None = None) -> Samples:
 
 
 @dataclass(frozen=True)
-class Form:
-    """A form of records: the fields that it is known by, and how one is read."""
+class RecordForm:
+    """A form of records of judged answers: the fields by which it is known, and the function that reads a record."""
 
     name: str
     fields: tuple[str, ...]
     read: Callable[[Record, str, int], Sample]
 
     def fits(self, cells: Record) -> bool:
-        """Whether a record has the fields of this form."""
+        """Return whether a record has the fields of this form."""
         return all(any(name in cells for name in one.split("|")) for one in self.fields)
 
 
-def _form(cells: Record, place: str) -> Form:
+def _form(cells: Record, place: str) -> RecordForm:
     chosen = next((form for form in FORMS if form.fits(cells)), None)
     if chosen is None:
         known = "; ".join(f"{form.name} ({', '.join(form.fields)})" for form in FORMS)
@@ -255,7 +260,7 @@ def _form(cells: Record, place: str) -> Form:
 def _sample(
     cells: Record, place: str, number: int, prompt: Any, answers: Sequence[Answer], best: Any, used: Sequence[str]
 ) -> Sample:
-    """A sample of a record; what is not `used` is its metadata."""
+    """Make the sample of a record; its fields that are not `used` become the metadata."""
     if any(not isinstance(one.text, str) for one in answers) or not answers:
         raise DataError(f"answers of {place}", expected="texts", found=describe([one.text for one in answers]))
     turns = tuple(MappingProxyType(turn) for turn in chat(prompt, f"prompt of {place}"))
@@ -277,7 +282,7 @@ _CATEGORIES = ("task_category", "subset", "domain", "category")
 
 
 def _numbers(cells: Any, *without: str) -> dict[str, float]:
-    """The fields of a mapping that are numbers, or texts of numbers."""
+    """Return the fields of a mapping that are numbers, or texts of numbers, as floats."""
     ratings = {}
     for name, cell in (cells or {}).items():
         value = finite(cell)
@@ -287,7 +292,7 @@ def _numbers(cells: Any, *without: str) -> dict[str, float]:
 
 
 def finite(cell: Any) -> float | None:
-    """A finite number, or a text of one, as a float; None for anything else."""
+    """Convert a finite number, or a text of one, to a float; None for anything else."""
     try:
         value = float(cell) if isinstance(cell, int | float | str) else math.nan
     except ValueError:
@@ -298,7 +303,7 @@ def finite(cell: Any) -> float | None:
 def _listed(cell: Any, place: str) -> list[Any]:
     value = json.loads(cell) if isinstance(cell, str) else cell
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise DataError(place, expected="a list of objects, or JSON text of one", found=describe(cell))
+        raise DataError(place, expected="a list of objects, or its JSON text", found=describe(cell))
     return value
 
 
@@ -310,8 +315,8 @@ def _data_sample(cells: Record, place: str, number: int) -> Sample:
     outputs = _listed(cells["output"], f"output of {place}")
     judged = [_gallery_answer(output.get("answer") or {}, place) for output in outputs]
     preferred = [at for at, (_, chosen) in enumerate(judged) if chosen]
-    told = metadata.get("preferred")
-    best: Any = {"A": (0,), "B": (1,), "tie": (0, 1)}.get(told) if told is not None else preferred or None
+    choice = metadata.get("preferred")
+    best: Any = {"A": (0,), "B": (1,), "tie": (0, 1)}.get(choice) if choice is not None else preferred or None
     cells = {**cells, "source": cells.get("source") or metadata.get("source") or ""}
     flat = {**{name: one for name, one in cells.items() if name != "metadata"}, **metadata}
     answers = [answer for answer, _ in judged]
@@ -319,7 +324,7 @@ def _data_sample(cells: Record, place: str, number: int) -> Sample:
 
 
 def _gallery_answer(answer: Record, place: str) -> tuple[Answer, bool]:
-    """(an answer of a DataSample, whether its label says that it is preferred)."""
+    """Read an answer of a DataSample: (the answer, whether its label says that it is preferred)."""
     label = object_of(answer.get("label"), f"label of {place}") or {}
     rewarded = answer.get("reward") or {}
     # a reward without details is the default of an answer that nobody has scored
@@ -329,7 +334,8 @@ def _gallery_answer(answer: Record, place: str) -> tuple[Answer, bool]:
 
 
 def _helpsteer_pair(cells: Record, place: str, number: int) -> Sample:
-    """`preference_strength` and `overall_preference` are above 0 where the second answer is better."""
+    """Read a pair of HelpSteer 2 or 3: `preference_strength` or `overall_preference` is above 0 where the second answer
+    is better."""
     names = ("response_1", "response_2") if "response_1" in cells else ("response1", "response2")
     strength = next((name for name in ("preference_strength", "overall_preference") if name in cells), None)
     lead = None if strength is None else finite(cells[strength])
@@ -376,14 +382,15 @@ def _pair(cells: Record, place: str, number: int) -> Sample:
 
 
 def _several(cell: Any) -> list[Any]:
-    """What `chosen` holds: texts or chats, one or several."""
+    """Return the contents of `chosen` or `rejected` as a list: it may hold one text or chat, or several."""
     if isinstance(cell, list | tuple) and not (cell and isinstance(cell[0], Mapping)):
         return list(cell)
     return [cell]
 
 
 def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
-    """(prompt, chosen, rejected) of a pair without a prompt: both begin with it (TRL's "implicit prompt")."""
+    """Split a pair without a prompt: (prompt, chosen, rejected); the prompt is what both answers begin with (TRL's
+    "implicit prompt")."""
     same = 0
     for one, other in zip(chosen, rejected, strict=False):
         if one != other:
@@ -411,12 +418,12 @@ def _rated(cells: Record, place: str, number: int) -> Sample:
 
 
 FORMS = (
-    Form("RM-Gallery's DataSample", ("input", "output"), _data_sample),
-    Form("UltraFeedback", ("instruction", "completions"), _ultra_feedback),
-    Form(
+    RecordForm("RM-Gallery's DataSample", ("input", "output"), _data_sample),
+    RecordForm("UltraFeedback", ("instruction", "completions"), _ultra_feedback),
+    RecordForm(
         "HelpSteer's preferences", ("prompt|context", "response_1|response1", "response_2|response2"), _helpsteer_pair
     ),
-    Form("pairs", ("chosen", "rejected"), _pair),
-    Form("rated answers", ("prompt", "response|completion|answer"), _rated),
+    RecordForm("pairs", ("chosen", "rejected"), _pair),
+    RecordForm("rated answers", ("prompt", "response|completion|answer"), _rated),
 )
 """The forms that `samples` knows; the first that fits a record is taken."""

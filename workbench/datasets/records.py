@@ -56,7 +56,8 @@ _TEXT_ONLY = "text: the engines here read no other"
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How records are read as rows: which columns are prompt and answer (None: found by their names), and what is added."""
+    """How records are read as rows: which columns are prompt and answer (None: found by their names), and what is
+    added."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -72,10 +73,11 @@ class Reading:
     """What is read, as code, for the line that an error proposes."""
 
     def read(self, records: Any, source: str = "") -> tuple[list[dict[str, Any]], str]:
-        """Each record as a row; and which columns became what, in words. `records` is an iterable of dicts, or a table.
+        """Read each record as a row: (the rows, a description of which columns became what). `records` is an iterable
+        of dicts, or a table.
 
-        Raises `DataError`, naming `source` and the row, where a record is no row; and where no column is known as a prompt,
-        with the columns that there are and the line that names them.
+        Raises `DataError`, naming `source` and the row, where a record is no row; and where no column is known as a
+        prompt, with the columns that there are and the line that names them.
         """
         if isinstance(records, str | bytes | Mapping) or not isinstance(records := table_records(records), Iterable):
             expected = "a list of dicts, a DataFrame, or another table"
@@ -88,7 +90,7 @@ class Reading:
         roles = self._roles(list(columns), cells, where)
         rows = [roles.row(row, index, f"row {index}{where}") for index, row in enumerate(cells)]
         self._refuse_reserved(rows, where)
-        return rows, roles.told(rows)
+        return rows, roles.summary(rows)
 
     def _refuse_reserved(self, rows: Sequence[Mapping[str, Any]], where: str) -> None:
         if taken := [name for name in dict.fromkeys(name for row in rows for name in row) if name in _RESERVED]:
@@ -97,7 +99,7 @@ class Reading:
             raise DataError(what, found=", ".join(taken), do=do)
 
     def line(self, **changes: Any) -> str:
-        """The call of `wb.rows` that reads so with some settings changed, as code."""
+        """Write the call of `wb.rows` that reads in this way, with some settings changed, as code."""
         how = replace(self, **changes)
         settings: dict[str, Any] = {name: getattr(how, name) for name in ("prompt", "answer", "system", "raw")}
         settings["without"] = sorted(how.without)
@@ -121,7 +123,7 @@ class Reading:
     def _unknown(
         self, missing: str | None, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str
     ) -> DataError:
-        """The error for a column that is `missing`, or where no column is known as a prompt."""
+        """Make the error for a column that is `missing`, or where no column is known as a prompt."""
         what, expected = f"{missing!r} is no column{where}", None
         if not missing:
             what, expected = f"no column{where or ' of the rows'} is known as a prompt", f"one of {', '.join(PROMPTS)}"
@@ -129,7 +131,10 @@ class Reading:
         return DataError(what, expected=expected, found=found, do=self._proposal(columns, cells))
 
     def _proposal(self, columns: list[str], cells: Sequence[Mapping[str, Any]]) -> str:
-        """A line that names the columns and reads these cells: the longest texts are prompts; the truth is the last column but that."""
+        """Write a call of `wb.rows` that would read these cells, with guessed columns.
+
+        The column with the longest texts is taken for the prompt, and the last other column for the truth.
+        """
         texts = {name: sum(len(row[name]) for row in cells if isinstance(row.get(name), str)) for name in columns}
         likely = _first((self.answer, *ANSWERS), columns)
         left = [name for name in columns if name != likely and name not in _STRUCTURED]
@@ -149,7 +154,7 @@ def _first(names: Iterable[str | None], columns: Sequence[str]) -> str | None:
 
 
 def _gsm8ks(cells: Sequence[Mapping[str, Any]], where: str) -> bool:
-    """Whether all answers have `####`. Raises `DataError` where some have, and others have not."""
+    """Return whether all answers have `####`. Raises `DataError` where some have it and others do not."""
     marked = ["####" in str(row.get("answer")) for row in cells]
     if any(marked) and not all(marked):
         what, found = f"row {marked.index(False)}{where}", f"none; row {marked.index(True)} has one"
@@ -160,7 +165,7 @@ def _gsm8ks(cells: Sequence[Mapping[str, Any]], where: str) -> bool:
 
 @dataclass(frozen=True)
 class _Roles:
-    """Which columns of records are prompt and answer; in GSM8K's answers the truth is what follows `####`."""
+    """Which columns of records are prompt and answer; with `gsm8k` the truth is the part of an answer after `####`."""
 
     how: Reading
     prompt: str
@@ -168,7 +173,7 @@ class _Roles:
     gsm8k: bool
 
     def row(self, row: Mapping[str, Any], index: int, place: str) -> dict[str, Any]:
-        """A record as a row."""
+        """Convert a record to a row in verl's schema."""
         kept = {name: cell for name, cell in row.items() if name not in self.how.without}
         if self.prompt not in kept:
             raise DataError(f"{place}: " + unknown("column of this row", self.prompt, sorted(row)))
@@ -199,7 +204,8 @@ class _Roles:
         return name or (GSM8K if self.gsm8k else self.how.data_source)
 
     def _chat_and_answer(self, prompt: Any, judged: bool, place: str) -> tuple[list[dict[str, Any]], str | None]:
-        """The prompt as a chat; and, unless the row is `judged` otherwise, the answer that messages end in."""
+        """Return (the prompt as a chat, the assistant's answer that ends it, or None); `judged` rows keep that answer
+        in the chat."""
         system, raw = self.how.system, self.how.raw
         if raw and (system is not None or not isinstance(prompt, str)):
             expected = "a text, and no system=: with raw=True there is no chat"
@@ -216,7 +222,7 @@ class _Roles:
     def _judged(
         self, kept: dict[str, Any], row: Mapping[str, Any], answer: str | None, place: str
     ) -> dict[str, Any] | None:
-        """How the row is scored; None where nothing says so."""
+        """Return the row's `reward_model`, with the ground truth; None where the record has neither."""
         judged = object_of(kept.pop("reward_model", None), f"reward_model of {place}")
         truth = answer if self.answer is None else row.get(self.answer)
         if self.gsm8k or (self.answer is None and answer is None):
@@ -224,8 +230,8 @@ class _Roles:
         truth = spoken(truth, f"completion of {place}") if self.answer == "completion" and truth is not None else truth
         return {"style": "rule", **(judged or {}), "ground_truth": truth}
 
-    def told(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Which column became what: `question → prompt, answer → truth (plain columns)`."""
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """Describe which column became what: `question → prompt, answer → truth (plain columns)`."""
         judged = any("reward_model" in row for row in rows)
         truth = f"{self.answer} → truth" if self.answer else "reward_model → truth" if judged else "no truths"
         form = "plain columns"
@@ -242,7 +248,7 @@ class _Roles:
 
 
 def _after(system: str | None, turns: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """A chat with a system message before it."""
+    """Return a chat with the system message before it. Raises `DataError` where the chat has one already."""
     if system is None:
         return turns
     if turns[0]["role"] in ("system", "developer"):
@@ -251,7 +257,7 @@ def _after(system: str | None, turns: list[dict[str, Any]], place: str) -> list[
 
 
 def table_records(source: Any) -> Any:
-    """A DataFrame (pandas, polars) or an Arrow table as a list of its rows; anything else as it is."""
+    """Return a DataFrame (pandas, polars) or an Arrow table as a list of its rows; anything else unchanged."""
     for method in ("to_dicts", "to_pylist"):
         if hasattr(source, method):
             return getattr(source, method)()
@@ -261,7 +267,8 @@ def table_records(source: Any) -> Any:
 
 
 def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, dict[str, Any]]:
-    """A prompt and its row's columns; where there are pictures their places are parts, and they are in `images`."""
+    """Move a row's pictures into the column `images`, and mark their places in the prompt by parts: (prompt, the row's
+    columns)."""
     cells = {name: kept[name] for name in pictures.COLUMNS if not _empty(kept.get(name))}
     if not cells and not pictures.mentioned(prompt):
         return prompt, kept
@@ -269,16 +276,19 @@ def _with_pictures(prompt: Any, kept: dict[str, Any], place: str) -> tuple[Any, 
         name: [one for one in (cell if isinstance(cell, list) else [cell]) if not _empty(one)]
         for name, cell in cells.items()
     }
-    said, found = pictures.placed(_read(prompt, place) if isinstance(prompt, str) else prompt, beside, place)
+    turns, found = pictures.placed(_read(prompt, place) if isinstance(prompt, str) else prompt, beside, place)
     others = {name: cell for name, cell in kept.items() if name not in pictures.COLUMNS}
-    return (said, {**others, pictures.IMAGES: found}) if found else (prompt, kept)
+    return (turns, {**others, pictures.IMAGES: found}) if found else (prompt, kept)
 
 
 def refuse_media(columns: Mapping[str, Any], place: str, how: Reading | None = None) -> None:
-    """Raise `DataError` where a row, read as `how` says, has films, sounds or unread pictures: a column of `MEDIA` that is not
-    empty, nor holds `Picture`s."""
+    """Raise `DataError` where a row has films, sounds or pictures that were not read: a column in `MEDIA` that is not
+    empty.
+
+    `how` is the `Reading` that the error's remedy proposes to change.
+    """
     for name in filter(MEDIA.__contains__, columns):
-        if not pictures.are(cell := columns[name]) and not _empty(plain(cell)):
+        if not pictures.are_pictures(cell := columns[name]) and not _empty(plain(cell)):
             how = how or Reading(code="…")
             line = how.line(without=how.without | {name})
             do = f"leave these rows out; or the column, where the text stands alone: {line}"
@@ -294,9 +304,11 @@ def to_row(
     instruction: str = "",
     place: str | None = None,
 ) -> dict[str, Any]:
-    """A record of GSM8K (`question`, `answer`) as a row in verl's schema; ground truth: what follows `####`, less commas.
+    """Convert a record of GSM8K (`question`, `answer`) to a row in verl's schema; the ground truth is the text after
+    `####`, without commas.
 
-    Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing or not text.
+    Raises `DataError`, at `place` (by default the row's index), where question, answer or `####` is missing or not
+    text.
     """
     where = place or f"row {index}"
     if not isinstance(record, Mapping) or not {"question", "answer"} <= record.keys():
@@ -324,9 +336,10 @@ def to_row(
 
 
 def plain(value: Any, what: str = "a cell") -> Any:
-    """A cell as plain Python values: arrays and NumPy scalars converted, also inside dicts and lists; pandas' NA is None.
+    """Convert a cell to plain Python values: arrays and NumPy scalars, also inside dicts and lists; pandas' NA becomes
+    None.
 
-    Raises `DataError`, naming `what`, for one that contains itself or is nested too deep (`check_nesting`).
+    Raises `DataError`, naming `what`, for a cell that contains itself or is nested too deeply (`check_nesting`).
     """
     check_nesting(value, what, DataError)
     return _plain(value)
@@ -345,7 +358,8 @@ def _plain(value: Any) -> Any:
 
 
 def cells_of(record: Any, place: str) -> dict[str, Any]:
-    """The cells of a record by their columns, as plain values; missing ones are None. Raises `DataError` for what is no record."""
+    """Return the cells of a record by their columns, as plain values; missing ones are None. Raises `DataError` for
+    what is no record."""
     if not isinstance(record, Mapping):
         raise DataError(place, expected="an object (a dict)", found=type(record).__name__)
     cells = {str(name): plain(value, f"column {str(name)!r} of {place}") for name, value in record.items()}
@@ -353,12 +367,12 @@ def cells_of(record: Any, place: str) -> dict[str, Any]:
 
 
 def absent(value: Any) -> bool:
-    """Whether a plain value is None or NaN."""
+    """Return whether a plain value is None or NaN."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _empty(value: Any) -> bool:
-    """Whether a cell holds nothing: None, NaN, "", [], {}, or a list or dict of such."""
+    """Return whether a cell holds nothing: None, NaN, "", [], {}, or a list or dict of such values."""
     inside = value.values() if isinstance(value, Mapping) else value
     if isinstance(inside, str | bytes) or not isinstance(inside, Iterable):
         return absent(value) or value in ("", b"")
@@ -366,7 +380,8 @@ def _empty(value: Any) -> bool:
 
 
 def object_of(value: Any, place: str) -> dict[str, Any] | None:
-    """A dict, or None; some files have it as JSON text."""
+    """Return a dict or None; JSON text of a dict, which some files have, is parsed. Raises `DataError` for anything
+    else."""
     parsed = _parsed(value) if isinstance(value, str) else value
     if not isinstance(parsed, dict | None):
         raise DataError(place, expected="an object (a dict, or JSON text of one), or nothing", found=describe(value))
@@ -374,7 +389,7 @@ def object_of(value: Any, place: str) -> dict[str, Any] | None:
 
 
 def _parsed(text: str) -> Any:
-    """The value that a JSON text stands for; the text itself where it is not JSON."""
+    """Parse a JSON text; return the text itself where it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -385,10 +400,12 @@ def _parsed(text: str) -> Any:
 
 
 def chat(prompt: Any, place: str) -> list[dict[str, Any]]:
-    """A prompt as a chat of text: a plain text is a user message, and JSON text of a chat is that chat.
+    """Convert a prompt to a chat of texts: a plain text becomes a user message, and JSON text of a chat becomes that
+    chat.
 
-    Parts of text (`{"type": "text", "text": …}`) become one text, a part a line. Raises `DataError`, naming `place`, for
-    anything else: parts that are no text, unknown roles, no content, text that looks like a chat and cannot be read as one.
+    Parts of text (`{"type": "text", "text": …}`) become one text, with a part per line. Raises `DataError`, naming
+    `place`, for anything else: parts that are no text, unknown roles, no content, text that looks like a chat and
+    cannot be read as one.
     """
     prompt = _read(prompt, place) if isinstance(prompt, str) else plain(prompt)
     if not isinstance(prompt, list) or not prompt:
@@ -397,7 +414,7 @@ def chat(prompt: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _read(text: str, place: str) -> list[Any]:
-    """A text as a chat: the one whose JSON it is, else a user's message."""
+    """Convert a text to a chat: the chat whose JSON it is, else a user's message."""
     parsed = _parsed(text) if text.lstrip()[:1] in ("[", "{") else text
     if text.lstrip()[:2] in ('"[', '"{') and text != (inner := _parsed(text)):
         return _read(inner, place)  # some data sets encode twice
@@ -414,20 +431,21 @@ def _read(text: str, place: str) -> list[Any]:
     return _message(text)
 
 
-def is_text(prompt: Any, said: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a prompt was a plain text that became this chat."""
-    return isinstance(prompt, str) and said == _message(prompt)
+def is_text(prompt: Any, turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a prompt was a plain text that became this chat."""
+    return isinstance(prompt, str) and turns == _message(prompt)
 
 
 def spoken(response: Any, place: str) -> str:
-    """A response as text; of a list of messages (TRL's conversational form) the contents, one a line."""
+    """Return a response as text; of a list of messages (TRL's conversational form) the contents, one per line."""
     if isinstance(response, str):
         return response
     return "\n".join(turn["content"] for turn in messages(response, place))
 
 
 def messages(turns: Iterable[Any], place: str) -> list[dict[str, Any]]:
-    """The messages of a chat, each with its content as text. Raises `DataError`, as `chat` does; there may be none."""
+    """Return the messages of a chat, which may have none, each with its content as text. Raises `DataError`, as `chat`
+    does."""
     if isinstance(turns := plain(turns), list):
         return _turns(turns, place)
     raise DataError(place, expected=_EXPECTED, found=describe(turns))
@@ -442,7 +460,7 @@ def _turns(turns: Sequence[Any], place: str) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Any, place: str) -> dict[str, Any]:
-    """A message without its empty fields, which parquet writes where another row's message has them."""
+    """Check one message of a chat and drop its empty fields, which parquet writes where another row's message has them."""
     if not isinstance(turn, Mapping) or "role" not in turn:
         raise DataError(place, expected=f"{_EXPECTED}; a message has a role", found=describe(turn))
     kept = {str(name): value for name, value in turn.items() if not absent(value)}
@@ -465,8 +483,11 @@ def _calls(calls: Any, role: str, place: str) -> dict[str, Any]:
 
 
 def _text(content: Any, place: str) -> Any:
-    """Content as one text; its parts are joined by newlines, as vLLM joins them for models that read text alone. Parts
-    with pictures (`pictures.is_parts`) stay parts."""
+    """Return a message's content as one text; its parts are joined by newlines, as vLLM joins them for models that read
+    text alone.
+
+    Content with pictures (`pictures.is_parts`) stays a list of parts.
+    """
     if pictures.is_parts(content):
         return [{**part, "text": _text(part["text"], place)} if "text" in part else part for part in content]
     if isinstance(content, list) and content:
@@ -477,7 +498,7 @@ def _text(content: Any, place: str) -> Any:
         content.encode()
     except UnicodeEncodeError as cause:
         found = describe(content[cause.start : cause.end])
-        raise DataError(f"{place}: half a character", expected="text that UTF-8 can hold", found=found) from cause
+        raise DataError(place, expected="text that UTF-8 can hold", found=f"half a character, {found}") from cause
     return content
 
 
@@ -491,9 +512,10 @@ def _part(part: Any, place: str) -> str:
     raise DataError(place, expected=_TEXT_ONLY, found=describe(part), do="leave such rows out, or their parts")
 
 
-def _refuse_placeholders(said: Sequence[Mapping[str, Any]], row: Mapping[str, Any], place: str) -> None:
-    """A text that points at a picture of its row is wrong without it, also where the cell is empty or left out."""
-    named = {kind for turn in said for kind in _PLACEHOLDER.findall(str(turn.get("content")))}
+def _refuse_placeholders(turns: Sequence[Mapping[str, Any]], row: Mapping[str, Any], place: str) -> None:
+    """Raise `DataError` for a prompt with `<image>`, `<video>` or `<audio>` whose row has a column of that kind without
+    usable content."""
+    named = {kind for turn in turns for kind in _PLACEHOLDER.findall(str(turn.get("content")))}
     missing = next(((kind, name) for kind in named for name in row if name in MEDIA and kind in name), None)
     if missing:
         what = f"the prompt of {place} has <{missing[0]}>, for its column {missing[1]!r}"
@@ -504,26 +526,29 @@ def _refuse_placeholders(said: Sequence[Mapping[str, Any]], row: Mapping[str, An
 
 
 def truth_of(row: Mapping[str, Any]) -> Any:
-    """The ground truth of a row: `reward_model.ground_truth`, else the `test_cases` beside it or in its `extra_info`."""
+    """Return the ground truth of a row: `reward_model.ground_truth`, else the `test_cases` beside it or in its
+    `extra_info`."""
     judged, extra = row.get("reward_model") or {}, row.get("extra_info") or {}
     places = (judged.get("ground_truth"), judged.get("test_cases"), extra.get("test_cases"))
     return next((truth for truth in places if not absent(truth)), None)
 
 
 def has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether the row can be scored: it has a ground truth, or a model judges it (`reward_model.style` is "model"), or a
-    simulated user does (`interaction_kwargs`)."""
+    """Return whether the row can be scored: it has a ground truth, or a model or a simulated user scores it.
+
+    A model does where `reward_model.style` is "model", a simulated user where there are `interaction_kwargs`.
+    """
     by_model = (row.get("reward_model") or {}).get("style") == "model"
     return _kind(truth_of(row)) not in _NOTHING or by_model or has_user(row)
 
 
 def has_user(row: Mapping[str, Any]) -> bool:
-    """Whether the row names a simulated user: it has `interaction_kwargs`, of its own or in its `extra_info`."""
+    """Return whether the row names a simulated user, by `interaction_kwargs` in the row or in its `extra_info`."""
     return not _empty([row.get("interaction_kwargs"), (row.get("extra_info") or {}).get("interaction_kwargs")])
 
 
 def truth_kinds(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many ground truths are of each kind: `text`, `whole number`, …, `none`, `empty`; the most frequent first."""
+    """Count the ground truths of each kind: `text`, `whole number`, …, `none`, `empty`; most frequent first."""
     return dict(Counter(_kind(truth_of(row)) for row in rows).most_common())
 
 
@@ -539,7 +564,7 @@ def _kind(truth: Any) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""The text in the last `\boxed{…}`, up to its matching brace; None without one, or where it is never closed."""
+    r"""Return the text in the last `\boxed{…}`, up to its matching brace; None without one, or where it is never closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -21,7 +21,8 @@ LONGEST = 4_000_000
 
 
 def renderer() -> Callable[..., Any]:
-    """transformers' function that renders chats, without the package around it: that imports 500 modules, a second's work."""
+    """Import transformers' function that renders chats, without the whole package, which imports 500 modules and takes
+    a second."""
     spec = importlib.util.find_spec("transformers")
     package = Path(spec.origin).parent if spec is not None and spec.origin else Path()
     try:

@@ -24,7 +24,8 @@ _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "LD_LIBRARY_PATH")
 
 
 class Renderer:
-    """Renders chat templates in a child process, started by `start` or at first use; calls from several threads take turns."""
+    """Renders chat templates in a child process, started by `start` or at first use; calls from several threads take
+    turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +33,7 @@ class Renderer:
         self._ready = False
 
     def start(self) -> None:
-        """Start the child process where none runs, without waiting for its imports."""
+        """Start the child process if none runs, without waiting for its imports."""
         with self._lock:
             self._running()
 
@@ -46,7 +47,8 @@ class Renderer:
     def render(
         self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
     ) -> list[str]:
-        """The text of each chat. Raises `DataError` where the template fails, takes too long, or needs too much memory."""
+        """Render each chat as text. Raises `DataError` where the template fails, takes too long, or needs too much
+        memory."""
         texts: list[str] = []
         for start in range(0, len(chats), BLOCK):
             block = [list(chat) for chat in chats[start : start + BLOCK]]
@@ -76,7 +78,7 @@ _renderer = Renderer()
 
 
 def prepare(tokenizer: Any) -> None:
-    """Start the process that renders chats, for a tokenizer with a template, while the caller goes on."""
+    """Start the process that renders chats, for a tokenizer with a template, without waiting for it."""
     if getattr(tokenizer, "chat_template", None):
         _renderer.start()
 
@@ -89,10 +91,10 @@ def render(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]]], **varia
 def encode(
     tokenizer: Any, chat: Sequence[dict[str, Any]] | str, *, add_generation_prompt: bool = True, **switches: Any
 ) -> list[int]:
-    """Token ids of a chat (a list of {role, content}) or of a plain text.
+    """Encode a chat (a list of {role, content}) or a plain text as token ids.
 
-    `switches` are variables of the template (`enable_thinking=False`), which is rendered in a child process in bounded time
-    and memory. For a tokenizer without a template (a base model) the text is the contents, one message a line.
+    `switches` are variables of the template (`enable_thinking=False`), which is rendered in a child process in bounded
+    time and memory. For a tokenizer without a template (a base model) the text is the messages' contents, one per line.
     Raises `DataError` for content that is not text, for `tool_calls` that the template does not write, and where the
     template fails or needs too much time or memory.
     """
@@ -106,7 +108,7 @@ def encode_all(
     add_generation_prompt: bool = True,
     **switches: Any,
 ) -> list[list[int]]:
-    """Token ids of each chat, as `encode` gives them; many at once take a tenth of the time."""
+    """Encode several chats as `encode` does; many at once take a tenth of the time."""
     ids: dict[int, list[int]] = {}
     plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
     talks = {place: _texts(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
@@ -132,8 +134,10 @@ def check_tools(
     text: str,
     switches: Mapping[str, Any],
 ) -> None:
-    """Raise `SettingError` where `text`, the prompt of a chat, does not tell of all tools: their names stand there as words, more
-    often than in the prompt without them."""
+    """Raise `SettingError` where `text`, the prompt of a chat, does not name all tools.
+
+    A tool is named if its name occurs as a word more often than in the prompt without tools.
+    """
     bare = ""
     if getattr(tokenizer, "chat_template", None):
         bare = render(tokenizer, [chat], add_generation_prompt=True, **{**switches, "tools": None})[0]
@@ -151,11 +155,11 @@ _MOST = 18
 
 
 def bounds(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]] | str], **switches: Any) -> list[float]:
-    """More tokens than each chat can have, found without rendering it; infinity where only rendering tells.
+    """Return an upper bound on each chat's number of tokens, without rendering it; infinity where only rendering tells.
 
-    A token is at least one byte of the rendered text, and that is the contents and what the template writes around them:
-    one probe is rendered for each sequence of roles. A template that writes more around some contents than around others can
-    pass it: the rollout measures every prompt that it reads.
+    A token is at least one byte of the rendered text, which consists of the contents and what the template writes
+    around them: one probe is rendered for each sequence of roles. A template that writes more around some contents than
+    around others can exceed the bound: the rollout measures every prompt that it reads.
     """
     words = getattr(tokenizer, "backend_tokenizer", None)
     if words is None:
@@ -178,7 +182,8 @@ def bounds(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]] | str], *
 
 
 def _around(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -> float:
-    """Most tokens that are written around the contents of messages with these roles (of a bare text: `("",)`)."""
+    """Return most tokens that a template writes around the contents of messages with these roles; `("",)` stands for a
+    bare text."""
     probes = [f"zq{number}qz" for number in range(len(roles))]
     special = tokenizer.num_special_tokens_to_add() + 2
     if roles == ("",):
@@ -196,9 +201,10 @@ def _around(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -
 def encode_rows(
     reader: Any, chats: Sequence[Any], seen: Mapping[int, Sequence[Picture]], **switches: Any
 ) -> tuple[list[list[int]], dict[int, Mapping[str, Any]]]:
-    """(token ids of each chat, what the model reads of the pictures of chats that have some), both by the chats' places.
+    """Encode chats, some with pictures: (token ids of each chat, place of a chat → the model's inputs for its
+    pictures).
 
-    `reader` is a tokenizer, or where pictures are `seen` the processor that it belongs to.
+    `reader` is a tokenizer, or, where a chat has pictures in `seen`, the processor that it belongs to.
     """
     plain = [place for place in range(len(chats)) if not seen.get(place)]
     ids = dict(zip(plain, encode_all(tokenizer_of(reader), [chats[one] for one in plain], **switches), strict=True))
@@ -211,23 +217,25 @@ def encode_rows(
 
 
 def as_read(reader: Any, chat: Any, seen: Sequence[Picture] | None = None, **switches: Any) -> str:
-    """A prompt exactly as the model reads it; `reader` is its tokenizer, or where pictures are `seen` its processor."""
+    """Return a prompt exactly as the model reads it; `reader` is its tokenizer, or, for pictures in `seen`, its
+    processor."""
     ((ids,), _), tokenizer = encode_rows(reader, [chat], {0: seen} if seen else {}, **switches), tokenizer_of(reader)
     return str(tokenizer.decode(ids)) if hasattr(tokenizer, "decode") else f"{len(ids)} tokens"
 
 
 def tokenizer_of(reader: Any) -> Any:
-    """The tokenizer of a processor; a tokenizer itself."""
+    """Return the tokenizer of a processor, or a tokenizer itself."""
     return reader.tokenizer if hasattr(reader, "image_processor") else reader
 
 
 def encode_pictures(
     processor: Any, chat: Sequence[dict[str, Any]], seen: Sequence[Picture], place: str, **switches: Any
 ) -> tuple[list[int], dict[str, Any]]:
-    """(token ids of a chat with pictures, the model's inputs for them as tensors), by the model's processor.
+    """Encode a chat with pictures by the model's processor: (token ids, the model's inputs for the pictures as
+    tensors).
 
-    Each part `{"type": "image"}` becomes as many tokens as its picture takes. Raises `DataError`, naming `place`, where the
-    template or the processor fails.
+    Each part `{"type": "image"}` becomes as many tokens as its picture takes. Raises `DataError`, naming `place`, where
+    the template or the processor fails.
     """
     parts = [{**turn, "content": as_parts(turn.get("content"))} for turn in chat]
     (text,) = render(processor.tokenizer, [parts], add_generation_prompt=True, **switches)

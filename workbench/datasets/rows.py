@@ -34,20 +34,21 @@ from workbench.datasets.rendering import as_read, bounds, encode_rows, tokenizer
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    """Row numbers in the order of one epoch (from 0); the same arguments always give the same order."""
+    """Return the row numbers in the order of one epoch (from 0); the same arguments always give the same order."""
     generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
     return torch.randperm(rows, generator=generator).tolist()
 
 
 def place(rows: int, batch_size: int, step: int) -> tuple[int, int]:
-    """(epoch from 0, position in its order) at which a step (from 1) starts. An epoch's incomplete last batch is dropped.
+    """Return (epoch from 0, position in its order) at which a step (from 1) starts. An epoch's incomplete last batch is
+    dropped.
 
     Raises `DataError` where a batch is larger than the data or the step is below 1.
     """
     if not isinstance(batch_size, Integral) or not 1 <= batch_size <= rows:
-        raise DataError("batch size", expected=f"1 to {rows}, the rows there are", found=batch_size)
+        raise DataError("batch size", expected=f"1 to {rows}, the number of rows", found=batch_size)
     if not isinstance(step, Integral) or step < 1:
-        raise DataError("step", expected="a whole number ≥ 1", found=step)
+        raise DataError("step of a batch of rows", expected="a whole number ≥ 1", found=step)
     per_epoch = rows // batch_size
     epoch, index = divmod(step - 1, per_epoch)
     return epoch, index * batch_size
@@ -73,7 +74,7 @@ class Cursor:
     """Of rows made of others (`mix`, `stages`, `growing`, …): the position of each."""
 
     def to_json(self) -> dict[str, Any]:
-        """The cursor as a dict of plain values."""
+        """Return the cursor as a dict of plain values."""
         return {name: value for name, value in asdict(self).items() if name != "parts" or value}
 
 
@@ -85,13 +86,12 @@ Fits = Callable[[list[dict[str, Any]]], None]
 class Rows(Shown):
     """A list of rows in verl's schema: `prompt` (a chat), `data_source`, `reward_model`, `extra_info`, and more.
 
-    `wb.rows(…)` makes it of anything; `Rows(…)` of an iterable of dicts or a DataFrame, whose columns are recognised in the same
-    way. A missing cell (NaN) is None; a row whose prompt was a plain text has `prompt_is_text`: reward functions in TRL's
-    style get a text for it. With `wb.rows(…, raw=True)` a prompt is a text itself.
-    It is immutable: slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy.
-    `Rows` with equal content and `max_prompt_length` are equal.
-    Raises `DataError` for a record that is no row, by row and column, and for a column whose name is reserved
-    (`workbench.dataproto.columns`).
+    `wb.rows(…)` makes it of anything; `Rows(…)` of an iterable of dicts or a DataFrame, whose columns are recognised in
+    the same way. A missing cell (NaN) is None. A row whose prompt was a plain text has `prompt_is_text`, so that reward
+    functions in TRL's style get a text for it. With `wb.rows(…, raw=True)` a prompt stays a text. It is immutable:
+    slicing, `select`, `filter` and `split` return new `Rows`, and every row is returned as a copy. `Rows` with equal
+    content and `max_prompt_length` are equal. Raises `DataError` for a record that is no row, by row and column, and
+    for a column whose name is reserved (`workbench.dataproto.columns`).
 
     Example:
         >>> rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)  # doctest: +SKIP
@@ -118,7 +118,7 @@ class Rows(Shown):
         return (copy.deepcopy(row) for row in self._rows)
 
     def __getitem__(self, key: Any) -> Any:
-        """A row by number; rows by slice, or by a list or array of numbers or of booleans (a mask)."""
+        """Return a row by its number; `Rows` by a slice, or by a list or array of numbers or of booleans (a mask)."""
         if isinstance(key, slice):
             return self._like(self._rows[key])
         if isinstance(key, int | np.integer):
@@ -137,15 +137,15 @@ class Rows(Shown):
         return made_of(rows, self.max_prompt_length, self.source, self.read_as)
 
     def views(self) -> Iterator[Mapping[str, Any]]:
-        """Yields every row as it stands, uncopied: read only."""
+        """Yield every row uncopied, as a read-only mapping."""
         return map(MappingProxyType, self._rows)
 
     def values(self, name: str) -> list[Any]:
-        """The values of a column, None where a row has none."""
+        """Return the values of a column, None where a row has none."""
         return [copy.deepcopy(row.get(name)) for row in self._rows]
 
     def select(self, indices: Sequence[int] | Sequence[bool] | np.ndarray) -> Rows:
-        """Some rows, by number or by a mask with one boolean a row.
+        """Return some rows, by number or by a mask with one boolean per row.
 
         Raises `DataError` for numbers that no row has and for a mask of another length.
         """
@@ -159,17 +159,17 @@ class Rows(Shown):
         return self._like([self._rows[int(index)] for index in chosen])
 
     def filter(self, keep: Callable[[dict[str, Any]], bool]) -> Rows:
-        """The rows for which `keep` is true."""
+        """Return the rows for which `keep` is true."""
         return self.select([index for index, row in enumerate(self) if keep(row)])
 
     def to_pandas(self) -> Any:
-        """The rows as a `DataFrame`, a line each, with the names and values that the data has."""
+        """Return the rows as a `DataFrame`, one line per row, with the names and values that the data has."""
         import pandas as pd
 
         return pd.DataFrame([dict(row) for row in self.views()])
 
     def head(self, n: int = 5) -> Any:
-        """The first `n` rows as a `DataFrame`."""
+        """Return the first `n` rows as a `DataFrame`."""
         return self[:n].to_pandas()
 
     def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
@@ -204,7 +204,7 @@ class Rows(Shown):
 
     @cached_property
     def data_hash(self) -> str:
-        """Sixteen hex digits that change when any row does."""
+        """Sixteen hex digits that change when any row changes."""
         digest = hashlib.blake2b(digest_size=8)
         for row in self._rows:
             digest.update(json.dumps(row, sort_keys=True, default=str).encode())
@@ -220,8 +220,9 @@ class Rows(Shown):
     def report(self, tokenizer: Any = None, *, reward: Any = None, **switches: Any) -> Report:
         """Check rows before a run: columns and what they were read as, missing answers, repeated prompts.
 
-        With a `tokenizer` also prompt lengths, and the first prompt exactly as the model reads it; `switches` are variables
-        of its chat template. With a `reward` how many truths can ever be right under it; raises `DataError` where none can.
+        With a `tokenizer` also prompt lengths, and the first prompt exactly as the model reads it; `switches` are
+        variables of its chat template. With a `reward` also how many truths can ever be right under it; raises
+        `DataError` where none can.
         """
         lengths = self.prompt_lengths(tokenizer, **switches) if tokenizer is not None else []
         summary = report(self._rows, self.columns, lengths, self.max_prompt_length)
@@ -242,7 +243,7 @@ class Rows(Shown):
         return "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
-        """Number of tokens of each prompt under the tokenizer's chat template, whose variables `switches` are.
+        """Count the tokens of each prompt under the tokenizer's chat template, with the variables `switches`.
 
         For rows with pictures `tokenizer` is the model's processor.
         """
@@ -250,12 +251,14 @@ class Rows(Shown):
         return [len(ids) for ids in encode_rows(tokenizer, [row[CHAT] for row in self._rows], seen, **switches)[0]]
 
     def fitting(self, tokenizer: Any, *, overlong: str = "error", **switches: Any) -> Rows:
-        """The rows whose prompts have at most `max_prompt_length` tokens; `overlong="drop"` leaves longer ones out.
+        """Return the rows whose prompts have at most `max_prompt_length` tokens; `overlong="drop"` leaves longer ones
+        out.
 
-        Raises `DataError` where `overlong="error"` and a prompt is longer (with the row numbers), or where nothing is left.
+        Raises `DataError` where `overlong="error"` and a prompt is longer (with the row numbers), or where nothing is
+        left.
         """
         if overlong not in ("error", "drop"):
-            raise DataError("overlong", expected="'error' or 'drop'", found=repr(overlong))
+            raise DataError("overlong= of Rows.fitting", expected="'error' or 'drop'", found=repr(overlong))
         limit = self.max_prompt_length
         if limit is None:
             return self
@@ -272,20 +275,23 @@ class Rows(Shown):
         return self.select([index for index in range(len(self)) if index not in long]) if long else self
 
     def may_exceed(self, limit: int, tokenizer: Any, **switches: Any) -> list[int]:
-        """Numbers of the rows whose prompts may have more tokens than `limit`; found from their characters, unrendered."""
+        """Return the numbers of the rows whose prompts may have more tokens than `limit`, estimated from their
+        characters without rendering."""
         most = bounds(tokenizer, [row[CHAT] for row in self._rows], **switches)
         return [index for index, tokens in enumerate(most) if tokens > limit]
 
     # --- batches ------------------------------------------------------------------------------
 
     def batch(self, size: int, step: int = 1, seed: int = 0) -> DataProto:
-        """The `size` prompts that training sees at `step` (from 1); the same arguments always give the same prompts."""
+        """Return the `size` prompts that training sees at `step` (from 1); the same arguments always give the same
+        prompts."""
         epoch, start = place(len(self), size, step)
         indices = permutation(len(self), seed, epoch)[start : start + size]
         return self._batch([(index, epoch) for index in indices], step=step, epoch=epoch, seed=seed)
 
     def further(self, size: int, step: int, seed: int = 0, attempt: int = 1) -> DataProto:
-        """`size` more prompts for a step (dynamic sampling), chosen by the arguments alone; may repeat the epoch's."""
+        """Draw `size` more prompts for a step (dynamic sampling), determined by the arguments alone; they may repeat
+        the epoch's."""
         size = min(size, self._span)
         indices = self._further(size, step, derive(seed, "further", step, attempt))
         epoch, _ = place(self._span, size, step)
@@ -293,13 +299,13 @@ class Rows(Shown):
         return self._batch(draws, step=step, epoch=epoch, seed=seed)
 
     def in_order(self, size: int, seed: int = 0) -> Iterator[DataProto]:
-        """Yields all rows in order in batches of `size` for evaluation; the last may be shorter. The batches' step is 0."""
+        """Yield all rows in order in batches of `size` for evaluation; the last may be shorter. The batches' step is 0."""
         for start in range(0, len(self), size):
             indices = range(len(self))[start : start + size]
             yield self._batch([(index, 0) for index in indices], step=0, epoch=0, seed=seed)
 
     def cursor(self, step: int, batch_size: int, seed: int) -> Cursor:
-        """The data position after `step` training steps."""
+        """Return the data position after `step` training steps."""
         epoch, offset = place(len(self), batch_size, step + 1)
         return Cursor(step=step, epoch=epoch, offset=offset, data_hash=self.data_hash, seed=seed, batch_size=batch_size)
 
@@ -319,50 +325,55 @@ class Rows(Shown):
 
     @property
     def _span(self) -> int:
-        """Rows of an epoch."""
+        """Number of rows of an epoch."""
         return len(self)
 
     def __add__(self, other: Rows) -> Rows:
-        """The rows of both, one data set: `a + b`. For shares that do not follow the sizes take `wb.datasets.mix`."""
+        """Join the rows of both as one data set: `a + b`. For shares that do not follow the sizes take
+        `wb.datasets.mix`."""
         if not isinstance(other, Rows):
             return NotImplemented
         source = " + ".join(one.source or "memory" for one in (self, other))
         return made_of((*self._rows, *other._rows), common_limit((self, other)), source)
 
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
-        """The rows of the last of some steps, in an endless order of epochs. `asks` [K, 2]: step, rows that it takes."""
+        """Draw the rows of the last of some steps, from an endless sequence of epochs. `asks` is [K, 2]: step, number
+        of rows that it takes."""
         start, count = int(asks[:-1, 1].sum()), int(asks[-1, 1])
         places = [divmod(place, len(self)) for place in range(start, start + count)]
         orders = {epoch: permutation(len(self), seed, epoch) for epoch, _ in places}
         return [(orders[epoch][offset], epoch) for epoch, offset in places]
 
     def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
-        """The position after these steps, as plain values for the cursor."""
+        """Return the data position after these steps, as plain values for the cursor."""
         epoch, offset = divmod(int(asks[:, 1].sum()), len(self))
         return {"epoch": epoch, "offset": offset}
 
     def _further(self, size: int, step: int, seed: int) -> list[int]:
-        """At most `size` row numbers for `further`."""
+        """Return at most `size` row numbers for `further`."""
         return permutation(len(self), seed, 0)[:size]
 
     # --- during a run: rows that change with what a run does have their own (`workbench.datasets.feedback`) -------
 
     def check_steps(self, size: int, steps: int, seed: int) -> None:
-        """Raise `DataError` where there are no prompts for all these steps: plain rows begin again."""
+        """Raise `DataError` where there are no prompts for all these steps; plain rows begin again, so they never
+        raise."""
 
     def restore(self, folder: Path, step: int, *, ahead: int = 0, fits: Fits | None = None) -> list[Path]:
-        """Be as after a step of the run in `folder`; returns the files that the rows keep there: of plain rows none.
+        """Restore the state after a step of the run in `folder`; return the files that the rows keep there, none for
+        plain rows.
 
-        `ahead`: steps that rows are sampled ahead; `fits` raises `DataError` for a prompt that the model cannot take.
+        `ahead` is the number of steps that rows are sampled ahead; `fits` raises `DataError` for a prompt that the
+        model cannot take.
         """
         return []
 
     def learn(self, step: int, batches: Sequence[DataProto]) -> dict[str, float]:
-        """Take in what a step left behind: its scored batch, and its last one. Returns metrics."""
+        """Update the rows from a step's scored batches, and return metrics; plain rows do not change."""
         return {}
 
     def record(self) -> None:
-        """Write what was learned to disk."""
+        """Write the updates to disk; plain rows have none."""
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -373,7 +384,7 @@ class Rows(Shown):
         return f"{kind}({named['rows']}; columns {named['columns']}){said}\n  first: {named['first prompt'][:100]!r}"
 
     def lines(self) -> list[tuple[str, str]]:
-        """(label, value) pairs for display: how many rows, what their columns were read as, the first prompt."""
+        """Return (label, value) pairs for display: how many rows, what their columns were read as, the first prompt."""
         first = self._rows[0][CHAT] if self._rows else ""
         text = first[-1].get("content") if isinstance(first, list) and first else first
         return [
@@ -385,7 +396,7 @@ class Rows(Shown):
 
 
 def common_limit(parts: Sequence[Rows]) -> int | None:
-    """The one `max_prompt_length` of all that have one. Raises `DataError` where they differ."""
+    """Return the one `max_prompt_length` of the parts that have a limit. Raises `DataError` where they differ."""
     limits = sorted({part.max_prompt_length for part in parts if part.max_prompt_length is not None})
     if len(limits) > 1:
         do = "make them with one: wb.rows(…, max_prompt_length=…)"
@@ -394,7 +405,7 @@ def common_limit(parts: Sequence[Rows]) -> int | None:
 
 
 def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str, read_as: str = "") -> Rows:
-    """Of records that are rows already."""
+    """Make `Rows` of records that are rows in verl's schema already."""
     made = Rows.__new__(Rows)
     made._fill(rows, max_prompt_length, source, read_as)
     return made
@@ -402,7 +413,7 @@ def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, sourc
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(Shown):
-    """Check of a data set before a run: rows, missing answers, repeated prompts, prompt lengths."""
+    """The check of a data set before a run: rows, missing answers, repeated prompts, prompt lengths."""
 
     rows: int
     columns: tuple[str, ...]
@@ -437,7 +448,7 @@ class Report(Shown):
     """Of a `mix`: the number of rows of each part."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """(label, value) pairs, as text and HTML show them."""
+        """Return (label, value) pairs, for the display as text and HTML."""
         pairs = [
             ("rows", str(self.rows)),
             ("read as", self.read_as),
@@ -493,7 +504,7 @@ def _named(rows: Sequence[int]) -> str:
 
 
 def _prompt(row: Mapping[str, Any]) -> str:
-    """The texts of a row's prompt, a message a line."""
+    """Return the texts of a row's prompt, one message per line."""
     chat = row[CHAT]
     return chat if isinstance(chat, str) else "\n".join(str(text_of(turn.get("content")) or "") for turn in chat)
 
@@ -521,10 +532,10 @@ def _statistics(lengths: Sequence[int]) -> dict[str, float]:
 
 
 def scorable(rows: Sequence[Mapping[str, Any]], reward: Any) -> str:
-    """How many truths can ever be right under a reward, in words.
+    """Describe how many truths can ever be right under a reward.
 
-    `reward` is a reward (`check_rows`), or a rule or its module (`rewards.gsm8k`); of other functions nothing is known.
-    Raises `DataError` where none can.
+    `reward` is a reward (`check_rows`), or a rule or its module (`rewards.gsm8k`); of other functions this is unknown.
+    Raises `DataError` where none can be right.
     """
     rule = getattr(reward, str(getattr(reward, "__name__", "")).rpartition(".")[2], reward)
     if hasattr(reward, "check_rows"):
@@ -558,30 +569,36 @@ def rows(
     limit: int | None = None,
     without: Sequence[str] = (),
 ) -> Rows:
-    """Rows of anything: a file, a folder or list of files, a list of dicts, a DataFrame, a Hugging Face `Dataset`, `Rows`.
+    """Read rows from anything: a file, a folder or list of files, a list of dicts, a DataFrame, a Hugging Face
+    `Dataset`, `Rows`.
 
-    Files are `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.feather`, also as a pattern (`train-*.parquet`).
-    `print(rows)` says what was understood: which column became the prompt, which the truth, in whose schema;
-    `rows.report(tokenizer)` shows the first prompt as the model reads it.
+    Files are `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.feather`, also as a pattern
+    (`train-*.parquet`). `print(rows)` shows how the columns were read: which became the prompt, which the truth, in
+    whose schema; `rows.report(tokenizer)` shows the first prompt as the model reads it.
 
-    Recognised without a word: verl's schema; TRL's `prompt`, also with `completion`; OpenAI's `messages` (an assistant's
-    last message is the truth); GSM8K (the truth behind `####`); columns of common names (`question` and `answer`,
-    `problem` and `solution`, …: `records.PROMPTS`, `ANSWERS`). Other columns stay, and a reward gets them by their names.
+    Recognised without further arguments: verl's schema; TRL's `prompt`, also with `completion`; OpenAI's `messages` (an
+    assistant's last message is the truth); GSM8K (the truth after `####`); columns of common names (`question` and
+    `answer`, `problem` and `solution`, …: `records.PROMPTS`, `ANSWERS`). Other columns stay, and a reward gets them by
+    their names.
 
     Args:
         x: the data.
-        prompt: the column of the prompts. A text is a user's message; a list of messages, also as JSON text, is that chat.
+        prompt: the column of the prompts. A text is a user's message; a list of messages, also as JSON text, is that
+            chat.
         answer: the column that becomes `reward_model.ground_truth`. Rows may have none, if the reward needs none.
         system: a system message to put before every prompt.
         raw: prompts are bare texts that the model continues, without its chat template: for base models.
-        reward: what will score the rows: truths that it can never score are refused here, rather than before the run.
-        max_prompt_length: tokens that a prompt may have: checked by `fitting`, by `train` before it starts, by the rollout.
+        reward: the reward that will score the rows: truths that it can never score are refused here, rather than before
+            the run.
+        max_prompt_length: tokens that a prompt may have: checked by `fitting`, by `train` before it starts, by the
+            rollout.
         limit: takes the first rows.
         without: columns to leave out, for data with a column that a stage writes (`score`, `uid`, …).
 
-    Metrics are split by `data_source`: by default the file's name without its ending, of rows from memory the reward's.
-    Raises `DataError` for what is missing, unreadable or empty, for pictures, films and sounds, for a column whose name is
-    reserved, and where no column is known as a prompt: with the columns that there are and the line that names them.
+    Metrics are split by `data_source`: by default the file's name without its ending, of rows from memory the reward's
+    name. Raises `DataError` for data that is missing, unreadable or empty, for films and sounds, for a column whose
+    name is reserved, and where no column is known as a prompt: with the columns that there are and the line that names
+    them.
 
     Example:
         >>> rows = wb.rows("mine.csv", prompt="q", answer="a", max_prompt_length=256)  # doctest: +SKIP
@@ -589,7 +606,7 @@ def rows(
     """
     for name, number in (("limit", limit), ("max_prompt_length", max_prompt_length)):
         if number is not None and number < 1:
-            raise DataError(name, expected="≥ 1, or None", found=number)
+            raise DataError(f"{name} of wb.rows", expected="≥ 1, or None", found=number)
     if isinstance(x, Rows):
         raw, max_prompt_length = raw or x.raw, max_prompt_length or x.max_prompt_length
     how = Reading(prompt=prompt, answer=answer, system=system, raw=raw, without=frozenset(without))
@@ -601,7 +618,8 @@ def rows(
 
 
 def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]], str, str]:
-    """(rows, where they are from, what their columns were read as). Raises `DataError` where there are none."""
+    """Read all sources of `x`: (rows, where they are from, what their columns were read as). Raises `DataError` where
+    there are none."""
     all_rows: list[dict[str, Any]] = []
     sources, readings = [], []
     for source, changes, records in parts(x):
@@ -619,7 +637,7 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
 
 
 def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
-    """Yields (name of the source, changes of the `Reading`, records) of what `x` is made of."""
+    """Yield (name of the source, changes of the `Reading`, records) for each file or table that `x` consists of."""
     files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []
     if files and all(isinstance(one, str | Path) for one in files):
         for path in find(files):
@@ -631,14 +649,14 @@ def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
     else:
         records = table_records(x)
         if isinstance(x, bytes) or not isinstance(records, Iterable):
-            raise DataError("rows", expected=_ANYTHING, found=describe(x))
+            raise DataError("data for wb.rows", expected=_ANYTHING, found=describe(x))
         yield x.source if isinstance(x, Rows) else "", {}, records
 
 
 def _only(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:
-    """(name, records) of the one split that a `DatasetDict` has."""
+    """Return (name, records) of the one split that a `DatasetDict` has. Raises `DataError` for several."""
     if not x or not all(hasattr(one, "column_names") for one in x.values()):
-        raise DataError("rows", expected=_ANYTHING, found=describe(x))
+        raise DataError("data for wb.rows", expected=_ANYTHING, found=describe(x))
     if len(x) > 1:
         do = f"take one: wb.rows(x[{next(iter(x))!r}])"
         raise DataError("a DatasetDict has several splits", expected="one", found=", ".join(map(str, x)), do=do)
@@ -646,7 +664,7 @@ def _only(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:
 
 
 def _called(reward: Any) -> str:
-    """The name of whatever scores; "rows" for None."""
+    """Return the name of a reward or reward function; "rows" for None."""
     named = getattr(reward, "func", reward)  # a partial's function
     name = getattr(named, "name", None) or getattr(named, "__name__", None) or type(named).__name__
     return "rows" if reward is None else str(name).rpartition(".")[2]

@@ -36,9 +36,9 @@ _POLICIES = re.compile(r"mask|raise|retry\((\d+)\)|value=([-+]?(?:\d+\.?\d*|\.\d
 class BaseReward:
     """Base class of all rewards: subclasses implement `judge(rows)`; the reward stage calls `score(batch)`.
 
-    `on_failure` is the policy for rows that could not be scored (*infra_error*): `mask`, `raise`, `retry(n)` or
-    `value=x`; see `Reward`. It holds for every reward: `tried` judges again, `settle` does the rest. Raises `RewardError` for
-    any other policy.
+    `on_failure` is the policy for rows that could not be scored (status *infra_error*): `mask`, `raise`, `retry(n)` or
+    `value=x`; see `Reward`. `tried` repeats the scoring of failed rows under `retry(n)`, and `settle` applies the other
+    policies. Raises `RewardError` for any other policy.
     """
 
     name: str = "reward"
@@ -74,40 +74,50 @@ class BaseReward:
         return {"on_failure": self.on_failure}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before anything is scored, if the reward needs a column that `columns` (names) lack."""
+        """Raise `RewardError`, before any row is scored, if the reward needs a column that is not among the names in
+        `columns`."""
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Raise `DataError`, before anything is scored, if the reward can score none of these rows of a data set, whatever
-        the responses are (their ground truths are missing or unreadable); else say how many it cannot, or ""."""
+        """Check a data set's rows before any response exists: "" or a sentence that counts the rows that can never be
+        scored.
+
+        Raises `DataError` if the reward can score none of them, because their ground truths are missing or unreadable.
+        """
         return ""
 
     def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
-        """Raise, before anything is scored, if responses of a model with this tokenizer and these switches of its chat template
-        cannot be what the reward expects."""
+        """Raise, before any row is scored, if a model with this tokenizer and these chat template switches cannot write
+        the responses that the reward expects."""
 
     def close(self) -> None:
-        """End the reward's worker processes and connections."""
+        """End the worker processes and connections that the reward holds."""
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Score rows from `row_views`: one `Score` each, in order. A row that fails gets an *infra_error* `Score`."""
+        """Score rows (dicts from `row_views`): one `Score` each, in order. A row that fails gets a `Score` with status
+        *infra_error*."""
         raise NotImplementedError
 
     def judged(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
-        """Like `tried`, but rows of broken agent episodes (`broken_episode`) are *infra_error* and not judged."""
+        """Score rows with `tried`, but give *infra_error* to rows whose agent episode was aborted (see
+        `broken_episode`), without scoring them."""
         whys = [broken_episode(row["columns"]) for row in rows]
         scores = iter(self.tried([row for row, why in zip(rows, whys, strict=True) if not why], judge))
         return [failed(f"the episode broke: {why}") if why else next(scores) for why in whys]
 
     def tried(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
-        """Like `judge` (or the given function in its place), but rows that fail are judged up to `retries` more times, with
-        those that they are judged together with. Raises `RewardError` for a wrong number of scores."""
+        """Score rows with `judge` (the method, or the function that is passed), and score failed rows again up to
+        `retries` times.
+
+        Where rows are scored together, as a group or a batch, all rows of the group or batch are scored again. Raises
+        `RewardError` for a wrong number of scores.
+        """
         judged, waiting = dict[int, Score](), list(range(len(rows)))
         for _ in range(1 + self.retries):
             if not waiting:
                 break
             scores = (judge or self.judge)([rows[number] for number in waiting])
             if len(scores) != len(waiting):
-                what, expected = f"result of reward {self.name!r}", f"{len(waiting)} scores"
+                what, expected = f"the result of reward {self.name!r}", f"{len(waiting)} scores"
                 raise RewardError(what, expected=expected, found=len(scores))
             new = zip(waiting, scores, strict=True)
             judged.update((number, score) for number, score in new if number not in judged or _broken(judged[number]))
@@ -115,7 +125,8 @@ class BaseReward:
         return [judged[number] for number in range(len(rows))]
 
     def _again(self, rows: Sequence[Mapping[str, Any]], lost: list[int]) -> list[int]:
-        """The rows to judge once more: the `lost` ones, and those that they are judged together with."""
+        """Return the numbers of the rows to score once more: the `lost` ones, and all rows of the same group or batch
+        where those are scored together."""
         per = getattr(self, "per", "row" if self.streams else "group" if "uid" in self.reads else "batch")
         if not lost or per == "row":
             return lost
@@ -123,13 +134,16 @@ class BaseReward:
         return [number for number, row in enumerate(rows) if per == "batch" or row.get("uid") in uids]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
-        """Apply `on_failure` to scores. Raises `RewardError` under `raise`, or if every row failed or one is `undecided`
-        (unless `value=x`)."""
+        """Apply the policy `on_failure` to scores.
+
+        Raises `RewardError` under `raise`, and without `value=x` also if every row failed or if one waits for a setting
+        of the user's (`Score.undecided`).
+        """
         broken = sorted((score for score in scores if _broken(score)), key=lambda score: not score.undecided)
         value = self.failed_value
-        one = bool(broken) and (self.on_failure == "raise" or (broken[0].undecided and value is None))
-        if one or (broken and len(broken) == len(scores) and value is None):
-            what = "a row" if one else f"all {len(scores)} rows"
+        first = bool(broken) and (self.on_failure == "raise" or (broken[0].undecided and value is None))
+        if first or (broken and len(broken) == len(scores) and value is None):
+            what = "a row" if first else f"all {len(scores)} rows"
             do = broken[0].error or "fix the failure that was found"
             raise RewardError(f"reward {self.name!r} failed on {what}", found=broken[0].why, do=do)
         if value is None:
@@ -142,7 +156,8 @@ class BaseReward:
         ]
 
     def score(self, batch: DataProto) -> list[Score]:
-        """Score a batch with `response_text`: one `Score` per row. Raises `RewardError` where `on_failure` says so."""
+        """Score a batch that has the column `response_text`: one `Score` per row. Raises `RewardError` where
+        `on_failure` asks for it."""
         self.check_signature(batch.columns)
         return self.settle(self.judged(row_views(batch)))
 
@@ -152,7 +167,8 @@ def _broken(score: Score) -> bool:
 
 
 def broken_episode(columns: Mapping[str, Any]) -> str:
-    """Why the agent episode of a row was aborted (its simulated user failed, say); "" where it was not."""
+    """Return the reason why a row's agent episode was aborted (for example, its simulated user failed), or "" if it was
+    not."""
     extra = columns.get("agent_extra")
     errors = extra.get("errors") if isinstance(extra, Mapping) else None
     if not errors or columns.get("finish_reason") != "abort":
@@ -161,7 +177,8 @@ def broken_episode(columns: Mapping[str, Any]) -> str:
 
 
 def whole_episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The columns of an episode of several sequences, for its reward: the last row's, with the turns of all of them."""
+    """Join the rows of one agent episode into the columns that its reward reads: the last row's, with the turns and
+    counts of all rows."""
     whole = dict(rows[-1])
     for name in EPISODE:
         if name in whole and len(rows) > 1:
@@ -174,7 +191,8 @@ def whole_episode(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def whole_episodes(batch: DataProto) -> DataProto:
-    """A batch with one row for each episode (see `whole_episode`); the same batch where every row is one."""
+    """Return a batch with one row for each agent episode (see `whole_episode`); the batch itself where every episode
+    has one row."""
     every = episodes(batch)
     if len(every) == len(batch):
         return batch
@@ -224,9 +242,10 @@ def padded(rows: Sequence[Sequence[int]], pad: int = 0) -> dict[str, torch.Tenso
 def row_view(
     columns: Mapping[str, Any], response: str, ids: Sequence[int], prompt_ids: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """The dict that rewards get for a row: response, prompt, ground truth, …, and all object columns as `columns`.
+    """Make the dict that a reward function's arguments are filled from: a row's response, prompt, ground truth and so
+    on, and its object columns under `columns`.
 
-    `prompt_ids` is in it where the prompt's tokens are known.
+    `prompt_ids` are among them where the prompt's tokens are known.
     """
     chat = columns.get("raw_prompt")
     prompt = text_of(chat[-1]["content"]) if isinstance(chat, list) and chat else chat
@@ -325,7 +344,8 @@ _TRLS_LOGS = {"log_extra": "rows_log", "log_metric": "batch_log"}
 
 @dataclass(frozen=True)
 class Signature:
-    """How to call a reward function: its arguments, where each is filled from, and whether a call is for one row or all."""
+    """How to call a reward function: its arguments, what each is filled from, and whether one call is for one row or
+    for all rows."""
 
     function: str
     """The function's name, for messages."""
@@ -346,17 +366,19 @@ class Signature:
     """Path of the file that the function is loaded from."""
 
     def wanted(self, name: str) -> str:
-        """The name of the value or column that an argument asks for: its own, unless it is renamed."""
+        """Return the name of the value or column that fills an argument: the argument's name, or the one that `rename`
+        gives it."""
         return self.rename.get(name, name)
 
     def asks(self, name: str) -> bool:
-        """Whether an argument must be filled: it has no default, or is renamed."""
+        """Return whether an argument must be filled, as it has no default value or is renamed."""
         return self.defaults.get(name) is None or name in self.rename
 
     def source(self, name: str, columns: Collection[str]) -> tuple[str, str] | None:
-        """Where an argument is filled from: ("value", its name in `WORDS`) or ("column", its name); None: from nowhere.
+        """Return what fills an argument: ("value", a key of `WORDS`) or ("column", a column's name); None where nothing
+        does.
 
-        `columns` are the names that rows have. An argument with a default is filled by a well-known value alone, or by a
+        `columns` are the names that rows have. An argument with a default is filled only by a well-known value, or by a
         column that workbench's agents write.
         """
         wanted = self.wanted(name)
@@ -371,13 +393,18 @@ class Signature:
         return ("value", meaning) if meaning and fills else None
 
     def _meaning(self, name: str) -> tuple[str, str | None]:
-        """(name of what an argument asks for, as of one row, which value of a row that is)."""
+        """Return (the singular form of what an argument asks for, the key in `WORDS` of the row's value that this
+        means, or None)."""
         wanted = self.wanted(name)
         singular = self.meant.get(wanted, _PLURALS.get(wanted, wanted) if self.batched else wanted)
         return singular, _MEANING.get(singular, singular if singular in WORDS else None)
 
     def _fills_a_default(self, name: str, meaning: str | None) -> bool:
-        """Whether a value is well known, and no argument without a default means it already (`ground_truth, label=1.0`)."""
+        """Return whether a row's value may replace an argument's default: it is well known, and no argument without a
+        default already means it.
+
+        In `f(ground_truth, label=1.0)` both mean the ground truth, so `label` keeps its default.
+        """
         needed = (other for other in self.defaults if other != name and self.asks(other))
         return meaning not in (None, *_ON_REQUEST) and all(self._meaning(other)[1] != meaning for other in needed)
 
@@ -391,19 +418,21 @@ class Signature:
         return fills and meaning not in _NEVER_A_COLUMN
 
     def columns(self) -> tuple[str, ...]:
-        """Columns of the batch that the function needs: of arguments that no value of a row fills."""
+        """Return the columns of the batch that the function needs: the names of the arguments that no value of a row
+        fills."""
         return tuple(self.wanted(name) for name in self._missing(()))
 
     def _missing(self, columns: Collection[str]) -> list[str]:
         return [name for name in self.defaults if self.asks(name) and self.source(name, columns) is None]
 
     def further(self, columns: Collection[str]) -> list[str]:
-        """Columns that `**kwargs` get by their names."""
+        """Return the columns that the function's `**kwargs` receive, each by its name."""
         known = {*_NOT_TRLS, *self.defaults, *self.bound}
         return [name for name in columns if name not in known] if self.keywords == "columns" else []
 
     def binding(self, columns: Collection[str] | None = None) -> dict[str, str]:
-        """Argument → what it is filled from, in words; `columns` are the names that rows have, None where not known yet."""
+        """Map each argument to a description of what fills it. `columns` are the names that rows have, or None while
+        these are unknown."""
         filled = {}
         for name, default in self.defaults.items():
             source = self.source(name, columns or ())
@@ -432,7 +461,7 @@ class Signature:
         raise RewardError(what, expected=f"one of {expected}", found=found, do=do)
 
     def _remedy(self, missing: Sequence[str], known: Collection[str]) -> str:
-        """The line that would make the function work, as far as its arguments' names tell."""
+        """Write the call that would make the function work, guessed from the names of its `missing` arguments."""
         guesses = {name: _guess(self.wanted(name), known) for name in missing}
         constants = [f"{name}=…" for name, guess in guesses.items() if guess is None]
         rename = {**self.rename, **{name: guess for name, guess in guesses.items() if guess}}
@@ -449,12 +478,13 @@ class Signature:
 
 
 def told(binding: Mapping[str, str]) -> str:
-    """A `binding` in one line: `argument ← what it is filled from`."""
+    """Format a `binding` in one line: `solution_str ← the response, label ← column 'label'`."""
     return ", ".join(f"{name} ← {source}" for name, source in binding.items())
 
 
 def _guess(wanted: str, known: Collection[str]) -> str | None:
-    """The value or column that an unknown name probably means."""
+    """Guess the value or column that an unknown argument name means (`gold` means `ground_truth`); None where nothing
+    is close."""
     if meaning := _FOREIGN.get(wanted):
         return meaning
     if meaning := _FOREIGN.get(wanted.removesuffix("s")):
@@ -464,11 +494,12 @@ def _guess(wanted: str, known: Collection[str]) -> str | None:
 
 
 def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | None = None) -> Signature:
-    """The `Signature` of a function; `rename` maps arguments to the value or column that they are to be filled from.
+    """Read the `Signature` of a function; `rename` maps arguments to the value or column that fills them.
 
-    A function with a plural argument (`completions`, `solution_strs`, `completion_ids`) is called once for the whole batch,
-    but in AReaL's style (`prompt` or `prompt_ids` beside them) once a row. Raises `RewardError` for positional-only
-    arguments, for a function without a readable signature, and for a name in `rename` that is no argument.
+    A function with a plural argument (`completions`, `solution_strs`, `completion_ids`) is called once for the whole
+    batch, except in AReaL's style (`prompt` or `prompt_ids` beside the plural), where it is called once per row. Raises
+    `RewardError` for positional-only arguments, for a function without a readable signature, and for a name in `rename`
+    that is no argument.
     """
     name, rename = called(function).replace("<lambda>", "f"), dict(rename or {})
     parameters = parameters_of(function, f"reward function {describe(function)}", RewardError).values()
@@ -480,7 +511,7 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
     defaults = {arg.name: None if arg.default is arg.empty else describe(arg.default, 40) for arg in named}
     kwargs = len(named) < len(parameters)
     if strange := [] if kwargs else [arg for arg in rename if arg not in defaults]:
-        raise RewardError(f"rename: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
+        raise RewardError(f"rename={{…}}: {unknown(f'parameter of reward function {name}', strange[0], defaults)}")
     defaults = {**dict.fromkeys(rename), **defaults}
     batched, meant, keywords = _style({*defaults, *rename.values()})
     if {"ORM", "AsyncORM"} & {kind.__name__ for kind in type(function).__mro__}:
@@ -490,7 +521,8 @@ def read_signature(function: Callable[..., Any], rename: Mapping[str, str] | Non
 
 
 def _constants(function: Any) -> tuple[str, frozenset[str]]:
-    """(path of the file that a function is loaded from, or ""; names of the arguments that constants are bound to)."""
+    """Return (path of the file that a function was loaded from, or "", and the names of its arguments that are bound to
+    constants)."""
     inner: Any
     inner, bound = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
     path = getattr(inner, "path", None)
@@ -500,7 +532,8 @@ def _constants(function: Any) -> tuple[str, frozenset[str]]:
 
 
 def _style(names: Set[str]) -> tuple[bool, Mapping[str, str], str]:
-    """(whether one call is for the batch, names with another meaning, what `**kwargs` get) of what arguments ask for."""
+    """Recognise a library's calling style from argument names: (one call per batch?, names with a special meaning, what
+    `**kwargs` get)."""
     completions, ids = "completions" in names, "completion_ids" in names
     # once a row in spite of its plurals: TRL passes neither a `prompt` nor `prompt_ids`
     if completions and ("prompt_ids" in names or ("prompt" in names and "prompts" not in names)):
@@ -518,7 +551,7 @@ def _style(names: Set[str]) -> tuple[bool, Mapping[str, str], str]:
 
 
 def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for a call of the function on one row."""
+    """Build the keyword arguments for one call of a reward function on one row."""
     columns = row["columns"]
     verls = _VERLS if signature.keywords == "verl" else ()
     arguments = {name: columns[name] for name in signature.further(columns)}
@@ -531,12 +564,11 @@ def call_arguments(signature: Signature, row: Mapping[str, Any]) -> dict[str, An
 
 
 def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The keyword arguments for one call of the function on all rows: each is a list with one value per row.
+    """Build the keyword arguments for one call of a reward function on all rows: each is a list with one value per row.
 
-    TRL's functions get prompts and completions as texts where the prompt is a text, as message lists where it is a chat; where
-    they take `**kwargs` they get every column by its own name, and, as from TRL, a column of its name for an argument that
-    has a default, and `log_extra` and `log_metric`, which `worker.with_logs` makes of their names. A row without a column has
-    None.
+    TRL's functions get prompts and completions as texts where the prompt is a text, and as message lists where it is a
+    chat. A TRL function with `**kwargs` gets every column by its name (also in place of a default), and `log_extra` and
+    `log_metric`, which `worker.with_logs` replaces by functions. A row that lacks a column has None.
     """
     columns = dict.fromkeys(name for row in rows for name in row["columns"])
     arguments: dict[str, Any] = {}
@@ -559,7 +591,7 @@ def batch_arguments(signature: Signature, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _value(name: str, row: Mapping[str, Any]) -> Any:
-    """A row's value by its name in `WORDS`."""
+    """Return a row's value by its key in `WORDS`, such as `response`, `prompt` or `sample`."""
     text, is_text = row["response"], row["columns"].get("prompt_is_text") or not isinstance(row["prompt"], list)
     messages = [{"role": "assistant", "content": text}]
     if name == "completion_messages":
@@ -583,7 +615,7 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
 
 
 def _sample(row: Mapping[str, Any], prompt: Any) -> SimpleNamespace:
-    """A row as slime's `Sample`: the fields that a row knows, and as None those that are not set before a reward."""
+    """Make slime's `Sample` of a row: the fields that the row has; those that slime sets after the reward are None."""
     known = {"prompt": prompt, "response": row["response"], "label": row["ground_truth"], "metadata": row["extra_info"]}
     known |= {"group_index": row.get("uid"), "index": row["extra_info"].get("index")}
     if "prompt_ids" in row:
@@ -596,8 +628,11 @@ def _sample(row: Mapping[str, Any], prompt: Any) -> SimpleNamespace:
 
 
 def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) -> list[Score]:
-    """One `Score` for each of the numbered rows of a call. Never raises: what is no score makes its row *infra_error*, and a
-    wrong number of results all rows of the call."""
+    """Convert a function's result for several rows into one `Score` per row, without ever raising.
+
+    A result that is no score makes its row *infra_error*, and a wrong number of results makes all rows of the call
+    *infra_error*. `rows` are the row numbers.
+    """
     try:
         results = results_of_batch(result) if batched else [result]
         if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(rows):
@@ -611,7 +646,8 @@ def scores_of(result: Any, function: str, rows: Sequence[int], batched: bool) ->
 
 
 def row_score(result: Any, function: str, row: int) -> Score:
-    """Like `as_score`, but what is no score is an *infra_error* of this row alone."""
+    """Convert a result like `as_score`, but return an *infra_error* score for this row in place of raising an
+    exception."""
     try:
         return as_score(result, function, row)
     except Exception as error:  # noqa: BLE001 - a result may be anything; its row says what it is
@@ -619,7 +655,8 @@ def row_score(result: Any, function: str, row: int) -> Score:
 
 
 def results_of_batch(result: Any) -> Any:
-    """The result of a call for many rows as a list: a tensor's or array's values, or of OpenRLHF's dict a dict per row."""
+    """Convert the result of a call for many rows to a list: a tensor or an array to its values, OpenRLHF's dict to one
+    dict per row."""
     if isinstance(result, Mapping) and "rewards" in result:
         records = [{"score": value} for value in results_of_batch(result["rewards"])]
         for name, values in (result.get("extra_logs") or {}).items():

@@ -31,8 +31,11 @@ _CONTAINERS = {**_SEQUENCES, "dict": dict}
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """Encode a plain value as JSON data, tagged with its type where JSON has none. Raises `TypeError` for instances of any
-    other class, and for more than `MAX_DEPTH` levels."""
+    """Encode a plain value as JSON data, tagged with its type where JSON has none (`(1, 2)` → `{"k": "tuple", "v": [1,
+    2]}`).
+
+    Raises `TypeError` for instances of any other class, and for more than `MAX_DEPTH` levels.
+    """
     if depth > MAX_DEPTH:
         raise TypeError(f"the value is nested too deeply: more than {MAX_DEPTH} levels")
     kind = type(value)
@@ -54,9 +57,10 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def decode(record: Any, depth: int = 0, kinds: dict[str, Any] = _CONTAINERS) -> Any:
-    """Decode what `encode` returned; `kinds` has what becomes of each kind of container.
+    """Decode JSON data that `encode` returned; `kinds` maps the name of each container type to what builds it from a
+    list.
 
-    Raises `ValueError` for what `encode` does not write: another type tag, more levels.
+    Raises `ValueError` for data that `encode` does not write: an unknown type tag, or more than `MAX_DEPTH` levels.
     """
     if type(record) in _SCALARS:
         return record
@@ -72,7 +76,7 @@ def decode(record: Any, depth: int = 0, kinds: dict[str, Any] = _CONTAINERS) -> 
     raise ValueError(f"unknown type tag {kind!r}")
 
 
-def _read(name: str) -> Any:
+def _read_json(name: str) -> Any:
     with open(name) as file:
         return json.load(file)
 
@@ -83,7 +87,7 @@ def _write(record: Any, name: str = "result.json") -> None:
 
 
 def _function(space: dict[str, Any], name: str) -> Any:
-    """A function of the program, or a method of its class `Solution`."""
+    """Return the function `name` that the program defines, or the method of that name of its class `Solution`."""
     function = space.get(name)
     if function is None and "Solution" in space:
         function = getattr(space["Solution"](), name, None)
@@ -93,7 +97,7 @@ def _function(space: dict[str, Any], name: str) -> Any:
 
 
 def _returned(space: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
-    """What a call returns, or the exception that it raises, encoded."""
+    """Call a function of the program; return its result, or the exception that it raises, encoded as JSON data."""
     function = _function(space, call["name"])
     try:
         arguments, named = decode(call["args"]), decode(call["kwargs"])
@@ -111,7 +115,7 @@ def _values(case: dict[str, Any]) -> None:
     if "function" in case:
         returned.append(encode(_function(space, case["function"])(*case["arguments"])))
     elif "calls" not in case:
-        returned += [_returned(space, call) for call in _read("calls.json")]
+        returned += [_returned(space, call) for call in _read_json("calls.json")]
     else:
         exec(case["imports"], space)  # noqa: S102
         for call in case["calls"]:
@@ -125,7 +129,7 @@ def _verdicts(case: dict[str, Any]) -> None:
         space: dict[str, Any] = {"__name__": "verdict", "math": math}
         why, shown = "", ""
         try:
-            values = [decode(value) for value in _read(f"returned{number}.json")["values"]]
+            values = [decode(value) for value in _read_json(f"returned{number}.json")["values"]]
             shown = _shown(values[0] if len(values) == 1 else values)
             space.update({f"_value_{place}": value for place, value in enumerate(values)})
             exec(text, space)  # noqa: S102 - the data set's own text, in a sandbox all the same
@@ -145,11 +149,12 @@ def _shown(value: Any) -> str:
 
 
 class _Unanswered(BaseException):
-    """A call that no answer is there for: the tests stop here."""
+    """Raised by a stub whose call has no recorded answer: the tests stop at this call, and a later round answers it."""
 
 
 class _Anything:
-    """What a call returns while calls are collected: whatever is done with it goes on."""
+    """Placeholder that stubs return while calls are collected: comparisons are true and methods return it, so that the
+    tests go on."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not any(hasattr(kind, name) for kind in (*_SEQUENCES.values(), str, dict, float)):
@@ -171,14 +176,16 @@ class _Anything:
         return self
 
 
-class _Going(ast.NodeTransformer):
-    """Makes every assertion say how it went, and the statement after it go on."""
+class _NotesAssertions(ast.NodeTransformer):
+    """Rewrites test code so that each assertion records whether it passed, and the statements after a failed one still
+    run."""
 
     count = 0
     """How many it has met."""
 
     def visit_Assert(self, node: ast.Assert) -> Any:
-        """The assertion inside `try`; one of a constant says nothing."""
+        """Wrap an assertion in `try`, which notes its outcome; leave an assertion of a constant (`assert True`) as it
+        is."""
         if isinstance(node.test, ast.Constant):
             return node
         self.count += 1
@@ -187,11 +194,12 @@ class _Going(ast.NodeTransformer):
         return tried
 
 
-class _Collecting(_Going):
-    """The same while calls are collected, for every simple statement: one that fails is passed over."""
+class _IgnoresErrors(_NotesAssertions):
+    """Rewrites test code for the round that collects calls: assertions as in the base class, and any simple statement
+    that fails is skipped."""
 
     def generic_visit(self, node: ast.AST) -> Any:
-        """Simple statements inside `try`."""
+        """Wrap a simple statement (an assignment or an expression) in `try`, so that its exception is ignored."""
         if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr):
             return super().generic_visit(node)
         (tried,) = ast.parse("try: pass\nexcept Exception: pass").body
@@ -200,10 +208,12 @@ class _Collecting(_Going):
 
 
 class _Script:
-    """Runs tests that are a program: their calls of the model's functions are collected, or answered."""
+    """Runs tests that are a program, with stubs for the model's functions: the stubs collect the calls, or return
+    recorded answers."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        """Raises `ValueError` for answers that are not those of the calls: the program wrote them itself."""
+        """Read the recorded answers. Raises `ValueError` if their number differs from the number of calls, as the
+        program wrote them itself."""
         self.case = case
         self.collecting = not case["answered"]
         self.calls: list[dict[str, Any]] = []
@@ -212,7 +222,7 @@ class _Script:
         """Whether the tests stopped at a call without an answer."""
         self.answers: dict[str, list[Any]] = {}
         if case["answered"]:
-            for call, answer in zip(_read("calls.json"), _read("returned.json")["values"], strict=True):
+            for call, answer in zip(_read_json("calls.json"), _read_json("returned.json")["values"], strict=True):
                 self.answers.setdefault(json.dumps(call), []).append(answer)
 
     def note(self, error: Any) -> None:
@@ -247,28 +257,32 @@ class _Script:
         return called
 
     def run(self) -> list[Any]:
-        """[how many calls there are, [passed, why] of each assertion, whether a call had no answer, whether a test ended early,
-        an error of the tests' own]. The calls are written to `calls.json`."""
+        """Run the tests and write their calls to `calls.json`.
+
+        Returns [number of calls, [passed, why] of each assertion, whether a call had no answer, whether a test ended
+        early, the error of the tests themselves or ""].
+        """
         space: dict[str, Any] = {"__name__": "tests", "_note": self.note}
         error = ""
         with contextlib.suppress(Exception):
             exec(self.case["setup"], space)  # noqa: S102 - a prompt may define helpers; the data set's own text
         space.update({name: self.stub(name) for name in self.case["names"]})
         tree = ast.parse(self.case["text"])
-        tree.body = [one for one in tree.body if not (isinstance(one, ast.ImportFrom) and one.module == "solution")]
-        going = _Collecting() if self.collecting else _Going()
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.module == "solution")]
+        going = _IgnoresErrors() if self.collecting else _NotesAssertions()
         tree = going.visit(tree)
         with contextlib.suppress(_Unanswered):
-            error = self.one(compile(ast.fix_missing_locations(tree), "tests.py", "exec"), space)
+            error = self.run_test(compile(ast.fix_missing_locations(tree), "tests.py", "exec"), space)
             for test in self.case["run"]:
-                self.one(test, space)
+                self.run_test(test, space)
             if not going.count and not self.notes:  # their one way to fail is `assert False`, which was not reached
                 self.note(None)
         _write(self.calls, "calls.json")
         return [len(self.calls), self.notes, self.more, self.ended, error if self.collecting else ""]
 
-    def one(self, test: Any, space: dict[str, Any]) -> str:
-        """Run one test; returns the exception that ended it, in words. With the program's values it is the program's."""
+    def run_test(self, test: Any, space: dict[str, Any]) -> str:
+        """Run one test; return the exception that ended it as text, or "". With recorded answers the exception counts
+        against the program."""
         random.seed(0)
         try:
             exec(test, space)  # noqa: S102
@@ -281,8 +295,8 @@ class _Script:
 
 
 if __name__ == "__main__":
-    asked = _read("case.json")
-    if asked["role"] == "script":
-        _write({"script": _Script(asked).run()})
+    task = _read_json("case.json")
+    if task["role"] == "script":
+        _write({"script": _Script(task).run()})
     else:
-        (_verdicts if asked["role"] == "verdicts" else _values)(asked)
+        (_verdicts if task["role"] == "verdicts" else _values)(task)

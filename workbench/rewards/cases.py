@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 from workbench.base.errors import DataError, describe
 
 C = TypeVar("C")
-_GIVEN = ("input", "stdin", "inputs")
-_WANTED = ("output", "expected_output", "expected", "stdout", "outputs")
+_INPUT_KEYS = ("input", "stdin", "inputs")
+_OUTPUT_KEYS = ("output", "expected_output", "expected", "stdout", "outputs")
 _NAMES = ("fn_name", "func_name", "entry_point")
 _LISTS = (
     "test_cases",
@@ -40,17 +40,18 @@ class Case(NamedTuple):
 
 
 def read_cases(ground_truth: Any, extra_info: Any = None) -> list[Case]:
-    """Parse a row's test cases, in one of the forms that `Code` lists. Raises `DataError` for any other, naming the case.
+    """Parse a row's test cases, in one of the forms that `Code` lists. Raises `DataError` for any other form, naming
+    the case.
 
-    They are `ground_truth`, or where that is empty `extra_info["test_cases"]`. A function is called where its name is there,
-    as `fn_name`, `func_name` or `entry_point`, beside the tests or in `extra_info` (LiveCodeBench's `metadata`, too): none is
-    guessed.
+    They are `ground_truth`, or where that is empty `extra_info["test_cases"]`. A case calls a function where the
+    function's name stands beside the tests or in `extra_info` (LiveCodeBench: in `metadata`), as `fn_name`, `func_name`
+    or `entry_point`; a name is never guessed.
     """
     extra = extra_info if isinstance(extra_info, Mapping) else {}
     tests = _decoded(ground_truth)
     if tests is None or (isinstance(tests, str | Sequence | Mapping) and not tests):
         tests = _decoded(extra.get("test_cases"))
-    cases = _cases(tests, _named(extra))
+    cases = _cases(tests, _function_name(extra))
     if not cases:
         raise DataError("the row's test cases", expected=_ANY, found="none")
     if len({case.kind for case in cases}) > 1:
@@ -61,7 +62,7 @@ def read_cases(ground_truth: Any, extra_info: Any = None) -> list[Case]:
 
 
 def _decoded(value: Any) -> Any:
-    """A value without the JSON text or the numpy array around it; other text as it stands."""
+    """Unwrap a value from JSON text (also encoded twice) or a numpy array; return text that is not JSON stripped."""
     for _ in range(3):  # some data sets encode twice
         value = value.tolist() if callable(getattr(value, "tolist", None)) else value
         if not isinstance(value, str):
@@ -73,8 +74,8 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def _named(tests: Mapping[str, Any]) -> str | None:
-    """The name of the function to call, where it is given."""
+def _function_name(tests: Mapping[str, Any]) -> str | None:
+    """Return the name of the function to call that stands in `tests` or in its `metadata`; None where none does."""
     inner = _decoded(tests.get("metadata"))
     places = [tests, inner] if isinstance(inner, Mapping) else [tests]
     for function in (one.get(name) for one in places for name in _NAMES):
@@ -91,14 +92,14 @@ def _cases(tests: Any, name: str | None) -> list[Case]:
     if isinstance(tests, str):
         return [_script(tests, name)]
     if isinstance(tests, Mapping):
-        return _of_mapping(tests, _named(tests) or name)
+        return _of_mapping(tests, _function_name(tests) or name)
     items = [_decoded(item) for item in tests]
     if all(isinstance(item, str) for item in items):
         return _assertions(items, name)
-    return [_at(number, lambda item=item: _pair(item, name)) for number, item in enumerate(items)]  # type: ignore[misc]
+    return [_naming_case(number, lambda item=item: _pair(item, name)) for number, item in enumerate(items)]  # type: ignore[misc]
 
 
-def _at(number: int, read: Callable[[], C]) -> C:
+def _naming_case(number: int, read: Callable[[], C]) -> C:
     try:
         return read()
     except DataError as error:
@@ -118,7 +119,8 @@ def _of_mapping(tests: Mapping[str, Any], name: str | None) -> list[Case]:
 
 
 def _setup(texts: Any, tests: Mapping[str, Any]) -> str:
-    """The imports of MBPP's assertions. Raises `DataError` for assertions that are no list of texts."""
+    """Join the imports that MBPP's assertions need into one text. Raises `DataError` if the assertions are not a list
+    of texts."""
     setup = [tests.get("test_setup_code") or "", *(_decoded(tests.get("test_imports")) or ())]
     if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in (*texts, *setup)):
         raise DataError("the row's assertions", expected="a list of texts", found=describe(texts))
@@ -126,23 +128,23 @@ def _setup(texts: Any, tests: Mapping[str, Any]) -> str:
 
 
 def _columns(tests: Mapping[str, Any], name: str | None) -> list[Case]:
-    """Cases of a list of inputs beside a list of outputs; one case where they are no lists."""
-    inputs, wanted = (next((tests[key] for key in keys if key in tests), None) for keys in (_GIVEN, _WANTED))
+    """Read cases from a list of inputs beside a list of outputs, or one case from a single input and output."""
+    inputs, wanted = (next((tests[key] for key in keys if key in tests), None) for keys in (_INPUT_KEYS, _OUTPUT_KEYS))
     if not (isinstance(inputs, list | tuple) and isinstance(wanted, list | tuple)):
         return [_pair(tests, name)]
     if not inputs or len(inputs) != len(wanted):
         found = f"{len(inputs)} inputs, {len(wanted)} outputs"
         raise DataError("the row's test cases", expected="as many outputs as inputs, at least one", found=found)
     pairs = enumerate(zip(inputs, wanted, strict=True))
-    return [_at(number, lambda pair=pair: _pair(pair, name)) for number, pair in pairs]  # type: ignore[misc]
+    return [_naming_case(number, lambda pair=pair: _pair(pair, name)) for number, pair in pairs]  # type: ignore[misc]
 
 
 def _pair(item: Any, name: str | None) -> Case:
-    """A case of one input and one output, as `{input, output}` or as a pair."""
+    """Read a case of one input and one output, written as `{input, output}` or as a pair."""
     if isinstance(item, Mapping):
-        inputs, wanted = _halves(item)
+        inputs, wanted = _input_and_output(item)
         if item.get("testtype") == "functional" and name is None:
-            raise DataError("a functional test case", expected="the function's name (func_name)", found="none")
+            raise DataError("a functional test case", expected="the function's name in func_name", found="none")
         if item.get("testtype") == "stdin" or (isinstance(item.get("input"), Mapping) and "stdin" in item["input"]):
             name = None
     elif isinstance(item, list | tuple) and len(item) == 2:
@@ -155,9 +157,9 @@ def _pair(item: Any, name: str | None) -> Case:
     return Case("stdin", _text(inputs, "input"), _text(wanted, "output"))
 
 
-def _halves(item: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Input and output of a case; of CommonOJ's the text inside."""
-    keys = [next((key for key in keys if key in item), None) for keys in (_GIVEN, _WANTED)]
+def _input_and_output(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return (input, output) of a case; CommonOJ's `{"stdin": …}` and `{"stdout": …}` are unwrapped."""
+    keys = [next((key for key in keys if key in item), None) for keys in (_INPUT_KEYS, _OUTPUT_KEYS)]
     if None in keys:
         raise DataError("a test case", expected="input and output", found=f"keys {sorted(map(str, item))}")
     inputs, wanted = (item[str(key)] for key in keys)
@@ -170,26 +172,31 @@ def _text(value: Any, what: str) -> str:
     if isinstance(value, list | tuple):
         return "\n".join(_text(one, what) for one in value)
     if not isinstance(value, str | int | float):
-        raise DataError(f"{what} of a program", expected="text, a number or a list of them", found=describe(value))
+        raise DataError(f"{what} of a test case", expected="text, a number or a list of them", found=describe(value))
     return str(value)
 
 
 def _call(name: str, value: Any, wanted: Any) -> Case:
-    """Arguments are a list, one value, or text with one value a line; values in text are JSON or Python's literals."""
+    """Make a case that calls the function `name` and compares its result with `wanted`.
+
+    `value` has the arguments: a list, one value, or a text with one argument per line. Values in a text are JSON or
+    Python literals.
+    """
     if isinstance(value, Mapping):
-        raise DataError(f"arguments of {name}", expected="a list, or text with one value a line", found=describe(value))
+        raise DataError(f"arguments of {name}()", expected="a list, or text with one per line", found=describe(value))
     arguments = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
-        lines = [_meanings(line) for line in value.splitlines() if line.strip()]
+        lines = [_possible_values(line) for line in value.splitlines() if line.strip()]
         if all(lines):  # text that is no list of values is one argument
             arguments = [line[0] for line in lines]
     # `True` is Python's value, or the text itself
-    expected = _meanings(wanted) or [wanted] if isinstance(wanted, str) else [wanted]
+    expected = _possible_values(wanted) or [wanted] if isinstance(wanted, str) else [wanted]
     return Case("call", {"role": "values", "function": name, "arguments": arguments}, expected)
 
 
-def _meanings(text: str) -> list[Any]:
-    """What a text may mean: its JSON value; else its value as a literal of Python, and the text itself; [] for others."""
+def _possible_values(text: str) -> list[Any]:
+    """Return the values that a text may mean: its JSON value, or else its value as a Python literal and the text
+    itself; [] for neither."""
     try:
         return [json.loads(text)]
     except (ValueError, RecursionError):
@@ -207,13 +214,14 @@ def _literals(text: str) -> list[Any]:
 
 
 def _assertions(texts: Sequence[str], name: str | None, setup: str = "") -> list[Case]:
-    """A case for each assertion that calls the program; where one is more than imports and asserts, all in one script."""
+    """Make one case per assertion that calls the program; where a text has more than imports and assertions, make one
+    script of all."""
     bodies = [_parsed(f"{setup}\n{text}", f"test case {number}") for number, text in enumerate(texts)]
     if any(not isinstance(node, ast.Import | ast.ImportFrom | ast.Assert) for body in bodies for node in body):
         return [_script("\n".join([setup, *texts]), name)]
     try:
-        cases = [_at(number, lambda body=body: _assertion(body)) for number, body in enumerate(bodies)]  # type: ignore[misc]
-    except _Bound:  # a call per item of the assertion's own loop is made by a test that runs
+        cases = [_naming_case(number, lambda body=body: _assertion(body)) for number, body in enumerate(bodies)]  # type: ignore[misc]
+    except _CallsWithBoundNames:  # a call per item of the assertion's own loop is made by a test that runs
         return [_script("\n".join([setup, *texts]), name)]
     if not any(cases):
         found = "a call of the response's own function"
@@ -229,10 +237,11 @@ def _parsed(text: str, what: str) -> list[ast.stmt]:
 
 
 def _assertion(body: Sequence[ast.stmt]) -> Case | None:
-    """The case of imports and asserts; None where they call nothing of the program's (`assert True`)."""
+    """Make the case of a text of imports and assertions; None where they call no function of the program (`assert
+    True`)."""
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
-    split = _Split({*imported, *vars(builtins), "math"})
+    split = _TakesOutCalls({*imported, *vars(builtins), "math"})
     rest = [ast.unparse(split.visit(node)) for node in body if isinstance(node, ast.Assert)]
     if not split.calls:
         return None
@@ -241,17 +250,19 @@ def _assertion(body: Sequence[ast.stmt]) -> Case | None:
     return Case("assert", asked, "\n".join([brought, *rest]).strip())
 
 
-class _Bound(Exception):
-    """An assertion binds names of its own (`lambda`, a comprehension) and calls the program with them."""
+class _CallsWithBoundNames(Exception):
+    """Raised for an assertion that calls the program with names that the assertion itself binds (in a `lambda` or
+    comprehension)."""
 
 
-class _Split(ast.NodeTransformer):
-    """Takes out the calls of names that the test does not bring itself: they are made where the program is.
+class _TakesOutCalls(ast.NodeTransformer):
+    """Replaces the program's calls in an assertion by names (`_value_0`), so that only the calls run beside the
+    program.
 
-    What is done with the value is not: `f(3).startswith("a")` becomes `_value_0.startswith("a")`, so that neither the argument
-    nor the verdict is the program's. Only what says nothing of the answer goes along: methods without arguments, a method of a
-    new object (`Solution().f(3)`), a call of what was returned (`f(3)(4)`). Raises `DataError` for an assertion that cannot
-    be taken apart so.
+    What is done with a returned value stays in the test: `f(3).startswith("a")` becomes `_value_0.startswith("a")`, so
+    that neither the argument nor the verdict is the program's. Only links that reveal nothing of the expected answer
+    run beside the program: methods without arguments, a method of a new object (`Solution().f(3)`), a call of a
+    returned function (`f(3)(4)`). Raises `DataError` for an assertion that cannot be split in this way.
     """
 
     def __init__(self, known: set[str]) -> None:
@@ -260,7 +271,7 @@ class _Split(ast.NodeTransformer):
         self.calls: list[str] = []
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """The assertion without the calls."""
+        """Return the assertion with each call of the program replaced by a name."""
         self.bound = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
         self.bound |= {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
         first = len(self.calls)
@@ -272,13 +283,13 @@ class _Split(ast.NodeTransformer):
         return statement
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """The call, or the first ones of its chain, as a name."""
+        """Replace a call of the program, with the links of its chain that run beside the program, by a name."""
         root, *links = _chain(node)
         if not self._of_program(root):
             return self.generic_visit(node)
         taken = _taken(root, links)
         if any(isinstance(one, ast.Name) and one.id in self.bound for one in ast.walk(taken)):
-            raise _Bound
+            raise _CallsWithBoundNames
         rest = links[links.index(taken) + 1 :]
         if any(isinstance(link, ast.Call) and not _plainly(root, link) for link in rest):
             raise _unsplit(ast.unparse(node), "methods of text, numbers, lists, dicts or sets on a returned value")
@@ -291,11 +302,11 @@ class _Split(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _of_program(self, root: ast.AST) -> TypeGuard[ast.Name]:
-        """Whether it is a name of the program."""
+        """Return whether a node is a name that the program defines: the test neither imports nor binds it."""
         return isinstance(root, ast.Name) and root.id not in self.known | self.bound
 
     def _hands_over(self, call: ast.AST) -> bool:
-        """Whether a call has, beside what another function of the program returns, a value of the test's."""
+        """Return whether a call passes the program both a result of the program's and a value of the test's."""
         given = [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []
         calls = [[one for one in ast.walk(value) if isinstance(one, ast.Call)] for value in given]
         roots = [[root for one in some if self._of_program(root := _chain(one)[0])] for some in calls]
@@ -304,7 +315,8 @@ class _Split(ast.NodeTransformer):
 
 
 def _chain(node: ast.AST) -> list[ast.AST]:
-    """What a call is made of, from the inside out: `f(3).strip()` is the name, its call, the attribute, the call of that."""
+    """Split a call chain from the inside out: `f(3).strip()` gives the name, its call, the attribute and the call of
+    that."""
     links = [node]
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
@@ -313,7 +325,7 @@ def _chain(node: ast.AST) -> list[ast.AST]:
 
 
 def _taken(root: ast.Name, links: Sequence[ast.AST]) -> ast.Call:
-    """The outermost call of a chain that is made where the program is."""
+    """Return the outermost call of a chain that runs beside the program."""
     calls = [link for link in links if isinstance(link, ast.Call)]
     taken, new = calls[0], calls[0].func is root and root.id[:1].isupper()
     for link in links[links.index(taken) + 1 :]:
@@ -327,14 +339,15 @@ def _taken(root: ast.Name, links: Sequence[ast.AST]) -> ast.Call:
 
 
 def _plainly(root: ast.Name, call: ast.Call) -> bool:
-    """Whether a method that is called on a returned value can be one of plain data."""
+    """Return whether a method called on a returned value can be a method of plain data (text, number, list, dict, set)."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     own = root.id[:1].isupper() and root.id != "Solution"  # a method of an object may return that object
     return not own and not name.startswith("__") and any(hasattr(kind, name) for kind in _PLAIN)
 
 
 def _compared(test: ast.AST) -> set[str]:
-    """The names in an assertion that are compared with a value or have a method called, and are no truth by themselves."""
+    """Return the names in an assertion that are compared with a value or have an attribute read, so that their truth
+    alone does not decide."""
     equals = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
     nodes: list[ast.AST] = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
     for node in ast.walk(test):
@@ -350,9 +363,11 @@ def _unsplit(text: str, expected: str) -> DataError:
 
 
 def _script(text: str, name: str | None, setup: str = "") -> Case:
-    """Tests that are a program: `check(candidate)`, functions `test_…()`, or statements with assertions.
+    """Make the case of tests that are a program: `check(candidate)`, functions `test_…()`, or statements with
+    assertions.
 
-    The functions under test are `name`, what the text imports from `solution`, and names that it uses and does not define.
+    The functions under test are `name`, those that the text imports from `solution`, and names that it uses and does
+    not define.
     """
     body = _parsed(text, "the row's tests")
     tree = ast.Module(body, [])
@@ -369,23 +384,24 @@ def _script(text: str, name: str | None, setup: str = "") -> Case:
 
 
 def _entries(body: Sequence[ast.stmt], name: str | None) -> list[str]:
-    """The calls that start the tests: of each `test_…()`, or of `check` where the text does not call it itself."""
+    """Return the calls that start the tests: one of each `test_…()`, or of `check(name)` where the text does not call
+    it itself."""
     functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
     tests = [test for test in functions if test.startswith("test")]
     for test in tests:
         if len(functions[test].args) > len(functions[test].defaults):
-            raise DataError(f"tests: {test}", expected="a function without arguments", found="fixtures or parameters")
+            raise DataError(f"test {test}", expected="a function without arguments", found="fixtures or parameters")
     called = any(isinstance(node, ast.Expr) and ast.unparse(node).startswith("check(") for node in body)
     if tests or called or "check" not in functions:
         return [f"{test}()" for test in tests]
     if name is None:
         do = "add entry_point beside the test, or in extra_info"
-        raise DataError("tests with check(candidate)", expected="the name of the function", found="none", do=do)
+        raise DataError("tests with check(candidate)", expected="the function's name", found="none", do=do)
     return [f"check({name})"]
 
 
 def _defined(setup: str) -> set[str]:
-    """The functions that a prompt brings along."""
+    """Return the names of the functions that a prompt's code defines."""
     try:
         return {node.name for node in ast.parse(setup).body if isinstance(node, ast.FunctionDef)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -393,7 +409,7 @@ def _defined(setup: str) -> set[str]:
 
 
 def _free(nodes: Sequence[ast.AST]) -> set[str]:
-    """Names that a program uses and does not bind, and those that it imports from `solution`."""
+    """Return the names that a program uses and does not bind, and those that it imports from `solution`."""
     used, solution = set[str](), set[str]()
     bound = {"__name__", *vars(builtins)}
     for node in nodes:

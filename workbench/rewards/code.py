@@ -34,14 +34,15 @@ _JUDGING = "the tests could not go on with what the program returned: "
 
 
 def extract_code(text: str) -> str | None:
-    """The code in a response: the last ```python block after any `</think>`, else the last fenced block, or None."""
+    """Extract the code from a response: the last ```python block after any `</think>`, else the last fenced block, else
+    None."""
     blocks = _FENCE.findall(text.rsplit("</think>", 1)[-1])
     python = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     return (python or [body for _, body in blocks] or [None])[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CaseOutcome:
     """The result of one test case; `passed` is None where the sandbox could not run the case."""
 
     passed: bool | None
@@ -110,7 +111,7 @@ class Code:
     async def __call__(self, response: str, ground_truth: Any, extra_info: Any = None) -> Score:
         """Score one response by the test cases in `ground_truth`, or else in `extra_info["test_cases"]`."""
         if not isinstance(response, str):
-            raise RewardError("response given to code", expected="text", found=type(response).__name__)
+            raise RewardError("the response given to the reward code", expected="text", found=type(response).__name__)
         program = extract_code(response)
         try:
             cases = read_cases(ground_truth, extra_info)[: self.max_cases]
@@ -126,7 +127,8 @@ class Code:
         return self._hidden([one.why for one in outcomes if not one.passed]) or self._score(program, outcomes)
 
     def unscorable(self, ground_truth: Any = None, extra_info: Any = None, **_: Any) -> str:
-        """Why a row with these tests can never be scored, or "": it has none, or (`Unreadable`) they cannot be read."""
+        """Return why no response to a row with these tests can be scored, or "": the tests are missing, or cannot be
+        read (`Unreadable`)."""
         try:
             return "" if read_cases(ground_truth, extra_info) else "no tests"
         except DataError as error:
@@ -136,7 +138,8 @@ class Code:
     def check_solutions(
         self, rows: Iterable[Mapping[str, Any]], solution: Callable[[Mapping[str, Any]], str]
     ) -> dict[int, Score]:
-        """Score each row's own solution, `solution(row)` (code): row number → score of those that do not pass all tests."""
+        """Score the solution of each row, as `solution(row)` returns its code: row number → score, of those that do not
+        pass all tests."""
         held = list(rows)
         calls = [
             (f"```python\n{solution(row)}\n```", row.get("reward_model") or {}, row.get("extra_info")) for row in held
@@ -145,14 +148,15 @@ class Code:
         return {number: score for number, score in enumerate(scores) if not score.scored or score.value < 1}
 
     def _hidden(self, whys: Iterable[str]) -> Score | None:
-        """The score of a row that failed for want of a package which the sandbox hides and was not told to; None for others."""
+        """Return the score of a row that failed because the sandbox hides a package, when no setting has decided on it;
+        else None."""
         hides = getattr(self.sandbox, "hides", lambda words: "")
         package = next(filter(None, map(hides, whys)), "")
         why = f"package {package!r} is installed here, and the sandbox's programs do not see it"
         how = "sandbox.local(packages=True) to show it, or packages=False: its import is then the program's fault"
         return left_open(why, how) if package else None
 
-    def _score(self, program: str, outcomes: Sequence[Outcome]) -> Score:
+    def _score(self, program: str, outcomes: Sequence[CaseOutcome]) -> Score:
         broken = next((outcome for outcome in outcomes if outcome.passed is None), None)
         if broken is not None:
             return failed(broken.why)
@@ -167,7 +171,7 @@ class Code:
         extra = {"cases": records}
         return Score(value=value, parts={"passed": share}, answer=program, why=why, status=status, extra=extra)
 
-    async def _outcomes(self, program: str, cases: Sequence[Case]) -> list[Outcome]:
+    async def _outcomes(self, program: str, cases: Sequence[Case]) -> list[CaseOutcome]:
         kind = cases[0].kind
         if kind == "stdin":
             results = await self._run([self._program(program, stdin=case.given) for case in cases])
@@ -177,36 +181,39 @@ class Code:
             return [one for outcomes in found for one in outcomes][: self.max_cases]
         results = await self._run([self._harness(case.given, program) for case in cases])
         if kind == "call":
-            return [_met(result, case.expected) for case, result in zip(cases, results, strict=True)]
+            return [_outcome_of_call(result, case.expected) for case, result in zip(cases, results, strict=True)]
         return await self._asserted(cases, results)
 
-    async def _asserted(self, cases: Sequence[Case], results: Sequence[Result]) -> list[Outcome]:
-        there = [number for number, result in enumerate(results) if _written(result) is not None]
+    async def _asserted(self, cases: Sequence[Case], results: Sequence[Result]) -> list[CaseOutcome]:
+        there = [number for number, result in enumerate(results) if _result_file(result) is not None]
         verdicts = await self._verdicts([cases[number] for number in there], [results[number] for number in there])
         judged = dict(zip(there, verdicts, strict=True))
-        return [judged.get(number) or _unanswered(result) for number, result in enumerate(results)]
+        return [judged.get(number) or _failed_outcome(result) for number, result in enumerate(results)]
 
-    async def _verdicts(self, cases: Sequence[Case], results: Sequence[Result]) -> list[Outcome]:
-        """Of the rest of each assertion, run in one process that has the values and not the program; where that fails with
-        these values, in a process for each."""
+    async def _verdicts(self, cases: Sequence[Case], results: Sequence[Result]) -> list[CaseOutcome]:
+        """Judge the rest of each assertion in one process that has the returned values and not the program.
+
+        Where that process fails, each assertion is judged in a process alone.
+        """
         if not cases:
             return []
-        files = {f"returned{number}.json": _written(result) or b"" for number, result in enumerate(results)}
+        files = {f"returned{number}.json": _result_file(result) or b"" for number, result in enumerate(results)}
         given = {"role": "verdicts", "assertions": [case.expected for case in cases]}
         (judged,) = await self._run([self._harness(given, files=files)])
         found = _from_harness(judged, "verdicts")
         if found is not None and len(found) == len(cases):
             return [_outcome(one, right, why, got) for one, (right, why, got) in zip(results, found, strict=True)]
         if len(cases) == 1 or judged.status == "SandboxError":
-            return [_unanswered(judged, _JUDGING)] * len(cases)
+            return [_failed_outcome(judged, _JUDGING)] * len(cases)
         alone = [self._verdicts([case], [result]) for case, result in zip(cases, results, strict=True)]
         return [outcome for outcomes in await asyncio.gather(*alone) for outcome in outcomes]
 
-    async def _scripted(self, program: str, case: Case) -> list[Outcome]:
-        """One outcome for each assertion that the tests come to. They run without the program: first to collect its calls,
-        then with what these returned; a call that depends on another's result is asked for in a further round.
+    async def _scripted(self, program: str, case: Case) -> list[CaseOutcome]:
+        """Run tests that are a program; one outcome for each assertion that they reach.
 
-        Raises `DataError` for tests that fail by themselves.
+        The tests run without the program: first to collect the calls that they make, then with what the program
+        returned for these. A call that depends on another call's result is answered in a further round. Raises
+        `DataError` for tests that fail by themselves.
         """
         files: dict[str, bytes] = {}
         expected, answers = 0, Result(status="Success")
@@ -215,22 +222,22 @@ class Code:
             fields, calls = _from_harness(ran, "script"), ran.files.get("calls.json")
             if fields is None or len(fields) != 5 or calls is None:
                 if files or ran.status == "SandboxError":
-                    return [_unanswered(ran, _JUDGING)] * max(expected, 1)
-                raise _broken(ran.why)
+                    return [_failed_outcome(ran, _JUDGING)] * max(expected, 1)
+                raise _failing_tests(ran.why)
             asked, verdicts, more, ended, error = fields
             if error or not asked:
-                raise _broken(error or "they call nothing of the program")
+                raise _failing_tests(error or "they call nothing of the program")
             if not files:
                 expected = len(verdicts)
             elif not more:
                 return [_outcome(answers, *one, None) for one in _counted(verdicts, ended, expected)]
             (answers,) = await self._run([self._harness({"role": "values"}, program, {"calls.json": calls})])
-            returned = _written(answers)
+            returned = _result_file(answers)
             if returned is None:
-                return [_unanswered(answers)] * max(expected, 1)
+                return [_failed_outcome(answers)] * max(expected, 1)
             files = {"calls.json": calls, "returned.json": returned}
         why = f"the tests call it with what it returned more than {_ROUNDS} times, and have not come to an end"
-        return [Outcome(passed=False, why=why, status=Status.TIMEOUT)] * max(expected, 1)
+        return [CaseOutcome(passed=False, why=why, status=Status.TIMEOUT)] * max(expected, 1)
 
     def _program(self, code: str, **fields: Any) -> Program:
         return Program(code=code, run_timeout=self.timeout, memory_limit_mb=self.memory_limit_mb, **fields)
@@ -247,25 +254,26 @@ class Code:
     async def _run(self, programs: Sequence[Program]) -> list[Result]:
         return list(await asyncio.gather(*map(self.sandbox.execute, programs)))
 
-    def _printed(self, case: Case, result: Result) -> Outcome:
+    def _printed(self, case: Case, result: Result) -> CaseOutcome:
         if result.status != "Success" or result.truncated:
-            return _unanswered(result)
+            return _failed_outcome(result)
         right = same_output(result.stdout, case.expected, self.compare)
         return _outcome(result, right, "the output differs", result.stdout)
 
 
-def _broken(why: str) -> DataError:
-    return DataError("the row's tests fail by themselves", found=why)
+def _failing_tests(why: str) -> DataError:
+    return DataError("the row's tests fail by themselves, whatever the response is", found=why, do="mend the tests")
 
 
-def _written(result: Result) -> bytes | None:
-    """The harness's file; None where the program ended before that."""
+def _result_file(result: Result) -> bytes | None:
+    """Return the harness's file `result.json`; None where the program ended before it was written."""
     return result.files.get("result.json") if result.status == "Success" else None
 
 
 def _from_harness(result: Result, name: str) -> list[Any] | None:
-    """A list that the harness wrote; None where there is none, or the program wrote into the file itself."""
-    body = _written(result)
+    """Return the list `name` that the harness wrote; None where it is missing, too large or damaged (the program may
+    write to the file)."""
+    body = _result_file(result)
     if body is None or len(body) > _LARGEST:
         return None
     try:
@@ -276,7 +284,7 @@ def _from_harness(result: Result, name: str) -> list[Any] | None:
 
 
 def _counted(verdicts: Sequence[tuple[bool, str]], ended: bool, expected: int) -> list[tuple[bool, str]]:
-    """The verdicts of tests that come to `expected` assertions by themselves; those that were not reached have failed."""
+    """Complete the verdicts of tests that have `expected` assertions: assertions that were not reached count as failed."""
     left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
     counted, most = [*verdicts, *left], max(expected, 1)
     if len(counted) > most:  # a program that makes a loop longer passes no more by it: what fails comes first
@@ -285,7 +293,7 @@ def _counted(verdicts: Sequence[tuple[bool, str]], ended: bool, expected: int) -
 
 
 class _Set:
-    """A set that a program returned, as a list: its numbers may all have one hash."""
+    """A set that a program returned, held as a list: hashing values that the program chose could take quadratic time."""
 
     def __init__(self, held: list[Any]) -> None:
         self.held = held
@@ -301,7 +309,7 @@ class _Set:
 
 
 class _Dict:
-    """A dict that a program returned, as a list of pairs."""
+    """A dict that a program returned, held as a list of pairs, so that none of its keys is hashed."""
 
     def __init__(self, held: list[Any]) -> None:
         self.held = held
@@ -316,11 +324,11 @@ class _Dict:
 _MADE = {"list": list, "tuple": tuple, "set": _Set, "frozenset": _Set, "dict": _Dict}
 
 
-def _met(result: Result, expected: Sequence[Any]) -> Outcome:
-    """Of a call: whether its value is an expected one."""
+def _outcome_of_call(result: Result, expected: Sequence[Any]) -> CaseOutcome:
+    """Return the outcome of a function call: passed where the returned value is one of the `expected` ones."""
     values = _from_harness(result, "values")
     if values is None:
-        return _unanswered(result)
+        return _failed_outcome(result)
     try:
         (value,) = [case_harness.decode(value, kinds=_MADE) for value in values]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError):
@@ -332,17 +340,20 @@ def _met(result: Result, expected: Sequence[Any]) -> Outcome:
     return _outcome(result, right, "the value differs", value)
 
 
-def _outcome(result: Result, right: bool | None, why: str, got: Any) -> Outcome:
+def _outcome(result: Result, right: bool | None, why: str, got: Any) -> CaseOutcome:
     seconds = result.run.seconds if result.run else 0.0
     shown = encodable(_text(got)[:_SHOWN])
-    return Outcome(passed=right, why="passed" if right else encodable(why), seconds=seconds, got=shown)
+    return CaseOutcome(passed=right, why="passed" if right else encodable(why), seconds=seconds, got=shown)
 
 
-def _unanswered(result: Result, doing: str = "") -> Outcome:
-    """Of a program that failed, or ended without an answer; or of a sandbox that could not run it. `doing` says what."""
+def _failed_outcome(result: Result, doing: str = "") -> CaseOutcome:
+    """Make the outcome of a program that failed or ended without a result, or of a sandbox that could not run it.
+
+    `doing` is put before the reason.
+    """
     if result.status == "SandboxError":
-        return Outcome(passed=None, why=result.why)
-    written = _NO_VALUE if _written(result) is None else _NOT_READ
+        return CaseOutcome(passed=None, why=result.why)
+    written = _NO_VALUE if _result_file(result) is None else _NOT_READ
     why = doing + (result.why if result.status != "Success" or result.truncated else written)
     status = Status.TIMEOUT if result.limit == "time" else Status.CRASHED
     return replace(_outcome(result, False, why, result.stdout), limit=result.limit, status=status)
@@ -391,14 +402,17 @@ def _close(ours: str, other: str) -> bool:
     return bool(both) and set(ours + other) & set(".eE") != set() and _near(float(ours), float(other))
 
 
-def _near(one: float, other: float) -> bool:
-    return one == other or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+def _near(ours: float, theirs: float) -> bool:
+    return ours == theirs or math.isclose(ours, theirs, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def same_value(got: Any, wanted: Any) -> bool:
-    """Whether a returned value equals the expected one. Tuples count as lists, because expected values are JSON; a list of
-    one expected value also stands for that value, as some data sets write it. Two numbers of which one is a float are equal
-    within 1e-6, relative or absolute, also inside lists and dicts; NaN equals NaN."""
+    """Return whether a returned value equals the expected one.
+
+    Tuples count as lists, because expected values are JSON; a list of one expected value also stands for that value, as
+    some data sets write it. Two numbers of which one is a float are equal within 1e-6, relative or absolute, also
+    inside lists and dicts; NaN equals NaN.
+    """
     return _same(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(got, wanted[0]))
 
 

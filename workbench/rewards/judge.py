@@ -41,7 +41,7 @@ MAX_OUTPUT = 100_000
 
 
 class Unparseable(WorkbenchError, ValueError):
-    """A judge's output cannot be parsed as a verdict; `output` is its text."""
+    """Raised for a judge's output that cannot be parsed as a verdict; `output` is its text."""
 
     output = ""
 
@@ -70,7 +70,11 @@ V = TypeVar("V", bound=BaseModel)
 
 
 def instructions(schema: type[BaseModel], without: Sequence[str] = ()) -> str:
-    """The instructions in a judge's prompt: answer with one tag per field of `schema`, but those `without`, with their descriptions."""
+    """Write the instructions in a judge's prompt: answer with one tag per field of `schema`, each with the field's
+    description.
+
+    The fields in `without` are left out.
+    """
     fields = {name: field for name, field in schema.model_fields.items() if name not in without}
     tags = [f"<{name}>{field.description or name}</{name}>" for name, field in fields.items()]
     return "\n".join(["Answer with exactly these tags, each once, and nothing after them:", *tags])
@@ -79,28 +83,29 @@ def instructions(schema: type[BaseModel], without: Sequence[str] = ()) -> str:
 def parse(text: str, schema: type[V], thought: str | None = None) -> V:
     """Parse a judge's output. Raises `Unparseable` where a field of the verdict is missing, ambiguous or invalid.
 
-    The text between a field's tags may be any but a tag of the schema: `a < b` is. What stands before the last `</think>`, or
-    before the last that the verdict directly follows, is the judge's thinking and no verdict, or the field `thought`: by
-    default the schema's field `think`, or the one with that alias. So a reason may speak of `<think>`. A field with a default
-    may be missing.
+    A field's text may hold anything but a tag of the schema, such as `a < b`. The text before `</think>` is the judge's
+    thinking: it is ignored, or becomes the value of the field `thought` (by default the schema's field `think`, or the
+    field with that alias). Of several `</think>` the one counts that the verdict follows, so a reason may mention
+    `<think>`. A field with a default may be missing.
     """
     thinks = (name for name, field in schema.model_fields.items() if "think" in (name, field.alias))
     values, rest = _thinking(text[-MAX_OUTPUT:], schema, thought or next(thinks, ""))
     record = _from_json(rest)
     for name, field in schema.model_fields.items():
         if record is None and name not in values and (field.is_required() or f"{name}>" in rest):
-            values[name] = _read(_tag(rest, name, schema), field.annotation)
+            values[name] = _literal_option(_tag(rest, name, schema), field.annotation)
     try:
         # strict for JSON; text in tags is read as its type, `7` but not `7/10`
         return schema.model_validate({**values, **(record or {})}, strict=record is not None)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what, said = f"the judge's verdict, field {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
-        raise Unparseable(f"{what}: {first['msg']}", found=said) from error
+        what, value = f"the judge's verdict, field {'.'.join(map(str, first['loc']))}", describe(first.get("input"), 60)
+        raise Unparseable(f"{what}: {first['msg']}", found=value) from error
 
 
 def _thinking(text: str, schema: type[BaseModel], field: str) -> tuple[dict[str, Any], str]:
-    """({the field: what was thought}, the output without it)."""
+    """Split a judge's output at its thinking: ({field: the thinking} or {} without a field, the output after the
+    thinking)."""
     pieces = text.split("</think>")
     begins = ("{", "```", *(f"<{name}>" for name in schema.model_fields if name != field))
     last = max((at for at, one in enumerate(pieces) if one.lstrip().startswith(begins)), default=len(pieces) - 1)
@@ -111,7 +116,11 @@ def _thinking(text: str, schema: type[BaseModel], field: str) -> tuple[dict[str,
 
 
 def _tag(text: str, name: str, schema: type[BaseModel]) -> str:
-    """The one value of a tag. Linear in the text: a pattern would be quadratic in tags that are never closed."""
+    """Return the value between the tags `<name>` and `</name>`; several equal ones count as one. Raises `Unparseable`
+    without exactly one.
+
+    Its time is linear in the text; a regular expression's would be quadratic in tags that are never closed.
+    """
     *pieces, rest = text.split(f"</{name}>")
     values = {value.strip() for _, opened, value in (piece.partition(f"<{name}>") for piece in pieces) if opened}
     what = f"the tag <{name}> in the output of the judge"
@@ -128,8 +137,9 @@ def _tag(text: str, name: str, schema: type[BaseModel]) -> str:
     return value
 
 
-def _read(text: str, kind: Any) -> Any:
-    """The option of a `Literal` that is written so (`Literal[1, 2]` has no texts); of other types pydantic reads the text."""
+def _literal_option(text: str, kind: Any) -> Any:
+    """Return the option of a `Literal` type whose text this is (`Literal[1, 2]`: "1" → 1); for other types the text,
+    which pydantic reads."""
     options = get_args(kind) if get_origin(kind) is Literal else ()
     return next((option for option in options if str(option) == text), text)
 
@@ -139,28 +149,29 @@ def _from_json(text: str) -> dict[str, Any] | None:
     if not stripped.startswith("{"):
         return None
     try:
-        record = json.loads(stripped, object_pairs_hook=_once, parse_constant=_refused)
+        record = json.loads(stripped, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Unparseable("the judge's output, which begins with {", expected="a JSON object", found=error) from error
     return record if isinstance(record, dict) else None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names are all different: of two values none is chosen."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a JSON object's pairs. Raises `ValueError` where a name occurs twice, as neither value can be
+    preferred."""
     named = dict(pairs)
     if len(named) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("the JSON object has a name twice; expected each name once")
     return named
 
 
-def _refused(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"JSON has no number {name}")
 
 
 def delimited(text: str) -> str:
     """Put a text between marks that it does not contain, so that it cannot end its own quotation in a prompt.
 
-    A mark is a hash of the text: the same text is quoted the same each time, and none can hold the hash of itself.
+    The mark is a hash of the text: equal texts are quoted in the same way, and no text can contain its own hash.
     """
     mark = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
     return f"<<<{mark}\n{text}\n{mark}>>>"
@@ -174,7 +185,7 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     unknown = {name for name in re.findall(r"\{(\w+)\}", template)} - set(values)
     if unknown:
         known = f"only {{{'}, {'.join(values)}}}"
-        raise SettingError("names in the judge's prompt", expected=known, found=sorted(unknown))
+        raise SettingError("names in the template of the judge's prompt", expected=known, found=sorted(unknown))
     return re.sub(r"\{(\w+)\}", lambda match: values[match.group(1)], template)
 
 
@@ -185,8 +196,8 @@ def filled(
     texts: Mapping[str, str] | None = None,
     without: Sequence[str] = (),
 ) -> str:
-    """A judge's prompt: its template with each of the `quoted` texts between marks that it does not contain, further `texts` as they
-    are, and how to answer."""
+    """Write a judge's prompt from its template: the `quoted` texts between marks that they do not contain, `texts` as
+    they are, and the instructions of `schema` except for the fields in `without`."""
     foreign = {name: delimited(text) for name, text in quoted.items()}
     return fill(template, {**foreign, "instructions": instructions(schema, without), **(texts or {})})
 
@@ -223,7 +234,7 @@ CHARACTERS_A_TOKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits(Settings):
+class TokenLimits(Settings):
     """How much of a row a judge or a reward model reads, counted in tokens of its own tokenizer."""
 
     prompt_length: int = 2048
@@ -236,14 +247,15 @@ class Limits(Settings):
             require(getattr(self, name) > 0, name, expected="≥ 1", found=getattr(self, name))
 
     def cut(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[str, str, bool]:
-        """The cut (prompt, response) of a row, and whether anything was cut. Without a tokenizer a token is 4 characters."""
+        """Cut a row to these lengths: (prompt, response, whether anything was cut). Without a tokenizer 4 characters
+        count as a token."""
         prompt, response = str(row["prompt_text"] or ""), row["response"]
         kept = _cut(tokenizer, prompt, -self.prompt_length), _cut(tokenizer, response, self.response_length)
         return *kept, kept != (prompt, response)
 
 
 def _cut(coder: Any, text: str, limit: int) -> str:
-    """The first tokens of a text, or for a negative limit the last ones."""
+    """Return the first `limit` tokens of a text, or the last −`limit` ones for a negative limit."""
     size = limit if coder is not None else limit * CHARACTERS_A_TOKEN
     ids = coder.encode(text, add_special_tokens=False) if coder is not None else text
     if len(ids) <= abs(size):
@@ -253,7 +265,7 @@ def _cut(coder: Any, text: str, limit: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskSettings(Limits):
+class AskSettings(TokenLimits):
     """Settings of a judge: token limits of what it reads, sampling, attempts per row and their timeout."""
 
     max_tokens: int = 512
@@ -312,24 +324,25 @@ class Judge(BaseReward):
 
     @property
     def source(self) -> str:
-        """The prompt template."""
+        """Return the judge's prompt template."""
         return self.prompt
 
     def settings(self) -> dict[str, Any]:
-        """The judge's settings as plain values: policy, model, schema and `AskSettings`."""
+        """Return the judge's settings as plain values: policy, model, schema and `AskSettings`."""
         asked = {"model": self.model.describe(), "schema": self.schema.__name__}
         return {**super().settings(), **asked, **self.asking.to_dict()}
 
     def filled(self, **texts: str) -> str:
-        """The judge's prompt with `texts`: question and answers."""
+        """Write the judge's prompt with these texts in place of the template's names (`prompt`, `response`, …)."""
         return filled(self.prompt, self.schema, texts)
 
     def parsed(self, output: str) -> BaseModel:
-        """The verdict in the judge's output. Raises `Unparseable` where there is none."""
+        """Parse the verdict in the judge's output. Raises `Unparseable` where there is none."""
         return parse(output, self.schema)
 
     async def ask(self, text: str) -> tuple[float, BaseModel, Completion]:
-        """Ask the judge `text` until it gives a verdict: (value, verdict, completion). Raises the last attempt's error."""
+        """Ask the judge `text`, again while its output is no verdict: (value, verdict, completion). Raises the last
+        attempt's error."""
         error: Exception = Unparseable("the judge was not asked")
         sampling: dict[str, Any] = {"max_tokens": self.asking.max_tokens, "temperature": self.asking.temperature}
         for attempt in range(self.asking.attempts):
@@ -347,7 +360,7 @@ class Judge(BaseReward):
             else:
                 value = float(self._value(verdict))
                 if not math.isfinite(value):
-                    raise RewardError("the value of a verdict", expected="a finite number", found=value)
+                    raise RewardError("the value of a judge's verdict", expected="a finite number", found=value)
                 return value, verdict, answer
         raise error
 
@@ -355,29 +368,31 @@ class Judge(BaseReward):
         return f"{type(self).__name__}({self.model.describe()}, {self.schema.__name__})"
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """The prompt that the judge reads for a row, and whether the row's prompt or response was cut."""
+        """Write the prompt that the judge reads for a row: (prompt, whether the row's prompt or response was cut)."""
         prompt, response, cut = self.asking.cut(row, self.model.tokenizer)
         return self.filled(prompt=prompt, response=response, ground_truth=str(row.get("ground_truth"))), cut
 
     def text_for_two(self, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
-        """As `text_for`, for responses to one prompt: name in the template → row."""
+        """Write the prompt for several responses to one prompt: (prompt, whether anything was cut). `rows` maps names
+        in the template to rows."""
         cut = {name: self.asking.cut(row, self.model.tokenizer) for name, row in rows.items()}
         prompts, responses, cuts = zip(*cut.values(), strict=True)
         return self.filled(prompt=prompts[0], **dict(zip(cut, responses, strict=True))), any(cuts)
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order; the judge is asked about all rows concurrently."""
+        """Score the rows: one `Score` each, in order; the judge is asked about all rows concurrently."""
         return runtime.run_all(self._row, rows)
 
     async def _row(self, row: Mapping[str, Any]) -> Score:
         if not str(row["response"]).strip():
             return no_answer("the response is empty; the judge was not asked")
-        if "{ground_truth}" in self.prompt and not _there(row.get("ground_truth")):
+        if "{ground_truth}" in self.prompt and not _has_truth(row.get("ground_truth")):
             return no_truth()
         return await self._verdict(lambda: self.text_for(row))
 
     async def _verdict(self, write: Callable[[], tuple[str, bool]]) -> Score:
-        """The verdict on the prompt that `write` makes (and says whether it was cut); *infra_error* where there is none."""
+        """Ask for the verdict on the prompt that `write()` returns, with whether it was cut; *infra_error* where no
+        verdict comes."""
         began, text = time.perf_counter(), ""
         try:
             text, cut = write()
@@ -385,7 +400,7 @@ class Judge(BaseReward):
         except Exception as error:  # noqa: BLE001 - a judge that failed is that row's record
             written = {"judge_output": error.output} if isinstance(error, Unparseable) else {}
             wrote = f"; the judge wrote {error.output[:200]!r}" if isinstance(error, Unparseable) else ""
-            lost = failed(f"no verdict: {first_line(error)}{wrote}", _traced(error), time.perf_counter() - began)
+            lost = failed(f"no verdict: {first_line(error)}{wrote}", _traceback(error), time.perf_counter() - began)
             return lost.with_extra({"judge_prompt": text, **written})
         fields = verdict.model_dump()
         extra: dict[str, Any] = {"judge_prompt": text, "judge_output": answer.text, "verdict": fields}
@@ -395,12 +410,13 @@ class Judge(BaseReward):
         return score.timed(time.perf_counter() - began)
 
 
-def _there(truth: Any) -> bool:
-    """Whether a ground truth says anything that a judge could compare with."""
+def _has_truth(truth: Any) -> bool:
+    """Return whether a ground truth holds anything that a judge could compare with: not None, blank, NaN or an empty
+    list or dict."""
     return truth is not None and str(truth).strip() not in ("", "nan", "[]", "{}")
 
 
-def _traced(error: BaseException) -> str:
+def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
@@ -416,7 +432,8 @@ def _scaled(schema: type[BaseModel]) -> Callable[[Any], float]:
 
 
 def scale_of(schema: type[BaseModel], scale: tuple[float, float] | None = None) -> tuple[float, float]:
-    """(least, most) of a schema's field `score`: `scale`, or its bounds `ge` and `le`, or of a `Literal` of numbers the ends.
+    """Return (lowest, highest) value of a schema's field `score`: from `scale`, its bounds `ge` and `le`, or a
+    `Literal` of numbers.
 
     Raises `SettingError` where there are none.
     """
@@ -435,7 +452,8 @@ def scale_of(schema: type[BaseModel], scale: tuple[float, float] | None = None) 
 
 
 def choice_of(schema: type[BaseModel]) -> str:
-    """The field of a schema that says which answer is better: `better`, `preference` or `best`. Raises `SettingError` without."""
+    """Return the name of the schema's field that tells which answer is better: `better`, `preference` or `best`. Raises
+    `SettingError` if it has none."""
     field = next((name for name in ("better", "preference", "best") if name in schema.model_fields), None)
     if field is None:
         expected = "a field better, preference or best"
@@ -468,32 +486,36 @@ class PairwiseJudge(Judge):
     ) -> None:
         choice = choice_of(schema)
         super().__init__(
-            model, schema=schema, value=lambda said: _share(said, choice), prompt=prompt, name=name, **further
+            model, schema=schema, value=lambda verdict: _share(verdict, choice), prompt=prompt, name=name, **further
         )
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order; each is compared with the other rows of the same `uid`."""
+        """Score the rows: one `Score` each, in order; each row is compared with the other rows of the same `uid`."""
         groups: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
             groups.setdefault(row["uid"], []).append(number)
         pairs = [pair for numbers in groups.values() for pair in itertools.combinations(numbers, 2)]
         verdicts = runtime.run_all(lambda pair: self._pair(rows[pair[0]], rows[pair[1]]), pairs)
         comparisons: list[list[_Comparison]] = [[] for _ in rows]
-        for (one, other), (share, why) in zip(pairs, verdicts, strict=True):
-            comparisons[one].append((share, why))
-            comparisons[other].append((None if share is None else 1.0 - share, why))
+        for (first, second), (share, why) in zip(pairs, verdicts, strict=True):
+            comparisons[first].append((share, why))
+            comparisons[second].append((None if share is None else 1.0 - share, why))
         return [_standing(mine) for mine in comparisons]
 
-    async def _pair(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> _Comparison:
-        both = await asyncio.gather(self.compare(one, other), self.compare(other, one))
+    async def _pair(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> _Comparison:
+        both = await asyncio.gather(self.compare(first, second), self.compare(second, first))
         if whys := [score.why.removeprefix("no verdict: ") for score in both if not score.scored]:
             return None, "; ".join(dict.fromkeys(whys))
         forward, backward = (score.value for score in both)
         return (forward if forward == 1.0 - backward else None), ""
 
-    async def compare(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Score:
-        """The verdict on two rows of one prompt, in this order: the first one's share of the win (1, ½ or 0), or *infra_error*."""
-        return await self._verdict(lambda: self.text_for_two({"response_a": one, "response_b": other}))
+    async def compare(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> Score:
+        """Ask the judge which of two responses to one prompt is better, shown in this order.
+
+        The score's value is 1 where the first wins, 0 where the second wins, 0.5 for a tie; without a verdict it is
+        *infra_error*.
+        """
+        return await self._verdict(lambda: self.text_for_two({"response_a": first, "response_b": second}))
 
 
 _SHARE = {"A": 1.0, "B": 0.0, "TIE": 0.5}
@@ -551,15 +573,15 @@ class RewardModel(BaseReward):
             require(there, "template", expected="'question_answer', as the model has no chat template", found=template)
         self.classifier = classifier
         self.template = template
-        self.lengths = Limits(prompt_length=prompt_length, response_length=response_length)
+        self.lengths = TokenLimits(prompt_length=prompt_length, response_length=response_length)
 
     def settings(self) -> dict[str, Any]:
-        """The reward's settings as plain values: policy, model, template and token limits."""
+        """Return the reward's settings as plain values: policy, model, template and token limits."""
         own = {"model": self.classifier.describe(), "template": self.template}
         return {**super().settings(), **own, **self.lengths.to_dict()}
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
-        """The text that the reward model reads for a row, and whether the prompt or response was cut."""
+        """Write the text that the reward model reads for a row: (text, whether the prompt or response was cut)."""
         prompt, response, cut = self.lengths.cut(row, self.classifier.tokenizer)
         chat = row["prompt"]
         if self.template == "question_answer" or not isinstance(chat, list):
@@ -571,7 +593,7 @@ class RewardModel(BaseReward):
         return text.removeprefix(bos or ""), cut
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order; all rows are classified concurrently."""
+        """Score the rows: one `Score` each, in order; all rows are classified concurrently."""
         began = time.perf_counter()
         scores = runtime.run_all(self._row, rows)
         seconds = (time.perf_counter() - began) / max(len(rows), 1)
@@ -584,7 +606,7 @@ class RewardModel(BaseReward):
             extra = {"rm_text": text, "truncated": cut}
             answer = await self.classifier.classify(text)
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
-            return failed(f"no reward: {first_line(error)}", _traced(error)).with_extra(extra)
+            return failed(f"no reward: {first_line(error)}", _traceback(error)).with_extra(extra)
         if not math.isfinite(answer.value):
             return failed(f"the reward model said {answer.value}").with_extra(extra)
         return Score(value=answer.value, parts={"rm": answer.value}, extra={**extra, "rm_tokens": answer.tokens})

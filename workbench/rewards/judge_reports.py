@@ -21,7 +21,7 @@ from workbench.rewards import judge_verdicts as verdicts
 from workbench.rewards.base import row_views
 from workbench.rewards.judge import Judge, PairwiseJudge
 from workbench.rewards.judge_stats import Bin, Estimate
-from workbench.rewards.judge_verdicts import Asked, Cost, Item
+from workbench.rewards.judge_verdicts import Cost, Item, Vote
 from workbench.rewards.reward import as_reward
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ TIE, NONE = "tie", "no verdict"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Confidence of verdicts against their accuracy."""
+    """A judge's stated or derived confidence in bins, with the accuracy of the verdicts in each bin."""
 
     of: str
     """What the confidence is: `stated` by the judge, the reward model's `margin` as a probability, the share of an item's
@@ -45,13 +45,14 @@ class Calibration:
 class JudgeReport(Shown):
     """The result of `judge_report`. Print it; `figures` are its numbers, `to_pandas()` its items, `figure()` draws it.
 
-    Accuracy is the mean over items of the credit of an item's verdicts. A pair's verdict has credit 1 if it is the truth, else 0;
-    so has a grade. The highest of several numbers has 1 over how many share it, if it is a best answer's (RewardBench 2). No
-    verdict has 0; `accuracy among answered` leaves such verdicts out.
+    Accuracy is the mean over items of the credit of an item's verdicts. A pair's verdict has credit 1 if it names the
+    better answer, and a grade has credit 1 if it equals the true grade, else 0. Where a judge gives each answer a
+    number, a best answer with the highest number has credit 1, shared by all answers with that number (RewardBench 2).
+    A missing verdict has credit 0; `accuracy among answered` leaves such verdicts out.
     """
 
     def __init__(
-        self, judge: str, kind: str, items: Sequence[Item], asked: Sequence[Asked], cost: Cost, label: str = "",
+        self, judge: str, kind: str, items: Sequence[Item], asked: Sequence[Vote], cost: Cost, label: str = "",
         bounds: tuple[float, float] | None = None, notes: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.judge, self.kind, self.label, self.cost, self.notes = judge, kind, label, cost, tuple(notes)
@@ -64,7 +65,7 @@ class JudgeReport(Shown):
 
     @cached_property
     def same_scale(self) -> bool:
-        """Whether grades of the judge are in the unit of the truths; otherwise only their order is compared."""
+        """Whether the judge's grades are in the unit of the true grades; otherwise only their order is compared."""
         if self.kind != "grades" or not self.answered:
             return self.kind != "grades"
         truths = [item.grade for item in self.items]
@@ -75,8 +76,8 @@ class JudgeReport(Shown):
         like = self.bounds is not None and self.bounds[1] - self.bounds[0] <= 2 * (high - low)
         return like or all(low <= one.verdict <= high for one in self.answered)
 
-    def right(self, one: Asked) -> float:
-        """Credit of a verdict, in [0, 1]; NaN of a grade in another unit than the truth's."""
+    def right(self, one: Vote) -> float:
+        """Return the credit of a verdict, in [0, 1]; NaN for a grade in another unit than the true grade."""
         item = self.items[one.item]
         if one.verdict is None:
             return 0.0
@@ -88,16 +89,15 @@ class JudgeReport(Shown):
             return float(_rated(item, one).gap > 0)
         return stats.best_of([value for value in one.values if value is not None], item.best)
 
-    def _means(
-        self, value: Callable[[Asked], float | None], of: Sequence[Asked] | None = None
-    ) -> dict[Hashable, float]:
-        """Item number → the mean of a value over its verdicts; None and NaN are left out."""
+    def _means(self, value: Callable[[Vote], float | None], of: Sequence[Vote] | None = None) -> dict[Hashable, float]:
+        """Average a value over the verdicts of each item: item number → mean. None and NaN are left out."""
         found = ((one.item, value(one)) for one in (self.asked if of is None else of))
         return stats.item_means((item, number) for item, number in found if number is not None and number == number)
 
     @cached_property
     def constant(self) -> tuple[str, dict[Hashable, float]]:
-        """The constant predictor, which gives the most frequent truth each time, in words, and its credit by item."""
+        """The constant predictor, which always gives the most frequent truth: (its description, item number → its
+        credit)."""
         if self.kind == "choices":
             chances = (len(one.best) / len(one.answers) * (one.category.lower() != "ties") for one in self.items)
             return "the same number", dict(enumerate(chances))
@@ -109,18 +109,23 @@ class JudgeReport(Shown):
     def _truth(self, item: int) -> Any:
         return self.items[item].grade if self.kind == "grades" else self.items[item].best
 
-    def _label_of(self, vote: Asked, verdict: Any) -> str:
-        """A verdict or a truth as the judge would say it: `A`, `B` or `tie` in the order that it read, or a grade."""
+    def _label_of(self, vote: Vote, verdict: Any) -> str:
+        """Write a verdict or a truth as the judge would: `A`, `B` or `tie` in the order in which it read the answers,
+        or a grade."""
         if verdict is None:
             return NONE
         if self.kind == "grades":
             return f"{_whole(verdict)}"
         return TIE if len(verdict) > 1 else "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[vote.order.index(min(verdict)) % 26]
 
-    def _follows(self, rule: Callable[[Item, Asked], frozenset[int]]) -> Callable[[Asked], float | None]:
-        """How far a verdict is that of a rule, which gives the answers that win: 1, 0 or a share; None where the rule has none."""
+    def _follows(self, rule: Callable[[Item, Vote], frozenset[int]]) -> Callable[[Vote], float | None]:
+        """Make a function that returns how far a verdict agrees with a rule, in [0, 1], such as "the longest answer
+        wins".
 
-        def agreement(vote: Asked) -> float | None:
+        `rule` returns the numbers of the answers that win; where these are all answers, the agreement is None.
+        """
+
+        def agreement(vote: Vote) -> float | None:
             won = rule(self.items[vote.item], vote)
             if len(won) == len(self.items[vote.item].answers):
                 return None
@@ -128,8 +133,9 @@ class JudgeReport(Shown):
 
         return agreement
 
-    def _rule(self, rule: Callable[[Item, Asked], frozenset[int]]) -> Estimate:
-        """Accuracy of a rule; answers that it does not tell apart share the credit."""
+    def _rule(self, rule: Callable[[Item, Vote], frozenset[int]]) -> Estimate:
+        """Estimate the accuracy of a rule that chooses answers; answers that the rule does not distinguish share the
+        credit."""
         won = {one.item: rule(self.items[one.item], one) for one in self.asked}
         right = {item: len(answers & self.items[item].best) / len(answers) for item, answers in won.items()}
         return stats.share((n, 0.0 if self._tied(n) else credit) for n, credit in right.items())
@@ -141,7 +147,8 @@ class JudgeReport(Shown):
 
     @cached_property
     def figures(self) -> dict[str, Estimate]:
-        """The report's numbers by name, each with a 95 % interval over items, or the differences, its `how` says which."""
+        """The report's numbers by name, each with a 95 % interval over items; `how` of each says how the interval was
+        computed."""
         estimates: dict[str, Estimate] = {}
         if self.same_scale:
             estimates["accuracy"] = stats.share(self._means(self.right).items())
@@ -165,7 +172,8 @@ class JudgeReport(Shown):
         return estimates | {"truth's Spearman with length": stats.bootstrap(stats.spearman, truth, lengths)}
 
     def _columns(self) -> tuple[Any, Any, Any]:
-        """Of each answered item the mean grade, the true one, and the answer's length."""
+        """Return three arrays over the items with a verdict: mean grade, true grade and length of the answer in
+        characters."""
         import numpy as np
 
         means = self._means(lambda vote: vote.verdict)
@@ -184,9 +192,9 @@ class JudgeReport(Shown):
         return estimates | {"no preference": stats.share(ties)}
 
     @cached_property
-    def _both(self) -> list[tuple[Asked, Asked]]:
-        """The two orders of each pair under each seed, where both have a verdict."""
-        by_seed: dict[tuple[int, int], list[Asked]] = {}
+    def _both(self) -> list[tuple[Vote, Vote]]:
+        """The verdicts on a pair in its two orders, for each pair and seed where both orders have a verdict."""
+        by_seed: dict[tuple[int, int], list[Vote]] = {}
         for one in self.answered:
             by_seed.setdefault((one.item, one.seed), []).append(one)
         return [(two[0], two[1]) for two in by_seed.values() if len(two) == 2]
@@ -218,18 +226,18 @@ class JudgeReport(Shown):
 
     @property
     def statuses(self) -> dict[str, int]:
-        """How many verdicts have each status; what has no verdict is not *scored*."""
+        """Count the verdicts by status; a verdict that is missing is not *scored*."""
         return dict(Counter(one.status for one in self.asked))
 
     # --- what it means ----------------------------------------------------------------------------
 
-    def _beats(self, one: Mapping[Hashable, float], other: Mapping[Hashable, float]) -> Estimate:
-        """Mean difference of two credits over the items that have both, with its interval."""
-        return stats.bootstrap(stats.mean, [value - other[item] for item, value in one.items() if item in other])
+    def _beats(self, credits: Mapping[Hashable, float], rival: Mapping[Hashable, float]) -> Estimate:
+        """Estimate the mean difference between two credits over the items that have both, with its interval."""
+        return stats.bootstrap(stats.mean, [value - rival[item] for item, value in credits.items() if item in rival])
 
     @cached_property
     def findings(self) -> tuple[str, ...]:
-        """What the figures say, in words; the first says whether the judge is better than a constant."""
+        """The conclusions from the figures, as sentences; the first says whether the judge is better than a constant."""
         if not self.answered:
             return ("gives no verdict",)
         lines = [self._of_constant()]
@@ -266,8 +274,9 @@ class JudgeReport(Shown):
         return f"{'worse' if gap.high < 0 else 'no better'} than the constant {against}"
 
     def _biases(self) -> list[str]:
-        """Rules that verdicts agree with more often than with the truth, the difference's interval above 0."""
-        rules: dict[str, tuple[str, Callable[[Item, Asked], frozenset[int]]]] = {
+        """Describe the rules (longer, shorter, first or second answer) that verdicts agree with significantly more
+        often than with the truth."""
+        rules: dict[str, tuple[str, Callable[[Item, Vote], frozenset[int]]]] = {
             "length": ("the longer", _longest), "brevity": ("the shorter", _shortest),
         }  # fmt: skip
         if self.kind == "pairs":
@@ -282,12 +291,13 @@ class JudgeReport(Shown):
 
     @property
     def headline(self) -> str:
-        """The findings in one line."""
+        """Join the findings into one line."""
         return "; ".join(self.findings)
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What limits the findings: how the judge was asked, and samples in which length tells which answer is better."""
+        """What limits the findings: how the judge was asked, and samples in which an answer's length alone tells that
+        it is better."""
         lines = list(self.notes)
         for name in ("longer", "shorter") if self.kind != "grades" else ():
             if (rule := self.figures[f"the {name}"]).low > stats.mean(list(self.constant[1].values())):
@@ -296,12 +306,13 @@ class JudgeReport(Shown):
 
     @property
     def trusted(self) -> bool:
-        """Whether the judge is better than a constant, and follows neither length nor position."""
+        """Whether the judge is better than a constant and follows neither the answers' length nor their position."""
         return not any(one.startswith(("no better", "worse", "follows", "gives", "always")) for one in self.findings)
 
     @cached_property
     def confusion(self) -> pd.DataFrame:
-        """Truths (rows) × verdicts (columns), how often; of pairs in the order that the judge read. Empty of several numbers."""
+        """Count verdicts (columns) by truth (rows); of pairs `A` is the answer that the judge read first. Empty for
+        judges that give each answer a number."""
         import pandas as pd
 
         if self.kind == "choices" or not self.same_scale:
@@ -318,7 +329,8 @@ class JudgeReport(Shown):
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """Bins of confidence, and the expected calibration error; None where nothing says how sure the judge is."""
+        """Compare confidence with accuracy, in bins, with the expected calibration error; None where the verdicts have
+        no confidence."""
         sure = [vote for vote in self.answered if not math.isnan(vote.confidence) and self.same_scale]
         if sure:
             of = "stated" if self.kind != "choices" else "margin"
@@ -332,14 +344,15 @@ class JudgeReport(Shown):
         agreed = list(map(self._vote, mine))
         return Calibration("votes", *stats.calibration([share for share, _ in agreed], [right for _, right in agreed]))
 
-    def _by_item(self, asked: Sequence[Asked]) -> dict[int, list[Asked]]:
-        groups: dict[int, list[Asked]] = {n: [] for n in range(len(self.items))}
+    def _by_item(self, asked: Sequence[Vote]) -> dict[int, list[Vote]]:
+        groups: dict[int, list[Vote]] = {n: [] for n in range(len(self.items))}
         for one in asked:
             groups[one.item].append(one)
         return groups
 
-    def _vote(self, mine: Sequence[Asked]) -> tuple[float, float]:
-        """(share of an item's verdicts that say the most frequent one, its credit: the mean where several are)."""
+    def _vote(self, mine: Sequence[Vote]) -> tuple[float, float]:
+        """Return (share of an item's verdicts that agree with the most frequent one, its credit); of equally frequent
+        ones the mean credit."""
         counts = Counter(one.verdict for one in mine)
         most = max(counts.values())
         return most / len(mine), stats.mean([self.right(one) for one in mine if counts[one.verdict] == most])
@@ -348,7 +361,8 @@ class JudgeReport(Shown):
 
     @cached_property
     def categories(self) -> dict[str, Estimate]:
-        """Accuracy by category of the samples, no verdict as wrong; {} where none has one. RewardBench 2's Ties by its formula."""
+        """Accuracy by category of the samples; a missing verdict counts as wrong. {} without categories. RewardBench
+        2's Ties follow its formula."""
         if not self.same_scale:
             return {}
         credits, estimates = self._means(self.right), {}
@@ -370,7 +384,8 @@ class JudgeReport(Shown):
 
     @cached_property
     def sections(self) -> dict[str, float]:
-        """RewardBench's sections and their mean `score`, where the categories are its subsets; of RewardBench 2 the `score`."""
+        """RewardBench's score by section and their mean `score`, if the categories are its subsets; for RewardBench 2
+        the `score` alone."""
         values = {name: one.value for name, one in self.categories.items()}
         if set(values) <= set(stats.SECOND) and len(values) > 1:
             return {"score": stats.mean(list(values.values()))}
@@ -378,13 +393,17 @@ class JudgeReport(Shown):
         return {**found, "score": stats.mean(list(found.values()))} if found else {}
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per item: `id, category, prompt, truth`, its `verdicts` (as said; all orders and seeds), `accuracy`, `answered`
-        (share), `longer` (length of the best answer less the others' mean, in characters), `tokens`, `seconds`, `cut`, `why`."""
+        """Make a table with one row per item.
+
+        Columns: `id, category, prompt, truth`, `verdicts` (of all orders and seeds), `accuracy`, `answered` (share of
+        the verdicts that were given), `longer` (characters of the best answers less those of the others, in the mean),
+        `tokens`, `seconds`, `cut`, `why`.
+        """
         import pandas as pd
 
         return pd.DataFrame([self._line(self.items[n], found) for n, found in self._by_item(self.asked).items()])
 
-    def _line(self, item: Item, answers: Sequence[Asked]) -> dict[str, Any]:
+    def _line(self, item: Item, answers: Sequence[Vote]) -> dict[str, Any]:
         graded = self.kind == "grades"
         return {
             "id": item.id, "category": item.category, "prompt": item.prompt,
@@ -398,7 +417,7 @@ class JudgeReport(Shown):
         }  # fmt: skip
 
     def figure(self) -> Any:
-        """A matplotlib figure: accuracy against the constants, confusion, calibration, categories."""
+        """Draw a matplotlib figure: accuracy beside the constants', confusion, calibration, categories."""
         return shows(self, "figure")
 
     def __len__(self) -> int:
@@ -406,39 +425,39 @@ class JudgeReport(Shown):
 
 
 def _whole(grade: float) -> int:
-    """The nearest whole number, halves upwards: the class of a grade."""
+    """Round a grade to the nearest whole number, halves upwards."""
     return math.floor(grade + 0.5)
 
 
-def _longest(item: Item, _: Asked) -> frozenset[int]:
+def _longest(item: Item, _: Vote) -> frozenset[int]:
     return frozenset(n for n, size in enumerate(item.lengths) if size == max(item.lengths))
 
 
-def _shortest(item: Item, _: Asked) -> frozenset[int]:
+def _shortest(item: Item, _: Vote) -> frozenset[int]:
     return frozenset(n for n, size in enumerate(item.lengths) if size == min(item.lengths))
 
 
-def _first(_: Item, one: Asked) -> frozenset[int]:
+def _first(_: Item, one: Vote) -> frozenset[int]:
     return frozenset(one.order[:1])
 
 
-def _second(_: Item, one: Asked) -> frozenset[int]:
+def _second(_: Item, one: Vote) -> frozenset[int]:
     return frozenset(one.order[1:2])
 
 
 def _longer(item: Item) -> float:
-    """Characters of the best answers, in the mean, less those of the others; NaN where there are no others."""
+    """Return the mean length of the best answers less that of the others, in characters; NaN where there are no others."""
     sides = [[size for n, size in enumerate(item.lengths) if (n in item.best) == best] for best in (True, False)]
     return stats.mean(sides[0]) - stats.mean(sides[1])
 
 
-def _margin(one: Asked) -> float:
-    """The highest number less the next one."""
+def _margin(one: Vote) -> float:
+    """Return the difference between the highest number that the judge gave and the next one."""
     *_, second, first = sorted(value for value in one.values if value is not None)
     return first - second
 
 
-def _rated(item: Item, one: Asked) -> stats.Rated:
+def _rated(item: Item, one: Vote) -> stats.Rated:
     sides = [[value for n, value in enumerate(one.values) if (n in item.best) == right] for right in (True, False)]
     return stats.Rated(*sides)
 
@@ -448,19 +467,20 @@ def judge_report(
 ) -> JudgeReport:
     """Ask a judge about samples whose truth is known, and compare: print the result, draw it by `figure()`.
 
-    A `PairwiseJudge` compares the best answers with the others two by two; any other reward scores each answer. With `label`, an
-    attribute of the answers' `scores`, or where no sample says which answer is best, those numbers are compared with the
-    grades; otherwise the highest number must be a best answer's.
+    A `PairwiseJudge` compares the best answers with the others two by two; any other reward scores each answer. With
+    `label`, or where no sample says which answer is best, the scores are compared with the grades that the answers have
+    under `label`; otherwise the highest score must be a best answer's.
 
     Args:
         judge: a `Judge`, `PairwiseJudge`, `RewardModel`, or whatever `as_reward` takes.
-        samples: `wb.datasets.samples(…)`, or a list of its samples, or what it reads. A ground truth that the judge reads is the
-            sample's `metadata["ground_truth"]`.
+        samples: `wb.datasets.samples(…)`, a list of its samples, or what that function reads. A ground truth that the
+            judge
+            reads is the sample's `metadata["ground_truth"]`.
         seeds: how often a chat model is asked, or the seeds. A reward without a seed is asked once.
-        orders: ask about each pair in both orders; False: in one, drawn by the sample's id.
-        label: the attribute whose grades are the truth.
+        orders: ask about each pair in both orders; False: in one order, drawn by the sample's id.
+        label: the attribute of the answers' `scores` whose values are the true grades.
 
-    No verdict is no credit. Raises `SettingError` where no sample says what a verdict could be compared with.
+    A missing verdict has no credit. Raises `SettingError` where no sample has a truth to compare verdicts with.
 
     Example:
         >>> wb.rewards.judge_report(judge, wb.datasets.samples("pairs.jsonl"))  # doctest: +SKIP
@@ -468,7 +488,7 @@ def judge_report(
     reward, known = as_reward(judge), read(samples)
     drawn = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not drawn:
-        raise SettingError("seeds", expected="at least one", found=describe(seeds))
+        raise SettingError("seeds of a judge report", expected="at least one", found=describe(seeds))
     compares, chats = isinstance(reward, PairwiseJudge), isinstance(reward, Judge)
     label = label or ("" if any(one.best for one in known) else _only_label(known))
     kind = "pairs" if compares else "grades" if label else "choices"
@@ -492,7 +512,7 @@ def _items(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
 
 
 def read(samples: Any) -> Samples:
-    """Samples of a list of them, or of whatever `wb.datasets.samples` takes."""
+    """Return `Samples` of a list of samples, or of whatever `wb.datasets.samples` reads."""
     listed = isinstance(samples, list | tuple) and all(isinstance(one, Sample) for one in samples)
     return Samples(samples) if listed and samples else read_samples(samples)
 
@@ -505,17 +525,18 @@ def _only_label(samples: Samples) -> str:
 
 
 def win_rate(judge: PairwiseJudge, batch: DataProto, against: DataProto) -> Estimate:
-    """How often a pairwise judge prefers the responses of `batch` to those of `against`, row by row: a tie is half a win.
+    """Estimate how often a pairwise judge prefers the responses of `batch` to those of `against`, row by row: a tie is
+    half a win.
 
-    Both are scored or sampled batches of the same prompts in the same order (`wb.evaluate(…).batch`). Each pair is asked in both
-    orders; where these disagree, or give no verdict, the pair does not count: `n` of the `Estimate` are those that do.
-    Raises `DataError` where the prompts differ.
+    Both are scored or sampled batches of the same prompts in the same order (`wb.evaluate(…).batch`). Each pair is
+    judged in both orders; pairs whose two verdicts disagree or are missing do not count: `n` of the `Estimate` is the
+    number of pairs that do. Raises `DataError` where the prompts differ.
     """
     mine, theirs = row_views(batch), row_views(against)
     same = len(mine) == len(theirs) and all(a["prompt"] == b["prompt"] for a, b in zip(mine, theirs, strict=True))
     if not same:
-        expected = "the same prompts in the same order"
-        raise DataError("batches to compare", expected=expected, found=f"{len(mine)} and {len(theirs)} rows")
+        rows = f"{len(mine)} and {len(theirs)} rows of prompts that differ"
+        raise DataError("the batches of win_rate", expected="the same prompts in the same order", found=rows)
     pairs = [{**row, "uid": number} for number, two in enumerate(zip(mine, theirs, strict=True)) for row in two]
     found = judge.judge(pairs)[::2]
     return stats.share((number, (one.value + 1) / 2) for number, one in enumerate(found) if one.scored)

@@ -20,7 +20,7 @@ DRAWS = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval over `n` items; NaN where nothing was there to compute it from."""
+    """A number with its 95 % interval over `n` items; NaN where there was nothing to compute it from."""
 
     value: float
     low: float
@@ -31,10 +31,10 @@ class Estimate:
 
 
 def share(by_item: Iterable[tuple[Hashable, float]]) -> Estimate:
-    """Mean credit of items, of (item, credit in [0, 1]) pairs, with its interval over items.
+    """Average the credits of items and give the interval over items; `by_item` has pairs (item, credit in [0, 1]).
 
-    An item's credits are averaged first, as they are not independent. The interval is Wilson's where each item then has 0 or 1,
-    else a bootstrap.
+    An item's credits are averaged first, as they are not independent. The interval is Wilson's if each item then has 0
+    or 1, else a bootstrap's.
     """
     means = list(item_means(by_item).values())
     if any(value not in (0.0, 1.0) for value in means):
@@ -43,7 +43,7 @@ def share(by_item: Iterable[tuple[Hashable, float]]) -> Estimate:
 
 
 def item_means(by_item: Iterable[tuple[Hashable, float]]) -> dict[Hashable, float]:
-    """The mean of each item's values, of (item, value) pairs, in the order of first appearance."""
+    """Average each item's values; `by_item` has pairs (item, value). Items keep the order of their first appearance."""
     groups: dict[Hashable, list[float]] = {}
     for item, value in by_item:
         groups.setdefault(item, []).append(value)
@@ -51,7 +51,8 @@ def item_means(by_item: Iterable[tuple[Hashable, float]]) -> dict[Hashable, floa
 
 
 def bootstrap(statistic: Callable[..., float], *columns: Sequence[float], seed: int = 0) -> Estimate:
-    """`statistic(*columns)` of paired columns with one value per item, and its percentile interval over resampled items."""
+    """Compute `statistic(*columns)` of paired columns with one value per item, and its 95 % percentile interval over
+    resampled items."""
     arrays = [np.asarray(column, float) for column in columns]
     n = len(arrays[0])
     if n == 0:
@@ -64,27 +65,29 @@ def bootstrap(statistic: Callable[..., float], *columns: Sequence[float], seed: 
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
+    """Return the mean of the values; NaN without values."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 1 of values; equal values share the mean of their ranks."""
+    """Rank values from 1; equal values share the mean of their ranks."""
     _, place, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
     return np.asarray((counts.cumsum() - (counts - 1) / 2)[place])
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's rank correlation; NaN where one side is constant."""
-    first, second = (ranks(values) - (len(values) + 1) / 2 for values in (one, other))
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Compute Spearman's rank correlation of two paired sequences; NaN where one of them is constant."""
+    first, second = (ranks(values) - (len(values) + 1) / 2 for values in (left, right))
     scale = math.sqrt(float(first @ first) * float(second @ second))
     return float(first @ second) / scale if scale else math.nan
 
 
 def fleiss_kappa(ratings: Sequence[Sequence[Hashable]]) -> float:
-    """Fleiss' kappa of subjects that equally many raters put in categories: one sequence of categories per subject.
+    """Compute Fleiss' kappa, the agreement of raters beyond chance; `ratings` has one sequence of categories per
+    subject.
 
-    NaN where every rating is of one category, with which chance alone agrees, too. (Fleiss 1971.)
+    Each subject has equally many ratings. NaN where all ratings are of one category, as chance agrees as well. (Fleiss
+    1971.)
     """
     if not ratings or (raters := len(ratings[0])) < 2:
         return math.nan
@@ -97,7 +100,7 @@ def fleiss_kappa(ratings: Sequence[Sequence[Hashable]]) -> float:
 
 @dataclass(frozen=True)
 class Bin:
-    """Verdicts of like confidence: (`low`, `high`], how many, their mean confidence and accuracy."""
+    """Verdicts whose confidence lies in (`low`, `high`]: their number `n`, mean confidence and accuracy."""
 
     low: float
     high: float
@@ -107,9 +110,10 @@ class Bin:
 
 
 def calibration(confidences: Sequence[float], right: Sequence[float], bins: int = 10) -> tuple[list[Bin], float]:
-    """Bins of equal width over [0, 1] that have verdicts, and the expected calibration error.
+    """Put verdicts into bins of equal width by their confidence in [0, 1]: (the bins with verdicts, expected
+    calibration error).
 
-    The error is Σ n_b/N · |accuracy_b − confidence_b| (Naeini 2015, Guo 2017); NaN of no verdicts.
+    The error is Σ n_b/N · |accuracy_b − confidence_b| (Naeini 2015, Guo 2017); NaN without verdicts.
     """
     stated, credit = np.asarray(confidences, float), np.asarray(right, float)
     edges = np.linspace(0.0, 1.0, bins + 1)
@@ -124,8 +128,12 @@ def calibration(confidences: Sequence[float], right: Sequence[float], bins: int 
 
 
 def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -> list[Bin]:
-    """Bins by a margin ≥ 0 that is no probability, so that there is no calibration error: of about equally many verdicts, or
-    one for each margin where there are few. `low` and `high` are the margins in a bin, both included."""
+    """Put verdicts into bins of about equal counts by a margin ≥ 0, which is no probability, so that no calibration
+    error exists.
+
+    Where there are at most `bins` different margins each has a bin. `low` and `high` are the least and greatest margin
+    in a bin.
+    """
     size, credit = np.asarray(margins, float), np.asarray(right, float)
     edges = np.unique(size)
     if len(edges) > bins:
@@ -156,7 +164,8 @@ SECOND = ("Factuality", "Focus", "Math", "Precise IF", "Safety", "Ties")
 
 
 def sections(accuracies: Mapping[str, float]) -> dict[str, float]:
-    """RewardBench's score of each section, of accuracies by subset: their mean under `SECTIONS`. Others are left out."""
+    """Compute RewardBench's score of each section from accuracies by subset, weighted as in `SECTIONS`; sections
+    without a subset are left out."""
     scores = {}
     for name, weights in SECTIONS.items():
         there = {subset: weight for subset, weight in weights.items() if subset in accuracies}
@@ -166,7 +175,8 @@ def sections(accuracies: Mapping[str, float]) -> dict[str, float]:
 
 
 def best_of(scores: Sequence[float], best: Iterable[int]) -> float:
-    """Credit of scores for several answers: the share of `best` among the answers with the highest score (RewardBench 2)."""
+    """Return the credit of scores for several answers: the share of the `best` among the answers with the highest score
+    (RewardBench 2)."""
     top, right = max(scores), set(best)
     winners = [number for number, score in enumerate(scores) if score == top]
     return sum(number in right for number in winners) / len(winners)
@@ -174,35 +184,39 @@ def best_of(scores: Sequence[float], best: Iterable[int]) -> float:
 
 @dataclass(frozen=True)
 class Rated:
-    """An item of RewardBench 2's Ties: the scores of its right and of its wrong answers; None for one without a verdict."""
+    """The scores of one item of RewardBench 2's Ties: of its right and of its wrong answers; None for an answer without
+    a verdict."""
 
     right: Sequence[float | None]
     wrong: Sequence[float | None]
 
     @property
     def missing(self) -> bool:
-        """Whether an answer has no score, or one of the sides no answer: then the item has no credit."""
+        """Whether an answer has no score, or there is no right or no wrong answer: then the item has no credit."""
         return not self.right or not self.wrong or None in (*self.right, *self.wrong)
 
     @property
     def gap(self) -> float:
-        """The worst right answer's score less the best wrong one's; −∞ where a score is missing."""
+        """The lowest score of a right answer less the highest of a wrong one; −∞ where a score is missing."""
         known = [[one for one in side if one is not None] for side in (self.right, self.wrong)]
         return -math.inf if self.missing else min(known[0]) - max(known[1])
 
     @property
     def spread(self) -> float | None:
-        """The best right answer's score less the worst one's; None for one right answer."""
+        """The highest score of a right answer less the lowest; None for a single right answer, 0 where a score is
+        missing."""
         known = [one for one in self.right if one is not None]
         return 0.0 if self.missing else max(known) - min(known) if len(known) > 1 else None
 
 
 def ties_score(ref: Mapping[Hashable, Rated], tied: Mapping[Hashable, Rated]) -> float:
-    """RewardBench 2's Ties score, of items with one right answer (`ref`) and with several (`tied`) by their prompt.
+    """Compute RewardBench 2's Ties score from items with one right answer (`ref`) and with several (`tied`), each by
+    its prompt.
 
     .3·accuracy of tied + .3·accuracy of ref + .2·mean(gap_tied > spread) + .2·mean(min(gap_ref, gap_tied) > spread)
-    + .01·mean tanh(min gap / spread − 1), as rewardbench 0.1.4 computes it: means are over prompts in both, a spread of 0 has
-    no tanh term. Unlike there an item with a missing score has no credit, and a mean of nothing is 0.
+    + .01·mean tanh(min gap / spread − 1), as rewardbench 0.1.4 computes it. The last three means are over prompts in
+    both; a spread of 0 has no tanh term. Unlike rewardbench, an item with a missing score has no credit, and a mean
+    over no items is 0.
     """
     pairs = [
         (ref[item], tied[item], spread) for item in ref if item in tied and (spread := tied[item].spread) is not None

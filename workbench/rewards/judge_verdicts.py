@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What a judge is asked about: one answer with a grade, or several answers with the best of them."""
+    """One question to a judge: a single answer with its true grade, or several answers with the numbers of the best."""
 
     id: str
     category: str
@@ -39,13 +39,13 @@ class Item:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Characters of each answer."""
+        """Length of each answer, in characters."""
         return tuple(map(len, self.answers))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One verdict of a judge on one item."""
+class Vote:
+    """One verdict of a judge on one item, in one order of the answers and under one seed."""
 
     item: int
     """The item's number."""
@@ -70,7 +70,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the verdicts took."""
+    """The model calls, tokens and seconds that a judge's verdicts took."""
 
     calls: int = 0
     """Calls of the model, those that were repeated among them."""
@@ -84,9 +84,10 @@ class Cost:
 
 
 def items_of(samples: Samples, kind: str, label: str, whole: bool) -> list[Item]:
-    """The items of samples whose truth is known: `pairs` of answers, `choices` of one among several, answers with `grades`.
+    """Make items of the samples whose truth is known.
 
-    `whole`: the question is the whole conversation, as a chat judge reads it; else its last message.
+    `kind` is `pairs` (two answers), `choices` (the best of several answers) or `grades` (one answer with a grade under
+    `label`). With `whole` the question is the whole conversation, as a chat judge reads it; else its last message.
     """
     if kind == "pairs":
         return [
@@ -117,7 +118,7 @@ def _item(sample: Sample, answers: Sequence[int], whole: bool, **truth: Any) -> 
 
 
 class Metered:
-    """A judge's engine whose calls are counted, and whose seeds are moved by `shift`."""
+    """Wraps a judge's engine: counts calls and tokens, and adds `shift` to the seed of each call."""
 
     def __init__(self, model: Any, shift: int = 0) -> None:
         self.model, self.shift = model, shift
@@ -127,7 +128,7 @@ class Metered:
         return getattr(self.model, name)
 
     async def complete(self, messages: Any, *, seed: int, **sampling: Any) -> Completion:
-        """Like the chat model's, and counted."""
+        """Complete messages with the wrapped chat model, and count the call and its tokens."""
         self.calls += 1
         answer: Completion = await self.model.complete(messages, seed=seed + self.shift, **sampling)
         self.prompt_tokens += answer.prompt_tokens
@@ -135,7 +136,7 @@ class Metered:
         return answer
 
     async def classify(self, text: str) -> Any:
-        """Like the classifier's, and counted."""
+        """Classify a text with the wrapped classifier, and count the call and its tokens."""
         self.calls += 1
         answer = await self.model.classify(text)
         self.prompt_tokens += answer.tokens
@@ -144,9 +145,9 @@ class Metered:
 
 def ask(
     reward: BaseReward, items: Sequence[Item], seeds: Sequence[int], orders: bool, label: str
-) -> tuple[list[Asked], Cost]:
-    """The verdicts of a judge on items under each seed, and what they took."""
-    began, answers, meters = time.perf_counter(), list[Asked](), list[Metered]()
+) -> tuple[list[Vote], Cost]:
+    """Collect a judge's verdicts on all items under each seed: (verdicts, their cost)."""
+    began, answers, meters = time.perf_counter(), list[Vote](), list[Metered]()
     for seed in seeds:
         judge, meter = seeded(reward, seed)
         meters.append(meter)
@@ -159,7 +160,10 @@ def ask(
 
 
 def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
-    """A copy of a judge whose engine is metered, and the meter; of a reward without an engine itself."""
+    """Copy a judge so that its engine is metered and its calls use seeds of their own: (copy, meter).
+
+    A reward without an engine is returned itself, with a meter that stays at 0.
+    """
     name = "model" if isinstance(reward, Judge) else "classifier" if isinstance(reward, RewardModel) else ""
     if not name:
         return reward, Metered(None)
@@ -170,8 +174,9 @@ def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
     return made, meter
 
 
-def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: bool) -> list[Asked]:
-    """Verdicts on pairs, in both orders or in one that is drawn: data have the better answer first."""
+def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: bool) -> list[Vote]:
+    """Ask a pairwise judge about pairs: in both orders, or, without `orders`, in one that is drawn, as data list the
+    better answer first."""
     questions = []
     for number, item in enumerate(items):
         both = [(0, 1), (1, 0)]
@@ -186,8 +191,8 @@ def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: boo
     return answers
 
 
-def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> list[Asked]:
-    """Verdicts of a reward on answers one by one: of several answers those with the highest number won."""
+def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> list[Vote]:
+    """Score all answers of the items with a reward; of an item's answers the ones with the highest score win."""
     rows = [row for item in items for row in item.rows]
     scores = iter(reward.judged(rows))
     answers = []
@@ -212,16 +217,14 @@ def _gave(score: Score) -> bool:
     return score.scored and score.status is not Status.COUNTED and not score.status.failed_by_model
 
 
-def _reply(
-    item: int, order: tuple[int, ...], seed: int, verdict: Any, scores: Sequence[Score], **further: Any
-) -> Asked:
+def _reply(item: int, order: tuple[int, ...], seed: int, verdict: Any, scores: Sequence[Score], **further: Any) -> Vote:
     lost = next((score for score in scores if not _gave(score)), None)
     shown, extras = lost or scores[0], [score.extra for score in scores]
     output = "\n\n".join(str(extra["judge_output"]) for extra in extras if extra.get("judge_output"))
     tokens = sum(int(extra.get("judge_tokens") or extra.get("rm_tokens") or 0) for extra in extras)
     facts: dict[str, Any] = {"output": output, "tokens": tokens, "cut": any(one.get("truncated") for one in extras)}
     facts |= {"status": shown.status.value, "why": shown.why, "seconds": sum(score.seconds for score in scores)}
-    return Asked(item=item, order=order, seed=seed, verdict=verdict, **facts, **further)
+    return Vote(item=item, order=order, seed=seed, verdict=verdict, **facts, **further)
 
 
 def _fields(score: Score) -> Mapping[str, Any]:
@@ -230,7 +233,7 @@ def _fields(score: Score) -> Mapping[str, Any]:
 
 
 def _grade(score: Score, label: str) -> float:
-    """The grade in a verdict: its field of the label's name, or `score`; the reward's value where that is no number."""
+    """Return the grade in a verdict: the number in its field `label`, else in `score`, else the score's value."""
     fields = _fields(score)
     found = fields.get(label, fields.get("score"))
     return float(found) if isinstance(found, int | float) else score.value
@@ -243,7 +246,7 @@ def _stated(score: Score) -> float:
 
 
 def bounds(reward: BaseReward) -> tuple[float, float] | None:
-    """The bounds of a schema's `score`, which tell whether its unit can be that of the truths; None where it has none."""
+    """Return the bounds of the field `score` in a judge's schema, which tell its unit; None where it has none."""
     schema = getattr(reward, "schema", None)
     try:
         return scale_of(schema) if schema is not None and "score" in schema.model_fields else None

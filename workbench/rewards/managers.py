@@ -31,7 +31,8 @@ MANAGERS: dict[str, type[NaiveRewardManager]] = {}
 
 
 def register(name: str, *, replace: bool = False) -> Callable[[type[Any]], type[Any]]:
-    """Decorator: registers a reward manager class under a name, as in `@register("mine")`; a later class replaces yours.
+    """Decorator that registers a reward manager class under a name, as in `@register("mine")`; a later class of that
+    name replaces it.
 
     Raises `RewardError` for the name of one of workbench's own managers, unless `replace=True`.
     """
@@ -47,7 +48,7 @@ def register(name: str, *, replace: bool = False) -> Callable[[type[Any]], type[
 
 
 def manager_class(name: str) -> type[Any]:
-    """The reward manager class registered as `name`. Raises `RewardError` for an unknown name."""
+    """Return the reward manager class registered as `name`. Raises `RewardError` for an unknown name."""
     if name not in MANAGERS:
         do = "register yours with @register(name), or load it with FileManagerReward"
         raise RewardError(unknown("reward manager", name, sorted(MANAGERS)), do=do)
@@ -88,7 +89,8 @@ class NaiveRewardManager:
         return as_reward(compute_score, **options)
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
-        """The rewards, [B, T] float32; with `return_dict` the dict `{"reward_tensor": …, "reward_extra_info": …}`."""
+        """Compute the rewards, [B, T] float32; with `return_dict` the dict `{"reward_tensor": …, "reward_extra_info":
+        …}`."""
         if "rm_scores" in data.batch:
             given = data.batch["rm_scores"]
             return {"reward_tensor": given, "reward_extra_info": {}} if return_dict else given
@@ -103,7 +105,7 @@ class NaiveRewardManager:
         return {"reward_tensor": tensor, "reward_extra_info": extra_info(scores)} if return_dict else tensor
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order, after the `on_failure` policy."""
+        """Score the rows: one `Score` each, in order, after the policy `on_failure`."""
         self.reward.check_signature(list(rows[0]["columns"]) if rows else [])
         return self.reward.settle(self.reward.tried(rows))
 
@@ -124,7 +126,7 @@ class NaiveRewardManager:
         return rows
 
     def _show(self, rows: Sequence[Mapping[str, Any]], scores: Sequence[Score]) -> None:
-        """The first `num_examine` rows of each source, printed as verl does."""
+        """Print the first `num_examine` rows of each data source, in verl's form."""
         shown: Counter[Any] = Counter()
         for row, score in zip(rows, scores, strict=True):
             shown[row["data_source"]] += 1
@@ -138,7 +140,7 @@ class NaiveRewardManager:
 
 
 def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """verl's `reward_extra_info` of some scores: key → one value per row. A function's keys in `RESERVED` are left out."""
+    """Make verl's `reward_extra_info` of scores: key → one value per row. A function's keys in `RESERVED` are left out."""
 
     def column(of: Callable[[Score], Any]) -> list[Any]:
         return [of(score) for score in scores]
@@ -207,7 +209,8 @@ class DAPORewardManager(NaiveRewardManager):
             require(fits, "overlong_buffer_cfg", expected="0 < len ≤ max_resp_len", found=found)
 
     def scores(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """The scores of `naive`, with the overlong penalty added to the value and kept as part `overlong_reward`."""
+        """Score the rows as `naive` does, add the overlong penalty to each value and keep it as the part
+        `overlong_reward`."""
         pairs = zip(super().scores(rows), rows, strict=True)
         return [self._shortened(score, len(row["response_ids"])) for score, row in pairs]
 
@@ -258,16 +261,16 @@ class ManagerReward(BaseReward):
         self.manager = manager
 
     def close(self) -> None:
-        """End the manager's workers, where it has any."""
+        """End the manager's worker processes, where it has a method `close`."""
         if callable(close := getattr(self.manager, "close", None)):
             close()
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Raise `RewardError`: a manager is called with a rollout's whole batch, by `score`."""
+        """Raise `RewardError`, because a manager needs a rollout's whole batch, which only `score` receives."""
         raise RewardError(f"reward manager {self.name} scores the batch of a rollout", found="rows without its tensors")
 
     def score(self, batch: Any) -> list[Score]:
-        """One `Score` for each row of a batch, after the `on_failure` policy."""
+        """Score a batch with the manager: one `Score` per row, after the policy `on_failure`."""
         names = [name for name in ("agent_extra", "finish_reason") if name in batch]
         rows = [{"number": row, "columns": {name: batch[name][row] for name in names}} for row in range(len(batch))]
 
@@ -282,21 +285,22 @@ class ManagerReward(BaseReward):
 
 
 def read_result(result: Any, batch: Any, name: str) -> list[Score]:
-    """Read a reward manager's result as one `Score` per row. Raises `RewardError` unless its tensor is [B, T]."""
+    """Convert a reward manager's result to one `Score` per row. Raises `RewardError` unless its tensor has the
+    responses' shape [B, T]."""
     tensor = result["reward_tensor"] if isinstance(result, Mapping) else result
     info = dict(result.get("reward_extra_info") or {}) if isinstance(result, Mapping) else {}
     shape = tuple(batch["responses"].shape)
     if not torch.is_tensor(tensor) or tuple(tensor.shape) != shape:
         found = f"shape {tuple(tensor.shape)}" if torch.is_tensor(tensor) else type(tensor).__name__
-        raise RewardError(f"result of reward manager {name}", expected=f"a tensor of shape {shape}", found=found)
+        raise RewardError(f"the result of reward manager {name}", expected=f"a tensor of shape {shape}", found=found)
     values = tensor.double().sum(-1).tolist()
     ours = {*RESERVED} - {"status"}
     sized = {key: column for key, column in info.items() if hasattr(column, "__len__") and key not in ours}
     kept = [key for key, column in sized.items() if len(column) == len(values)]
     scores = []
     for row, value in enumerate(values):
-        said = {key: info[key][row] for key in kept if info[key][row] is not MISSING}
-        scores.append(row_score({**said, "score": value}, name, row))
+        extras = {key: info[key][row] for key in kept if info[key][row] is not MISSING}
+        scores.append(row_score({**extras, "score": value}, name, row))
     return scores
 
 
@@ -334,7 +338,7 @@ class FileManagerReward(ManagerReward):
         return self._file.text
 
     def settings(self) -> dict[str, Any]:
-        """The `on_failure` policy, and the file's name, class and hash."""
+        """Return the settings as plain values: the policy `on_failure`, and the file's name, class and hash."""
         return {**super().settings(), "file": self._file.describe()}
 
     def close(self) -> None:

@@ -47,14 +47,15 @@ LONGEST = 400
 
 
 class Proposal(Verdict):
-    """Principles that a chat model proposes for a pair."""
+    """A chat model's answer with the principles that it proposes for a pair of answers."""
 
     principles: str = Field(description="up to three principles, each on a line of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Principle:
-    """A principle, and how far it explains pairs that it was not made from."""
+    """A rule for judging answers ("gives a source"), and how well it predicts preferences in pairs that it was not made
+    from."""
 
     text: str
     proposals: int
@@ -70,7 +71,8 @@ class Principle:
 
 
 class Principles(Shown, Sequence[Principle]):
-    """The result of `principles`: the kept ones, the best first. `text` is what a judge's prompt takes, `prompt()` a whole one."""
+    """The result of `principles`: the kept principles, best first. `text` lists them for a judge's prompt; `prompt()`
+    is a whole template."""
 
     def __init__(
         self, candidates: Sequence[Principle], plainly: JudgeReport, together: JudgeReport | None, failed: Sequence[str]
@@ -93,16 +95,16 @@ class Principles(Shown, Sequence[Principle]):
 
     @property
     def text(self) -> str:
-        """The kept principles as numbered lines; "" where there are none."""
+        """Write the kept principles as numbered lines under a heading; "" where none was kept."""
         lines = [f"{place}. {one.text}" for place, one in enumerate(self, 1)]
         return "\n".join(["Judge by these principles:", *lines]) if lines else ""
 
     def prompt(self, template: str = PAIRWISE) -> str:
-        """A judge's prompt template with the principles before how to answer."""
+        """Put the principles into a judge's prompt template, before the instructions on how to answer."""
         return _with(template, self.text)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per candidate: `principle, proposals, accuracy, low, high, kept`."""
+        """Make a table with one row per candidate: `principle, proposals, accuracy, low, high, kept`."""
         import pandas as pd
 
         names = ["principle", "proposals", "accuracy", "low", "high", "kept"]
@@ -147,7 +149,7 @@ def principles(
     proposed, failed = _proposed(proposing[:pairs], model, asking)
     if not proposed:
         found = failed[0] if failed else "empty ones"
-        raise RewardError("principles proposed by the model", expected="at least one", found=found)
+        raise RewardError("principles proposed by the chat model", expected="at least one", found=found)
     alone = "Judge by this principle alone:\n"
     reports = [(text, n, _report(model, checking[:checks], alone + text, asking)) for text, n in merged(proposed)]
     ranked = sorted(reports, key=lambda one: -one[2].figures["accuracy"].value)
@@ -174,18 +176,18 @@ def _report(model: ChatModel, pairs: Samples, text: str, asking: dict[str, Any])
 
 
 class _Proposer(Judge):
-    """Asks a chat model for principles by which the better answer of a pair is better."""
+    """Asks a chat model for the principles that make the better answer of a pair better."""
 
     _names = ("prompt", "better", "worse", "instructions")
 
     async def propose(self, item: Item) -> Score:
-        """The proposal for a pair, as the `verdict` of a `Score`."""
+        """Ask for the principles behind a pair; they are the `verdict` in the extras of the returned `Score`."""
         (best,) = item.best
         return await self._verdict(lambda: self.text_for_two({"better": item.rows[best], "worse": item.rows[1 - best]}))
 
 
 def _proposed(pairs: Samples, model: ChatModel, asking: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The principles that are proposed for pairs, and why some gave none."""
+    """Collect proposals for pairs: (all proposed principles, the reasons why pairs gave none)."""
     proposer = _Proposer(model, schema=Proposal, prompt=PROPOSE, value=lambda _: 0.0, **asking)
     scores = runtime.run_all(proposer.propose, items_of(pairs, "pairs", "", whole=True))
     given = [line for one in scores if one.scored for line in lines(one.extra["verdict"]["principles"])]
@@ -193,7 +195,8 @@ def _proposed(pairs: Samples, model: ChatModel, asking: dict[str, Any]) -> tuple
 
 
 def lines(text: str) -> Iterator[str]:
-    """The principles in a text, one a line, without bullets and numbers; braces become parentheses, as a template reads them."""
+    """Split a text into principles, one per line, without bullets and numbers; braces become parentheses, as a template
+    reads braces."""
     for line in plain(text).translate(str.maketrans("{}", "()")).splitlines():
         bare = re.sub(r"^\s*(?:[-*•]|\(?\d+[.):])?\s*", "", line).strip()
         if bare:
@@ -201,7 +204,7 @@ def lines(text: str) -> Iterator[str]:
 
 
 def merged(texts: Sequence[str]) -> list[tuple[str, int]]:
-    """(principle, how often it was proposed): of those alike the first, the most frequent first."""
+    """Merge similar principles: (the first of each group, how often the group was proposed), most frequent first."""
     groups: list[tuple[str, frozenset[str], int]] = []
     for text in texts:
         words = frozenset(re.findall(r"\w+", text.lower()))

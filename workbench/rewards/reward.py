@@ -120,11 +120,12 @@ class Reward(BaseReward, Shown):
 
     @property
     def binding(self) -> Mapping[str, str]:
-        """Argument of the function → what it is filled from: exact once `check_signature` has seen the rows' columns."""
+        """Argument of the function → a description of what fills it: exact once `check_signature` has seen the rows'
+        columns."""
         return self._signature.binding(self._columns)
 
     def settings(self) -> dict[str, Any]:
-        """The reward's settings as plain values; for a function from a file also its name and the file's hash."""
+        """Return the reward's settings as plain values; for a function from a file also its name and the file's hash."""
         record = {"in_process": self.in_process, "timeout": self.timeout, **super().settings()}
         if self.per == "group":
             record["per"] = self.per
@@ -135,13 +136,15 @@ class Reward(BaseReward, Shown):
         return record
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before anything is scored, if the function needs an argument that rows do not have."""
+        """Raise `RewardError`, before any row is scored, if the function needs an argument that rows of these columns
+        cannot fill."""
         # a function gets a row's objects, not its tensors
         self._columns = [name for name in columns if (column := declared(name)) is None or not column.is_tensor]
         self._signature.check(self._columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Raise `DataError` for rows that the function can never score (see `BaseReward.check_rows`)."""
+        """Return "" or a sentence on the rows that the function can never score. Raises `DataError` if it can score
+        none of them."""
         if self._check_rows is not None:
             return self._check_rows(rows) or ""
         return _lint(self.function, self._signature, rows, self.name)
@@ -152,7 +155,7 @@ class Reward(BaseReward, Shown):
             self._pool.close()
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row view, in order."""
+        """Score rows (dicts from `row_views`) by calls of the function: one `Score` each, in order."""
         calls: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
             call = number if self.per == "row" else row["uid"] if self.per == "group" else None
@@ -160,7 +163,7 @@ class Reward(BaseReward, Shown):
         together = list(calls.values())
         arguments = [self._arguments([rows[number] for number in numbers]) for numbers in together]
         # a call's time limit is the row limit times its rows
-        ask = self._here if self._pool is None else self._pool.map
+        ask = self._in_this_process if self._pool is None else self._pool.map
         answers = ask(arguments, [self.timeout * len(numbers) for numbers in together])
         scores: dict[int, Score] = {}
         for numbers, answer in zip(together, answers, strict=True):
@@ -173,7 +176,7 @@ class Reward(BaseReward, Shown):
         return call_arguments(self._signature, rows[0])
 
     def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
-        """What one call gave for these rows."""
+        """Convert the answer of one call to a `Score` for each of the rows `numbers` that it was for."""
         judged = [failed(answer.why, answer.traceback)] * len(numbers)
         if answer.ok:
             judged = scores_of(answer.result, self.name, numbers, self.per != "row")
@@ -182,8 +185,9 @@ class Reward(BaseReward, Shown):
             return [scores[0].with_extra({"printed": answer.printed})]
         return scores
 
-    def _here(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
-        """In this process: one after the other; what async functions return is awaited together, each to its limit."""
+    def _in_this_process(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
+        """Make the calls in this process, one after the other; the results of async functions are awaited together,
+        each within its limit."""
         known: dict[int, Any] = {}
         logs: dict[int, Any] = {}
         for number, arguments in enumerate(calls):
@@ -200,15 +204,16 @@ class Reward(BaseReward, Shown):
         if waiting:
             answers = runtime.run_all(lambda number: _awaited(known[number], limits[number], self._rate_limit), waiting)
             known.update(zip(waiting, answers, strict=True))
-        for number, told in logs.items():
-            if told and known[number].ok:
-                result = {"rewards": known[number].result, "extra_logs": told}
+        for number, logged in logs.items():
+            if logged and known[number].ok:
+                result = {"rewards": known[number].result, "extra_logs": logged}
                 known[number] = replace(known[number], result=result)
         return list(known.values())
 
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:
-    """What an async function gives within its limit, which counts from when the rate limit lets it in."""
+    """Await the result of an async function within `limit` seconds, which count from when the rate limit lets the call
+    start."""
     async with (rate_limit or RateLimit()).slot():
         began = time.perf_counter()
         try:
@@ -226,7 +231,8 @@ def _failure(error: BaseException, began: float) -> Answer:
 
 
 def _lint(scorer: Any, signature: Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
-    """`lint` rows by a scorer's attribute `unscorable`, which gets the scorer's arguments; "" for a scorer without it.
+    """Apply `lint` to rows with a scorer's attribute `unscorable`, which takes the scorer's arguments; "" for a scorer
+    without it.
 
     `signature` is by default the scorer's own.
     """
@@ -261,7 +267,8 @@ CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco", "livecodebench", "
 def scorer_for(
     data_source: Any, table: Mapping[str, Callable[..., Any]] = SCORERS, aliases: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:
-    """The scorer of a `data_source` in `table`; `aliases` maps other names to known ones. Raises `DataError` for others."""
+    """Return the scorer of a `data_source` in `table`; `aliases` maps other names to names in it. Raises `DataError`
+    for other sources."""
     name = (aliases or {}).get(data_source, data_source)
     if isinstance(name, str) and name.startswith("aime") and name not in table:
         name = "aime"  # verl's rule: every year's
@@ -269,7 +276,7 @@ def scorer_for(
         return table[name]
     if name in CODE_SOURCES:
         do = "pass reward=rewards.by_data_source(sandbox=wb.sandbox.local()), or sandbox.remote(url)"
-        raise DataError(f"data_source {data_source!r} is scored by running code", expected="a sandbox", do=do)
+        raise DataError(f"rows of {data_source!r} are scored by running code", expected="a sandbox", do=do)
     why = unknown("data_source with a scorer", str(data_source), (*table, *CODE_SOURCES, *(aliases or {})))
     raise DataError(why, do="pass your own: reward=my_function, or aliases={...} of by_data_source")
 
@@ -289,11 +296,11 @@ def by_data_source(
     sandbox: Sandbox | None = None,
     **options: Any,
 ) -> Reward:
-    """A reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
+    """Make a reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
 
-    A row without a ground truth whose turns a simulated user scored has the score of the last one. The scorers' run time is
-    bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it
-    are refused before the run. `options` are those of `Reward`.
+    A row without a ground truth whose turns a simulated user scored gets the score of the last turn. The scorers' run
+    time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it are refused
+    before the run. `options` are those of `Reward`.
     """
     plain = table is SCORERS and not aliases and sandbox is None
     if sandbox is not None:
@@ -323,7 +330,7 @@ def by_data_source(
 
 
 def _of_user(extra_info: Any) -> Score | None:
-    """The score that a simulated user gave the last turn of an episode; None where there is none."""
+    """Return the score that a simulated user gave the last turn of an episode; None where there is none."""
     scores = extra_info.get("turn_scores") if isinstance(extra_info, Mapping) else None
     if scores is None or not len(scores):
         return None
@@ -333,15 +340,16 @@ def _of_user(extra_info: Any) -> Score | None:
 def as_reward(function: Any = None, **options: Any) -> BaseReward:
     """Make a reward of whatever scores responses; `options` are those of `Reward`.
 
-    None: `by_data_source`. A reward (`Reward`, `Rubric`, `Judge`, …): itself. `"file.py"` or `"file.py:function"`: loaded.
-    A callable, or a module with a `compute_score` as verl's are (`rewards.gsm8k`): wrapped in `Reward`; scorers of
-    workbench whose run time is bounded run in this process. Raises `DataError` for `options` beside a finished reward.
+    None gives `by_data_source()`. A reward (`Reward`, `Rubric`, `Judge`, …) is returned unchanged. `"file.py"` or
+    `"file.py:function"` is loaded. A callable, or a module with a `compute_score` as verl's are (`rewards.gsm8k`), is
+    wrapped in `Reward`; scorers of workbench whose run time is bounded run in this process. Raises `DataError` for
+    `options` beside a finished reward.
     """
     if function is None:
         return by_data_source(**options)
     if isinstance(function, BaseReward):
         if options:
-            raise DataError(f"{function!r} has its own settings", expected="no options", found=sorted(options))
+            raise DataError(f"options for the finished reward {function!r}", expected="none", found=sorted(options))
         return function
     if isinstance(function, str):
         path, _, name = function.partition(":")
@@ -354,7 +362,7 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
     if not callable(function):
         several = isinstance(function, list | tuple)
         do = 'several are one: wb.rewards.Rubric({"right": f, "short": g})' if several else None
-        raise DataError("reward", expected="a function, a file or a reward", found=describe(function), do=do)
+        raise DataError("the reward", expected="a function, a file or a reward", found=describe(function), do=do)
     if getattr(function, "in_process", False) is True:
         return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})
     return Reward(function, **options)
@@ -399,34 +407,37 @@ class Rubric(BaseReward, Shown):
 
     @property
     def source(self) -> str:
-        """The `source` of every part, one after the other."""
+        """The `source` of every part, one after the other, each under its name."""
         return "\n\n".join(f"# {part}\n{reward.source}" for part, reward in self.parts.items() if reward.source)
 
     @property
     def binding(self) -> Mapping[str, str]:
-        """The parts' bindings, each argument under `part.argument`."""
+        """The bindings of all parts: `part.argument` → a description of what fills it."""
         each = self.parts.items()
-        return {f"{part}.{name}": said for part, reward in each for name, said in reward.binding.items()}
+        return {f"{part}.{name}": source for part, reward in each for name, source in reward.binding.items()}
 
     def settings(self) -> dict[str, Any]:
-        """The rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
+        """Return the rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
         own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
         parts = {part: reward.settings() for part, reward in self.parts.items()}
         return {**super().settings(), **own, "parts": parts}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before anything is scored, if a part needs a column that `columns` (names) lack."""
+        """Raise `RewardError`, before any row is scored, if a part needs a column that is not among the names in
+        `columns`."""
         for reward in self.parts.values():
             reward.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Raise `DataError` if a part can score none of these rows; else what each says of them."""
+        """Return "" or what each part says about rows that it can never score. Raises `DataError` if a part can score
+        none of them."""
         held = list(rows)
         notes = {part: reward.check_rows(held) for part, reward in self.parts.items()}
         return "; ".join(f"{part}: {note}" for part, note in notes.items() if note)
 
     def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
-        """As each part checks it."""
+        """Raise, before any row is scored, if a model with this tokenizer and these switches cannot write the responses
+        that a part expects."""
         for reward in self.parts.values():
             reward.check_sampler(tokenizer, switches)
 
@@ -436,7 +447,7 @@ class Rubric(BaseReward, Shown):
             reward.close()
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order; the parts run concurrently."""
+        """Score the rows: one `Score` each, in order; the parts run concurrently in threads."""
         threads = ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric")
         try:
             asked = {part: threads.submit(_settled, reward, rows) for part, reward in self.parts.items()}
@@ -458,14 +469,14 @@ class Rubric(BaseReward, Shown):
         )
 
     def _divisor(self, parts: Iterable[str]) -> float:
-        """The sum of the weights of the parts that judged a row, where the rubric is normalised; else 1."""
+        """Return the sum of the weights of the parts that scored a row if the rubric is normalised, else 1."""
         total = sum(self.weights[part] for part in parts) if self.normalise else 1.0
         if not total:
             raise RewardError("weights of a normalised rubric", expected="a sum ≠ 0 in each row", found=self.weights)
         return total
 
     def _judged(self, scores: Mapping[str, Score]) -> Score:
-        """Value, status and why of the parts' records together."""
+        """Combine the scores of a row's parts into one `Score` with value, status and reason."""
         lost = [part for part, score in scores.items() if score.status is Status.INFRA_ERROR]
         if lost:
             broken = next((part for part in lost if scores[part].undecided), lost[0])
@@ -489,10 +500,11 @@ COMBINED = ("mean", "worst", "uncertainty")
 class Ensemble(Rubric):
     """Several reward models as one: `Ensemble([RewardModel(a), RewardModel(b), RewardModel(c)], combine="worst")`.
 
-    The value of a row is the `mean` of its members' values, their minimum (`worst`), or with `uncertainty` the mean less
-    `coef` times their variance: a policy that climbs one member's error is held by the others (Coste et al. 2023,
-    https://arxiv.org/abs/2310.02743). The part `disagreement` is the members' standard deviation (over all of them), the other
-    parts are their values by name; for the rest it is a `Rubric`. Members have one scale where they were trained alike.
+    The value of a row is the `mean` of its members' values, their minimum (`worst`), or with `uncertainty` the mean
+    less `coef` times their variance, so that a policy that exploits one member's error is held back by the others
+    (Coste et al. 2023, https://arxiv.org/abs/2310.02743). The part `disagreement` is the members' population standard
+    deviation; the other parts are their values by name. Everything else works as in a `Rubric`. Members should give
+    values on one scale, as models that were trained alike do.
 
     Args:
         members: whatever `as_reward` takes, two or more; a mapping names them, else they are `member_1`, `member_2`, …
@@ -518,7 +530,8 @@ class Ensemble(Rubric):
         self.coef = coef
 
     def settings(self) -> dict[str, Any]:
-        """The ensemble's settings as plain values: policy, how values are combined, and the settings of each member."""
+        """Return the ensemble's settings as plain values: policy, how values are combined, and the settings of each
+        member."""
         given = super().settings()
         own = {"combine": self.combine, **({"coef": self.coef} if self.combine == "uncertainty" else {})}
         return {"on_failure": given["on_failure"], **own, "parts": given["parts"]}
@@ -534,7 +547,8 @@ class Ensemble(Rubric):
 
 
 def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-    """A part's scores after its own policy; that it failed on all rows is left to the rubric's policy."""
+    """Score rows by a part of a rubric, under the part's policy; if all rows fail, the rubric's policy decides, not the
+    part's."""
     scores = reward.tried(rows)
     return reward.settle(scores) if reward.on_failure == "raise" or reward.failed_value is not None else scores
 
@@ -546,7 +560,8 @@ def _summary(score: Score) -> dict[str, Any]:
 
 
 def _joint(statuses: Collection[Status]) -> Status:
-    """Of parts that do not agree: counted where a part is, no answer where the response failed in all of them."""
+    """Combine different statuses of a row's parts: *counted* if any part is, *no_answer* if the response failed in all
+    parts, else *scored*."""
     if Status.COUNTED in statuses:
         return Status.COUNTED
     return Status.NO_ANSWER if all(one.failed_by_model for one in statuses) else Status.SCORED

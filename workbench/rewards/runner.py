@@ -49,13 +49,14 @@ ROOTS = "WORKBENCH_CODE_ROOTS"
 
 
 def called(function: Any) -> str:
-    """The name of a function, and of a partial's; of a callable object its class's."""
+    """Return the name of a function, also of the one in a partial; for a callable object the name of its class."""
     function = function.func if isinstance(function, partial) else function
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 class FileFunction:
-    """A function of a Python file, from `load_function`: only worker processes run it. `sha256` is of the file's text."""
+    """A function of a Python file, made by `load_function`: only worker processes run it. `sha256` is the hash of the
+    file's text."""
 
     construct = False
     """True for a name that is a class: a worker makes an object of it with the kwargs, and calls the object."""
@@ -80,11 +81,12 @@ class FileFunction:
         self.__signature__ = signature
 
     def describe(self) -> dict[str, str]:
-        """File name, function name and SHA-256 of the file's text, for the run's record."""
+        """Return the file name, function name and SHA-256 of the file's text, for the run's record."""
         return {"path": self.path.name, "function": self.__name__, "sha256": self.sha256}
 
     def record(self, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-        """What a worker process needs to load the function: path, module, name, source text, arguments bound here or in `more`."""
+        """Return what a worker process needs to load the function: path, module, name, source text and bound arguments
+        (also those in `more`)."""
         kwargs = {**self.kwargs, **more}
         inside = self.package.count(".") + 1 if self.package else 0
         # a file that imports nothing of its package needs none of it, which may not be importable here
@@ -114,14 +116,15 @@ class FileFunction:
 def load_function(
     path: str | Path, name: str = "compute_score", *, roots: Sequence[str | Path] = (), **reward_kwargs: Any
 ) -> FileFunction:
-    """A function of a Python file, to be run by a `Reward`'s worker processes.
+    """Load a function of a Python file, to be run by a `Reward`'s worker processes.
 
-    `reward_kwargs` are bound to the function and win over a call's arguments; `roots` go to `allowed_roots`. Raises
-    `DataError` where the file is missing, outside every allowed folder, not Python, or without such a function.
+    `reward_kwargs` are bound to the function and win over a call's arguments; `roots` are further folders from which
+    code may be loaded. Raises `DataError` where the file is missing, outside every allowed folder, not Python, or
+    without such a function.
     """
     file = Path(str(path).removeprefix("file://"))
     if not file.is_file():
-        raise DataError(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path")
+        raise DataError(f"reward file {str(path)!r} does not exist", expected="a Python file", do="check the path")
     file = file.resolve()
     check_roots(f"reward file {str(path)!r}", [file], allowed_roots(roots), DataError, "move the file there")
     if file.stat().st_size > MAX_BYTES:
@@ -147,14 +150,15 @@ def load_function(
 
 
 def _imports(tree: ast.Module, package: str) -> bool:
-    """Whether a file imports anything of its own package, by the whole name."""
+    """Return whether a file imports anything of the package that it is in, by an absolute import."""
     names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     return bool(package) and package.partition(".")[0] in {name.partition(".")[0] for name in names}
 
 
 def _package(file: Path, dots: int, allowed: Sequence[Path]) -> str:
-    """Dotted name of the package that a file is in, at least as deep as the `dots` of its imports; "" for none.
+    """Return the dotted name of the package that a file is in, at least as deep as the `dots` of its relative imports;
+    "" for none.
 
     Raises `DataError` for relative imports of a package that is not below an allowed folder.
     """
@@ -176,7 +180,8 @@ def allowed_roots(roots: Sequence[str | Path] = ()) -> list[Path]:
 def check_roots(
     what: str, places: Sequence[Path], allowed: Sequence[Path], error: type[WorkbenchError], do: str
 ) -> None:
-    """Raise `error` unless there are places and all are below an allowed folder; `what` and `do` are for its message."""
+    """Raise `error` unless `places` is not empty and every place is below an allowed folder; `what` and `do` go into
+    its message."""
     if not places or not all(any(place.is_relative_to(root) for root in allowed) for place in places):
         what, found = f"{what} lies outside the folders from which code may be loaded", ", ".join(map(str, places))
         expected, do = f"below {', '.join(map(str, allowed))}", f"{do}, pass roots=[…], or name its folder in {ROOTS}"
@@ -189,8 +194,8 @@ def _assigned(tree: ast.Module) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)} | classes
 
 
-class Written(str):
-    """A default's source text: its value stays in the file."""
+class DefaultText(str):
+    """The source text of a default value in a file's signature; the value itself is never computed in this process."""
 
     __repr__ = str.__str__
 
@@ -199,7 +204,8 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, bound: Mapping[str, Any]) -> inspect.Signature:
-    """From the syntax tree; a name without a visible signature is taken to have verl's arguments."""
+    """Make a function's signature from its syntax tree, without the `bound` arguments; without a tree it has verl's
+    four arguments."""
     kinds = inspect.Parameter
     if node is None:
         return inspect.Signature([kinds(name, kinds.KEYWORD_ONLY) for name in _VERL if name not in bound])
@@ -209,7 +215,7 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None, bound: Mappi
     pairs += [
         (arg, default) for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is not None
     ]
-    optional = {arg.arg: Written(ast.unparse(default)) for arg, default in pairs}
+    optional = {arg.arg: DefaultText(ast.unparse(default)) for arg, default in pairs}
     groups: list[tuple[Any, Sequence[ast.arg | None]]] = [
         (kinds.POSITIONAL_ONLY, args.posonlyargs),
         (kinds.POSITIONAL_OR_KEYWORD, args.args),
@@ -277,13 +283,14 @@ class RateLimit:
             return 0.0
 
     def leave(self) -> None:
-        """Report the end of a call that `try_enter` let start, so that another may start."""
+        """End a call that `try_enter` let start, so that another call may start."""
         with self._lock:
             self._going -= 1
 
     @asynccontextmanager
     async def slot(self, tokens: int | None = None) -> AsyncIterator[None]:
-        """Async context manager around a call: waits until it may start; its end frees the place, also on an exception."""
+        """Async context manager around a call of the service: waits until the call may start, and ends it also on an
+        exception."""
         while (wait := self.try_enter(tokens)) > 0:
             await asyncio.sleep(wait)
         try:
@@ -311,7 +318,7 @@ LINES, LINES_SECONDS = 20, 5.0
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one call of a function in a worker process."""
+    """The result of one call of a function in a worker process, or why there is none."""
 
     ok: bool
     result: Any
@@ -327,7 +334,8 @@ class Answer:
 
 
 def _by_value(function: Callable[..., Any]) -> bytes:
-    """The pickled function; where its module is the user's own, so that a worker does not import that module.
+    """Pickle the function; if its module is the user's own, with its code, so that a worker does not import that
+    module.
 
     A user's module usually imports workbench and torch at its top, which takes each worker seconds. Functions of
     installed packages are pickled by name.
@@ -379,7 +387,7 @@ class Pool:
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
         self._failed_starts, self._failed = 0, Answer(False, None)
-        self._seats: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._places_of_loop: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def close(self) -> None:
         """End all worker processes; the next `map` starts new ones."""
@@ -388,8 +396,11 @@ class Pool:
             self._workers.pop().close()
 
     def map(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float] | None = None) -> list[Answer]:
-        """Call the function with each of `calls` (keyword arguments): one `Answer` per call, in order. `limits` are seconds
-        per call, by default the pool's `timeout`. A call that runs past its limit, or kills its worker, fails alone."""
+        """Call the function with each of `calls` (dicts of keyword arguments): one `Answer` per call, in order.
+
+        `limits` are seconds per call, by default the pool's `timeout`. A call that runs past its limit, or ends its
+        worker process, fails alone.
+        """
         bodies = [_packed(arguments) for arguments in calls]
         seconds = [self._timeout] * len(calls) if limits is None else limits
         places, slot = self._places(), (self._rate_limit or RateLimit()).slot
@@ -416,13 +427,14 @@ class Pool:
             raise
 
     def _places(self) -> asyncio.Semaphore:
-        """As many as workers, for all calls of `map` together: several threads may call it at once."""
-        if self._seats is None or self._seats[0] is not runtime.loop():
-            self._seats = runtime.loop(), asyncio.Semaphore(self._size)
-        return self._seats[1]
+        """Return the semaphore with one place per worker, shared by all calls of `map`, as several threads may call it
+        at once."""
+        if self._places_of_loop is None or self._places_of_loop[0] is not runtime.loop():
+            self._places_of_loop = runtime.loop(), asyncio.Semaphore(self._size)
+        return self._places_of_loop[1]
 
     def _answer(self, worker: Child | None, body: bytes, limit: float) -> Answer:
-        """The answer of a worker, or of a new one: then the call's time starts when that has the function."""
+        """Run one call in `worker`, or in a new one, whose call's time starts once it has loaded the function."""
         token = os.urandom(TOKEN)
         if worker is not None and not _begun(worker, token, body):  # an earlier row's doing, not this one's
             self._workers.discard(worker)
@@ -451,7 +463,8 @@ class Pool:
         return answer
 
     def _given_up(self) -> Answer:
-        """The answer for a row once a few starts in a row have failed. Raises `RewardError` where the machine is to blame."""
+        """Return the failed answer for a row after several failed worker starts in a row. Raises `RewardError` where no
+        process could start at all."""
         times = f"{self._failed_starts} times in a row"
         if self._failed.lost:
             do = "the reward is not to blame: see what the machine lacks (memory, processes, disk: `workbench doctor`)"
@@ -460,8 +473,12 @@ class Pool:
 
 
 class Screen:
-    """Shows what worker processes print in this process's standard output: whole lines, marked with the function's name, no
-    control characters, `LINES` of them in `LINES_SECONDS`; of more lines their number."""
+    """Shows the output of worker processes in this process's standard output: whole lines, marked with the function's
+    name.
+
+    Control characters are escaped. At most `LINES` lines are shown in `LINES_SECONDS`; of further lines only their
+    number.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -472,7 +489,8 @@ class Screen:
         return Screen, (self._name,)  # a pool that goes to a Ray worker has a lock of its own there
 
     def take(self, begun: bytearray, block: bytes) -> None:
-        """Show the lines of a block of output; `begun` holds the start of the process's next line, at most 1000 bytes."""
+        """Show the lines in a block of output; `begun` keeps the unfinished last line for the next block, at most 1000
+        bytes."""
         lines = (begun + block).split(b"\n", LINES)
         count = block.count(b"\n")
         begun[:] = (begun + block).rpartition(b"\n")[2][:1000]
@@ -504,7 +522,7 @@ def _packed(arguments: Mapping[str, Any]) -> bytes | Answer:
 
 
 def _begun(worker: Child, token: bytes, body: bytes) -> bool:
-    """Hand a row to a worker; whether it has begun with it. One that has not is closed."""
+    """Send a row to a worker and return whether the worker has begun with it in time; one that has not is closed."""
     try:
         begun = worker.exchange(token + body, BEGIN_SECONDS, TOKEN) == token
     except OSError:
@@ -515,7 +533,7 @@ def _begun(worker: Child, token: bytes, body: bytes) -> bool:
 
 
 def _loaded(worker: Child, token: bytes, function: bytes) -> Answer:
-    """A new worker's answer when it has loaded the function."""
+    """Send the function to a new worker and return its answer once it has loaded the function."""
     try:
         worker.line.send(token + function, seconds=START_SECONDS)
         worker.started(most=TOKEN)
@@ -524,8 +542,12 @@ def _loaded(worker: Child, token: bytes, function: bytes) -> Answer:
     return _answered(worker, token, None)
 
 
-def _heard(worker: Child, limit: float | None) -> bytearray:
-    """The worker's next message within `limit` seconds, not counting those in which it says that it imports; None: it loads."""
+def _next_message(worker: Child, limit: float | None) -> bytearray:
+    """Return the worker's next message within `limit` seconds, not counting the time that it reports as spent on
+    imports.
+
+    None means that the worker is loading the function, for which `START_SECONDS` hold.
+    """
     imports, left, most = limit is None, [limit or 0.0, START_SECONDS], 2 * MAX_RESULT
     while True:
         began = time.monotonic()
@@ -537,9 +559,9 @@ def _heard(worker: Child, limit: float | None) -> bytearray:
 
 
 def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
-    """The worker's answer; whatever else comes closes the worker."""
+    """Read the worker's answer to a call; close the worker if it sends anything else."""
     try:
-        frame = _heard(worker, limit)
+        frame = _next_message(worker, limit)
     except Stuck as error:
         return Answer(False, None, f"what the function loads or imports has no end: {error}")
     except TimeoutError:
@@ -550,7 +572,7 @@ def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
         return Answer(False, None, f"the worker process ended with {worker.how()}")
     try:
         if frame[:TOKEN] != token:
-            raise ValueError("the answer to another call")
+            raise ValueError("the message has the token of another call")
         return Answer(*json.loads(frame[TOKEN:], object_hook=_score))
     except Exception as error:  # noqa: BLE001 - it is that row's failure
         worker.close()
@@ -558,12 +580,12 @@ def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
 
 
 def _score(record: dict[str, Any]) -> Any:
-    """A dict of an answer; what was a `Score` in the worker is one again."""
+    """Restore a `Score` that a worker sent as a dict under the key `Score`; other dicts are returned unchanged."""
     return Score.from_json(record["Score"]) if record.keys() == {"Score"} else record
 
 
 async def in_thread(work: Callable[[], T], name: str = "workbench-reward") -> T:
-    """Run blocking work in a daemon thread of its own; the process can exit without waiting for it."""
+    """Run blocking work in a new daemon thread and await its result; the process can exit without waiting for it."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a thread cannot be stopped: from now on it may always set its result
 

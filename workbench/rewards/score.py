@@ -25,10 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bounded(function: F) -> F:
-    """Decorator: marks a scorer whose run time is bounded, so that `as_reward` runs it in this process.
+    """Decorator that marks a scorer whose run time is bounded, so that `as_reward` runs it in this process.
 
-    A scorer that another function returns (`shaping.repetition`, say) gets that function's name. A response that is no
-    text is refused with `RewardError`.
+    A scorer that another function returns (`shaping.repetition`, for example) gets that function's name. Raises
+    `RewardError` when the scorer is called with a response that is no text.
     """
 
     @functools.wraps(function)
@@ -49,7 +49,8 @@ LARGEST = 3.4e38
 
 
 def finite(value: Any, what: str, do: str | None = None) -> float:
-    """A number as float. Raises `RewardError` for what is no number, NaN, or beyond `LARGEST`."""
+    """Convert a number to float. Raises `RewardError` for what is no number, for NaN, and for an absolute value above
+    `LARGEST`."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except OverflowError:
@@ -81,14 +82,14 @@ class Status(StrEnum):
 
     @property
     def failed_by_model(self) -> bool:
-        """Whether the response itself failed: no answer, a crash or a timeout of its code."""
+        """Whether the response is at fault: it has no answer, or its code crashed or timed out."""
         return self in (Status.NO_ANSWER, Status.CRASHED, Status.TIMEOUT)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Score(Shown):
-    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is no number, NaN, or infinite in
-    float32, which rewards are."""
+    """One row's reward: value, parts, reason and status. Raises `RewardError` for a value that is no number, NaN, or
+    infinite as float32."""
 
     value: float = 0.0
     """The reward; meaningful where `scored`."""
@@ -124,30 +125,32 @@ class Score(Shown):
 
     @property
     def undecided(self) -> bool:
-        """Whether the row waits for a setting that its user left open (`left_open`). A response can bring such a row about, so
-        the policies that pass over failures do not pass over it: the first one of a run stops it, and the setting answers
-        the question for all. `value=x` is an answer, too."""
+        """Whether the row cannot be scored until the user has chosen a setting (see `left_open`).
+
+        The policies `mask` and `retry(n)` do not pass over such a row: the first one stops the run, because a response
+        could otherwise bring it about to escape a zero. `value=x` does count it as x.
+        """
         return (self.error or "").startswith(_LEFT_OPEN)
 
     def timed(self, seconds: float) -> Score:
-        """A copy with this wall time of scoring."""
+        """Return a copy with `seconds` as the wall time of scoring."""
         return replace(self, seconds=seconds)
 
     def with_value(self, value: float, **parts: float) -> Score:
-        """A copy with this value, and with these parts added."""
+        """Return a copy with this value, and with these parts added."""
         return replace(self, value=value, parts={**self.parts, **parts})
 
     def with_extra(self, extra: Mapping[str, Any]) -> Score:
-        """A copy with these extras added."""
+        """Return a copy with these extras added."""
         return replace(self, extra={**self.extra, **extra})
 
     def to_json(self) -> dict[str, Any]:
-        """The score as a dict of plain values, to be saved."""
+        """Return the score as a dict of plain values, to be saved."""
         return {**vars(self), "parts": dict(self.parts), "extra": dict(self.extra), "status": self.status.value}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Score:
-        """The score of a dict that `to_json` made. Raises where a field is missing or of another type."""
+        """Make the score of a dict that `to_json` returned. Raises where a field is missing or has another type."""
         texts = {name: str(record[name]) for name in ("answer", "why", "error") if record.get(name) is not None}
         parts = {str(name): _real(value) for name, value in record["parts"].items()}
         kept = {**record, **texts, "parts": parts, "extra": dict(record["extra"]), "seconds": _real(record["seconds"])}
@@ -168,7 +171,7 @@ def _real(value: Any) -> Any:
 
 
 class Missing(Enum):
-    """Marks, in a column of extras, a row whose function did not return that key. Its one value is `MISSING`."""
+    """The type of `MISSING`, which marks, in a column of extras, a row whose function did not return that key."""
 
     MISSING = "MISSING"
 
@@ -186,24 +189,25 @@ register_codec("Missing", Missing, lambda _: None, lambda _: MISSING)
 
 
 def extra_columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """The extras of scores as columns `reward_extra/<key>`, one value per row: `MISSING` where a row lacks the key."""
+    """Turn the extras of scores into columns `reward_extra/<key>`, one value per row: `MISSING` where a row lacks the
+    key."""
     names = dict.fromkeys(name for score in scores for name in score.extra)
     return {f"reward_extra/{name}": [score.extra.get(name, MISSING) for score in scores] for name in names}
 
 
 def compared(right: bool, answer: str, ground_truth: Any, what: str = "the answer") -> Score:
-    """The score of an extracted answer: 1 where it is right, else 0, with the reason; long texts are cut."""
+    """Make the score of an extracted answer: 1 where it is right, else 0, with the reason; long texts are cut."""
     why = f"{what} is right" if right else f"expected {str(ground_truth)[:100]}"
     return Score(value=float(right), answer=answer[:200], why=why)
 
 
 def no_answer(why: str, value: float = 0.0) -> Score:
-    """The score of a response without an answer to extract: *no_answer*."""
+    """Make the score of a response without an answer to extract: status *no_answer*."""
     return Score(value=value, status=Status.NO_ANSWER, why=why)
 
 
 def failed(why: str, error: str | None = None, seconds: float = 0.0) -> Score:
-    """The score of a row that could not be scored: *infra_error*."""
+    """Make the score of a row that could not be scored: status *infra_error*."""
     return Score(status=Status.INFRA_ERROR, why=why, error=error, seconds=seconds)
 
 
@@ -211,7 +215,8 @@ _LEFT_OPEN = "left open: "
 
 
 def left_open(why: str, settings: str) -> Score:
-    """The score of a row that cannot be judged before its user has chosen among `settings`: *infra_error*, `undecided`."""
+    """Make the score of a row that cannot be scored before the user has chosen one of `settings`: *infra_error* and
+    `undecided`."""
     return failed(f"{why}; choose {settings}", f"{_LEFT_OPEN}choose {settings}")
 
 
@@ -221,10 +226,11 @@ _KINDS = {"int": "integers", "float": "floats", "str": "texts", "NoneType": "mis
 
 
 def as_text(truth: Any) -> str | None:
-    """A ground truth as text: a text as it stands, a number (numpy's too) as Python prints it, `4.0` as `4`.
+    """Convert a ground truth to text: a text stays as it is, a number (numpy's too) is written as Python prints it,
+    `4.0` as `4`.
 
-    None where nothing can be read: a missing or blank one, NaN (also as text), infinity, bytes, a list, a dict, any other
-    object.
+    None for what cannot be read: a missing or blank value, NaN (also as text), infinity, bytes, a list, a dict, any
+    other object.
     """
     if getattr(truth, "ndim", None) == 0 and callable(getattr(truth, "item", None)):
         truth = truth.item()  # a scalar of numpy or torch
@@ -242,7 +248,7 @@ def as_text(truth: Any) -> str | None:
 
 
 def no_truth(truth: Any = None) -> Score:
-    """The score of a row whose ground truth is missing, or is such that no answer can match it: not applicable."""
+    """Make the score of a row whose ground truth is missing, or cannot be matched by any answer: *not_applicable*."""
     if truth is None:
         return Score(status=Status.NOT_APPLICABLE, why="the row has no ground truth")
     why = f"no answer can match the ground truth {describe(truth)} ({type(truth).__name__})"
@@ -252,11 +258,12 @@ def no_truth(truth: Any = None) -> Score:
 def rule(
     right: Callable[[Any], str], matches: Callable[[str, Any], bool], read: Callable[[Any], Any] = as_text
 ) -> Callable[[F], F]:
-    """Decorator: makes a bounded scorer of `function(response, ground_truth, …)`, whose truths have been read.
+    """Decorator that makes a bounded scorer of `function(response, ground_truth, …)`; its ground truths are converted
+    by `read` first.
 
-    `right(truth)` is a right response to a truth, and `matches(response, truth)` the rule's own comparison. A truth that
-    `read` returns None for, or that its own right response does not match, is *not_applicable*. The scorer's attribute
-    `unscorable` says that, too, without a response (see `lint`).
+    `right(truth)` writes a response that is right, and `matches(response, truth)` compares as the rule does. A ground
+    truth that `read` turns into None, or that its own right response does not match, is *not_applicable*. The scorer
+    gets an attribute `unscorable`, which tells this of a ground truth without a response (see `lint`).
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -282,14 +289,16 @@ def rule(
 
 
 class Unreadable(str):
-    """Why no response to a row can be scored, where something in the row is written wrong: such rows are refused by number."""
+    """A reason why a row can never be scored: something in the row is written wrong. `lint` raises for such rows, with
+    their numbers."""
 
 
 def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str:
-    """Count the rows that a scorer can never score, whatever the response: "" or a sentence, for the check before a run.
+    """Count the rows that a scorer can never score, whatever the response is; return "" or a sentence, for the check
+    before a run.
 
-    `calls` are the scorer's arguments for each row, `unscorable(**arguments)` says why it cannot score one. Raises
-    `DataError` where it can score none, and for rows that are `Unreadable`.
+    `calls` has the scorer's arguments for each row, and `unscorable(**arguments)` returns why a row cannot be scored,
+    or "". Raises `DataError` if no row can be scored, and for rows whose reason is `Unreadable`.
     """
     rows, kinds, first, wrong = 0, Counter[str](), "", list[str]()
     for rows, arguments in enumerate(calls, 1):
@@ -314,5 +323,6 @@ def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str
 
 
 def unscorable_of(scorer: Any) -> Callable[..., str] | None:
-    """The attribute `unscorable` of a scorer or of the function inside a `functools.partial`; None where it has none."""
+    """Return the attribute `unscorable` of a scorer, or of the function inside a `functools.partial`; None where it has
+    none."""
     return getattr(scorer.func if isinstance(scorer, functools.partial) else scorer, "unscorable", None)

@@ -46,7 +46,7 @@ PROMPT = ("raw_prompt", "prompt", "input", "question")
 
 @dataclass(frozen=True)
 class Judged:
-    """One reward's score of one completion."""
+    """One reward's score of one completion, and where the extracted answer stands in the response."""
 
     score: Score
     span: tuple[int, int] | None
@@ -69,8 +69,11 @@ class DryRun(Shown):
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per completion: `prompt`, `response`, `truth`; for each reward its value under the reward's name (NaN:
-        not scored), and `<name>/answer`, `<name>/status`, `<name>/why`, `<name>/seconds`."""
+        """One row per completion: `prompt`, `response`, `truth`, and the results of each reward.
+
+        A column with a reward's name has its values (NaN: not scored); further columns are `<name>/answer`,
+        `<name>/status`, `<name>/why` and `<name>/seconds`.
+        """
         import pandas as pd
 
         shown = {"prompt": "prompt_text", "response": "response", "truth": "ground_truth"}
@@ -83,8 +86,8 @@ class DryRun(Shown):
 
     @property
     def summary(self) -> pd.DataFrame:
-        """One row per reward: `mean` over scored rows; how many rows were scored (`judged`), had each status, and gave an
-        answer (`extracted`); median and longest seconds of scoring a row."""
+        """One row per reward: `mean` over scored rows; counts of scored rows (`judged`), of each status, and of rows
+        with an answer (`extracted`); median and longest seconds of scoring a row."""
         import pandas as pd
 
         lines = {}
@@ -103,15 +106,18 @@ class DryRun(Shown):
 
     @property
     def disagreements(self) -> pd.DataFrame:
-        """The rows of `table` where rewards differ: two values, or one that scored the row and one that did not."""
+        """The rows of `table` where rewards differ: in their values, or in whether they scored the row."""
         frame = self.table
         values = frame[list(self.judged)]
         return frame[values.nunique(axis=1, dropna=False) > 1]
 
     @property
     def as_batch(self) -> DataProto:
-        """The completions as a batch, for `views.samples`: `score` and `reward` are the first reward's, `reward/<name>` each
-        one's (NaN: not scored), and `reward/differs` is 1 where rewards differ (`where={"reward/differs": 1}`)."""
+        """The completions as a batch, for `views.samples`.
+
+        `score` and `reward` are the first reward's, `reward/<name>` those of each (NaN: not scored), and
+        `reward/differs` is 1 where rewards differ (`where={"reward/differs": 1}`).
+        """
         frame = self.table
         first = [one.score for one in next(iter(self.judged.values()), [])]
         values = {f"reward/{name}": torch.tensor(frame[name].to_numpy(float)).float() for name in self.judged}
@@ -131,7 +137,8 @@ class DryRun(Shown):
 
     @property
     def failures(self) -> pd.DataFrame:
-        """Why rows are not *scored*, and how often: one row per reason, most frequent first, one column per reward."""
+        """Counts of the reasons why rows are not *scored*: one row per reason, most frequent first, one column per
+        reward."""
         import pandas as pd
 
         counts = {
@@ -145,22 +152,22 @@ class DryRun(Shown):
 def dry_run(functions: Any, completions: Any, *, limit: int | None = None) -> DryRun:
     """Score saved completions by one or more rewards.
 
-    `functions` is a reward, a list of them, or name → reward (whatever `as_reward` takes). `completions` is a DataFrame, a
-    jsonl, json or parquet file, a batch, a trace, or a list of dicts; columns are known by the names that workbench,
-    verl and TRL write (`RESPONSE`, `TRUTH`, `PROMPT`). `limit` keeps the first rows. Failures of a reward are part of the
-    result, not exceptions. Raises `DataError` where no column holds responses.
+    `functions` is a reward, a list of rewards, or a mapping name → reward (whatever `as_reward` takes). `completions`
+    is a DataFrame, a jsonl, json or parquet file, a batch, a trace, or a list of dicts; columns are known by the names
+    that workbench, verl and TRL write (`RESPONSE`, `TRUTH`, `PROMPT`). `limit` keeps the first rows. Failures of a
+    reward are part of the result, not exceptions. Raises `DataError` where no column holds responses.
 
     Example:
         >>> run = wb.rewards.dry_run([wb.rewards.gsm8k, my_function], "completions.jsonl")  # doctest: +SKIP
         >>> run.disagreements  # doctest: +SKIP
     """
     rows = _rows(completions)[:limit]
-    rewards = _named(functions)
+    rewards = _rewards_by_name(functions)
     judged = {name: _judge(reward, rows) for name, reward in rewards.items()}
     return DryRun(rows, judged, {name: reward.binding for name, reward in rewards.items()})
 
 
-def _named(functions: Any) -> dict[str, BaseReward]:
+def _rewards_by_name(functions: Any) -> dict[str, BaseReward]:
     if isinstance(functions, Mapping):
         return {str(name): as_reward(function) for name, function in functions.items()}
     several = functions if isinstance(functions, list | tuple) else [functions]
@@ -182,7 +189,8 @@ def _judge(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Judged
 
 
 def span_of(answer: str | None, text: str) -> tuple[int, int] | None:
-    """(start, end) of an answer's last occurrence in a text; None where it is not there literally (commas dropped, say)."""
+    """Find (start, end) of an answer's last occurrence in a text; None where it does not occur literally (its commas
+    were dropped, for example)."""
     start = text.rfind(answer) if answer else -1
     return (start, start + len(answer or "")) if start >= 0 else None
 
@@ -199,7 +207,8 @@ def _rows(completions: Any) -> list[dict[str, Any]]:
 
 
 def _row(record: Any, number: int) -> dict[str, Any]:
-    """The view of a record; its missing cells are None, its prompt a text or a chat of text, its response a text."""
+    """Make the dict that rewards read (`row_view`) of a saved record: its prompt as a text or chat, its response as a
+    text."""
     columns = records.cells_of(record, f"completion {number}")
     column = next((name for name in PROMPT if columns.get(name) is not None), None)
     if column is not None:
@@ -210,7 +219,7 @@ def _row(record: Any, number: int) -> dict[str, Any]:
         if there := next((name for name in RESPONSE if name in columns), None):
             raise DataError(f"{there} of completion {number}", expected="a text", found=describe(columns[there]))
         expected = f"a column with responses, named one of {', '.join(RESPONSE)}"
-        raise DataError(f"completion {number}", expected=expected, found=f"columns {', '.join(columns)}")
+        raise DataError(f"saved completion {number}", expected=expected, found=f"columns {', '.join(columns)}")
     columns[name] = records.spoken(columns[name], f"{name} of completion {number}")
     judged = columns.get("reward_model")
     if isinstance(judged, str):
@@ -233,7 +242,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """The result of checking one pin with one reward."""
+    """The result of checking one pin with one reward: what the reward gave, and whether that is the expected score."""
 
     number: int
     pin: Pin
@@ -246,7 +255,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PinCheck(Shown):
-    """The result of `Pins.check`, a `Checked` for each pin. It is true when every pin holds."""
+    """The result of `Pins.check`, with one `Checked` for each pin. It is true when every pin holds."""
 
     reward: str
     """Name of the reward."""
@@ -264,7 +273,7 @@ class PinCheck(Shown):
 
     @property
     def table(self) -> pd.DataFrame:
-        """The dry run's table, one row per pin, with further columns `expected`, `holds` and `note`."""
+        """The dry run's table, one row per pin, with the additional columns `expected`, `holds` and `note`."""
         return self.run.table.assign(
             expected=[one.pin.expected for one in self.results],
             holds=[one.holds for one in self.results],
@@ -306,7 +315,7 @@ class Pins(Shown):
         return pin
 
     def remove(self, which: int | str | Pin) -> Pin:
-        """Remove a pin, given by its number in this object, its `id` or itself, from the file; returns it.
+        """Remove a pin from the file and return it; `which` is its number in this object, its `id`, or the pin.
 
         Raises `DataError` where there is no such pin, or where another process has removed it.
         """
@@ -317,13 +326,13 @@ class Pins(Shown):
             pin = next((held for held in self._pins if held.id == wanted), None)
         if pin is None:
             do = "`list(pins)` shows the pinned rows and their ids"
-            raise DataError(f"{self.path} has no pin {describe(which)}", found=f"{len(self)} pins", do=do)
+            raise DataError(f"{self.path} has no pin with the id {describe(which)}", found=f"{len(self)} pins", do=do)
         with locked(self.path):
             there = read_pins(self.path)
             kept = [held for held in there if held.id != pin.id]
             self._write(kept)
         if len(kept) == len(there):
-            raise DataError(f"pin {pin.id} is no longer in {self.path}", do="it has been removed already")
+            raise DataError(f"pin {pin.id} is no longer in {self.path}: another process has removed it")
         return pin
 
     def reload(self) -> Pins:
@@ -332,12 +341,13 @@ class Pins(Shown):
         return self
 
     def check(self, reward: Any, tolerance: float = 1e-6) -> PinCheck:
-        """Score every pin by one reward (whatever `as_reward` takes) and compare with the expected scores.
+        """Score every pin by one reward (whatever `as_reward` takes), and compare with the expected scores within
+        `tolerance`.
 
         Raises `DataError` where the file does not exist: a wrong path must not look like pins that hold.
         """
         if not self.path.is_file():
-            raise DataError(f"no pins at {str(self.path)!r}", do="check the path, or pin a row first")
+            raise DataError(f"there is no pins file {str(self.path)!r}", do="check the path, or pin a row first")
         if isinstance(reward, Mapping | list | tuple):
             raise DataError("pins are checked by one reward", found=describe(reward), do="call check once per reward")
         run = dry_run([reward], self)
@@ -362,7 +372,7 @@ class Pins(Shown):
         return DataProto(padded(ids) if any(ids) else {}, objects, {"source": str(self.path)})
 
     def _write(self, pins: list[Pin]) -> None:
-        """All pins in place of the file's, atomically; a link stays a link."""
+        """Replace the file's contents by these pins, atomically; a symbolic link is followed and stays."""
         target = Path(os.path.realpath(self.path))
         ordered = sorted(pins, key=order_of)
         with boundary(f"writing {str(self.path)!r}", DataError):
@@ -377,7 +387,7 @@ class Pins(Shown):
 
     def __getitem__(self, number: int) -> Pin:
         if not -len(self) <= number < len(self):
-            raise DataError(f"{self.path} has no pin {number}", expected=f"a number below {len(self)}")
+            raise DataError(f"{self.path} has no pin number {number}", expected=f"a number below {len(self)}")
         return self._pins[number]
 
 
@@ -388,17 +398,17 @@ UNSCORED = "unscored"
 _LARGEST = 1e300
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _ABOUT = ("run", "source", "step")
-# what a pin has under names of its own
-_OWN = (
-    *("prompt", "raw_prompt", "response", "response_text", "response_ids", "completion_ids"),
-    *("ground_truth", "reward_model", "data_source", "extra_info", "expected", "note"),
+# columns that a pin holds in its own fields, and those that a run added to the row
+_OF_A_PIN = (
+    *("prompt", "raw_prompt", "response", "response_text", "response_ids", "completion_ids", "ground_truth"),
+    *("reward_model", "data_source", "extra_info", "expected", "note", "uid", "score", "finish_reason"),
 )
-_SAID = ("uid", "score", "finish_reason")  # of that run, not of the row
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Pin(Shown, Mapping[str, Any]):
-    """One pinned row: a sample and the score that it must get. Also a mapping with the names that `dry_run` understands."""
+    """One pinned row: a sample and the score that it must get. Also a mapping with the names that `dry_run`
+    understands."""
 
     # in the order in which a line has them
     expected: float | str
@@ -447,7 +457,7 @@ class Pin(Shown, Mapping[str, Any]):
         return len(self.record)
 
     def holds(self, got: float | None, tolerance: float = 1e-6) -> bool:
-        """Whether the value `got` (None: not scored) is the expected one, within `tolerance`."""
+        """Return whether a reward's value `got` (None: not scored) is the expected one, within `tolerance`."""
         if isinstance(self.expected, str):
             return got is None
         return got is not None and abs(got - self.expected) <= tolerance
@@ -477,7 +487,7 @@ def pin_of(rows: Any, row: int | None, expected: Any, note: str) -> Pin:
 
 
 def _view(rows: Any, row: int | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """(the row as rewards see it, where it came from)."""
+    """Return (the row to pin as rewards read it, where it came from), from any `rows` that `Pins.add` takes."""
     batch = rows if isinstance(rows, DataProto) else getattr(rows, "batch", None)
     if isinstance(batch, DataProto):
         return _of_batch(batch, row)
@@ -517,7 +527,8 @@ def _of_batch(batch: DataProto, row: int | None) -> tuple[Mapping[str, Any], dic
 
 
 def _number(row: Any, rows: int) -> int:
-    """The number of the row that is meant, from 0; the only one need not be named."""
+    """Return the row's number from 0, also for one counted from the end; None stands for the only row. Raises
+    `DataError` for others."""
     number = 0 if row is None and rows == 1 else row
     if not isinstance(number, numbers.Integral) or isinstance(number, bool) or not -rows <= number < rows:  # type: ignore[operator]
         raise DataError("row=, the number of the row to pin", expected=f"a number below {rows}", found=describe(row))
@@ -525,9 +536,9 @@ def _number(row: Any, rows: int) -> int:
 
 
 def _further(name: str, value: Any, response: str) -> bool:
-    """Whether a reward may want this column beside what every pin has."""
+    """Return whether a pin keeps this column beside its own fields, as a reward may ask for it."""
     again = isinstance(value, str) and value == response
-    return value is not None and not again and name not in (*_OWN, *_SAID) and not name.startswith("reward_extra/")
+    return value is not None and not again and name not in _OF_A_PIN and not name.startswith("reward_extra/")
 
 
 def _expectation(expected: Any) -> float | str:
@@ -537,25 +548,25 @@ def _expectation(expected: Any) -> float | str:
     if isinstance(number, numbers.Real) and -_LARGEST < number < _LARGEST:  # type: ignore[operator]
         return float(number)
     wanted = f"a finite number, or {UNSCORED!r} for a row that must not be scored"
-    raise DataError("'expected' of a pin", expected=wanted, found=describe(expected))
+    raise DataError("expected=, the score that a pinned row must get", expected=wanted, found=describe(expected))
 
 
 # --- a pin as a line ----------------------------------------------------------------------------
 
 
 def digest(value: Any) -> str:
-    """Hash of a plain value: twelve hex digits of BLAKE2b over its JSON."""
+    """Hash a plain value: twelve hex digits of BLAKE2b over its JSON."""
     text = json.dumps(encode(value), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def order_of(pin: Pin) -> tuple[str, str, str, str]:
-    """Sort key of a pin in its file: data source, prompt, response, id."""
+    """Return the sort key of a pin in its file: data source, prompt, response, id."""
     return str(pin.data_source or ""), json.dumps(encode(pin.prompt), sort_keys=True), pin.response, pin.id
 
 
 def pin_line(pin: Pin) -> str:
-    """A pin as one line of JSON without its empty fields. Raises `DataError` for values that JSON cannot hold."""
+    """Write a pin as one line of JSON without its empty fields. Raises `DataError` for values that JSON cannot hold."""
     kept: dict[str, Any] = {"format": FORMAT}
     for name in (one.name for one in fields(pin)):
         value = getattr(pin, name)
@@ -572,7 +583,7 @@ def pin_line(pin: Pin) -> str:
 
 
 def read_pins(path: Path) -> list[Pin]:
-    """Read the pins of a file, in its sorted order; [] where there is no file.
+    """Read the pins of a file, sorted as in the file; [] where there is no file.
 
     Raises `DataError` for a damaged line, and for two lines that expect different scores of one row.
     """
@@ -602,7 +613,7 @@ def _parsed(place: str, raw: bytes) -> Pin:
 
 
 def _refused(constant: str) -> Any:
-    raise ValueError(f"JSON has no {constant}")
+    raise ValueError(f"JSON has no number {constant}")
 
 
 def _restored(place: str, document: dict[str, Any]) -> Pin:
@@ -654,7 +665,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _taken(lock: Path) -> int | None:
-    """The open lock file, or None while another has it, or has removed it between our open and our lock."""
+    """Lock a lock file and return its descriptor; None while another writer holds it, or has removed it before the lock
+    was ours."""
     file, held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666), False
     try:
         with contextlib.suppress(BlockingIOError, PermissionError, FileNotFoundError):

@@ -52,7 +52,8 @@ _KINDS = {"pointwise": POINTWISE, "pairwise": PAIRWISE, "listwise": LISTWISE}
 
 
 class BasePromptTemplate(BaseModel):
-    """RM-Gallery's base of templates: a schema with a `reason` (`think` means it, too), and `format`, which writes the prompt.
+    """RM-Gallery's base class of prompt templates: a schema with the field `reason` (alias `think`), and `format`,
+    which writes the prompt.
 
     A class written for RM-Gallery works with its import changed to `from workbench.rewards import BasePromptTemplate`.
     """
@@ -62,12 +63,15 @@ class BasePromptTemplate(BaseModel):
 
     @classmethod
     def schema(cls, enable_thinking: bool = False, **kwargs: Any) -> str:  # type: ignore[override] # RM-Gallery's name
-        """How to answer: one tag per field; with `enable_thinking` without the reasoning, which the chat template asks for."""
+        """Write the instructions on how to answer: one tag per field.
+
+        With `enable_thinking` the field `reason` is left out, because the chat template asks for the reasoning.
+        """
         return instructions(cls, without=("reason",) if enable_thinking else ())
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """The verdict in an output. Raises `Unparseable` where there is none."""
+        """Parse the verdict in a judge's output. Raises `Unparseable` where there is none."""
         return parse(text, cls)
 
 
@@ -81,20 +85,20 @@ def reasoning(
     think: str | None = None,
     **texts: str,
 ) -> ReasoningJudge:
-    """A judge that reasons before its verdict, made of one pydantic schema; `ReasoningJudge` says what it does.
+    """Make a judge that reasons before its verdict from one pydantic schema; `ReasoningJudge` has its methods.
 
     Args:
-        schema: the fields of a verdict. A field of `REASONING` holds the reasoning.
+        schema: the fields of a verdict. One named `think`, `reason`, `reasoning` or `analysis` holds the reasoning.
         label: the rating of the samples that is the truth (`helpfulness`); None: which answers the data prefer.
         kind: `pointwise`, `pairwise` or `listwise`; by default as the schema's field `score`, `better` or `best` says.
-        template: the prompt, with `{prompt}`, `{answer}` (pairwise `{answer_a}` and `{answer_b}`, listwise `{answers}`) and
-            `{instructions}`; further names are filled from `texts`. A schema with a `format` method has its own.
-        scale: (least, most) of `score` where the field has no bounds.
-        think: who asks for the reasoning: `schema` (a tag of the verdict), `template` (the chat template's thinking) or `none`. By
-            default `schema`, if it has a field for it, else `template`.
-        texts: `examples="…"`, `principles="…"`, `desc="…"`: what the template names beside.
+        template: the prompt, with `{prompt}`, `{answer}` (pairwise `{answer_a}` and `{answer_b}`, listwise `{answers}`)
+            and `{instructions}`; further names are filled from `texts`. A schema with a method `format` needs none.
+        scale: (lowest, highest) value of `score` where the field has no bounds.
+        think: what asks for the reasoning: `schema` (a tag of the verdict), `template` (the chat template's thinking)
+            or `none`. By default `schema`, if it has a field for it, else `template`.
+        texts: values of further names in the template: `examples="…"`, `principles="…"`, `desc="…"`.
 
-    Raises `SettingError` for a schema without a verdict's field, and names of the template that nothing fills.
+    Raises `SettingError` for a schema without a verdict's field, and for names in the template that nothing fills.
 
     Example:
         >>> judge = wb.rewards.reasoning(Helpfulness, label="helpfulness")  # doctest: +SKIP
@@ -104,7 +108,8 @@ def reasoning(
 
 
 class ReasoningJudge:
-    """A schema as prompts (`rows`), as the reward that trains it (`reward`), and as the reward of other runs (`judge`)."""
+    """A judge that can be trained: its prompts (`rows`), the reward that trains it (`reward`), and itself as a reward
+    of other runs (`judge`)."""
 
     def __init__(
         self,
@@ -118,8 +123,8 @@ class ReasoningJudge:
     ) -> None:
         self.kind = _kind(schema, kind)
         if self.kind == "pointwise" and label is None:
-            do = 'label="helpfulness"; `samples.labels` has their names'
-            raise SettingError("label", expected="the rating that a pointwise judge learns", found="None", do=do)
+            do = 'pass label="helpfulness", for example; `samples.labels` lists the ratings'
+            raise SettingError("label of a pointwise judge", expected="the name of a rating", found="None", do=do)
         self.schema = schema
         self.label = label
         self.reasons = next((name for name in REASONING if name in schema.model_fields), None)
@@ -145,11 +150,11 @@ class ReasoningJudge:
 
     @property
     def without(self) -> tuple[str, ...]:
-        """The fields that the instructions do not ask for."""
+        """The schema's fields that the instructions leave out: the reasoning, unless the schema asks for it."""
         return (self.reasons,) if self.think != "schema" and self.reasons else ()
 
     def text(self, question: str, answers: Sequence[str]) -> str:
-        """The prompt for a question and its answers."""
+        """Write the prompt for a question and its answers."""
         quoted = {"prompt": question, **self._answers(answers)}
         if self._format is None:
             return filled(self.template, self.schema, quoted, self.texts, self.without)
@@ -171,11 +176,13 @@ class ReasoningJudge:
         return {"answer_a": a, "answer_b": b, "response_a": a, "response_b": b}
 
     def rows(self, samples: Samples, *, engine: Any = None, orders: bool = True) -> Rows:
-        """Rows that ask a policy for verdicts, with the truth: an answer a row, or a pair a row in both orders (unless `orders` is
-        false), or of a listwise judge all answers of a sample in as many orders as there are.
+        """Make rows that ask a policy for verdicts, with the truth of each.
 
-        `extra_info` has `sample`, `order` (places of the answers), `category` and `lengths` (characters). What has no truth is left
-        out, and counted in `rows.source`. With an `engine`, `check(engine)` first. Raises `DataError` where nothing is left.
+        A pointwise judge gets one row per rated answer. A pairwise judge gets each pair in both orders, and a listwise
+        judge all answers of a sample in as many orders as there are answers; with `orders=False` each has one order.
+        `extra_info` has `sample`, `order` (places of the answers), `category` and `lengths` (characters). Samples
+        without a truth are left out and counted in `rows.source`. An `engine` is first checked as by `check(engine)`.
+        Raises `DataError` where no row is left.
         """
         if engine is not None:
             self.check(engine)
@@ -207,7 +214,8 @@ class ReasoningJudge:
             yield self._row(sample.ordered(order), order, self._best(order, preferred))
 
     def _best(self, order: Sequence[int], preferred: Sequence[int]) -> Any:
-        """The truth of answers in an order: the letter of the preferred one, of a listwise judge all that are right, or `tie`."""
+        """Return the true verdict on answers in this order: the letter of the preferred one (listwise: a list of
+        letters), or `tie` if all are."""
         best = [LETTERS[at] for at, place in enumerate(order) if place in preferred]
         if len(best) == len(order):
             return "tie"
@@ -215,7 +223,7 @@ class ReasoningJudge:
 
     @property
     def _ties(self) -> bool:
-        """Whether a verdict can be a tie."""
+        """Whether the schema lets a verdict be a tie."""
         kind = self.schema.model_fields[self.verdict].annotation
         return get_origin(kind) is not Literal or "tie" in get_args(kind)
 
@@ -237,15 +245,17 @@ class ReasoningJudge:
     # --- thinking -----------------------------------------------------------------------------
 
     def check(self, engine: Any) -> None:
-        """Check that the judge is asked to reason exactly once: by the chat template's thinking or by the schema's field.
+        """Check that the judge is asked to reason exactly once: by the chat template's thinking or by the schema's
+        field.
 
-        `engine`: what has a `tokenizer`, and `template_switches` where it has any. `train` checks it before it starts. Raises
-        `SettingError`, with the remedy, where both ask for it, or neither does.
+        `engine` has a `tokenizer`, and `template_switches` where it has any. `train` makes this check before it starts.
+        Raises `SettingError`, with the remedy, where both ask for reasoning, or neither does.
         """
         self.check_thinking(engine.tokenizer, switches_of(engine))
 
     def check_thinking(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
-        """As `check`, of a tokenizer and the switches of its chat template."""
+        """Check, for a tokenizer and its chat template's switches, that the judge is asked to reason exactly once (see
+        `check`)."""
         thinks, asks = template_thinks(tokenizer, switches), self.think == "schema"
         if thinks and self.think != "template":
             do = 'wb.rewards.reasoning(…, think="template"), or an engine with template_switches={"enable_thinking": False}'
@@ -259,31 +269,33 @@ class ReasoningJudge:
     # --- rewards ------------------------------------------------------------------------------
 
     def reward(self, decay: float | str = 2.0, *, name: str = "verdict") -> VerdictReward:
-        """The reward that trains the judge.
+        """Make the reward that trains the judge.
 
-        `decay`, of a pointwise judge: k of exp(−k · |error| / range), `"linear"` (1 − |error| / range) or `"exact"`. A pairwise
-        or listwise verdict is right (1) or wrong (0). An output without a verdict is *no answer*.
+        `decay` sets a pointwise judge's reward: k of exp(−k · |error| / range), `"linear"` (1 − |error| / range) or
+        `"exact"`. A pairwise or listwise verdict is right (1) or wrong (0). An output without a verdict is *no_answer*.
         """
         return VerdictReward(self, decay, name)
 
     def judge(self, model: ChatModel, **asking: Any) -> Judge:
-        """The judge as a reward: `model` answers the very prompts of `rows`. Pointwise a `Judge`, pairwise a `PairwiseJudge`.
+        """Make a reward in which `model` answers the same prompts as in training: a `Judge`, or of a pairwise judge a
+        `PairwiseJudge`.
 
         `asking` as for `Judge`. Raises `SettingError` for a listwise judge.
         """
         if self.kind == "listwise":
-            raise SettingError("a listwise judge as a reward", expected="a pointwise or pairwise one", found="listwise")
+            raise SettingError("a judge as a reward", expected="a pointwise or pairwise one", found="a listwise one")
         low, high = self.scale
-        judge: _Asks
+        judge: _TrainedJudge
         if self.kind == "pairwise":
-            judge = _Compares(model, schema=self.schema, **asking)
+            judge = _TrainedPairwiseJudge(model, schema=self.schema, **asking)
         else:
-            judge = _Asks(model, schema=self.schema, value=lambda said: (said.score - low) / (high - low), **asking)
+            judge = _TrainedJudge(model, schema=self.schema, value=lambda v: (v.score - low) / (high - low), **asking)
         judge.kit = self
         return judge
 
     def read(self, output: str) -> tuple[BaseModel, Any]:
-        """(verdict, what it says) of an output: a number, `A`, `B` … or `tie`. Raises `Unparseable` where there is none."""
+        """Parse an output: (verdict, its decision), which is a number, a letter or `tie`. Raises `Unparseable` where
+        there is none."""
         verdict = parse(output, self.schema, self.reasons if self.think == "template" else None)
         choice = getattr(verdict, self.verdict)
         if self.kind == "pointwise":
@@ -305,34 +317,36 @@ class ReasoningJudge:
         return f"reasoning({self.schema.__name__}{truth}): {self.kind}, reasons in the {self.think}"
 
 
-class _Asks(Judge):
-    """A judge that asks and reads as the `ReasoningJudge` it is made of: what it is paid for in training is what it says later."""
+class _TrainedJudge(Judge):
+    """A chat model as a judge with the prompts and the parser of a `ReasoningJudge`, so that it judges as it was
+    trained."""
 
     kit: ReasoningJudge
 
     @property
     def source(self) -> str:
-        """The prompt template."""
+        """The prompt template of the reasoning judge."""
         return self.kit.template
 
     def filled(self, **texts: str) -> str:
-        """The very prompt of `ReasoningJudge.rows`."""
+        """Write the prompt for a question and its answers, as `ReasoningJudge.rows` does."""
         return self.kit.text(texts["prompt"], [text for name, text in texts.items() if name.startswith("response")])
 
     def parsed(self, output: str) -> BaseModel:
-        """The verdict, as the reward of training reads it."""
+        """Parse the verdict in an output, as the reward of the training does."""
         return self.kit.read(output)[0]
 
     def __repr__(self) -> str:
         return f"{self.kit!r}; asked: {self.model.describe()}"
 
 
-class _Compares(_Asks, PairwiseJudge):
-    """The same of two answers."""
+class _TrainedPairwiseJudge(_TrainedJudge, PairwiseJudge):
+    """A chat model as a pairwise judge with the prompts and the parser of a pairwise `ReasoningJudge`."""
 
 
 def _kind(schema: type[BaseModel], kind: str | None) -> str:
-    """The kind of a schema's verdicts, by its fields where it is not given. Raises `SettingError` where they do not say one."""
+    """Return the kind of a schema's verdicts: `kind`, or what its fields imply. Raises `SettingError` where they imply
+    none or several."""
     known = {"score": "pointwise", "better": "pairwise", "preference": "pairwise", "best": "listwise"}
     kinds = [known[name] for name in known if name in schema.model_fields]
     if kind is None and len(kinds) != 1:
@@ -344,10 +358,10 @@ def _kind(schema: type[BaseModel], kind: str | None) -> str:
 
 
 def template_thinks(tokenizer: Any, switches: Mapping[str, Any]) -> bool:
-    """Whether a chat template, with these switches, lets the model think before it answers.
+    """Return whether a chat template, with these switches, lets the model think before it answers.
 
-    It does where the prompt ends in an open `<think>`, or where its switch (`enable_thinking`, `thinking`) is on: rendered as asked it
-    differs from how it is rendered with the switch off.
+    It does where the prompt ends in an open `<think>`, or where the prompt changes when its switch (`enable_thinking`,
+    `thinking`) is turned off.
     """
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
@@ -366,10 +380,10 @@ def template_thinks(tokenizer: Any, switches: Mapping[str, Any]) -> bool:
 
 
 class VerdictReward(BaseReward):
-    """The reward of a `ReasoningJudge`'s outputs: how near each verdict is to the truth of its row.
+    """The reward for the outputs of a `ReasoningJudge` in training: how near each verdict is to the truth of its row.
 
-    Parts, and so metrics of every step: `accuracy` (right or wrong; a rounded score), `format` (whether there is a verdict), and of a
-    pointwise judge `error` (|verdict − truth|, of rows with a verdict).
+    Parts, which become metrics of every step: `accuracy` (right or wrong; scores are rounded), `format` (whether there
+    is a verdict), and for a pointwise judge `error` (|verdict − truth|, of rows with a verdict).
     """
 
     def __init__(self, judge: ReasoningJudge, decay: float | str = 2.0, name: str = "verdict") -> None:
@@ -388,26 +402,26 @@ class VerdictReward(BaseReward):
         return self.asked.template
 
     def settings(self) -> dict[str, Any]:
-        """The reward's settings as plain values: kind of verdict, schema, label, decay and policy."""
+        """Return the reward's settings as plain values: kind of verdict, schema, label, decay and policy."""
         asked = {"kind": self.asked.kind, "schema": self.asked.schema.__name__, "label": self.asked.label}
         return {**super().settings(), **asked, "decay": self.decay, "think": self.asked.think}
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Raise `DataError` if no row has a truth that verdicts can be compared with; else say how many have none."""
+        """Return "" or how many rows have no truth to compare verdicts with. Raises `DataError` if no row has one."""
         truths = [_truth(row.get("reward_model") or {}, self.asked.kind) for row in rows]
         lost = sum(one is None for one in truths)
         if truths and lost == len(truths):
             expected = {"pointwise": "numbers", "pairwise": "A, B or tie"}.get(self.asked.kind, "lists of letters")
             do = "make the rows by the judge: judge.rows(samples)"
-            raise DataError("ground truths", expected=expected, found="none of them", do=do)
+            raise DataError(f"ground truths for a {self.asked.kind} judge", expected=expected, found="none", do=do)
         return f"{lost} of {len(truths)} rows have no truth that a verdict can be compared with" if lost else ""
 
     def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
-        """Raise `SettingError` where the judge is asked to reason twice, or not at all."""
+        """Raise `SettingError` where the judge is asked to reason twice (by schema and chat template), or not at all."""
         self.asked.check_thinking(tokenizer, switches)
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order."""
+        """Score the rows by their verdicts: one `Score` each, in order."""
         return [self._score(row["response"], _truth(row, self.asked.kind)) for row in rows]
 
     def _score(self, output: str, truth: Any) -> Score:
@@ -435,12 +449,12 @@ class VerdictReward(BaseReward):
         return f"VerdictReward({self.asked.schema.__name__}, {self.asked.kind}, decay={self.decay})"
 
 
-def _choice_text(said: Any) -> str:
-    return f"{said:g}" if isinstance(said, float) else str(said)
+def _choice_text(choice: Any) -> str:
+    return f"{choice:g}" if isinstance(choice, float) else str(choice)
 
 
 def _truth(row: Mapping[str, Any], kind: str) -> Any:
-    """The truth of a row as verdicts have it; None where there is none."""
+    """Return the truth of a row in the form of a verdict of this kind; None where there is none."""
     truth = row.get("ground_truth")
     if kind == "pointwise":
         return finite(truth)

@@ -44,13 +44,16 @@ LONGEST = 20_000
 
 
 async def awaited(result: Any) -> Any:
-    """Await the result of an async function, for `asyncio.run`."""
+    """Await the result of an async function, as a coroutine that `asyncio.run` takes."""
     return await result
 
 
 def written(result: Any, depth: int = 0) -> Any:
-    """A result as JSON's types. A dataclass is a dict, a `Score` a dict under the key `Score`, a tensor or an array a list;
-    what is neither plain data nor a number is its repr, which is no reward."""
+    """Convert a result to JSON's types: a dataclass to a dict, a `Score` to a dict under the key `Score`, a tensor or
+    array to a list.
+
+    What is neither plain data nor a number becomes its repr, which is no valid reward.
+    """
     if result is None or isinstance(result, bool | str):
         return result
     if isinstance(result, numbers.Number) and not isinstance(result, complex):
@@ -69,32 +72,33 @@ def _of_parts(result: Any, depth: int) -> Any:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """A dataclass as a dict; a `Score` under its name."""
+    """Return a dataclass as a dict of its fields; a `Score` as a dict with the one key `Score`."""
     found = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     ours = (type(record).__module__, type(record).__name__) == ("workbench.rewards.score", "Score")
     return {"Score": found} if ours else found
 
 
 def number(value: Any) -> float | int | str:
-    """A number as int or float; an integer that is too long to be written down as words."""
+    """Convert a number to int or float; an integer of 4096 bits or more to a description such as "an integer of 9000
+    bits"."""
     if isinstance(value, numbers.Integral):
         return int(value) if int(value).bit_length() < 4096 else f"an integer of {int(value).bit_length()} bits"
     return float(value)
 
 
 def shown(value: Any) -> str:
-    """The repr of a value that is not plain data, cut."""
+    """Return the repr of a value that is not plain data, cut to 200 characters."""
     return f"<{type(value).__name__}> {value!r}"[:200]
 
 
 class Printed(io.TextIOBase):
-    """Standard output during a call: its first characters are kept, and everything goes on to the process's own output."""
+    """Standard output during a call: keeps the first characters, and passes everything on to the process's own output."""
 
     def __init__(self, there: Any) -> None:
         self.there, self.kept = there, ""
 
     def write(self, text: str) -> int:
-        """Write text."""
+        """Write text to the process's own output, and keep it while fewer than `PRINTED` characters are kept."""
         self.kept += text[: PRINTED - len(self.kept)]
         with contextlib.suppress(OSError, ValueError):  # closed, or not of its encoding
             self.there.write(text.encode("utf-8", "backslashreplace").decode())
@@ -107,7 +111,8 @@ class Printed(io.TextIOBase):
 
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
-    """A call leaves the process as it found it, for the next row: folder, environment, umask, signal handlers, alarms."""
+    """Context manager around a call: restores working folder, environment, umask, signal handlers and alarms for the
+    next row."""
     folder, env, mask = "", dict(os.environ), os.umask(0o077)
     os.umask(mask)
     with contextlib.suppress(OSError):  # it was removed
@@ -130,8 +135,10 @@ def as_before() -> Iterator[None]:
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in a call that takes more than `seconds` of processor time, and once a second until it has ended:
-    libraries catch what is raised in them."""
+    """Context manager that raises `TimeoutError` in a call that takes more than `seconds` of processor time.
+
+    The error is raised again every second until the call has ended, because libraries may catch it.
+    """
 
     def late(*_: Any) -> None:
         raise TimeoutError(f"it takes more than {seconds:g} s of processor time")
@@ -145,7 +152,8 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def answer(function: Any, arguments: dict[str, Any]) -> bytes:
-    """Call the function: (ok, result, error line, traceback, seconds, printed) as JSON. All its exceptions are caught."""
+    """Call the function and return (ok, result, error line, traceback, seconds, printed) as JSON. All its exceptions
+    are caught."""
     printed = Printed(sys.stdout)
     began = time.perf_counter()
     outcome: tuple[Any, ...]
@@ -162,7 +170,7 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
                 outcome, text = (False, None, why, None), "null"
             del result
     except BaseException as error:  # noqa: BLE001 - scorers raise BaseException time-outs too; the row keeps it
-        outcome, text = (False, None, *told(error)), "null"
+        outcome, text = (False, None, *texts_of(error)), "null"
         if limit and isinstance(error, TimeoutError):  # the response's doing: it counts as 0
             outcome, text = (True, None, "", None), json.dumps({"score": 0.0, "status": "timeout", "why": str(error)})
     rest = json.dumps([*outcome[2:], time.perf_counter() - began, printed.kept])
@@ -170,9 +178,10 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
 
 
 def with_logs(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """(arguments of a call with TRL's functions where they say `log_extra` or `log_metric`, what those are told in the call).
+    """Replace the arguments `log_extra` and `log_metric`, which TRL's functions take, by functions that collect what
+    they log.
 
-    What is told is a list with a value for each row, by its name, as in OpenRLHF's `extra_logs`.
+    Returns (the call's arguments, the logged values: name → one value per row, as in OpenRLHF's `extra_logs`).
     """
     logs: dict[str, list[Any]] = {}
 
@@ -189,8 +198,8 @@ def with_logs(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, l
     }, logs
 
 
-def told(error: BaseException) -> tuple[str, str]:
-    """(one line, traceback) of an exception, cut."""
+def texts_of(error: BaseException) -> tuple[str, str]:
+    """Format an exception as (one line, traceback), both cut to `LONGEST` characters."""
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     within = f" (this worker may take {limit >> 20} MiB: memory_limit_mb)" if isinstance(error, MemoryError) else ""
     text = "".join(traceback.format_exception(error))
@@ -198,31 +207,31 @@ def told(error: BaseException) -> tuple[str, str]:
 
 
 class TextLoader(importlib.abc.InspectLoader):
-    """Loads a module from the source text that the trainer read and hashed, even where the file has changed since."""
+    """Imports a module from the source text that the trainer read and hashed, even where the file has changed since."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text = path, text
 
     def is_package(self, fullname: str) -> bool:
-        """Whether it is the `__init__.py` of a package."""
+        """Return whether the file is the `__init__.py` of a package."""
         return os.path.basename(self.path) == "__init__.py"
 
     def get_source(self, fullname: str) -> str:
-        """The module's source text."""
+        """Return the module's source text."""
         return self.text
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """The module's code, compiled under the file's own path, so that tracebacks show its lines."""
+        """Compile the module under the file's own path, so that tracebacks show its lines."""
         return self.source_to_code(self.text, self.path)
 
 
 def from_file(record: dict[str, Any]) -> Any:
-    """Load the function of a `FileFunction.record`, from its text.
+    """Load the function of a `FileFunction.record`, from its source text.
 
-    The folder of the file is put on `sys.path`, for a file of a package behind that of the package: there its neighbours hide
-    no other modules. Processes that the function starts can import the module by its name, from the same text. With
-    `construct` in the record the name is a class (a reward manager written for verl), and an object of it is returned.
-    `functions` are records of functions of files among the arguments.
+    The folder of the file is put on `sys.path`; for a file in a package it comes after the package's folder, so that
+    modules beside the file hide no others. Processes that the function starts can import the module by its name, from
+    the same text. If the record has `construct`, the name is a class (a reward manager written for verl), and an object
+    of it is returned. `functions` are records of other files' functions among the arguments.
     """
     if record.get("construct"):
         stand_in_for_verl()
@@ -248,8 +257,11 @@ def from_file(record: dict[str, Any]) -> Any:
 
 
 def imported(package: str, root: str) -> None:
-    """Import a package below the folder `root`, and those that it is in. One that cannot be imported, as it needs what is not
-    installed, is left empty: modules in it can be imported all the same."""
+    """Import a package below the folder `root`, and the packages that it is in.
+
+    A package that cannot be imported, as it needs what is not installed, is replaced by an empty one, so that its
+    modules can be imported.
+    """
     if parent := package.rpartition(".")[0]:
         imported(parent, root)
     try:
@@ -261,8 +273,11 @@ def imported(package: str, root: str) -> None:
 
 
 def importable(name: str, text: str) -> None:
-    """Let processes that this one starts (`multiprocessing`'s, by spawn) import the module `name`, while this one lives: from a
-    zip file in memory, on `sys.path`. Where a system has none (macOS), they cannot."""
+    """Let processes that this one starts (by `multiprocessing`'s spawn) import the module `name`, from a zip file in
+    memory on `sys.path`.
+
+    It lasts as long as this process. A system without such files (macOS) cannot do it.
+    """
     with contextlib.suppress(AttributeError, OSError):
         place = os.memfd_create(name)  # type: ignore[attr-defined,unused-ignore]
         with zipfile.ZipFile(os.fdopen(place, "wb", closefd=False), "w") as packed:
@@ -283,12 +298,15 @@ def stand_in_for_verl() -> None:
 
 
 @contextlib.contextmanager
-def imports_told(parent: Any, token: bytearray) -> Iterator[None]:
-    """While a call runs, tell the parent when it begins to import what is not there yet, and when it has: a function that
-    imports at its first call takes longer in a new worker, and that is no verdict about its row."""
+def reporting_imports(parent: Any, token: bytearray) -> Iterator[None]:
+    """Context manager around a call that tells the parent process when the call begins and ends an import.
+
+    Time spent on imports does not count against the call's limit, as a function that imports at its first call takes
+    longer in a new worker.
+    """
     plain, owner, inside = builtins.__import__, (os.getpid(), threading.get_ident()), list[str]()
 
-    def told(name: str, *args: Any, **options: Any) -> Any:
+    def reporting_import(name: str, *args: Any, **options: Any) -> Any:
         if inside or name in sys.modules or (os.getpid(), threading.get_ident()) != owner:
             return plain(name, *args, **options)
         inside.append(name)
@@ -301,7 +319,7 @@ def imports_told(parent: Any, token: bytearray) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 parent.send(token + IMPORTED)
 
-    builtins.__import__ = told
+    builtins.__import__ = reporting_import
     try:
         yield
     finally:
@@ -326,13 +344,14 @@ def main(parent: Any) -> None:
             importlib.import_module(name)
         reply: list[Any] = [True, None]
     except BaseException as error:  # noqa: BLE001 - said to the parent, which knows which function it was
-        reply = [False, None, f"the function cannot be loaded in a worker: {told(error)[0]}", told(error)[1]]
+        line, trace = texts_of(error)
+        reply = [False, None, f"the function cannot be loaded in a worker: {line}", trace]
     sys.stdout.flush()
     parent.send(frame[:TOKEN] + json.dumps(reply).encode())  # where it is ready: deadlines count from here
     while reply[0]:
         frame = parent.frames.get()
         parent.send(frame[:TOKEN])
-        with imports_told(parent, frame[:TOKEN]):
+        with reporting_imports(parent, frame[:TOKEN]):
             body = answer(function, cloudpickle.loads(frame[TOKEN:]))
         if os.getpid() != pid:  # a fork that the function made has come back: it is not asked
             os._exit(0)

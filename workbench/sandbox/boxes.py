@@ -20,7 +20,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def make(kind: str) -> Path:
-    """A new empty folder that belongs to the user that programs run as."""
+    """Make a new empty folder that belongs to the user that programs run as."""
     path = Path(tempfile.mkdtemp(prefix=f"workbench-{kind}-"))
     if os.geteuid() == 0:
         os.chown(path, tiers.UID, tiers.UID)
@@ -29,7 +29,7 @@ def make(kind: str) -> Path:
 
 @contextlib.contextmanager
 def folder(kind: str) -> Iterator[Path]:
-    """A new folder, removed afterwards whatever is in it."""
+    """Context manager: makes a new folder, and removes it afterwards whatever is in it."""
     path = make(kind)
     try:
         yield path
@@ -38,7 +38,7 @@ def folder(kind: str) -> Iterator[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and all that is in it."""
+    """Remove a folder and everything in it."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
@@ -48,7 +48,7 @@ def remove(folder: Path) -> None:
 
 
 def copied(folder: Path, target: Path) -> None:
-    """Copy a folder with all that is in it (links, times, owners) to `target`, which does not exist yet.
+    """Copy a folder with everything in it (links, times, owners) to `target`, which does not exist yet.
 
     Raises `SandboxError` where something cannot be copied.
     """
@@ -60,7 +60,7 @@ def copied(folder: Path, target: Path) -> None:
 
 
 def checked(name: str) -> PurePosixPath:
-    """A file's name as a relative path. Raises `SettingError` for one that leads out of the folder."""
+    """Return a file's name as a relative path. Raises `SettingError` for one that leads out of the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise SettingError("file of a sandbox", expected="a relative path inside its folder", found=repr(name))
@@ -68,7 +68,10 @@ def checked(name: str) -> PurePosixPath:
 
 
 def write(box: Path, files: Mapping[str, bytes | str]) -> None:
-    """Write files into a box; what is in their way there (links, files, folders) is removed, a `#!` makes a file a program."""
+    """Write files into a sandbox's folder; what is in their way (links, files, folders) is removed.
+
+    A file whose content begins with `#!` becomes executable.
+    """
     for name, body in files.items():
         *folders, last = checked(name).parts
         with _opened(box, folders, make_them=True) as inside:
@@ -82,7 +85,7 @@ def write(box: Path, files: Mapping[str, bytes | str]) -> None:
 
 
 def fetch(box: Path, name: str) -> bytes | None:
-    """A plain file of the box; None for what is missing, too big, or reached through a link."""
+    """Read a plain file of a sandbox's folder; None for a file that is missing, too big, or reached through a link."""
     *folders, last = PurePosixPath(name).parts
     try:
         with _opened(box, folders) as inside:
@@ -101,7 +104,7 @@ def fetch(box: Path, name: str) -> bytes | None:
 
 @contextlib.contextmanager
 def _opened(box: Path, folders: list[str], *, make_them: bool = False) -> Iterator[int]:
-    """The descriptor of a folder of the box, which is reached through no link."""
+    """Context manager: opens a folder inside a sandbox's folder, following no link, and yields its descriptor."""
     opened = [os.open(box, os.O_RDONLY | os.O_DIRECTORY)]
     try:
         for part in folders:
@@ -117,7 +120,7 @@ def _opened(box: Path, folders: list[str], *, make_them: bool = False) -> Iterat
 
 
 def _make(inside: int, name: str) -> None:
-    """Make sure that there is a folder `name`; anything else of this name is removed."""
+    """Make sure that there is a folder `name`; a link or file of this name is removed."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
             return

@@ -19,7 +19,7 @@ from threading import Event
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, first_line
 from workbench.sandbox import boxes
-from workbench.sandbox.process import Limits, contained
+from workbench.sandbox.process import ProcessLimits, contained
 from workbench.sandbox.protocol import Phase, Result, status_of
 
 ENGINES = ("podman", "docker")
@@ -81,7 +81,7 @@ class Containers:
         self._ahead: list[asyncio.Future[ContainerWorkspace]] = []
 
     def describe(self) -> str:
-        """The engine and the limits, in one line."""
+        """Describe the engine and the limits in one line."""
         return f"containers of {self.engine}, {self.memory_limit_mb} MiB and {self.cpus:g} processors each, no network"
 
     def __repr__(self) -> str:
@@ -90,10 +90,11 @@ class Containers:
     async def workspace(
         self, files: Mapping[str, bytes | str] | None = None, *, image: str | None = None
     ) -> ContainerWorkspace:
-        """Start a container of `image` with these files in its working folder. Raises `SandboxError` where it cannot start."""
+        """Start a container of `image` with these files in its working folder. Raises `SandboxError` where it cannot
+        start."""
         chosen = image or self.image
         if chosen is None:
-            raise SandboxError("a workspace without an image", expected="image= here, or in Containers(image)")
+            raise SandboxError("image of a workspace", expected="image= here, or in Containers(image)", found="none")
         if chosen == self.image and self.ready:
             wanted = self.ready + 1 - len(self._ahead)
             self._ahead += [asyncio.ensure_future(self.started(chosen)) for _ in range(wanted)]
@@ -108,13 +109,13 @@ class Containers:
         return workspace
 
     async def started(self, image: str) -> ContainerWorkspace:
-        """A new container of `image`."""
+        """Start a new container of `image`, and return it as a workspace."""
         made = ContainerWorkspace(self, f"workbench-{os.getpid()}-{os.urandom(6).hex()}")
         await asyncio.to_thread(output_of, [self.engine, *self.start(image, made.name)])
         return made
 
     def start(self, image: str, name: str) -> list[str]:
-        """The engine's arguments that start a container which waits."""
+        """Return the engine's arguments that start a container which waits for commands."""
         memory = f"{self.memory_limit_mb}m"
         return [
             *("run", "--detach", "--pull=never", "--name", name, "--hostname", "sandbox", "--network", "none"),
@@ -126,14 +127,15 @@ class Containers:
         ]
 
     def command(self, name: str, command: str, environment: Mapping[str, str]) -> list[str]:
-        """The engine's arguments that run a shell command in a container."""
+        """Return the engine's arguments that run a shell command in a container."""
         given = [part for key, value in environment.items() for part in ("--env", f"{key}={value}")]
         return ["exec", "--interactive", "--workdir", self.folder, *given, name, "/bin/sh", "-c", command]
 
     def run_in(self, name: str, command: str, seconds: float, environment: Mapping[str, str], stop: Event) -> Phase:
-        """Run a command in a container and end all its processes; where that fails the container is started anew."""
+        """Run a command in a container and end all its processes; where these cannot be ended the container is started
+        anew."""
         with boxes.folder("root") as empty:
-            limits = Limits(seconds=seconds, output_bytes=self.output_limit, memory_mb=1 << 20, disk_mb=1)
+            limits = ProcessLimits(seconds=seconds, output_bytes=self.output_limit, memory_mb=1 << 20, disk_mb=1)
             line = [*_client(), self.engine, *self.command(name, command, environment)]
             ran = contained(line, b"", empty, limits, stop)
         try:
@@ -146,7 +148,7 @@ class Containers:
         return replace(ran, limit="disk") if full else ran
 
     async def in_turn(self, name: str, command: str, seconds: float, environment: Mapping[str, str]) -> Phase:
-        """`run_in` in one of the sandbox's threads; a cancellation ends the command."""
+        """Call `run_in` in one of the sandbox's threads; a cancellation ends the command."""
         stop = Event()
         job = partial(self.run_in, name, command, seconds, environment, stop)
         try:
@@ -162,13 +164,13 @@ class ContainerWorkspace:
     def __init__(self, containers: Containers, name: str) -> None:
         self._all, self.name = containers, name
         self._turn = asyncio.Lock()
-        self._of: Image | None = None
+        self._of: ContainerSnapshot | None = None
         self._left = weakref.finalize(self, _removed, [containers.engine, "rm", "--force", "--volumes", name])
 
     async def run(
         self, command: str, *, seconds: float = 10.0, memory_mb: int = -1, environment: Mapping[str, str] | None = None
     ) -> Result:
-        """Run a shell command in the working folder; the container's memory is that of `Containers`."""
+        """Run a shell command in the working folder; the memory limit is that of `Containers`, whatever `memory_mb` is."""
         async with self._turn:
             ran = await self._all.in_turn(self.name, command, seconds, environment or {})
         broken = ran.stderr if ran.status == "Error" else ""
@@ -190,17 +192,17 @@ class ContainerWorkspace:
             found = archive.extractfile(first) if first and first.isfile() else None
             return found.read() if found else None
 
-    async def snapshot(self) -> Image:
+    async def snapshot(self) -> ContainerSnapshot:
         """Save the container's file system as an image."""
-        return Image(self._all.engine, (await self._engine("commit", self.name)).decode().strip())
+        return ContainerSnapshot(self._all.engine, (await self._engine("commit", self.name)).decode().strip())
 
-    async def restore(self, snapshot: Image) -> None:
+    async def restore(self, snapshot: ContainerSnapshot) -> None:
         """Start the container anew from a snapshot."""
         await self._engine("rm", "--force", "--volumes", self.name)
         await self._engine(*self._all.start(snapshot.id, self.name))
 
     async def copy(self) -> ContainerWorkspace:
-        """A second container with the same file system."""
+        """Make a second container with the same file system."""
         saved = await self.snapshot()
         other = await self._all.started(saved.id)
         other._of = saved  # its image must outlive it
@@ -219,8 +221,8 @@ class ContainerWorkspace:
         return f"ContainerWorkspace({self.name!r})"
 
 
-class Image:
-    """A snapshot of a container, removed when nothing refers to it any more."""
+class ContainerSnapshot:
+    """A snapshot of a container, as an image of the engine; the image is removed when nothing refers to it any more."""
 
     def __init__(self, engine: str, id: str) -> None:
         self.id = id
@@ -228,12 +230,13 @@ class Image:
 
 
 def answering(engine: str | None = None) -> str:
-    """The container engine that answers, `engine` or the first of `ENGINES`. Raises `SandboxError` with each one's reason."""
+    """Return the container engine that answers: `engine`, or the first of `ENGINES`. Raises `SandboxError` with each
+    engine's reason."""
     reasons = []
     for name in (engine,) if engine else ENGINES:
         try:
             if shutil.which(name) is None:
-                raise SandboxError("it is not installed")
+                raise SandboxError(f"{name} is not installed")
             output_of([name, "info"], seconds=_KILL_SECONDS)
         except SandboxError as error:
             reasons.append(f"{name}: {first_line(error)}")
@@ -244,14 +247,15 @@ def answering(engine: str | None = None) -> str:
 
 
 def output_of(command: Sequence[str], stdin: bytes = b"", *, seconds: float = _SECONDS) -> bytes:
-    """What an engine prints. Raises `SandboxError` where it fails or takes more than `seconds`."""
+    """Run a container engine's command and return what it prints. Raises `SandboxError` where it fails or takes more
+    than `seconds`."""
     try:
         ran = subprocess.run(command, input=stdin, capture_output=True, timeout=seconds, check=False)
     except (OSError, subprocess.TimeoutExpired) as cause:
-        raise SandboxError(f"{command[0]} {command[1]}", found=str(cause)) from cause
+        raise SandboxError(f"{command[0]} {command[1]} failed", found=str(cause)) from cause
     if ran.returncode:
-        said = ran.stderr.decode(errors="replace").strip()[-300:]
-        raise SandboxError(f"{command[0]} {command[1]} failed with exit code {ran.returncode}", found=said)
+        stderr = ran.stderr.decode(errors="replace").strip()[-300:]
+        raise SandboxError(f"{command[0]} {command[1]} failed with exit code {ran.returncode}", found=stderr)
     return ran.stdout
 
 
@@ -261,13 +265,14 @@ def _removed(command: Sequence[str]) -> None:
 
 
 def _client() -> list[str]:
-    """`env …`: the engine's client finds its daemon and its settings by these variables."""
+    """Return the command line `env NAME=…` that passes the variables by which the engine's client finds its daemon and
+    settings."""
     names = ("HOME", "PATH", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
     return ["/usr/bin/env", *(f"{name}={os.environ[name]}" for name in names if name in os.environ)]
 
 
 def _packed(files: Mapping[str, bytes | str]) -> bytes:
-    """Files as a tar archive; a `#!` makes a file a program."""
+    """Pack files as a tar archive; a file whose content begins with `#!` becomes executable."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, body in files.items():

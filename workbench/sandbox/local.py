@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
 from workbench.sandbox import boxes, memory, tiers
-from workbench.sandbox.process import Limits, contained, too_big
-from workbench.sandbox.protocol import Phase, Program, Result, SyncDoors, status_of
+from workbench.sandbox.process import ProcessLimits, contained, too_big
+from workbench.sandbox.protocol import Phase, Program, Result, SyncSandbox, status_of
 
 T = TypeVar("T")
 _SHELL = ("/bin/bash", "-c")
@@ -46,7 +46,7 @@ class _Language(NamedTuple):
     build: tuple[str, ...] = ()
 
 
-class LocalSandbox(SyncDoors):
+class LocalSandbox(SyncSandbox):
     """`sandbox.local()`: runs programs on this machine, isolated by the best tier of isolation that passes its probe.
 
     `tier` is `bubblewrap` or `namespaces` (None: the first that works). A tier is used only after its probe, programs
@@ -132,23 +132,26 @@ class LocalSandbox(SyncDoors):
         }
 
     def hides(self, words: str) -> str:
-        """The package that a failed program's `words` (its stderr) call missing, where it is installed beside this process and
-        `packages` was left open; "" for others: no program can make up a name that is hidden from it."""
+        """Return the package that the sandbox hid from a failed program, where `packages` was left open; else "".
+
+        `words` is the program's stderr with a ModuleNotFoundError. The package must be installed beside this process,
+        so that no program can make up a name.
+        """
         missing = _NO_MODULE.search(words)
         return missing[1] if missing and self.packages is None and tiers.installed(missing[1]) else ""
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Languages that can be run here: python always, bash and C++ where the shell or the compiler is installed.
+        """The languages that can be run here: python always, bash and C++ where the shell or the compiler is installed.
 
-        C++ is left out where the temporary folder is mounted `noexec`: what is compiled there cannot be run.
+        C++ is left out where the temporary folder is mounted `noexec`, as compiled programs could not be run there.
         """
         noexec = os.statvfs(tempfile.gettempdir()).f_flag & os.ST_NOEXEC
         tools = {name: (one.build or one.run)[0] for name, one in self._languages.items() if not (one.build and noexec)}
         return tuple(name for name, tool in tools.items() if name == "python" or Path(tool).exists())
 
     def describe(self) -> str:
-        """The sandbox's tier of isolation and limits, in one line."""
+        """Describe the sandbox's tier of isolation and limits in one line."""
         note = " (NO ISOLATION)" if self.tier == "unsafe" else ""
         counted = "counted by the kernel" if memory.place() else "measured"
         size = f"{self.memory_limit_mb} MiB a program, {counted}"
@@ -173,8 +176,8 @@ class LocalSandbox(SyncDoors):
     def execute_in(self, tier: str, program: Program, stop: threading.Event | None = None) -> Result:
         """Run one program in the given tier of isolation and wait for its result; setting `stop` ends it."""
         if program.language not in self.languages:
-            found = f"this sandbox cannot run {program.language}; it runs {', '.join(self.languages)}"
-            return Result(status="SandboxError", message=found, where=tier)
+            message = f"this sandbox cannot run {program.language}; it runs {', '.join(self.languages)}"
+            return Result(status="SandboxError", message=message, where=tier)
         language, stop = self._languages[program.language], stop or threading.Event()
         most = program.memory_limit_mb if program.memory_limit_mb > 0 else self.memory_limit_mb
         with ExitStack() as stack:
@@ -202,9 +205,9 @@ class LocalSandbox(SyncDoors):
         stdin: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Phase:
-        """Run one command in the folder `box`, with `root` as an empty one to mount over, and wait for its end."""
+        """Run one command in the folder `box`, with the empty folder `root` for mounts, and wait for its end."""
         sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self.disk_limit_mb}
-        limits = Limits(seconds=seconds, **sizes)
+        limits = ProcessLimits(seconds=seconds, **sizes)
         world = replace(self.world, environment={**self.world.environment, **environment})
         fed = stdin.encode("utf-8", "surrogatepass")
         with ExitStack() as stack:
@@ -250,7 +253,8 @@ class LocalWorkspace:
     async def run(
         self, command: str, *, seconds: float = 10.0, memory_mb: int = -1, environment: Mapping[str, str] | None = None
     ) -> Result:
-        """Run a shell command in the folder. One that leaves more there than the disk limit has met it."""
+        """Run a shell command in the folder. A command that leaves more there than the disk limit allows gets the limit
+        `disk`."""
         async with self._turn:
             return await self._ran(command, seconds, memory_mb, environment or {})
 
@@ -276,25 +280,25 @@ class LocalWorkspace:
             await asyncio.to_thread(boxes.write, self._box, files)
 
     async def read(self, name: str) -> bytes | None:
-        """A file of the folder; None where there is no plain file of this name, or it is reached through a link."""
+        """Read a file of the folder; None where there is no plain file of this name, or it is reached through a link."""
         async with self._turn:
             self._check_open()
             return await asyncio.to_thread(boxes.fetch, self._box, name)
 
     async def snapshot(self) -> Snapshot:
-        """Copy the folder."""
+        """Copy the folder, and return the copy."""
         async with self._turn:
             await self._own()
             return await asyncio.to_thread(Snapshot, self._box)
 
     async def restore(self, snapshot: Snapshot) -> None:
-        """Put the folder back as it was."""
+        """Put the folder back as it was when `snapshot` was taken."""
         async with self._turn:
             await self._own()
             await asyncio.to_thread(snapshot.put, self._box)
 
     async def copy(self) -> LocalWorkspace:
-        """A second workspace with a copy of the folder."""
+        """Make a second workspace with a copy of the folder."""
         other = LocalWorkspace(self._sandbox)
         await other.restore(await self.snapshot())
         return other
@@ -305,14 +309,14 @@ class LocalWorkspace:
             await asyncio.to_thread(self._left)
 
     async def _own(self) -> None:
-        """Make sure that we may read and write all of the folder: a command can have closed it to its owner."""
+        """Make all of the folder readable and writable for this process, as a command may have closed it to its owner."""
         self._check_open()
         if os.geteuid() != 0:
             await self._ran(_OPEN_UP, _OPEN_UP_SECONDS, -1, {})
 
     def _check_open(self) -> None:
         if not self._left.alive:
-            raise SandboxError("this workspace is closed", do="open another one")
+            raise SandboxError("the workspace of the sandbox is closed", do="open another one: sandbox.workspace()")
 
     def __repr__(self) -> str:
         return f"LocalWorkspace({self._sandbox.tier!r}{'' if self._left.alive else ', closed'})"
@@ -327,7 +331,7 @@ class Snapshot:
         boxes.copied(box, self._place / "files")
 
     def put(self, box: Path) -> None:
-        """Make the folder `box` the same as the copy."""
+        """Replace the contents of the folder `box` by the copy."""
         boxes.remove(box)
         shutil.rmtree(box, ignore_errors=True)
         boxes.copied(self._place / "files", box)

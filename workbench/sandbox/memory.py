@@ -37,8 +37,9 @@ _INODE = 1 << 10
 _SECONDS = 5.0
 
 
-class Group:
-    """A control group in `place` for one program: the kernel ends what goes over `memory_mb` MiB there. `close` removes it."""
+class ControlGroup:
+    """A control group in the folder `place` for one program: the kernel ends a process when the group exceeds
+    `memory_mb` MiB. `close` removes it."""
 
     def __init__(self, place: Path, memory_mb: int) -> None:
         self.path = place / f"workbench-{os.getpid()}-{os.urandom(4).hex()}"
@@ -61,16 +62,16 @@ class Group:
 
     @property
     def procs(self) -> Path:
-        """The file that moves a process in."""
+        """The file that moves a process into the group, when its number is written there."""
         return self.path / "cgroup.procs"
 
     def met(self) -> bool:
-        """Whether the kernel has ended a process here for memory."""
+        """Return whether the kernel has ended a process of the group for its memory."""
         words = (self.path / ("memory.events" if self.second else "memory.oom_control")).read_text().split()
         return int(words[words.index("oom_kill") + 1]) > 0
 
     def close(self) -> None:
-        """Kill what still runs in the group, and remove it."""
+        """Kill the processes that still run in the group, and remove the group."""
         deadline = time.monotonic() + _SECONDS
         while True:
             try:
@@ -86,10 +87,11 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(memory_mb: int) -> Iterator[Group | None]:
-    """A program's control group, removed afterwards; None where this process cannot make one."""
+def group(memory_mb: int) -> Iterator[ControlGroup | None]:
+    """Context manager: makes a control group for a program and removes it afterwards; yields None where this process
+    cannot make one."""
     where = place()
-    control = Group(where, memory_mb) if where else None
+    control = ControlGroup(where, memory_mb) if where else None
     try:
         yield control
     finally:
@@ -99,7 +101,8 @@ def group(memory_mb: int) -> Iterator[Group | None]:
 
 @cache
 def place() -> Path | None:
-    """The folder in which this process can make control groups that limit memory, or None. Groups of dead makers go."""
+    """Return the folder in which this process can make control groups that limit memory, or None; groups of dead
+    processes are removed."""
     if not Path("/proc/self/cgroup").exists():  # a kernel without
         return None
     for folder in _folders(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()):
@@ -109,7 +112,7 @@ def place() -> Path | None:
             if not Path("/proc", left.name.split("-")[1]).exists():
                 with contextlib.suppress(OSError):  # its last processes are still ending: another start removes it
                     left.rmdir()
-        with contextlib.suppress(OSError, ValueError), contextlib.closing(Group(folder, 64)) as trial:
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(ControlGroup(folder, 64)) as trial:
             entered = subprocess.run([*entering(trial, None), "true"], capture_output=True, check=False)
             if entered.returncode == 0 and not trial.met():
                 return folder
@@ -117,7 +120,11 @@ def place() -> Path | None:
 
 
 def _folders(groups: str, mounts: str) -> Iterator[Path]:
-    """Folders whose new subfolders are groups with memory limits, by /proc/self/cgroup and mountinfo: version 1, then 2."""
+    """Yield the folders whose new subfolders are control groups with memory limits, first of version 1, then of version
+    2.
+
+    `groups` and `mounts` are the texts of /proc/self/cgroup and /proc/self/mountinfo.
+    """
     named = dict(line.split(":", 2)[1:] for line in groups.splitlines())
     paths = {"cgroup": next((path for names, path in named.items() if "memory" in names.split(",")), None)}
     paths["cgroup2"] = named.get("")
@@ -137,15 +144,16 @@ def _folders(groups: str, mounts: str) -> Iterator[Path]:
 
 
 def _shares(folder: Path) -> bool:
-    """Whether a group of version 2 limits the memory of its subgroups: none with processes can, but one above may."""
+    """Return whether a group of version 2 limits the memory of its subgroups; a group that has processes cannot."""
     try:
         return "memory" in (folder / "cgroup.subtree_control").read_text().split()
     except OSError:
         return False
 
 
-def entering(group: Group | None, filter_of_calls: bytes | None) -> list[str]:
-    """The command line to put first: what runs behind it is in the group, and has the filter open as `FILTER_FD`."""
+def entering(group: ControlGroup | None, filter_of_calls: bytes | None) -> list[str]:
+    """Return the command line to put before a program's: it enters the group, and opens the system-call filter as
+    `FILTER_FD`."""
     procs = str(group.procs) if group else "/dev/null"
     given = f"/proc/{os.getpid()}/fd/{_kept(filter_of_calls)}" if filter_of_calls else ""
     return ["/bin/sh", "-c", ENTER, "sh", procs, given]
@@ -153,7 +161,8 @@ def entering(group: Group | None, filter_of_calls: bytes | None) -> list[str]:
 
 @cache
 def _kept(content: bytes) -> int:
-    """A file in memory that each opener reads from its start, by /proc."""
+    """Write content to a file in memory and return its descriptor; each program that opens it by /proc reads it from
+    the start."""
     file = os.memfd_create("workbench-filter")
     os.write(file, content)
     return file
@@ -163,7 +172,8 @@ def _kept(content: bytes) -> int:
 
 
 def held(tree: Sequence[int]) -> int:
-    """Bytes that a sandbox's processes hold: their pages, and in their world /tmp and sockets."""
+    """Add up the bytes that a sandbox's processes hold: their pages, and the files in /tmp and sockets of their
+    namespaces."""
     total = 0
     for one in tree:
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
@@ -184,7 +194,7 @@ def held(tree: Sequence[int]) -> int:
 
 
 def tmp(tree: Sequence[int]) -> os.statvfs_result | None:
-    """What the /tmp of a sandbox's world holds; None while that world is not made yet, and after its end."""
+    """Return the size and use of a sandbox's /tmp; None while its namespace is not made yet, and after its end."""
     for inside in reversed(tree):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             there = Path("/proc", str(inside), "root", "tmp")
@@ -212,7 +222,8 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, (16, 24, 32)  # offsets in the kernel
 
 @cache
 def filter_of_calls() -> bytes | None:
-    """A seccomp filter (classic BPF, as bubblewrap loads it) that refuses `_REFUSED`; None for an unknown architecture."""
+    """Make a seccomp filter (classic BPF, as bubblewrap loads it) that refuses `_REFUSED`; None for an unknown
+    processor."""
     if platform.machine() not in _ARCHITECTURES:
         return None
     architecture, column = _ARCHITECTURES[platform.machine()]

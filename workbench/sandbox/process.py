@@ -30,8 +30,8 @@ _OVER = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of one sandboxed process and its children."""
+class ProcessLimits:
+    """ProcessLimits of one sandboxed process and its child processes."""
 
     seconds: float
     """Seconds of wall time; the limit of processor time is two seconds more."""
@@ -43,7 +43,8 @@ class Limits:
 
 
 class _Pipe:
-    """Keeps the first bytes of a stream, counts the rest, and never stops reading: a full pipe would block it."""
+    """Keeps the first bytes of an output stream and counts the rest. It always reads on, as a full pipe would block the
+    program."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -70,9 +71,9 @@ def contained(
     command: Sequence[str],
     stdin: bytes,
     box: Path,
-    limits: Limits,
+    limits: ProcessLimits,
     stop: threading.Event,
-    group: memory.Group | None = None,
+    group: memory.ControlGroup | None = None,
 ) -> Phase:
     """Run a command until it ends, meets a limit, or `stop` is set; its process group is ended before this returns.
 
@@ -107,7 +108,7 @@ def contained(
         truncated=cut,
         left_behind=left_behind,
     )
-    return phase if phase.limit else _named(phase, limits)
+    return phase if phase.limit else _with_kernel_limit(phase, limits)
 
 
 def _register(
@@ -127,11 +128,11 @@ def _until(
     selector: selectors.BaseSelector,
     pipes: tuple[_Pipe, _Pipe],
     box: Path,
-    limits: Limits,
+    limits: ProcessLimits,
     stop: threading.Event,
-    group: memory.Group | None,
+    group: memory.ControlGroup | None,
 ) -> Limit | None:
-    """Move bytes until the process ends or meets a limit."""
+    """Move the bytes of the pipes until the process ends or meets a limit; return that limit or None."""
     now = time.monotonic()
     deadline, watch = now + limits.seconds, now + WATCH_SECONDS
     while code_of(process) is None:
@@ -154,7 +155,7 @@ def _until(
 
 
 def _move(selector: selectors.BaseSelector, seconds: float) -> None:
-    """Wait for a pipe and move one block."""
+    """Wait up to `seconds` for a pipe that is ready, and move one block."""
     for key, _ in selector.select(max(seconds, 0.0)):
         if isinstance(key.data, _Pipe):
             block = os.read(key.fd, 1 << 16)
@@ -181,7 +182,8 @@ def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
 
 
 def _rest(selector: selectors.BaseSelector) -> bool:
-    """Take what the pipes still hold; whether their other ends are gone. They are, but for a daemon of the weakest tier."""
+    """Read what the pipes still hold; return whether their other ends are closed. They stay open for a daemon in the
+    weakest tier."""
     for key in [key for key in selector.get_map().values() if not isinstance(key.data, _Pipe)]:
         selector.unregister(key.fileobj)
     deadline = time.monotonic() + _GRACE
@@ -190,8 +192,9 @@ def _rest(selector: selectors.BaseSelector) -> bool:
     return not selector.get_map()
 
 
-def _named(phase: Phase, limits: Limits) -> Phase:
-    """A limit that the kernel kept shows only in how the program ended: its words count with the code that goes with them."""
+def _with_kernel_limit(phase: Phase, limits: ProcessLimits) -> Phase:
+    """Return the outcome with the limit that the kernel enforced, recognised by the exit code and the last words of
+    stderr."""
     code = phase.return_code
     uncaught = code in (1, 128 + signal.SIGABRT, -signal.SIGABRT)  # what Python and C++ end with
     last = last_line(phase.stderr)
@@ -208,7 +211,7 @@ def _named(phase: Phase, limits: Limits) -> Phase:
 
 
 def _tree(pid: int) -> list[int]:
-    """A process and everything below it."""
+    """Return the ids of a process and all its descendants."""
     import psutil
 
     try:
@@ -218,7 +221,8 @@ def _tree(pid: int) -> list[int]:
 
 
 def _deleted(tree: Sequence[int], box: Path) -> int:
-    """Bytes of the box's deleted files that processes hold open or mapped; a mapped one counts as the largest allowed."""
+    """Add up the bytes of the box's deleted files that processes hold open or mapped; a mapped one counts as the
+    largest allowed file."""
     device, sizes = box.stat().st_dev, dict[int, int]()
     for pid in tree:
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -234,7 +238,11 @@ def _deleted(tree: Sequence[int], box: Path) -> int:
 
 
 def too_big(box: Path, limit: int, entries: int = 0) -> bool:
-    """Whether a folder holds too many bytes, entries (with `entries` elsewhere) or levels. Never follows a link."""
+    """Return whether a folder holds too many bytes, too many entries (`entries` more are counted elsewhere) or too deep
+    paths.
+
+    Links are never followed.
+    """
     waiting, size = [str(box)], 0
     while waiting:
         folder = waiting.pop()

@@ -34,8 +34,10 @@ Limit = Literal["time", "memory", "output", "disk"]
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to run. Raises `SettingError` for a language outside the contract, a file outside its folder, or a time
-    limit that is not above 0 and at most `MAX_SECONDS`.
+    """A program to run, with its input and limits.
+
+    Raises `SettingError` for a language outside the contract, a file outside its folder, or a time limit that is not
+    above 0 and at most `MAX_SECONDS`.
 
     Example:
         >>> sandbox.local().run(Program(code="print(input())", stdin="hello"))  # doctest: +SKIP
@@ -62,14 +64,14 @@ class Program:
         for name in ("compile_timeout", "run_timeout"):
             seconds = getattr(self, name)
             if not 0 < seconds <= MAX_SECONDS:
-                raise SettingError(name, expected=f"seconds, above 0 and at most {MAX_SECONDS:g}", found=seconds)
+                raise SettingError(f"{name} of a program", expected=f"> 0, at most {MAX_SECONDS:g} s", found=seconds)
         for name in (*self.files, *self.fetch_files):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
                 raise SettingError("file of a program", expected="a relative path inside its folder", found=repr(name))
 
     def to_request(self) -> dict[str, Any]:
-        """The program as the JSON body of SandboxFusion's `POST /run_code`."""
+        """Return the program as the JSON body of SandboxFusion's `POST /run_code`."""
         body = {**vars(self), "files": _in_base64(self.files), "fetch_files": list(self.fetch_files)}
         body["memory_limit_MB"] = body.pop("memory_limit_mb")
         return body
@@ -118,7 +120,7 @@ class Phase:
     """Whether a process that it started lives on (possible only without isolation)."""
 
     def to_reply(self) -> dict[str, Any]:
-        """The phase as it stands in a `/run_code` reply."""
+        """Return the phase as it stands in a `/run_code` reply."""
         kept = {name: getattr(self, name) for name in ("return_code", "stdout", "stderr")}
         return {"status": self.status, "execution_time": self.seconds, **kept}
 
@@ -138,7 +140,7 @@ class Result:
 
     @property
     def stdout(self) -> str:
-        """What the program printed to stdout; empty where it did not run."""
+        """The program's stdout; "" where it did not run."""
         return self.run.stdout if self.run else ""
 
     @property
@@ -148,12 +150,12 @@ class Result:
 
     @property
     def truncated(self) -> bool:
-        """Whether output of the run was dropped."""
+        """Whether output of the run was dropped, beyond the limit."""
         return bool(self.run and self.run.truncated)
 
     @property
     def why(self) -> str:
-        """What happened, in one line: `ran`, the limit that was met, or the error."""
+        """The outcome in one line: `ran`, the limit that was met, or the error."""
         if self.status == "SandboxError":
             return f"sandbox error: {self.message}"
         phase = self.run or self.compile
@@ -165,12 +167,12 @@ class Result:
         if phase.return_code:
             lines = phase.stderr.strip().splitlines() or [f"exit code {phase.return_code}"]
             # a traceback's last line says it; a compiler's first error
-            said = next((line for line in lines if "error:" in line), lines[-1]) if self.run is None else lines[-1]
-            return f"error while {place}: {said[:200]}"
+            line = next((line for line in lines if "error:" in line), lines[-1]) if self.run is None else lines[-1]
+            return f"error while {place}: {line[:200]}"
         return "ran, with its output cut" if phase.truncated else "ran"
 
     def to_reply(self) -> dict[str, Any]:
-        """The result as a reply of SandboxFusion's `/run_code`, with two keys more: `limit` and `truncated`."""
+        """Return the result as a reply of SandboxFusion's `/run_code`, with two keys more: `limit` and `truncated`."""
         return {
             "status": self.status,
             "message": self.message,
@@ -197,27 +199,28 @@ class Result:
 
 
 def _shortened(text: str, limit: int = 2000) -> str:
-    """For a terminal: control characters made visible, the middle of long output left out."""
+    """Shorten a text for a terminal: control characters become visible, the middle of a long text is left out."""
     if len(text) > limit:
         text = f"{text[: limit // 2]}\n… {len(text) - limit} characters …\n{text[-limit // 2 :]}"
     return plain(text.rstrip("\n"))
 
 
 def last_line(text: str) -> str:
-    """The last line of a text, without the blank lines after it."""
+    """Return the last line of a text that is not blank."""
     return text.strip().rpartition("\n")[2]
 
 
 def ran_out_of_memory(stderr: str) -> bool:
-    """Whether the stderr of a failed program says that memory ran out, in Python's words or C++'s."""
+    """Return whether the stderr of a failed program says that memory ran out, in the words of Python or C++."""
     last = last_line(stderr)
     return last.startswith("MemoryError") or "std::bad_alloc" in last
 
 
 def status_of(*phases: Phase | None) -> Status:
-    """The status by SandboxFusion's rule: any Error is SandboxError, any time-out or non-zero code Failed, else Success.
+    """Return the status by SandboxFusion's rule: any Error gives SandboxError, any time-out or non-zero exit code
+    Failed, else Success.
 
-    A program that met another limit than that of its output has failed, whatever its code.
+    A program that met a limit other than that of its output has failed, whatever its exit code.
     """
     there = [phase for phase in phases if phase is not None]
     if any(phase.status == "Error" for phase in there):
@@ -240,24 +243,25 @@ class Sandbox(Protocol):
         """Run one program; a call waits while the sandbox runs as many as it allows."""
 
     def describe(self) -> str:
-        """Where programs run and how they are isolated, in one line."""
+        """Describe where programs run and how they are isolated, in one line."""
 
 
-class SyncDoors(Sandbox):
-    """Base class of sandboxes: adds the synchronous `run` and `run_many` to the async `execute`."""
+class SyncSandbox(Sandbox):
+    """Base class of sandboxes that adds the synchronous `run` and `run_many` to the async `execute`."""
 
     def run(self, program: Program | str, **fields: Any) -> Result:
-        """Run one program and wait for its result. A str is its code, and `fields` are the other fields of `Program`."""
+        """Run one program and wait for its result. A str is the program's code, and `fields` are the other fields of
+        `Program`."""
         return self.run_many([program if isinstance(program, Program) else Program(code=program, **fields)])[0]
 
     def run_many(self, programs: Sequence[Program]) -> list[Result]:
-        """Run programs side by side, as many as the sandbox allows; results in order."""
+        """Run programs side by side, as many at a time as the sandbox allows; return the results in order."""
         return runtime.run_all(self.execute, programs)
 
 
 @runtime_checkable
 class Workspace(Protocol):
-    """Protocol of workspaces. Their commands run one at a time, and no process of a command outlives it.
+    """Protocol of workspaces: file systems in which commands run one at a time. No process of a command outlives it.
 
     Each method raises `SandboxError` where the sandbox fails, never for what a command does.
     """
@@ -271,7 +275,7 @@ class Workspace(Protocol):
         """Write files (relative path → content) into the working folder, in place of whatever has their names."""
 
     async def read(self, name: str) -> bytes | None:
-        """A file of the working folder; None where there is no plain file of this name."""
+        """Read a file of the working folder; None where there is no plain file of this name."""
 
     async def snapshot(self) -> Any:
         """Save the file system as it is now; the snapshot is dropped when nothing refers to it any more."""
@@ -280,7 +284,7 @@ class Workspace(Protocol):
         """Put the file system back as it was when `snapshot` was taken, in this workspace or in another of its sandbox."""
 
     async def copy(self) -> Workspace:
-        """A second workspace with the same files."""
+        """Make a second workspace with the same files."""
 
     async def close(self) -> None:
         """Remove the workspace; a second call does nothing."""
@@ -288,7 +292,7 @@ class Workspace(Protocol):
 
 @runtime_checkable
 class Workspaces(Protocol):
-    """Protocol of sandboxes that have workspaces: `LocalSandbox` and `Containers`."""
+    """Protocol of sandboxes that can open workspaces: `LocalSandbox` and `Containers`."""
 
     async def workspace(self, files: Mapping[str, bytes | str] | None = None, *, image: str | None = None) -> Workspace:
-        """Open a workspace with these files (relative path → content), of this container image where it is given."""
+        """Open a workspace with these files (relative path → content), in the container image `image` if one is given."""

@@ -19,7 +19,7 @@ from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.base.loopback import WORKING, Asked, from_another_user, serving
 from workbench.base.shown import bare_url
-from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncDoors, ran_out_of_memory
+from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncSandbox, ran_out_of_memory
 
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {
     "go": ("go",), "go_test": ("go",), "nodejs": ("node",), "jest": ("npx", "node"), "typescript": ("tsx", "ts-node", "npx"),
@@ -34,12 +34,13 @@ CUT = 219_000
 """The service cuts longer output silently, at 219,264 characters; so much of it is taken as cut."""
 
 
-class RemoteSandbox(SyncDoors):
+class RemoteSandbox(SyncSandbox):
     """`sandbox.remote(url)`: runs programs at a SandboxFusion service.
 
     Connection errors, time-outs, 429, 5xx and malformed replies are tried again, up to `attempts` times and `deadline`
-    seconds a program, with growing, jittered waits (`Retry-After` is honoured). What still fails is a result of status
-    `SandboxError`, which says nothing about the program. `max_concurrent` limits the requests of this process.
+    seconds per program, with growing, jittered waits (`Retry-After` is honoured). A call that still fails gives a
+    result of status `SandboxError`, which says nothing about the program. `max_concurrent` limits the requests of this
+    process.
     """
 
     languages = LANGUAGES
@@ -62,14 +63,14 @@ class RemoteSandbox(SyncDoors):
         self._client = Client(attempts=attempts, deadline=deadline, max_concurrent=max_concurrent, headers=headers)
 
     def describe(self) -> str:
-        """The service's host and the limit of requests at a time, in one line."""
+        """Describe the service's host and the limit of requests at a time in one line."""
         return f"remote sandbox {urlsplit(self.url).netloc}, {self.max_concurrent} at a time"
 
     def __repr__(self) -> str:
         return f"RemoteSandbox({self.url!r}, max_concurrent={self.max_concurrent})"
 
     def ping(self) -> bool:
-        """Whether the service answers within 10 seconds."""
+        """Return whether the service answers within 10 seconds."""
         try:
             return runtime.run(self._client.get(f"{self.url}/v1/ping", timeout=10.0)) == "pong"
         except (Unreachable, Refused):
@@ -80,9 +81,9 @@ class RemoteSandbox(SyncDoors):
         if program.memory_limit_mb <= 0:
             program = replace(program, memory_limit_mb=self.memory_limit_mb)
         seconds = program.compile_timeout + program.run_timeout + 10.0
-        asked = program.to_request()
+        body = program.to_request()
         try:
-            result = await self._client.post(f"{self.url}/run_code", asked, timeout=seconds, read=read_reply)
+            result = await self._client.post(f"{self.url}/run_code", body, timeout=seconds, read=read_reply)
         except (Unreachable, Refused) as error:
             result = Result(status="SandboxError", message=first_line(error))
         tool = missing_tool(result, program.language)
@@ -94,9 +95,11 @@ class RemoteSandbox(SyncDoors):
 
 
 def missing_tool(result: Result, language: str) -> str:
-    """The compiler or interpreter that a service's shell did not find, which says nothing about the program; else "".
+    """Return the compiler or interpreter that the service's shell did not find, as this says nothing about the program;
+    else "".
 
-    A program's own output is not believed: in the run of an interpreted language only the name of its interpreter counts.
+    A program's own output is not believed: in the run of an interpreted language only the name of its interpreter
+    counts.
     """
     phase = result.compile if result.run is None else result.run
     if phase is None or phase.return_code != 127 or phase.stdout:
@@ -107,7 +110,7 @@ def missing_tool(result: Result, language: str) -> str:
 
 
 def read_reply(reply: Any) -> Result:
-    """A decoded JSON reply of `/run_code` as a `Result`. Raises `ValueError` for what is no such reply."""
+    """Convert a decoded JSON reply of `/run_code` to a `Result`. Raises `ValueError` for what is no such reply."""
     if not isinstance(reply, Mapping) or reply.get("status") not in ("Success", "Failed", "SandboxError"):
         raise ValueError(f"the service's answer is not a /run_code reply: {json.dumps(reply)[:200]}")
     files = {str(name): base64.b64decode(text) for name, text in (reply.get("files") or {}).items()}
@@ -137,7 +140,8 @@ def _phase(record: Any, cut: bool) -> Phase | None:
 
 
 def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
-    """Run the program in the body of a `POST /run_code`; returns (HTTP status, reply): 200, or 422 for a bad request."""
+    """Run the program in the body of a `POST /run_code`: (HTTP status, reply); the status is 200, or 422 for a bad
+    request."""
     try:
         request = json.loads(body)
         if not isinstance(request, dict):
@@ -152,7 +156,7 @@ def answer(sandbox: Sandbox, body: bytes) -> tuple[int, dict[str, Any]]:
 def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
     """Context manager: serves `/run_code` and `/v1/ping` at 127.0.0.1 while the block runs, and yields the URL.
 
-    Who can reach it, and what is refused: see `base.loopback.serving`.
+    Who can reach it, and which requests are refused: see `base.loopback.serving`.
     """
 
     def answered(request: Asked) -> tuple[int, Any]:

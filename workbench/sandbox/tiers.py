@@ -28,7 +28,7 @@ from typing import Any
 
 from workbench.base.errors import SandboxError
 from workbench.sandbox import memory
-from workbench.sandbox.process import FILE_MB, MAX_ENTRIES, Limits
+from workbench.sandbox.process import FILE_MB, MAX_ENTRIES, ProcessLimits
 from workbench.sandbox.protocol import Program, Result
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -66,7 +66,7 @@ print(json.dumps({**parts, "version": "%d.%d" % sys.version_info[:2]}))
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What sandboxed programs see beside the system's folders, and are started with."""
+    """The files that sandboxed programs see beside the system's folders, their interpreter and environment."""
 
     python: str
     environment: Mapping[str, str]
@@ -77,7 +77,7 @@ class World:
 
     @property
     def closed(self) -> dict[str, str]:
-        """Path of `shown` that other users cannot reach → the outermost folder that stops them."""
+        """The paths in `shown` that other users cannot reach → the outermost folder that closes them."""
         stops = {one: [str(above) for above in Path(one).parents if not _passable(above)] for one in self.shown}
         return {one: above[-1] for one, above in stops.items() if above}
 
@@ -87,7 +87,7 @@ def _passable(folder: Path) -> bool:
 
 
 def homes() -> list[str]:
-    """The folders that homes lie in, and this user's own home, wherever that is."""
+    """Return the folders in which home folders lie, and this user's own home, wherever that is."""
     own = os.path.realpath(os.path.expanduser("~"))
     return ["/home", "/root", *([] if own == "/" or _inside(own, SYSTEM) else [own])]
 
@@ -97,7 +97,8 @@ def _inside(path: str, folders: Iterable[str]) -> bool:
 
 
 def installed(package: str) -> bool:
-    """Whether a package of this name is installed beside this process: no module of the standard library or of a project."""
+    """Return whether a package of this name is installed beside this process, not a module of the standard library or
+    of a project."""
     return PathFinder.find_spec(package, _sites()) is not None
 
 
@@ -106,9 +107,11 @@ def _sites() -> list[str]:
 
 
 def worlds(python: str | None, packages: bool) -> Iterator[World]:
-    """The worlds to try, the best first: of the interpreter that is named; else of this process's, and of the system's.
+    """Yield the worlds to try, best first: with the interpreter `python` alone, or with this process's and then the
+    system's.
 
-    Raises `SandboxError` for an interpreter that cannot be run, and for `packages` of another version than the named one.
+    Raises `SandboxError` for an interpreter that cannot be run, and for `packages` of another version than that
+    interpreter's.
     """
     if packages and not _sites():
         what, do = "packages=True, but Python has no site-packages folder", "set packages=False"
@@ -161,7 +164,7 @@ def _world(program: str, sites: list[str], *, named: bool = False) -> World:
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """Those that are there and lie in none of the others, nor in the system's folders."""
+    """Return the paths that exist and lie in none of the others, nor in the system's folders."""
     kept: list[str] = []
     for path in sorted({os.path.normpath(one) for one in paths if os.path.exists(one)}):
         if not _inside(path, (*SYSTEM, *kept)):
@@ -171,7 +174,7 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 
 @cache
 def _parts(program: str) -> dict[str, Any]:
-    """What `_PARTS` prints, run by an interpreter. Raises `SandboxError` for what is none."""
+    """Run an interpreter to find where its parts lie (`_PARTS`). Raises `SandboxError` for a program that is no Python."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     ran = subprocess.run([program, "-I", "-c", _PARTS], env=kept, capture_output=True, text=True, check=False)
     try:
@@ -183,7 +186,7 @@ def _parts(program: str) -> dict[str, Any]:
 
 def _no_python(found: str) -> SandboxError:
     do = "give python= the path of an interpreter, or leave it out"
-    return SandboxError("python of the sandbox", expected="a program that can be run", found=found, do=do)
+    return SandboxError("python= of the sandbox", expected="a program that can be run", found=found, do=do)
 
 
 UID = 61_999
@@ -199,8 +202,9 @@ _PROCESSES = 64
 _OPEN_FILES = 128
 
 
-def limited(limits: Limits, processes: bool = True) -> list[str]:
-    """The `prlimit …` command line that sets a program's limits; `processes`: limit the number of its processes, too."""
+def limited(limits: ProcessLimits, processes: bool = True) -> list[str]:
+    """Return the `prlimit …` command line that sets a program's limits; with `processes` also the limit of their
+    number."""
     # core: a limit of 0 would still start a helper of the machine that takes cores, 1 starts none
     kept = {"as": limits.memory_mb << 20, "fsize": FILE_MB << 20, "nofile": _OPEN_FILES, "core": 1, "rtprio": 0}
     kept |= {"msgqueue": 0, "cpu": int(limits.seconds) + 2, **({"nproc": _PROCESSES} if processes else {})}
@@ -213,14 +217,17 @@ def _tool(name: str) -> str:
 
 
 def missing(tier: str) -> list[str]:
-    """The system programs that a tier of isolation needs and this machine lacks."""
+    """List the system programs that a tier of isolation needs and this machine lacks."""
     own = {"bubblewrap": ("bwrap",), "namespaces": ("unshare", "setpriv", "mount", "pivot_root", "umount")}
     needed = (*own.get(tier, ()), "prlimit", *(["setpriv"] if os.geteuid() == 0 else []))
     return [name for name in needed if shutil.which(_tool(name)) is None]
 
 
-def command(tier: str, group: memory.Group | None, *, box: Path, root: Path, limits: Limits, world: World) -> list[str]:
-    """The command line to put before a program's own to isolate it in a control group; `root` is an empty folder for mounts."""
+def command(
+    tier: str, group: memory.ControlGroup | None, *, box: Path, root: Path, limits: ProcessLimits, world: World
+) -> list[str]:
+    """Return the command line to put before a program's own to isolate it in a control group; `root` is an empty folder
+    for mounts."""
     refused = memory.filter_of_calls() if tier != "unsafe" else None
     enter = memory.entering(group, refused)
     drop = [_tool("setpriv"), f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
@@ -248,13 +255,14 @@ def _environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def _reaching(root: Path, closed: Mapping[str, str]) -> list[str]:
-    """The command line that makes paths reachable for other users; `closed` has the folders that close them."""
+    """Return the command line that makes paths reachable for other users; `closed` maps them to the folders that close
+    them."""
     paths, closing = ("\n".join(dict.fromkeys(some)) for some in (closed, closed.values()))
     front = [_tool("unshare"), "--mount", "--", "/bin/sh", "-c", REACH.read_text(), "sh", str(root), paths, closing]
     return front if closed else []
 
 
-def _bubblewrap(box: Path, limits: Limits, world: World) -> list[str]:
+def _bubblewrap(box: Path, limits: ProcessLimits, world: World) -> list[str]:
     view: list[str] = []
     for folder in SYSTEM:
         if os.path.islink(folder):
@@ -283,7 +291,7 @@ def _bubblewrap(box: Path, limits: Limits, world: World) -> list[str]:
     ]
 
 
-def _namespaces(box: Path, root: Path, limits: Limits, world: World) -> list[str]:
+def _namespaces(box: Path, root: Path, limits: ProcessLimits, world: World) -> list[str]:
     folders = [*filter(os.path.isdir, SYSTEM), *world.shown]
     return [
         *(_tool("unshare"), "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup"),
@@ -438,13 +446,15 @@ share(take)
 
 
 def holding(way: str) -> Program:
-    """A program that takes `HOLDING_MB` under a limit of `LIMIT_MB` in one of `WAYS_TO_HOLD`, and prints "kept" if it can."""
+    """Make a program that takes `HOLDING_MB` under a limit of `LIMIT_MB` in one of `WAYS_TO_HOLD`, and prints "kept" if
+    it can."""
     code = _HOLD.replace("HOLDING", str(HOLDING_MB)).replace("WAY", WAYS_TO_HOLD[way])
     return Program(code=code, run_timeout=_SECONDS, memory_limit_mb=LIMIT_MB)
 
 
 def failures(sandbox: Any, tier: str) -> list[str]:
-    """Why a tier of isolation cannot be used here: the programs that it lacks, or its probe's escapes; [] if it can."""
+    """List why a tier of isolation cannot be used here: the programs that it lacks, or the escapes of its probe; [] if
+    it can be used."""
     if lacking := missing(tier):
         return [f"needs {', '.join(lacking)}"]
     key = (tier, repr(sandbox.world), memory.place(), os.getpid())

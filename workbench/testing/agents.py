@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from workbench.agents.calls import OpenTools, Toolbox
-from workbench.agents.interactions import Reply, interacting
+from workbench.agents.interactions import UserReply, interacting
 from workbench.agents.parsers import REASONING, calls_of
 from workbench.agents.protocol import FunctionCall, ToolCall, Turn
 from workbench.agents.tools.base import tool_schema
@@ -306,7 +306,7 @@ class InteractionContract:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    async def talked(self, user: Any, text: str, **changes: Any) -> Reply | WorkbenchError:
+    async def talked(self, user: Any, text: str, **changes: Any) -> UserReply | WorkbenchError:
         """The reply to one message in a conversation of its own, or the refusal."""
         row = {"extra_info": {"interaction_kwargs": {**self.kwargs(), **changes}}}
         try:
@@ -327,7 +327,7 @@ class InteractionContract:
     def test_it_answers(self) -> None:
         """A conversation gets a reply: whether to stop, a text, a finite score or none."""
         reply = runtime.run(self.talked(self.make_interaction(), self.said()))
-        assert isinstance(reply, Reply), f"it answers; found {reply}"
+        assert isinstance(reply, UserReply), f"it answers; found {reply}"
 
     @pytest.mark.parametrize("what", ["messages", "kwargs"])
     def test_hostile_values_harm_no_other_conversation(self, what: str) -> None:
@@ -346,7 +346,7 @@ class InteractionContract:
 
         alone, found, last = runtime.run(talk())
         assert alone == last, "the same conversation beside hostile ones has the same reply"
-        assert all(isinstance(one, Reply | WorkbenchError) for one in found), "a reply or a refusal for each"
+        assert all(isinstance(one, UserReply | WorkbenchError) for one in found), "a reply or a refusal for each"
 
     def test_it_may_be_finalised_twice(self) -> None:
         """A second end, and one of a conversation that never began, do nothing."""

@@ -29,11 +29,11 @@ _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 
 
 def tool_schema(given: Any) -> dict[str, Any]:
-    """A tool's schema in OpenAI's form, `{"type": "function", "function": {name, description, parameters}}`.
+    """Convert a tool's schema to OpenAI's form, `{"type": "function", "function": {name, description, parameters}}`.
 
-    `parameters` become `{type, properties, required}`. `given` may be that form, its inner part, an object with
-    `model_dump` (verl's and MCP's pydantic models), or the short form of a hand-written yaml, where `parameters` are the
-    properties themselves and all of them required. Raises `SettingError` for anything else.
+    `parameters` become `{type, properties, required}`. `given` may be in that form, its inner part, an object with
+    `model_dump` (verl's and MCP's pydantic models), or the short form of a hand-written yaml, where `parameters` are
+    the properties themselves and all of them required. Raises `SettingError` for anything else.
     """
     dump = getattr(given, "model_dump", None)
     schema = _mapping("a tool's schema", dump(exclude_none=True) if callable(dump) else given)
@@ -75,7 +75,7 @@ def _parameters(name: str, given: Any) -> dict[str, Any]:
 
 
 def same_arguments(own: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raise `SettingError` unless the `schema` given for a tool has the same arguments as the tool's `own` one."""
+    """Raise `SettingError` unless the `schema` given for a tool has the same arguments as the tool's `own` schema."""
     wanted, names = (sorted(one["function"]["parameters"]["properties"]) for one in (own, schema))
     if wanted != names:
         what = f"the schema of tool {schema['function']['name']!r}"
@@ -112,7 +112,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str | None:
 
 
 def _wrong(place: str, value: Any, schema: Any) -> Iterator[str]:
-    """What is wrong with a value, and with what is inside it."""
+    """Yield what is wrong with a value, as text, and with the values inside it."""
     schema = schema if isinstance(schema, Mapping) else {}
     kinds = _listed(schema.get("type"))
     if schema.get("anyOf"):
@@ -142,7 +142,7 @@ def _wrong_inside(place: str, value: Any, schema: Mapping[str, Any]) -> Iterator
 
 
 def _kinds(value: Any) -> list[str]:
-    """JSON's names for what a value is, the narrowest first."""
+    """Return the names of a value's JSON types, the narrowest first."""
     if value is None or isinstance(value, bool):
         return ["null" if value is None else "boolean"]
     if isinstance(value, int | float):
@@ -200,13 +200,14 @@ class BaseTool(Tool):
         """Each instance's state, from `create` to `release`."""
 
     def get_openai_tool_schema(self) -> dict[str, Any]:
-        """The tool's schema: `{"type": "function", "function": {name, description, parameters}}`."""
+        """Return the tool's schema: `{"type": "function", "function": {name, description, parameters}}`."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Make the tool's state for one episode from these arguments; returns (its id, an empty response).
+        """Make the tool's state for one episode from these arguments: (its id, an empty response).
 
-        The id is new if none is given. verl passes a row's arguments in one piece, as `create_kwargs`: both forms work.
+        The id is new if none is given. verl passes a row's arguments in one mapping, as `create_kwargs`: both forms
+        work.
         """
         given = kwargs.pop("create_kwargs", None) or {}
         instance_id = instance_id or str(uuid4())
@@ -218,12 +219,12 @@ class BaseTool(Tool):
         self.instances.pop(instance_id, None)
 
     def refusal(self, parameters: Any) -> Executed | None:
-        """The result of a call whose arguments do not fit the schema; None where they fit."""
+        """Return the result of a call whose arguments do not fit the schema; None where they fit."""
         wrong = check_arguments(self.tool_schema, parameters)
         return refused(wrong) if wrong else None
 
     def broken(self, cause: Exception, seconds: float | None) -> Executed:
-        """The result of a call in which the tool raised `cause`, or took more than `seconds`."""
+        """Make the result of a call in which the tool raised `cause`, or took more than `seconds`."""
         late = isinstance(cause, TimeoutError) and seconds
         why = f"no answer within {seconds:g} s" if late else first_line(cause)
         return broken(f"Error when executing tool {self.name}: {why}", why)
@@ -233,17 +234,19 @@ class BaseTool(Tool):
 
 
 def answered(text: str, reward: float | None = None, **record: Any) -> Executed:
-    """The result of a call that worked."""
+    """Make the result of a call that worked."""
     return ToolResponse(text=text), reward, {"status": Status.SCORED.value, **record}
 
 
 def refused(text: str, reward: float | None = 0.0, **record: Any) -> Executed:
-    """The result of a call that was wrong: the model gets the reason as `text`, and the call reward 0, as in verl."""
+    """Make the result of a call that was wrong: the model gets the reason as `text`, and the call has reward 0, as in
+    verl."""
     return ToolResponse(text=text), reward, {"status": Status.NO_ANSWER.value, "why": text, **record}
 
 
 def broken(text: str, why: str, **record: Any) -> Executed:
-    """The result of a call in which the tool failed: the model gets `text`, the record has `why`, and there is no reward."""
+    """Make the result of a call in which the tool failed: the model gets `text`, the record has `why`, and there is no
+    reward."""
     return ToolResponse(text=text), None, {"status": Status.INFRA_ERROR.value, "why": why, **record}
 
 
@@ -294,11 +297,11 @@ class FunctionTool(BaseTool):
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the Python function itself."""
+        """Call the Python function itself, without a check of its arguments."""
         return self.function(*args, **kwargs)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Call the function with the model's arguments; those that do not fit the schema get an error text."""
+        """Call the function with the model's arguments; arguments that do not fit the schema get an error text."""
         if wrong := self.refusal(parameters):
             return wrong
         arguments = {key: float(value) if key in self._floats else value for key, value in parameters.items()}
@@ -339,7 +342,8 @@ tool = function_tool
 
 
 def _executed(result: Any) -> Executed:
-    """What a function returned, as `execute` returns it. Raises `TypeError` for what no tool may return."""
+    """Convert a function's return value to what `execute` returns. Raises `TypeError` for a value that no tool may
+    return."""
     parts = result if isinstance(result, tuple) else (result,)
     answer, reward, record = (*parts, None, None)[:3] if 1 <= len(parts) <= 3 else (parts, None, None)
     if isinstance(answer, tuple) or isinstance(reward, str | Mapping) or not isinstance(record or {}, Mapping):
@@ -353,7 +357,7 @@ def _executed(result: Any) -> Executed:
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function in a daemon thread of its own, and await its result.
+    """Run a function in a new daemon thread, and await its result.
 
     The event loop's executor has few threads: one that hangs would be missing from then on, and keep the process alive.
     Raises what the function raises, and `RuntimeError` where `MAX_THREADS` are running.
@@ -374,7 +378,8 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 def schema_of(
     function: Callable[..., Any], *, name: str | None = None, description: str | None = None
 ) -> dict[str, Any]:
-    """The tool schema of a typed function with a Google-style docstring. Raises `SettingError` as `function_tool` does."""
+    """Make the tool schema of a typed function with a Google-style docstring. Raises `SettingError` as `function_tool`
+    does."""
     called = name or getattr(function, "__name__", type(function).__name__)
     summary, described = _documented(inspect.getdoc(function) or "")
     taken = parameters_of(function, f"function {called}")  # before its hints: of what wraps itself those have no end
@@ -384,7 +389,7 @@ def schema_of(
     for key, parameter in taken.items():
         place = f"parameter {key!r} of {called}"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise SettingError(place, expected="a parameter that can be given by name", found=str(parameter))
+            raise SettingError(place, expected="a parameter that can be passed by name", found=str(parameter))
         if key not in hints:
             raise SettingError(place, expected="a type hint", do="add one: the tool's schema is made of it")
         properties[key] = _typed(hints[key], place) | ({"description": described[key]} if key in described else {})
@@ -428,7 +433,7 @@ def _joined(members: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _documented(text: str) -> tuple[str, dict[str, str]]:
-    """(the docstring's text before its sections, parameter → its text in `Args:`)."""
+    """Split a docstring: (the text before its sections, parameter → its text in `Args:`)."""
     sections = _SECTION.split(text)
     described: dict[str, str] = {}
     for title, body in zip(sections[1::2], sections[2::2], strict=True):

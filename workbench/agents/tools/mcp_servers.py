@@ -118,7 +118,8 @@ class MCPServer:
         return connection
 
     async def _hold(self, reached: asyncio.Future[Any], leave: asyncio.Event) -> None:
-        """The task that opens and closes the connection: the client's scopes must be left by the task that entered them."""
+        """Open the connection and keep it until `leave` is set, in one task, as the client must be closed by the task
+        that opened it."""
         with tempfile.TemporaryFile("w+") as log:
             try:
                 async with _opened(self.config, self.timeout, self.start_timeout, log) as client:
@@ -126,8 +127,8 @@ class MCPServer:
                     await leave.wait()
             except Exception as cause:  # noqa: BLE001 - raised where it is awaited, with the last line of the server's log
                 log.seek(0)
-                said = log.read()[-2000:].strip().splitlines()
-                why = f"{first_line(_first(cause))}{f'; it said: {said[-1][:200]}' if said else ''}"
+                logged = log.read()[-2000:].strip().splitlines()
+                why = f"{first_line(_first_error(cause))}{f'; it said: {logged[-1][:200]}' if logged else ''}"
                 error = ConnectionError(f"MCP server {self.name!r} cannot be reached: {why}")
                 if not reached.done():  # else it was being closed, or its callers have the error already
                     reached.set_exception(cause if isinstance(cause, ImportError) else error)
@@ -151,13 +152,13 @@ class MCPTool(BaseTool):
         self.server = server
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Call the server's tool with the model's arguments; those that do not fit its schema get an error text."""
+        """Call the server's tool with the model's arguments; arguments that do not fit its schema get an error text."""
         if wrong := self.refusal(parameters):
             return wrong
         try:
             result = await self.server.call(self.name, parameters)
         except Exception as cause:  # noqa: BLE001 - a foreign client; the record says what it raised
-            return self.broken(_first(cause), self.server.timeout)
+            return self.broken(_first_error(cause), self.server.timeout)
         text = "\n".join(part.text for part in result.content if isinstance(getattr(part, "text", None), str))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
@@ -193,7 +194,7 @@ def mcp_tools(
 
 
 def _entries(servers: str | Path | Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Server → its settings, of an `mcpServers` file or its content."""
+    """Read an `mcpServers` file, or its content: server name → its settings."""
     if isinstance(servers, str | Path):
         try:
             servers = json.loads(Path(servers).read_text(encoding="utf-8"))
@@ -202,7 +203,7 @@ def _entries(servers: str | Path | Mapping[str, Any]) -> Mapping[str, Mapping[st
             raise SettingError(what, expected="a JSON file", found=first_line(cause)) from cause
     entries = servers.get("mcpServers", servers) if isinstance(servers, Mapping) else None
     if not isinstance(entries, Mapping) or not all(isinstance(one, Mapping) for one in entries.values()):
-        raise SettingError("MCP servers", expected="{'mcpServers': {name: {…}}}", found=describe(servers))
+        raise SettingError("the MCP servers", expected="{'mcpServers': {name: {…}}}", found=describe(servers))
     return entries
 
 
@@ -237,19 +238,19 @@ async def _opened(config: Mapping[str, Any], timeout: float, start: float, log: 
 
 
 async def _in_background(work: Coroutine[Any, Any, Any]) -> Any:
-    """Await on the background loop, from any event loop."""
+    """Await a coroutine on the background loop, from any event loop."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, runtime.loop()))
 
 
-def _first(error: Exception) -> Exception:
-    """The first error of a task group's."""
+def _first_error(error: Exception) -> Exception:
+    """Return the first error inside an exception group (of a task group), or the error itself."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def _parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's schema with every key that `check_arguments` and templates read."""
+    """Complete a server's schema with the keys that `check_arguments` and chat templates read."""
     found = schema.get("properties") or {}
     properties = {key: value if isinstance(value, Mapping) else {} for key, value in found.items()}
     return {**schema, "type": "object", "properties": properties, "required": list(schema.get("required") or ())}

@@ -69,7 +69,7 @@ class PythonTool(BaseTool):
         require(self.language in sandbox.languages, what, expected=known, found=self.language)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Run the program `parameters["code"]`; the answer is what it printed."""
+        """Run the program `parameters["code"]`; the model reads what it printed."""
         if wrong := self.refusal(parameters):
             return wrong
         limits: dict[str, Any] = {"run_timeout": self.timeout, "memory_limit_mb": self.memory_limit_mb}
@@ -96,7 +96,8 @@ class PythonTool(BaseTool):
 
 
 def with_last_value(code: str) -> str:
-    """The program with its last statement's value printed, where that is an expression; each line keeps its number."""
+    """Rewrite a program so that it prints the value of its last statement, if that is an expression; each line keeps
+    its number."""
     try:
         last = ast.parse(code).body[-1:]
         if not last or not isinstance(last[0], ast.Expr) or ast.unparse(last[0]).startswith("print("):
@@ -129,7 +130,7 @@ class Gsm8kAnswer(BaseTool):
     }
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Score the answer `parameters["answer"]`."""
+        """Score the answer `parameters["answer"]`; the model reads its score."""
         if isinstance(parameters, dict) and type(parameters.get("answer")) in (int, float):
             parameters = {**parameters, "answer": str(parameters["answer"])}  # as in verl
         if wrong := self.refusal(parameters):
@@ -145,7 +146,7 @@ class Gsm8kAnswer(BaseTool):
         return answered(f"Current parsed {answer=} {reward=}", step, score=reward)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The score of the last submitted answer; 0 before the first."""
+        """Return the score of the last submitted answer; 0 before the first."""
         state = self.instances.get(instance_id, {})
         if "response" not in state:
             return 0.0
@@ -183,7 +184,7 @@ class Corpus:
         return len(self.documents)
 
     def best(self, query: str, topk: int = 3) -> list[tuple[float, str]]:
-        """The `topk` best documents that share a word with the query, as (BM25 score, document), the best first."""
+        """Return the `topk` best documents that share a word with the query, as (BM25 score, document), best first."""
         scores: dict[int, float] = {}
         for word in _WORD.findall(query.lower()):
             found = self._postings.get(word, ())
@@ -230,7 +231,8 @@ class Search(BaseTool):
         require(self.topk >= 1, f"topk of tool {self.name!r}", expected="≥ 1", found=self.topk)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Find the best documents for each query of `parameters["query_list"]`, in a thread: a large corpus takes long."""
+        """Find the best documents for each query of `parameters["query_list"]`, in a thread, as a large corpus takes
+        long."""
         if wrong := self.refusal(parameters):
             return wrong
         queries = parameters["query_list"][:MAX_QUERIES]
@@ -279,10 +281,11 @@ class CalculationError(ValueError):
 
 
 def calculate(expression: str) -> Fraction:
-    """The value of an expression: `+ - * / // % **`, brackets, signs, decimals, `sqrt abs min max round`.
+    """Compute the value of an expression: `+ - * / // % **`, brackets, signs, decimals, `sqrt abs min max round`.
 
     Exact in rational numbers; irrational roots and powers have a float's precision. `-2 ** 2` is −4, as in Python.
-    Raises `CalculationError` for anything else, for a division by zero, and beyond `MAX_LENGTH`, `MAX_DEPTH`, `MAX_BITS`.
+    Raises `CalculationError` for anything else, for a division by zero, and beyond `MAX_LENGTH`, `MAX_DEPTH`,
+    `MAX_BITS`.
     """
     if len(expression) > MAX_LENGTH:
         raise CalculationError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are read")
@@ -294,7 +297,7 @@ def calculate(expression: str) -> Fraction:
 
 
 def shown(value: Fraction) -> str:
-    """A value as text: a whole number in full, any other with up to 12 significant digits."""
+    """Write a value as text: a whole number in full, any other with up to 12 significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
@@ -305,7 +308,7 @@ class _Reader:
         self.depth = 0
 
     def next(self, *wanted: str) -> str | None:
-        """The next token, if it is one of these."""
+        """Take and return the next token if it is one of `wanted` (any token without these); else return None."""
         token = self.tokens[self.place] if self.place < len(self.tokens) else None
         if token is None or (wanted and token not in wanted):
             return None
@@ -317,7 +320,7 @@ class _Reader:
             raise CalculationError(f"a {sign!r} is missing in the expression")
 
     def value(self, level: int = 0) -> Fraction:
-        """The value of the next terms joined by operators of this level, or of tighter ones, from the left."""
+        """Compute the next terms joined by operators of this level, or of tighter ones, from left to right."""
         if level == len(_LEVELS):
             return self.signed()
         value = self.value(level + 1)
@@ -446,7 +449,7 @@ class Calculator(BaseTool):
     }
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Evaluate `parameters["expression"]`; the answer is its value as text."""
+        """Evaluate `parameters["expression"]`; the model reads its value as text."""
         if wrong := self.refusal(parameters):
             return wrong
         try:
@@ -456,16 +459,17 @@ class Calculator(BaseTool):
 
 
 class SubAgent(BaseTool):
-    """A tool by which a `ToolAgent` hands a task to another loop: `SubAgent(ToolAgent([search]), name="research", description="…")`.
+    """A tool by which a `ToolAgent` hands a task to another loop: `SubAgent(ToolAgent([search]), name="research",
+    description="…")`.
 
-    The sub-agent is sampled by the same policy, with seeds of its own. Its sequences are rows of the episode, before those of
-    the agent that called it, and share the episode's reward and advantage. Its last answer is what the caller reads. It has no
-    time limit of its own: those of its tools, turns and tokens hold.
+    The sub-agent is sampled by the same policy, with seeds of its own. Its sequences are rows of the episode, before
+    those of the agent that called it, and share the episode's reward and advantage. The caller reads its last answer.
+    It has no time limit; the limits of its tools, turns and tokens hold.
 
     Args:
-        loop: the loop that does the task, of which each call is one run.
+        loop: the loop that does the task; each call is one run of it.
         name: the tool's name.
-        description: what the model reads of it; its only argument is `task`, a text.
+        description: the tool's description for the model; its only argument is `task`, a text.
         system: the sub-agent's system prompt.
         max_tokens: limit of each of its sequences; None: that of the rollout.
         policy: the policy that samples it, where the rollout has several; None: the caller's.
@@ -495,23 +499,24 @@ class SubAgent(BaseTool):
         self.name, self.loop, self.system, self.max_tokens, self.policy = name, loop, system, max_tokens, policy
 
     def prepare(self, sampler: Sampler) -> None:
-        """Check the loop against the sampler's tokenizer."""
+        """Check the sub-agent's loop against the sampler's tokenizer."""
         self.loop.prepare(sampler)
 
     def describe(self) -> dict[str, Any]:
-        """The loop's settings, the system prompt and the limit."""
+        """Return the loop's settings, the system prompt and the limit."""
         whose = {} if self.policy is None else {"policy": self.policy}
         return {"system": self.system, "max_tokens": self.max_tokens, "loop": self.loop.describe(), **whose}
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Run the loop on the task; its sequences go to the episode that called. Returns the last answer."""
+        """Run the loop on the task `parameters["task"]`; its sequences become rows of the caller's episode. The model
+        reads its last answer."""
         parent, sampling = RUNNING.get()
         turn = parent.turn
         number = parent.called[turn] = parent.called.get(turn, -1) + 1
         policy = self.policy or parent.policy
         child = replace(
             parent, sampler=parent.sampler_of(self.policy), policy=policy, purpose=f"{parent.purpose}/{self.name}@{turn}.{number}", max_prompt_length=None, progress=None,
-            turn=0, attempt=0, seconds=0.0, samples=[], told=set(), versions=[], others=[], called={},
+            turn=0, attempt=0, seconds=0.0, samples=[], matched=set(), versions=[], others=[], called={},
         )  # fmt: skip
         chat = [{"role": "system", "content": self.system}] if self.system else []
         chat.append({"role": "user", "content": str(parameters.get("task", ""))})
@@ -526,5 +531,5 @@ class SubAgent(BaseTool):
 
 
 def _answer(found: Sequences, loop: AgentLoopBase) -> str:
-    said = [turn.text for turn in found[-1].turns if turn.role == "assistant"]
-    return outside_reasoning(said[-1]).strip() if said else ""
+    texts = [turn.text for turn in found[-1].turns if turn.role == "assistant"]
+    return outside_reasoning(texts[-1]).strip() if texts else ""

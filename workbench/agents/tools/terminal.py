@@ -29,7 +29,7 @@ _OF_TESTS = ("files", "command", "fail_to_pass", "pass_to_pass", "seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """How an episode's file system is judged. Raises `DataError` for fields that cannot be tests."""
+    """The tests that judge an episode's file system. Raises `DataError` for fields that cannot be tests."""
 
     __test__: ClassVar[bool] = False  # pytest takes classes of this name for its own
 
@@ -56,7 +56,7 @@ class Tests:
 
     @classmethod
     def of(cls, given: Any) -> Tests:
-        """Tests from a mapping of these fields, or its JSON text."""
+        """Make tests from a mapping of these fields, or from its JSON text."""
         record = from_json(given)
         if not isinstance(record, Mapping) or not set(record) <= set(_OF_TESTS) or "command" not in record:
             raise DataError(
@@ -127,11 +127,11 @@ class Terminal(BaseTool):
         return instance_id, response
 
     def workspace(self, instance_id: str) -> Workspace:
-        """The file system of the episode `instance_id`."""
+        """Return the file system of the episode `instance_id`."""
         return self.instances[instance_id]["workspace"]
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Run the command `parameters["command"]`; the answer is its output and exit code."""
+        """Run the command `parameters["command"]`; the model reads its output and exit code."""
         if wrong := self.refusal(parameters):
             return wrong
         command = encodable(parameters["command"])
@@ -162,7 +162,8 @@ class Terminal(BaseTool):
         return ToolResponse(text=text), None, {"status": status.value, **record, **why}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Score | float:  # type: ignore[override]
-        """The score of the row's tests on a copy of the episode's files as they are now; 0.0 where the row has none."""
+        """Run the row's tests on a copy of the episode's files as they are now, and return their score; 0.0 where the
+        row has no tests."""
         state = self.instances.get(instance_id)
         if state is None or state["tests"] is None:
             return 0.0
@@ -181,7 +182,7 @@ class Terminal(BaseTool):
             await state["workspace"].close()
 
     async def snapshot(self, instance_id: str) -> Any:
-        """Save the episode's file system; see `restore`."""
+        """Save the episode's file system; `restore` puts it back."""
         return await self.workspace(instance_id).snapshot()
 
     async def restore(self, instance_id: str, snapshot: Any) -> None:
@@ -190,7 +191,7 @@ class Terminal(BaseTool):
 
 
 async def judged(workspace: Workspace, tests: Tests) -> Score:
-    """Write the tests over a workspace's files and run them. Raises `SandboxError` where the sandbox fails."""
+    """Write the tests' files over a workspace's files and run the tests. Raises `SandboxError` where the sandbox fails."""
     await workspace.write(tests.files)
     ran: dict[str, Result] = {}
     used = 0.0  # without the time that they wait for their turn
@@ -201,12 +202,12 @@ async def judged(workspace: Workspace, tests: Tests) -> Score:
         ran[name] = await workspace.run(command, seconds=tests.seconds - used, environment=_QUIET)
         used += phase.seconds if (phase := ran[name].run) else 0.0
         if ran[name].status == "SandboxError":
-            raise SandboxError(ran[name].message or "the sandbox failed")
+            raise SandboxError(ran[name].message or "the sandbox could not run the tests of a terminal")
     return _score(tests, ran, used)
 
 
 def _score(tests: Tests, ran: Mapping[str, Result], seconds: float) -> Score:
-    """The score of tests that were run, by name; the others had no time left."""
+    """Make the score of the tests that ran (name → result); tests that did not run had no time left."""
     failed = {name: result for name, result in ran.items() if result.status != "Success"}
     passed = ran.keys() - failed.keys()
     kinds = {"fail_to_pass": tests.fail_to_pass, "pass_to_pass": tests.pass_to_pass}
@@ -229,7 +230,7 @@ def _named(failed: Mapping[str, Any]) -> str:
 
 
 def _exit(result: Result) -> str:
-    """How a test failed, in one line."""
+    """Describe how a test failed, in one line."""
     if result.limit or (result.run and result.run.stderr.strip()):
         return result.why.removeprefix("error while running: ")
     lines = (result.run.stdout if result.run else "").strip().splitlines()
@@ -253,11 +254,12 @@ def terminal_rows(
     agent_name: str = "tool_agent",
     data_source: str = "workbench/terminal",
 ) -> list[dict[str, Any]]:
-    """Rows in verl's schema for `Terminal`, of tasks with the field names of SWE-bench or of terminal tasks.
+    """Make rows in verl's schema for `Terminal`, from tasks with the field names of SWE-bench or of terminal tasks.
 
-    A task has `instruction` (`problem_statement`), what its folder begins with (`files`: relative path → content; `image`;
-    `setup`), and tests: `test_command` (`test_cmd`), `test_files`, `FAIL_TO_PASS`, `PASS_TO_PASS`, `test_seconds`; also an
-    `instance_id` (`task_id`). Tests go to the tool alone: no prompt has them. Mappings and lists may be JSON texts.
+    A task has `instruction` (`problem_statement`), what its folder begins with (`files`: relative path → content;
+    `image`; `setup`), and tests: `test_command` (`test_cmd`), `test_files`, `FAIL_TO_PASS`, `PASS_TO_PASS`,
+    `test_seconds`; also an `instance_id` (`task_id`). Only the tool gets the tests; no prompt has them. Mappings and
+    lists may be JSON texts.
 
     Args:
         tasks: the tasks, or a jsonl or parquet file of them.
@@ -270,9 +272,9 @@ def terminal_rows(
     """
     rows = []
     for index, task in enumerate(read(Path(tasks)) if isinstance(tasks, str | Path) else tasks):
-        name = str(_first(task, _NAME) or index)
+        name = str(_first_of(task, _NAME) or index)
         try:
-            instruction, kwargs = _first(task, _INSTRUCTION), _of_task(task)
+            instruction, kwargs = _first_of(task, _INSTRUCTION), _create_kwargs(task)
             if not isinstance(instruction, str) or not instruction.strip():
                 raise DataError(
                     "instruction", expected=f"a text as one of {', '.join(_INSTRUCTION)}", found=describe(instruction)
@@ -287,9 +289,9 @@ def terminal_rows(
     return rows
 
 
-def _of_task(task: Mapping[str, Any]) -> dict[str, str]:
-    """A task's `create_kwargs`: texts, because the mappings of different tasks have different keys."""
-    files, command = files_of(task.get("files")), _first(task, _TEST_COMMAND)
+def _create_kwargs(task: Mapping[str, Any]) -> dict[str, str]:
+    """Make a task's `create_kwargs`; mappings become JSON texts, because those of different tasks have different keys."""
+    files, command = files_of(task.get("files")), _first_of(task, _TEST_COMMAND)
     if task.get("test_patch") and not task.get("test_files"):
         do = "apply it to the repository, and give the files that it changes as test_files"
         raise DataError(
@@ -306,7 +308,7 @@ def _of_task(task: Mapping[str, Any]) -> dict[str, str]:
     fields = {
         "files": json.dumps(files),
         "tests": json.dumps(kept),
-        "image": _first(task, _IMAGE),
+        "image": _first_of(task, _IMAGE),
         "setup": task.get("setup"),
     }
     return {key: value for key, value in fields.items() if value is not None}
@@ -316,23 +318,23 @@ def _listed(task: Mapping[str, Any], name: str) -> list[str]:
     return list(map(str, from_json(task.get(name.upper(), task.get(name))) or ()))
 
 
-def _first(task: Mapping[str, Any], names: Iterable[str]) -> Any:
+def _first_of(task: Mapping[str, Any], names: Iterable[str]) -> Any:
     return next((task[name] for name in names if task.get(name) is not None), None)
 
 
 def from_json(value: Any) -> Any:
-    """What a JSON text holds; anything else as it is. Raises `DataError` for a text that is no JSON."""
+    """Read a JSON text; return any other value unchanged. Raises `DataError` for a text that is no JSON."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as cause:
-        raise DataError("a field that is a text", expected="JSON", found=value[:100]) from cause
+        raise DataError("the text of a terminal task's field", expected="JSON", found=value[:100]) from cause
 
 
 def files_of(given: Any) -> dict[str, str]:
-    """Files as relative path → text, from a mapping (keys whose value is None are left out) or its JSON text."""
+    """Read files as relative path → text, from a mapping (keys whose value is None are left out) or its JSON text."""
     files = from_json(given) or {}
     if not isinstance(files, Mapping) or not all(isinstance(one, str | None) for one in files.values()):
-        raise DataError("files", expected="relative path → text", found=describe(files))
+        raise DataError("files of a terminal", expected="relative path → text", found=describe(files))
     return {str(name): text for name, text in files.items() if text is not None}

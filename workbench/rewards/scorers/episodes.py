@@ -77,7 +77,8 @@ def episode(
 
 
 def harness() -> Callable[..., Score]:
-    """Make a scorer that takes the harness's own `reward` (`agents.Harness`); parts: the numbers among its `metrics`.
+    """Make a scorer that returns the `reward` that an external harness reported (`agents.Harness`); parts: the numbers
+    in its `metrics`.
 
     An episode to which the harness gave no finite number is *infra_error*.
     """
@@ -97,10 +98,11 @@ def harness() -> Callable[..., Score]:
 
 
 def by_tool(tool: str = "terminal") -> Callable[..., Score]:
-    """Make a scorer: the `Score` that `tool` gave the whole episode (its `calc_reward`), such as a terminal's hidden tests.
+    """Make a scorer that returns the `Score` which `tool` gave the whole episode (its `calc_reward`), such as a
+    terminal's hidden tests.
 
-    An episode that never called the tool is *no_answer*; where the tool failed at every call, or when it was to score, the
-    row is *infra_error*.
+    An episode that never called the tool is *no_answer*. Where the tool failed at every call, or when it was to score,
+    the row is *infra_error*.
     """
 
     @bounded
@@ -121,10 +123,11 @@ def by_tool(tool: str = "terminal") -> Callable[..., Score]:
 
 
 def code_that_ran(*, tool: str = "python", partial: float = 0.5, tolerance: float = 1e-6) -> Callable[..., Score]:
-    """Make a scorer of the last call of `tool`: 1 where its last line of output is the ground truth, `partial` where the
-    program ran and printed something else, 0 where it failed (*crashed*) or there was no such call (*no_answer*).
+    """Make a scorer of the last call of `tool`: 1 where the last line of its output is the ground truth, `partial`
+    where it is not.
 
-    A call that the tool could not run is *infra_error*. Numbers are compared within `tolerance`.
+    A program that failed has 0 (*crashed*), and so has a response without such a call (*no_answer*). A call that the
+    tool could not run is *infra_error*. Numbers are compared within `tolerance`.
     """
 
     @bounded
@@ -155,13 +158,14 @@ def _number(value: Any) -> float | None:
 
 
 def _of(task: Task, scorer: Callable[..., Score]) -> Callable[..., Score]:
-    """The scorer, which cannot score the rows that its task cannot."""
+    """Give a scorer the attribute `unscorable` of its task: rows that the task can never score, the scorer cannot score
+    either."""
     scorer.unscorable = unscorable_of(task)  # type: ignore[attr-defined]
     return scorer
 
 
 def _layered(score: Score, *, why: str, **parts: float) -> Score:
-    """The task's score with further parts added to its value; unchanged where the task was not scored."""
+    """Add further parts to the task's score and to its value; return it unchanged where the task did not score the row."""
     if not isinstance(score, Score):
         score = Score(value=float(score))
     if not score.scored:

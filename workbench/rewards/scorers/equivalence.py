@@ -14,7 +14,7 @@ __by_value__ = True
 
 
 def _gold(truth: Any) -> list[Any]:
-    """A ground truth as expressions; [] for one that cannot be read, or not in time."""
+    """Parse a ground truth as LaTeX expressions; [] for one that cannot be parsed, or not in time."""
     import math
     from numbers import Number
 
@@ -58,8 +58,10 @@ def equivalence(response: str, ground_truth: Any, strict: bool = False) -> dict[
 
 
 def limited(seconds: float, strict: bool = False) -> Callable[..., dict[str, Any]]:
-    """`equivalence` for a worker, which imports what it needs before any row's time counts: an answer that takes more than
-    `seconds` of processor time is *timeout*."""
+    """Bind `equivalence` for worker processes: an answer that takes more than `seconds` of processor time is *timeout*.
+
+    A worker imports math-verify before the time of any row counts.
+    """
     function = functools.partial(equivalence, strict=strict)
     vars(function).update(processor_seconds=seconds, needs=("math_verify",))
     return function
@@ -89,7 +91,7 @@ def normalise(answer: str) -> str:
 
 
 def roots(text: str) -> str:
-    """`\\sqrt3` → `\\sqrt{3}`."""
+    r"""Add the braces that a square root lacks: `\\sqrt3` → `\\sqrt{3}`. Raises `ValueError` for a root of nothing."""
     first, *rest = text.split("\\sqrt")
     for part in rest:
         if not part:
@@ -99,7 +101,7 @@ def roots(text: str) -> str:
 
 
 def fractions(text: str) -> str:
-    """`\\frac12` → `\\frac{1}{2}`, `\\frac1{72}` → `\\frac{1}{72}`."""
+    r"""Add the braces that a fraction lacks: `\\frac12` → `\\frac{1}{2}`, `\\frac1{72}` → `\\frac{1}{72}`."""
     written, *rest = text.split("\\frac")
     for part in rest:
         written += "\\frac"
@@ -117,7 +119,7 @@ def fractions(text: str) -> str:
 
 
 def _slash(text: str) -> str:
-    """`1/2` → `\\frac{1}{2}`, for whole numbers as Python prints them."""
+    r"""Write a fraction of integers as LaTeX: `1/2` → `\\frac{1}{2}`; return any other text unchanged."""
     sides = text.split("/")
     if len(sides) != 2:
         return text
@@ -129,7 +131,7 @@ def _slash(text: str) -> str:
 
 
 def same(answer: str, other: str) -> bool:
-    """Whether two answers are equal after `normalise`, or as they are where one cannot be normalised."""
+    """Return whether two answers are equal after `normalise`, or as they stand where one cannot be normalised."""
     try:
         return normalise(answer) == normalise(other)
     except ValueError:

@@ -35,7 +35,8 @@ def extract_answer(solution: str, method: str = "strict") -> str | None:
 
 
 def reference_answer(worked: str) -> str:
-    """The ground truth in a worked reference answer: what follows the first `#### `, without commas."""
+    """Extract the ground truth from a worked solution: the number after the first `#### `, without commas. Raises
+    `RewardError` without one."""
     match = _STRICT.search(worked)
     if match is None:
         raise RewardError("the end of a reference answer", expected="a line '#### <number>'", found=repr(worked[-60:]))
@@ -51,7 +52,7 @@ def compute_score(
 
 
 def accepted(truth: str) -> tuple[str, str]:
-    """The texts that an answer may equal: the truth as it stands, and without commas and a final `.0`."""
+    """Return the texts that an answer may equal: the ground truth as it stands, and without commas and a final `.0`."""
     plain = truth.strip()
     return plain, re.sub(r"(?<=\d)\.0*$", "", plain.replace(",", ""))
 
@@ -75,5 +76,6 @@ def gsm8k(
 
 
 def written_truth(truth: Any) -> str | None:
-    """A row's ground truth as GSM8K's answers are written, without commas and a final `.0`; None where none can match it."""
+    """Write a row's ground truth as GSM8K's answers are, without commas and a final `.0`; None if no answer can match
+    it."""
     return None if gsm8k.unscorable(truth) else accepted(as_text(truth) or "")[1]  # type: ignore[attr-defined]

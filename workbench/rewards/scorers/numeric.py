@@ -50,7 +50,8 @@ _OPERATIONS: dict[type, Callable[..., float]] = {
 
 
 def extract_answer(text: str) -> str | None:
-    """The answer in a text: what follows the last `answer:` or `answer is` on its line, else the last box, or None."""
+    """Extract the answer from a text: what follows the last `answer:` or `answer is` on its line, else the last box,
+    else None."""
     answer = text.rsplit("</think>", 1)[-1]
     boxed = last_box(answer)
     lower = answer.lower()
@@ -65,7 +66,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def number(text: str) -> float | None:
-    """The value of a text that is one number (a decimal, a percentage, arithmetic of numbers, roots and π); else None."""
+    """Return the value of a text that is one number (a decimal, a percentage, arithmetic of numbers, roots and π); else
+    None."""
     plain = text.strip().strip("$").strip().removeprefix("\\$").replace("\\!", "").replace("−", "-").rstrip(".")
     percent = plain.endswith("%")
     plain = plain.removesuffix("%").removesuffix("\\").strip()
@@ -94,7 +96,7 @@ def _value(plain: str) -> float | None:
 
 
 def _computed(node: ast.AST) -> float:
-    """The value of parsed arithmetic, in floats alone: no power of integers is ever computed."""
+    """Compute parsed arithmetic in floats alone, so that no power of integers grows without bound."""
     if isinstance(node, ast.Constant):
         return float(node.value)  # type: ignore[arg-type]
     parts = [_computed(one) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
@@ -121,13 +123,14 @@ def same_answer(answer: str, truth: str, *, tolerance: float = 1e-4, lenient: bo
 
 
 def understood(truth: str) -> bool:
-    """Whether any answer can be compared with a ground truth here: a number, numbers in brackets, or words (`B`, `no root`)."""
+    """Return whether answers can be compared with a ground truth: it is a number, numbers in brackets, or words (`B`,
+    `no root`)."""
     parts = _parts(truth[:LONGEST].strip())
     return all(number(part) is not None for part in parts) or _words(truth) is not None
 
 
 def _words(text: str) -> str | None:
-    """A text of words alone, in lower case; a single letter as it is."""
+    """Return a text of words alone in lower case, and a single letter as it is; None for any other text."""
     plain = _TEXT.sub(r"\1", text[:LONGEST]).strip(" ().$")
     if _WORD.fullmatch(plain):
         return plain
@@ -135,14 +138,15 @@ def _words(text: str) -> str | None:
 
 
 def judged(answer: str, truth: str, what: str = "the answer", **options: Any) -> Score:
-    """The score of an answer to a truth that is `understood`: 1 where it is the same number, text or words, else 0."""
+    """Make the score of an answer to a ground truth that is `understood`: 1 where it is the same number, text or words,
+    else 0."""
     words = _words(truth)
     right = same_answer(answer, truth, **options) or (words is not None and _words(answer) == words)
     return compared(right, answer, truth, what)
 
 
 def _parts(text: str) -> list[str]:
-    """The entries of `(a, b)` or `[a, b)`; the text itself where it is neither."""
+    """Return the entries of `(a, b)` or `[a, b)`; for any other text a list of that text."""
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or "," not in text:
         return [text]
     depth, parts = 0, [""]
@@ -156,12 +160,12 @@ def _parts(text: str) -> list[str]:
 
 
 def boxed(truth: str) -> str:
-    """A right response to a ground truth."""
+    r"""Write a response that is right for a ground truth: the ground truth in `\\boxed{…}`."""
     return f"\\boxed{{{truth}}}"
 
 
 def meets(response: str, truth: str) -> bool:
-    """Whether the last box of a response is the ground truth, and the ground truth is `understood`."""
+    """Return whether the last box of a response equals the ground truth, and the ground truth is `understood`."""
     answer = last_box(response)
     return answer is not None and same_answer(answer, truth) and understood(truth)
 
@@ -212,19 +216,21 @@ _PROSE = re.compile(r"[^\W\d_]{3,}")
 
 @functools.cache
 def _workers() -> tuple[Pool, ThreadPoolExecutor]:
-    """The process of all comparisons of `numina`, and the threads that wait for it; both end with this process."""
+    """Return the pool with the process in which `numina` compares, and the threads that wait for it; both end with this
+    process."""
     pool = Pool(limited(SECONDS, strict=True), workers=1, timeout=START_SECONDS, memory_mb=4096)
     return pool, ThreadPoolExecutor(2, "workbench-equivalence")
 
 
 def _short(text: str) -> bool:
-    """Whether a text is a short expression: letters of prose would be read as a product, and a tower of powers never ends."""
+    """Return whether a text is a short expression. Prose would be read as a product of letters, and a tower of powers
+    never ends."""
     prose = _PROSE.search(_COMMAND.sub("", _TEXT.sub(r"\1", text)))
     return not (prose or _TOWER.search(text) or len(text) > 500)
 
 
 def _expression(response: str, truth: str) -> bool:
-    """Whether `numina` can compare with a ground truth: one that is `understood`, or a short expression."""
+    """Return whether `numina` can compare answers with a ground truth: it is `understood`, or a short expression."""
     return understood(truth) or _short(truth)
 
 

@@ -29,7 +29,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def targets(ground_truth: Any) -> list[str]:
-    """The accepted answers of a ground truth, which is `{"target": text or list}`, a list or a text."""
+    """List the accepted answers of a ground truth, which is `{"target": text or list}`, a list or a text."""
     wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str) else [wanted]
     return [str(one) for one in several if one is not None]
@@ -62,8 +62,8 @@ def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
     return any(each in ours for each in theirs) if substring else ours in theirs
 
 
-def _read(ground_truth: Any) -> tuple[str, ...] | None:
-    """The targets that are not blank; None without one. An answer of no words would meet a blank one."""
+def _targets_with_words(ground_truth: Any) -> tuple[str, ...] | None:
+    """List the targets that are not blank, as an answer without words would match a blank one; None if there are none."""
     wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str | bytes) else [wanted]
     texts = [as_text(one) for one in several if one is not None]
@@ -78,7 +78,7 @@ def _matches(response: str, wanted: Sequence[str]) -> bool:
     return is_right(extract_answer(response) or "", wanted)
 
 
-@rule(_right, _matches, _read)
+@rule(_right, _matches, _targets_with_words)
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
     """Score the text in `<answer>` tags by Search-R1's exact match (see `compute_score`), with the reason.
 
@@ -92,7 +92,7 @@ def search_em(response: str, ground_truth: Any, *, substring: bool = False, form
     return Score(value=value, answer=answer, why="a target is met" if right else f"expected {_some(ground_truth)}")
 
 
-@rule(_right, _matches, _read)
+@rule(_right, _matches, _targets_with_words)
 def search_f1(response: str, ground_truth: Any) -> Score:
     """Score the text in `<answer>` tags by its word F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
     answer = extract_answer(response)
