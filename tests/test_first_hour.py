@@ -58,7 +58,7 @@ def test_what_is_handed_in_wrongly_is_named_at_the_door(tiny: str, tmp_path: Pat
     with pytest.raises(WorkbenchError, match=r"several are one: wb.rewards.Rubric"):
         wb.recipes.grpo(engine, [mine, mine])
     pipe = wb.recipes.grpo(engine, mine, group_size=2, max_tokens=4)
-    with pytest.raises(WorkbenchError, match=r"rows; expected Rows; found 'my.jsonl'; make them: wb.rows"):
+    with pytest.raises(WorkbenchError, match=r"argument rows; expected Rows; found 'my.jsonl'; make them: wb.rows"):
         wb.train_blocking(pipe, "my.jsonl", steps=1, run=tmp_path / "r")  # type: ignore[arg-type]
     with pytest.raises(WorkbenchError, match=r"batch of a stepper; expected a DataProto"):
         wb.Stepper(pipe, [{"prompt": "1+1?"}])  # type: ignore[arg-type]

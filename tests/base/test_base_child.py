@@ -241,7 +241,7 @@ def test_a_child_that_does_nothing_or_never_ends_its_start_is_given_up(
 
 
 def test_a_child_that_dies_at_its_start_says_how_and_its_last_line(tmp_path: Path, cold: None) -> None:
-    with pytest.raises(ConnectionError, match="it ended with exit code 1; it said: no room for a child"):
+    with pytest.raises(ConnectionError, match="ended with exit code 1; it said: no room for a child"):
         start(tmp_path, "dies").started()
 
 

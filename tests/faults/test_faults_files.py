@@ -437,7 +437,7 @@ def test_a_replay_and_an_audit_say_that_the_model_folder_has_changed(place: Path
     path.write_bytes(content + b" ")
     try:
         assert "other files than the run's at" in run.audit(2).left["tokenizer"]
-        with pytest.raises(RunError, match="'actor' began with.*other files than the run's"):
+        with pytest.raises(RunError, match="'actor' began with has changed.*other files than the run's"):
             run.stepper(1)
     finally:
         path.write_bytes(content)

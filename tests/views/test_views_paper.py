@@ -53,9 +53,9 @@ def test_words_of_ones_own_and_smoothing() -> None:
     [
         ({"keys": "rewards"}, "did you mean 'reward'"),
         ({"keys": ["reward", "entropy"]}, "'entropy (nats)' is not a plot or metric of these runs"),
-        ({"keys": []}, "a figure needs a plot"),
+        ({"keys": []}, "argument keys of a figure"),
         ({"width": "colum"}, "did you mean 'column'"),
-        ({"width": 325}, "width is in inches"),
+        ({"width": 325}, "width of a figure"),
         ({"smooth": 1.0}, "0 ≤ smooth < 1"),
         ({"path": "curves.docx"}, "one of pdf, svg, png"),
         ({"path": "curves"}, "one of pdf, svg, png"),

@@ -25,7 +25,9 @@ KEPT = 20_000
 
 @dataclass(slots=True)
 class Asked:
-    """One question to an engine or a reward: when it was asked, begun and answered, in seconds since the epoch."""
+    """One request to an engine or a reward, with the times at which it was asked, begun and answered, in seconds since
+    the epoch.
+    """
 
     queue: str
     """Who is asked: a sampler's name."""
@@ -45,7 +47,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Queue:
-    """Questions to one engine or reward: those that wait or run now, and sums over those that are over."""
+    """The requests to one engine or reward: how many wait or run now, and sums over those that are over."""
 
     waiting: int = 0
     """Asked and not begun; of an engine that does not say when it begins, all that are open."""
@@ -65,7 +67,7 @@ class Queue:
 
 @dataclass
 class Activity:
-    """What one process does. Every method may be called from any thread."""
+    """Records what one process is doing: phases, requests and their queues. Every method may be called from any thread."""
 
     kept: int = KEPT
     left_out: int = 0
@@ -82,12 +84,12 @@ class Activity:
     # --- writing ----------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Note that something has been finished."""
+        """Note that something has been finished; `idle` counts from here."""
         self._progressed = time.monotonic()
 
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Context manager: a phase (a stage's name) runs meanwhile."""
+        """Context manager that records that a phase (a stage's name) is running."""
         mark = object()
         self.progress()
         with self._lock:
@@ -100,7 +102,7 @@ class Activity:
             self.progress()
 
     def name_of(self, engine: Any) -> str:
-        """The name of an engine: its own, or its class's; with a number where another one has that."""
+        """Return the name of an engine: its `name`, or its class's; with a number where another engine has that name."""
         with self._lock:
             if (known := self._names.get(engine)) is not None:
                 return known
@@ -113,14 +115,14 @@ class Activity:
             return name
 
     def enter(self, queue: str, prompt: int = 0) -> Asked:
-        """A question is asked."""
+        """Record that a request is asked of `queue`, and return its record. `prompt` is its number of prompt tokens."""
         request = Asked(queue, prompt, time.time())
         with self._lock:
             self._queues.setdefault(queue, Queue()).waiting += 1
         return request
 
     def begin(self, request: Asked) -> None:
-        """It leaves the queue: somebody works on it."""
+        """Record that a request leaves its queue, because the engine begins to work on it."""
         with self._lock:
             if request.began is None and not request.outcome:
                 request.began = time.time()
@@ -135,7 +137,12 @@ class Activity:
         times: tuple[float, float] | None = None,
         keep: bool = False,
     ) -> None:
-        """It is over. `times` are when it began and had its first token, by the worker that answered; `keep` it in `requests`."""
+        """Record that a request is over. `outcome` is `done`, `raised` or `given up`, `tokens` its number of response
+        tokens.
+
+        `times` are when it began and had its first token, by the clock of the worker that answered. `keep` puts it into
+        `requests`.
+        """
         with self._lock:
             queue = self._queues[request.queue]
             if request.began is None:
@@ -161,7 +168,7 @@ class Activity:
 
     @property
     def idle(self) -> float:
-        """Seconds since anything was finished: a phase, a question, a step."""
+        """Seconds since anything was finished: a phase, a request, a step."""
         return time.monotonic() - self._progressed
 
     @property
@@ -177,7 +184,9 @@ class Activity:
             return {name: replace(one) for name, one in self._queues.items()}
 
     def requests(self, since: float = 0.0) -> tuple[Asked, ...]:
-        """The last finished requests of samplers that were asked after `since` (epoch seconds), in the order of their ends."""
+        """Return the last finished requests to samplers that were asked after `since` (epoch seconds), in the order in
+        which they ended.
+        """
         with self._lock:
             return tuple(one for one in self._requests if one.asked >= since)
 
@@ -188,12 +197,14 @@ _present: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 def present() -> Asked | None:
-    """The request that the calling task works for; None outside of a `recorded` method."""
+    """Return the record of the request that the calling task works for; None outside of a `recorded` method."""
     return _present.get()
 
 
 def recorded(sample: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
-    """Decorate a sampler's `sample(request)`: each request is written to `HERE`, and its sample says when it was worked on."""
+    """Decorate a sampler's `sample(request)` so that each request is recorded in `HERE`, with its times and number of
+    tokens.
+    """
 
     @functools.wraps(sample)
     async def asked(self: Any, request: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Card:
-    """Peak figures of one accelerator, of which a good program reaches a part."""
+    """Peak figures of one accelerator, of which real programs reach a part."""
 
     name: str
     flops: float
@@ -40,6 +40,6 @@ CARDS = {
 
 
 def card_of(device: str) -> Card | None:
-    """The card of a device's name as torch or `nvidia-smi` says it (`NVIDIA H100 80GB HBM3`); None of an unknown one."""
-    said = device.replace("-", " ").upper().split()
-    return next((one for name, one in CARDS.items() if set(name.upper().split()) <= set(said)), None)
+    """Find the card with a device name of torch or `nvidia-smi` (`NVIDIA H100 80GB HBM3`); None for an unknown one."""
+    words = device.replace("-", " ").upper().split()
+    return next((one for name, one in CARDS.items() if set(name.upper().split()) <= set(words)), None)

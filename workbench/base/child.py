@@ -46,17 +46,17 @@ _RUN = "import runpy, sys; runpy.run_path(sys.argv[1])['_serve'](*sys.argv[2:])"
 
 
 class TooLong(ConnectionError):
-    """A message is longer than its receiver takes, or what came is no message."""
+    """A message is longer than its receiver accepts, or the bytes that came are no message."""
 
 
 class Stuck(TimeoutError):
-    """A child was waited for as long as it used the processor, and has not answered."""
+    """A child process did not answer although it was given time for as long as it used the processor."""
 
 
 class Line:
     """One end of a socket pair that carries whole messages: eight bytes of length, then the body.
 
-    With `beside` (a pipe, and who takes what comes out of it) the pipe is read while this end waits.
+    `beside` is (a pipe, a function that takes the pipe's output); the pipe is read while this end waits.
     """
 
     def __init__(self, end: socket.socket, beside: tuple[FileIO, Callable[[bytes], None]] | None = None) -> None:
@@ -89,7 +89,7 @@ class Line:
             return None
         size = _LENGTH.unpack(head)[0]
         if most is not None and size > most:
-            raise TooLong(f"a message of {size} bytes; expected at most {most}")
+            raise TooLong(f"a message between processes has {size} bytes; expected at most {most}")
         return self._exactly(size, end)
 
     def _exactly(self, count: int, end: float | None) -> bytearray | None:
@@ -132,7 +132,7 @@ class Line:
                 return bool(numbers)
 
     def _hear_beside(self) -> int:
-        """Hand on what the pipe beside holds, a block at most; returns its size."""
+        """Pass on one block of what the pipe beside holds, and return the block's size; 0 where it holds nothing."""
         with self._hearing:  # nobody closes it meanwhile: another file would get its number
             if self._beside is None:
                 return 0
@@ -146,7 +146,7 @@ class Line:
             return len(block or b"")
 
     def drain(self) -> None:
-        """Hand on what the pipe beside holds now; of one that is written to without end, 16 blocks."""
+        """Pass on what the pipe beside holds now, at most 16 blocks, because a child may write to it without end."""
         for _ in range(16):
             if not self._hear_beside():
                 return
@@ -167,17 +167,20 @@ class Line:
 
 
 def importing(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for a child process with one thread and this process's import path (`OMP_NUM_THREADS`, `PYTHONPATH`)."""
+    """Return `env` for a child process that uses one thread and this process's import path (`OMP_NUM_THREADS`,
+    `PYTHONPATH`).
+    """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 class Child:
-    """A child process that runs `main(parent)` of a Python file, until `close`, or this object or this process ends.
+    """A child process that runs `main(parent)` of a Python file, until `close` is called or this object or this process
+    ends.
 
-    Its standard input is empty. Its output goes to `log` in `folder`, where one is given; a child whose parent was killed
-    removes the folder. `output` gets what it prints instead, in blocks, while somebody waits at `line`. Raises `OSError` where
-    the interpreter cannot be started.
+    Its standard input is empty. Its output goes to the file `log` in `folder`, if one is given; where the parent is
+    killed, the folder is removed. With `output`, that function gets the child's output in blocks instead, while
+    somebody waits at `line`. Raises `OSError` where the interpreter cannot be started.
     """
 
     def __init__(
@@ -224,13 +227,15 @@ class Child:
 
     @functools.cached_property
     def pid(self) -> int:
-        """The child's process id, which is that of its process group, too; waits for its start. 0 where it did not start."""
+        """The child's process id, which is also that of its process group; reading it waits for the start. 0 where the
+        child did not start.
+        """
         with self._told:
             return int(self._told.read(20) or 0)
 
     @property
     def alive(self) -> bool:
-        """Whether the child runs and was started by this very process (in a fork of this process: False)."""
+        """Whether the child runs and this very process started it (False in a fork of this process)."""
         return self._owner == os.getpid() and code_of(self.process) is None
 
     def exchange(self, body: bytes | None, seconds: float, most: int | None = None) -> bytearray:
@@ -253,11 +258,12 @@ class Child:
         return answer
 
     def started(self, seconds: float = START_SECONDS, most: int | None = None) -> bytearray:
-        """Wait for the child's next message and return it, however long a busy machine takes: while the child works.
+        """Wait for the child's next message and return it. On a busy machine it waits for as long as the child uses the
+        processor.
 
-        Raises `Stuck` where the child and what it started use no processor for `IDLE_SECONDS`, or after `seconds`;
-        `TooLong` as `exchange`; another `OSError`, which says how the child ended and its last line, where it has ended.
-        Each closes the child.
+        Raises `Stuck` where the child and its processes use no processor for `IDLE_SECONDS`, or after `seconds`;
+        `TooLong` as `exchange`; and another `OSError`, which says how the child ended and its last line, where it has
+        ended. Each closes the child.
         """
         end = time.monotonic() + seconds
         used, idle = -1.0, end
@@ -268,23 +274,23 @@ class Child:
             if now >= min(end, idle):
                 self.close()
                 why = f"used no processor for {IDLE_SECONDS:g} s" if now < end else f"was not ready after {seconds:g} s"
-                raise Stuck(f"it {why} and was ended")
+                raise Stuck(f"the child process {why} and was ended")
         try:
             return self.exchange(None, IDLE_SECONDS, most)
         except ConnectionError as cause:
             last = self.tail(500).rpartition("\n")[2]
-            said = f"; it said: {last[:200]}" if last else ""
-            raise type(cause)(f"it ended with {self.how() or 'no exit code'}{said}") from cause
+            output = f"; it said: {last[:200]}" if last else ""
+            raise type(cause)(f"the child process ended with {self.how() or 'no exit code'}{output}") from cause
 
     def how(self, seconds: float = 2.0) -> str:
-        """How the child ended, in words (`SIGKILL`, `exit code 3`); "" where it still runs after waiting `seconds`."""
+        """Return how the child ended, in words (`SIGKILL`, `exit code 3`); "" where it still runs after `seconds`."""
         end = time.monotonic() + seconds
         while (code := code_of(self.process)) is None and time.monotonic() < end:
             time.sleep(0.02)
         return "" if code is None else _words(code)
 
     def tail(self, size: int = 2000) -> str:
-        """The last `size` bytes of the child's output, as text."""
+        """Return the last `size` bytes of the child's output, as text."""
         if self.log is None or not self.log.is_file():
             return self._last[-size:].decode("utf-8", "replace").strip()
         with self.log.open("rb") as file:
@@ -300,14 +306,14 @@ class Child:
 
 
 def _hear(last: bytearray, output: Callable[[bytes], None], block: bytes) -> None:
-    """Hand on a block of a child's output, and keep the end of all of it."""
+    """Pass on a block of a child's output, and keep the last 2,000 bytes of all blocks in `last`."""
     last += block
     del last[:-2000]
     output(block)
 
 
 def _processor_seconds(pid: int) -> float:
-    """Processor time of a process and of all below it, in clock ticks; 0 where /proc is not there."""
+    """Sum the processor time of a process and of all processes below it, in clock ticks; 0 where /proc is missing."""
     seconds = 0.0
     with contextlib.suppress(OSError):  # it ends meanwhile
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -332,7 +338,7 @@ def _close(keeper: subprocess.Popen[bytes], line: Line, pipe: FileIO, owner: int
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a session, and all that it started there; none is left when this returns."""
+    """Kill a process that leads a session, and all processes of that session; none is left when this returns."""
     if process.returncode is None:  # no other process gets its id until it is waited for
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -340,7 +346,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def code_of(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit code of a process, like `Popen.returncode`; None while it runs. It is not reaped, so its pid is not reused."""
+    """Return the exit code of a process, like `Popen.returncode`; None while it runs. It is not reaped, so its pid is
+    not reused.
+    """
     if process.returncode is not None:
         return process.returncode
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -363,7 +371,9 @@ def _words(code: int) -> str:
 
 
 class Questions:
-    """Unanswered questions: number → future. Each is answered, fails, or is given up (its future is cancelled) once."""
+    """Open questions to a child: number → future. Each is answered once, fails, or is given up (its future is
+    cancelled).
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -387,7 +397,9 @@ class Questions:
                 self._given_up.append(number)
 
     def answer(self, number: int, outcome: Any) -> None:
-        """Answer a question with a value, or an exception that its future raises; does nothing where it was given up."""
+        """Answer a question with a value, or with an exception that its future raises. Does nothing for a question that
+        was given up.
+        """
         with self._lock:
             future = self._out.pop(number, None)
         if future is not None:
@@ -397,17 +409,17 @@ class Questions:
                 give(outcome)
 
     def fail(self, error: BaseException, numbers: Collection[int]) -> None:
-        """Answer the questions of these numbers with an exception, which their futures raise."""
+        """Answer the questions with these numbers with an exception, which their futures raise."""
         for number in numbers:
             self.answer(number, copy.copy(error))  # a raised error collects the traceback of every place that raises it
 
     def numbers(self) -> set[int]:
-        """Numbers of all unanswered questions."""
+        """Return the numbers of all open questions."""
         with self._lock:
             return set(self._out)
 
     def given_up(self) -> list[int]:
-        """Numbers of the questions that were given up since the last call of this method."""
+        """Return the numbers of the questions that were given up since the last call of this method."""
         with self._lock:
             numbers, self._given_up = self._given_up, []
             return numbers
@@ -417,7 +429,7 @@ class Questions:
 
 
 class Parent(Line):
-    """The child's line to its parent: `frames` is a queue of the parent's messages. The keeper ends this process."""
+    """The child's end of the connection to its parent. `frames` is a queue of the parent's messages."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
@@ -426,7 +438,9 @@ class Parent(Line):
 
     @staticmethod
     def limit(kind: int, size: int) -> None:
-        """Limit a resource of this process (`resource.RLIMIT_…`) to `size` bytes, or to what it may have where that is less."""
+        """Limit a resource of this process (`resource.RLIMIT_…`) to `size` bytes, or to the system's hard limit where
+        that is less.
+        """
         most = resource.getrlimit(kind)[1]
         size = size if most == resource.RLIM_INFINITY else min(size, most)
         with contextlib.suppress(OSError, ValueError):  # macOS has no limit of address space
@@ -442,7 +456,7 @@ class Parent(Line):
 
 
 def _serve(descriptor: str, close_pipe: str, file: str, folder: str) -> None:
-    """Fork the child that runs `file`, and keep it."""
+    """Run as the keeper process: fork the child that runs `file`, and wait to end it with all its processes."""
     end = socket.socket(fileno=int(descriptor))
     end.set_inheritable(False)
     parent, keeper = os.getppid(), os.getpid()
@@ -469,7 +483,9 @@ def _serve(descriptor: str, close_pipe: str, file: str, folder: str) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux alone has these; elsewhere a keeper ends the processes of its child's group."""
+    """Set an option of this process by Linux's `prctl`. On other systems nothing is set, and a keeper ends only its
+    child's group.
+    """
     if sys.platform == "linux":
         import ctypes
 
@@ -477,7 +493,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _keep(child: int, end: socket.socket, parent: int, folder: str) -> None:
-    """Wait until the child or the parent ends, end all that is left, and end as the child did."""
+    """Wait until the child or the parent ends, kill all remaining processes, and end as the child did."""
     poll = select.poll()
     poll.register(end, 0)  # wakes up when the parent's end is closed
     if hasattr(os, "pidfd_open"):
@@ -494,7 +510,9 @@ def _keep(child: int, end: socket.socket, parent: int, folder: str) -> None:
 
 
 def _end_as(code: int | None) -> None:
-    """End this process with an exit code, or where it is below 0 by that signal; None: by SIGKILL."""
+    """End this process with an exit code; with the signal of that number where the code is negative; with SIGKILL for
+    None.
+    """
     if code is None or code < 0:
         number = signal.SIGKILL if code is None else -code
         if number != signal.SIGKILL:
@@ -505,12 +523,14 @@ def _end_as(code: int | None) -> None:
 
 
 def _hung_up(end: socket.socket, poll: select.poll) -> bool:
-    """Wait a second, or until something ends; returns whether the parent's end is closed."""
+    """Wait for a second, or until something ends; returns whether the parent has closed its end."""
     return end.fileno() in dict(poll.poll(1000))
 
 
 def _end_below(child: int) -> None:
-    """Kill the child's group, and all processes below this one: those whose parent was killed become its own, until none is left."""
+    """Kill the child's process group, and every process below this one until none is left. Orphans of the child become
+    children of this process, so that they are found.
+    """
     if child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)

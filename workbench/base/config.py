@@ -38,14 +38,17 @@ _TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 
 
 def require(condition: bool, what: str, *, expected: object, found: object, do: str | None = None) -> None:
-    """Raise `SettingError` unless the condition holds; `found` is shown by its repr."""
+    """Raise `SettingError` unless the condition holds; the message shows the repr of `found`."""
     if not condition:
         raise SettingError(what, expected=expected, found=describe(found), do=do)
 
 
 def refuse_unknown(what: str, names: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """Raise `SettingError` for the first of `names` that is no setting of `what`: with the name here where `elsewhere` has
-    another library's, else with the nearest."""
+    """Raise `SettingError` for the first of `names` that is no setting of `what`.
+
+    The message has the name that workbench uses where `elsewhere` maps another library's name to it, else the nearest
+    known name.
+    """
     known = list(known)
     for name in names:
         if name in elsewhere:
@@ -60,9 +63,10 @@ _FLAT = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def check_nesting(value: Any, what: str, error: type[WorkbenchError]) -> None:
-    """Raise `error`, naming `what`, where lists, dicts or dataclasses contain themselves, or pass `DEPTH` or `SIZE`.
+    """Raise `error`, naming `what`, where lists, dicts or dataclasses contain themselves, or exceed `DEPTH` or `SIZE`.
 
-    What passes can be walked, compared, copied, shown and saved by recursion. A part that is there twice counts twice.
+    A value that passes can be walked, compared, copied, shown and saved by recursion. A part that occurs twice counts
+    twice.
     """
     size = _size(value, {}, 0)
     if size > SIZE:
@@ -72,7 +76,9 @@ def check_nesting(value: Any, what: str, error: type[WorkbenchError]) -> None:
 
 
 def _size(value: Any, sizes: dict[int, float], depth: int) -> float:
-    """How many values there are in `value`, itself included; infinite where it has no end. `sizes` are those known, by id."""
+    """Count the values in `value`, itself included; infinite where it contains itself or is nested too deep. `sizes`
+    caches by id.
+    """
     parts: Any = None
     if type(value) not in _FLAT:
         if isinstance(value, Mapping):
@@ -95,7 +101,9 @@ def _size(value: Any, sizes: dict[int, float], depth: int) -> float:
 
 
 def parameters_of(function: Any, what: str, error: type[WorkbenchError] = SettingError) -> Mapping[str, Any]:
-    """The parameters of a user's function by name. Raises `error`, naming `what`, where its signature cannot be read."""
+    """Return the parameters of a user's function by name. Raises `error`, naming `what`, where its signature cannot be
+    read.
+    """
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError, RecursionError) as cause:  # a builtin; a wrapper or a partial that holds itself
@@ -104,9 +112,10 @@ def parameters_of(function: Any, what: str, error: type[WorkbenchError] = Settin
 
 
 def coerce(name: str, value: Any, annotation: Any) -> Any:
-    """`value` as the annotated type: `"false"` → False, `"1e-6"` → 1e-6. Raises `SettingError` where it does not fit.
+    """Convert `value` to the annotated type: `"false"` → False, `"1e-6"` → 1e-6. Raises `SettingError` where it does
+    not fit.
 
-    Understands int, float, bool, str, Literal, Optional and unions of these, and lists, tuples and dicts of them.
+    Supports int, float, bool, str, Literal, Optional and unions of these, and lists, tuples and dicts of them.
     """
     what = f"setting {name!r}"
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -157,7 +166,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _scalar(value: Any, kind: type) -> Any:
-    """The value as a bool, int, float or str; None where it is none."""
+    """Convert a value to a bool, int, float or str; None where that is impossible."""
     if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):  # to Python a bool is an int
         return None if value != value else value
     if kind is bool and isinstance(value, str):
@@ -171,7 +180,7 @@ def _scalar(value: Any, kind: type) -> Any:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with dotted names (`"algorithm.gamma"`), plain or mixed with nested ones, as nested dicts."""
+    """Turn settings with dotted names (`"algorithm.gamma"`) into nested dicts; plain and nested ones may be mixed."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         place = tree
@@ -188,9 +197,9 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def read_yaml(path: str | Path, *, most: int = 1 << 20) -> dict[str, Any]:
     """Read a YAML (or JSON) file of at most `most` bytes: a mapping of names to plain values.
 
-    Raises `SettingError`, with the line, for what YAML would read as something else without a word: keys that are no text
-    (`on:` is True), keys that are there twice, whole numbers of another base (`010` is 8, `1:30` is 90), and aliases, which
-    let 300 bytes expand to gigabytes. `1e-6`, a text in YAML, becomes a number where a setting is one.
+    Raises `SettingError`, with the line, for what YAML would silently read as something else: keys that are no text
+    (`on:` is True), repeated keys, whole numbers of another base (`010` is 8, `1:30` is 90), and aliases, which let 300
+    bytes expand to gigabytes. `1e-6`, a text in YAML, becomes a number where a setting is one.
     """
     import yaml
 
@@ -222,7 +231,7 @@ _TEXT, _NUMBER = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
 
 
 def _misread(node: Any) -> Iterator[tuple[int, str, str]]:
-    """(line, what is there, what to do) for what YAML reads otherwise than it is written."""
+    """Yield (line, what stands there, what to do) for everything that YAML reads otherwise than it is written."""
     if node is None or isinstance(node.value, str):
         if node is not None and node.tag == _NUMBER and not re.fullmatch(r"[-+]?(0|[1-9][0-9]*)", node.value):
             yield (
@@ -246,40 +255,42 @@ def _misread(node: Any) -> Iterator[tuple[int, str, str]]:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """The types of a class's settings; reading them evaluates annotations, half a millisecond a class."""
+    """Return the types of a class's settings. They are cached because evaluating annotations takes half a millisecond a
+    class.
+    """
     return typing.get_type_hints(kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of all settings classes: frozen, keyword-only dataclasses."""
+    """Base of all settings classes, which are frozen, keyword-only dataclasses."""
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """The names of the settings of this class, in the order of their definition."""
+        """Return the names of the settings of this class, in the order of their definition."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any]) -> Self:
-        """Settings from names and values, as a notebook or a command line gives them (`"1e-6"` for a number).
+        """Make the settings from names and values as a notebook or a command line gives them (`"1e-6"` for a number).
 
-        Raises `SettingError` for an unknown name, and for a value that is not of the setting's type.
+        Raises `SettingError` for an unknown name, and for a value that does not fit the setting's type.
         """
         hints = _hints(cls)  # type: ignore[arg-type] # mypy does not take a class for hashable
         refuse_unknown(cls.__name__, parameters, cls.field_names(), {})
         return cls(**{name: coerce(name, value, hints[name]) for name, value in parameters.items()})
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some settings changed; unknown names are refused."""
+        """Return a copy with some settings changed. Raises `SettingError` for an unknown name."""
         return type(self).from_parameters({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as a dict, name → value; values are not converted."""
+        """Return the settings as a dict, name → value; values are not converted."""
         return {name: getattr(self, name) for name in self.field_names()}
 
 
 def shows_settings(settings_class: type[Settings]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator: the signature of a function shows the fields of a settings class in place of its `settings`."""
+    """Decorator: the signature of a function shows the fields of a settings class in place of its parameter `settings`."""
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function, eval_str=True)
@@ -293,10 +304,10 @@ def shows_settings(settings_class: type[Settings]) -> Callable[[Callable[P, T]],
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """Eight hex digits that change when any setting does.
+    """Return eight hex digits that change when any setting changes.
 
-    Values count by their repr; functions and classes by name and source text, so that a function that is defined again under
-    its old name changes the hash.
+    A value counts by its repr, a function or class by its name and source text, so that a function that is defined
+    again under its old name with other text changes the hash.
     """
 
     def written(value: Any) -> str:
@@ -322,12 +333,16 @@ class Remembering:
 
     @property
     def made_with(self) -> Mapping[str, Any]:
-        """The arguments that this object was constructed with, by name, `**keywords` among them; defaults are left out."""
+        """The arguments that this object was constructed with, by name, those of `**keywords` among them; defaults are
+        left out.
+        """
         return self._made_with
 
 
 def _remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor, wrapped so that it also keeps its arguments by name in `_made_with` (`**settings` one by one)."""
+    """Wrap a constructor so that it also keeps its arguments by name in `_made_with` (those of `**settings` one by
+    one).
+    """
     signature = inspect.signature(init)
     mine, *others = signature.parameters.values()
     starred = [one.name for one in others if one.kind is inspect.Parameter.VAR_KEYWORD]
@@ -344,10 +359,11 @@ def _remembering(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def source_of(value: Any) -> str | None:
-    """Source text of a function, a partial, a class, or an object whose `source` is a string; None where there is none.
+    """Return the source text of a function, a partial, a class, or an object whose `source` is a string; None where
+    there is none.
 
-    For a callable object of the user's it is the source text of its class. What was defined in a notebook is followed by the
-    functions and classes of the notebook that it uses by name: a helper that changes is a change.
+    For a callable object of a user's class it is the source of the class. What was defined in a notebook is followed by
+    the source of the notebook's functions and classes that it uses, so that a changed helper counts as a change.
     """
     text = getattr(value, "source", None)
     if isinstance(text, str):
@@ -372,7 +388,9 @@ def _text_of(value: Any) -> str | None:
 
 
 def helpers(value: Any) -> list[Any]:
-    """Functions and classes of `__main__` that a function or class of `__main__` uses by their names, and those that they use."""
+    """Return the functions and classes of `__main__` that a function or class of `__main__` uses by name, directly or
+    indirectly.
+    """
     known: dict[int, Any] = {id(value): value}
     waiting = [value]
     while waiting:
@@ -392,20 +410,22 @@ def helpers(value: Any) -> list[Any]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """What decorators wrapped; a wrapper that says it wraps itself is returned as it is."""
+    """Return the function inside decorators; a wrapper that claims to wrap itself is returned unchanged."""
     with contextlib.suppress(ValueError):
         return inspect.unwrap(value)
     return value
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Names that code looks up outside itself, comprehensions and inner functions included; each once."""
+    """Return the global names that code uses, including those in comprehensions and inner functions; each once."""
     inner = [name for one in code.co_consts if isinstance(one, types.CodeType) for name in _names(one)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _class_in_a_cell(kind: type) -> str | None:
-    """Python looks for a class in its module's file, and a notebook has none; its methods know their cell."""
+    """Find the source text of a class defined in a notebook, through the cell that its methods come from; None where it
+    is not found.
+    """
     found = [_unwrapped(one) for one in vars(kind).values() if inspect.isfunction(one)]
     own = [one.__code__ for one in found if one.__qualname__.rpartition(".")[0] == kind.__qualname__]
     for code in own:

@@ -24,18 +24,22 @@ DEPRECATED: dict[str, tuple[str, str]] = {}
 
 
 def version() -> str:
-    """The version of this package, `workbench.__version__`."""
+    """Return the version of this package, `workbench.__version__`."""
     return str(sys.modules["workbench"].__version__)
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra, such as `jobs`, or with "" the core."""
+    """Return the command that installs an extra, such as `jobs`, or with "" the core: `pip install
+    'rl-workbench[jobs]'`.
+    """
     return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
 
 
 @cache
 def required(extra: str = "") -> list[Requirement]:
-    """What an extra needs beside the core, or with "" the core: of the checkout's pyproject.toml, or of the installation."""
+    """Return what an extra needs in addition to the core, or with "" what the core needs, from pyproject.toml or the
+    installation.
+    """
     project = Path(__file__).parents[2] / "pyproject.toml"
     if project.is_file():
         listed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
@@ -49,7 +53,7 @@ _version = cache(metadata.version)  # reads files; its errors are not kept
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package, as this process first saw it; None where it is not installed."""
+    """Return the version of an installed package, as this process first saw it; None where it is not installed."""
     try:
         return _version(package)
     except metadata.PackageNotFoundError:
@@ -77,8 +81,9 @@ def check_packages(extra: str, purpose: str, modules: Container[str] | None = No
 
 
 def require_package(package: str, extra: str, purpose: str) -> None:
-    """Raise `PackageMissing` where a package is absent or of a version that is not supported, without importing it; the
-    arguments are those of `optional`."""
+    """Raise `PackageMissing` where a package is absent or its version is not supported, without importing it. The
+    arguments are those of `optional`.
+    """
     if package not in sys.modules and find_spec(package) is None:
         raise PackageMissing(purpose, expected=f"the package {package}", do=install(extra))
     check_packages(extra, purpose, (package,))
@@ -86,7 +91,8 @@ def require_package(package: str, extra: str, purpose: str) -> None:
 
 @contextmanager
 def optional(extra: str, purpose: str) -> Iterator[None]:
-    """Around imports of optional packages. Raises `PackageMissing` where one is absent, or of a version that is not supported.
+    """Context manager around imports of optional packages. Raises `PackageMissing` where one is absent or its version
+    is not supported.
 
     Args:
         extra: the extra that brings the packages.
@@ -104,6 +110,6 @@ def optional(extra: str, purpose: str) -> Iterator[None]:
 
 
 def deprecated(name: str) -> None:
-    """Warn the caller of a public function that `name`, a key of `DEPRECATED`, will go."""
+    """Warn the caller of a public function that `name`, a key of `DEPRECATED`, will be removed."""
     since, instead = DEPRECATED[name]
     warnings.warn(f"{name} is deprecated since {since}; use {instead}", FutureWarning, stacklevel=3)

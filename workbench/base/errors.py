@@ -34,7 +34,8 @@ from typing import Any
 
 
 class WorkbenchError(Exception):
-    """Base of every error that workbench raises on purpose. Its message says what is wrong, expected, found, and to do.
+    """Base of every error that workbench raises on purpose. The message says what is wrong, what was expected and
+    found, and what to do.
 
     Example:
         >>> raise SettingError("'step' is no setting of grpo", do="did you mean 'steps'?")  # doctest: +SKIP
@@ -48,18 +49,18 @@ class WorkbenchError(Exception):
 
 
 class BatchError(WorkbenchError, ValueError):
-    """A `DataProto` cannot be made or changed as asked."""
+    """A `DataProto` cannot be made or changed as requested."""
 
 
 class ColumnMissing(BatchError, KeyError, AttributeError):
-    """A column was asked for that the batch does not have.
+    """A batch does not have the column that was requested.
 
     It is an `AttributeError` too, so that `hasattr`, `copy` and completion work on a batch.
     """
 
 
 class ColumnInvalid(BatchError):
-    """A column's dtype, dims or length do not fit its declaration or its siblings."""
+    """A column's dtype, dims or length do not fit its declaration or the batch's other columns."""
 
 
 class UnionConflict(BatchError):
@@ -87,11 +88,13 @@ class OutOfMemory(EngineError, MemoryError):
 
 
 class VersionMismatch(EngineError):
-    """The weights in the engine are not those that were asked for, and no snapshot has them."""
+    """The engine does not hold the weights that were requested, and no snapshot has them."""
 
 
 class WorkerLost(EngineError):
-    """A worker process died: its `rank`, how it ended (`exit`), the end of its `log`. Its group was ended, too."""
+    """A worker process died: `rank` says which, `exit` how, `log` has its last lines. The other processes of its group
+    were ended, too.
+    """
 
     def __init__(self, what: str = "", *, rank: int | None = None, exit: str = "", log: str = "", **told: Any) -> None:
         super().__init__(what, **told)
@@ -111,7 +114,7 @@ class RewardError(WorkbenchError, RuntimeError):
 
 
 class SandboxError(WorkbenchError, RuntimeError):
-    """Model code cannot be run with the isolation that was asked for."""
+    """Model code cannot be run with the isolation that was requested."""
 
 
 class RunError(WorkbenchError, RuntimeError):
@@ -131,11 +134,11 @@ class PackageMissing(WorkbenchError, ImportError):
 
 
 class Interrupted(WorkbenchError, RuntimeError):
-    """The work was asked to stop and stopped at a safe place."""
+    """The work was asked to stop, and stopped at a safe place."""
 
 
 def message(what: str, *, expected: object = None, found: object = None, do: str | None = None) -> str:
-    """An error text in workbench's order: what, what was expected, what was found, what to do.
+    """Join an error text in workbench's order: what is wrong, what was expected, what was found, what to do.
 
     >>> message("'step' is no setting of grpo", found="step", do="did you mean 'steps'?")
     "'step' is no setting of grpo; found step; did you mean 'steps'?"
@@ -151,13 +154,13 @@ def message(what: str, *, expected: object = None, found: object = None, do: str
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like `name`, or None when none is close."""
+    """Return the known name that looks most like `name`, or None where none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The error text for an unknown name of some kind: it lists the known names and suggests the nearest."""
+    """Make the error text for an unknown name of some kind: it lists the known names and suggests the nearest."""
     names = list(known)
     close = nearest(name, names)
     hint = f"did you mean {close!r}?" if close else None
@@ -181,14 +184,14 @@ def boundary(place: str, error: type[WorkbenchError] = ForeignError) -> Iterator
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    """`TypeName: first line of the message`, cut to `limit` characters, for tables and records."""
+    """Return `TypeName: first line of the message`, cut to `limit` characters, for tables and records."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def describe(value: Any, limit: int = 80) -> str:
-    """The repr of a value for an error message, cut to `limit` characters."""
+    """Return the repr of a value for an error message, cut to `limit` characters."""
     try:
         text = repr(value)
     except Exception as cause:  # noqa: BLE001 - of a user's class, or nested too deep: the message is about something else

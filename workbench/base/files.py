@@ -54,10 +54,11 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def memory_file(name: str) -> Iterator[tuple[BinaryIO, str]]:
-    """Context manager: yields a file to write, which is in memory, and the path by which this user's processes read it.
+    """Context manager that yields a file in memory to write to, and the path by which this user's processes can read
+    it.
 
-    The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a killed process leaves nothing behind. A
-    system without memfd (macOS) gets a temporary file, removed at the end.
+    The file is in no folder (`memfd`): a small /dev/shm does not limit it, and a killed process leaves nothing behind.
+    A system without memfd (macOS) gets a temporary file, which is removed at the end.
     """
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create(name), "wb", buffering=0) as memory:
@@ -71,7 +72,7 @@ def memory_file(name: str) -> Iterator[tuple[BinaryIO, str]]:
 
 
 def crc32_of(path: Path, value: int = 0) -> int:
-    """crc32 of a file's content, continued from the crc32 `value`."""
+    """Compute the crc32 of a file's content, continuing from the crc32 `value`."""
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             value = zlib.crc32(block, value)
@@ -79,15 +80,16 @@ def crc32_of(path: Path, value: int = 0) -> int:
 
 
 def sealed(text: str) -> str:
-    """A JSON object's text, which has keys, with one more at its end: `text_crc32`, of all text before it."""
+    """Append a key `text_crc32` to the text of a JSON object that is not empty: the crc32 of all text before it."""
     body = text.rstrip().removesuffix("}").rstrip()
     return f"{body}{_SEAL}{zlib.crc32(body.encode())}}}"
 
 
 def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = "", *, required: bool = False) -> str:
-    """The text that `sealed` was given. Raises `error`, naming `place`, where it has changed since.
+    """Return the text that was passed to `sealed`. Raises `error`, naming `place`, where it has changed since.
 
-    A text without a checksum, which somebody changed by hand, is returned as it is, or refused where one is `required`.
+    A text without a checksum, which somebody changed by hand, is returned unchanged, or refused where one is
+    `required`.
     """
     body, _, end = text.rpartition(_SEAL)
     stated, crc32 = _SEALED.fullmatch(end), zlib.crc32(body.encode(errors="surrogatepass"))
@@ -102,31 +104,35 @@ def unsealed(text: str, place: object, error: type[WorkbenchError], do: str = ""
 
 
 def record_of(path: Path) -> dict[str, int]:
-    """A file's size and crc32."""
+    """Return a file's size in bytes and its crc32."""
     return {"size": path.stat().st_size, "crc32": crc32_of(path)}
 
 
 def check_file(
     path: Path, record: Mapping[str, int], what: str, error: type[WorkbenchError], do: str | None = None
 ) -> None:
-    """Compare a file, which `what` names, with its record. Raises `error` where it is missing, of another size, or changed."""
+    """Compare a file, which the message calls `what`, with its record. Raises `error` where it is missing, of another
+    size, or changed.
+    """
     if not path.is_file():
         raise error(f"{what} is missing", do=do)
     expected, size = record.get("size"), path.stat().st_size
     if expected not in (None, size):
         raise error(what, expected=f"{expected} bytes", found=f"{size} bytes", do=do)
     if (found := crc32_of(path)) != record["crc32"]:
-        told = f"crc32 {found}: its content changed"
-        raise error(what, expected=f"crc32 {record['crc32']}", found=told, do=do)
+        changed = f"crc32 {found}: its content changed"
+        raise error(what, expected=f"crc32 {record['crc32']}", found=changed, do=do)
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, int]], **facts: Any) -> None:
-    """Write a folder's `manifest.json`: the records of its files by name, and `facts`."""
+    """Write a folder's `manifest.json`: the records of its files by name, and further `facts`."""
     write_text(folder / MANIFEST, sealed(json.dumps({**facts, "files": files}, indent=1)))
 
 
 def listed(folder: Path, error: type[WorkbenchError], do: str) -> dict[str, dict[str, int]]:
-    """The records in a folder's `manifest.json`; none where it has no such file of ours. Raises `error` for a damaged one."""
+    """Return the records in a folder's `manifest.json`; {} where it has no manifest of this package. Raises `error` for
+    a damaged one.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         return {}
@@ -140,7 +146,9 @@ def listed(folder: Path, error: type[WorkbenchError], do: str) -> dict[str, dict
 
 
 def check_manifest(folder: Path, error: type[WorkbenchError], do: str) -> None:
-    """Compare the files of a folder with its `manifest.json`, if it has one. Raises `error` for the first that differs."""
+    """Compare the files of a folder with its `manifest.json`, if it has one. Raises `error` for the first file that
+    differs.
+    """
     for name, record in listed(folder, error, do).items():
         check_file(folder / name, record, str(folder / name), error, do)
 
@@ -152,7 +160,9 @@ FORMAT = 4
 
 
 def check_format(number: Any, what: str, error: type[WorkbenchError]) -> None:
-    """Raise `error` where the format number of a document, which `what` names, is not `FORMAT`; None is a document without one."""
+    """Raise `error` where a document's format number is not `FORMAT`. `what` names the document; None stands for a
+    missing number.
+    """
     if type(number) is not int or number != FORMAT:
         found, do = "no number" if number is None else describe(number), "open it with the version that wrote it"
         raise error(f"{what}: unknown file format", expected=f"format {FORMAT}", found=found, do=do)

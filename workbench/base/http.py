@@ -24,18 +24,21 @@ MAX_REPLY = 64 << 20
 
 
 class Unreachable(ForeignError):
-    """The service gave no usable reply within the attempts and the deadline."""
+    """The service gave no usable reply within the allowed attempts and the deadline."""
 
 
 class Refused(ForeignError):
-    """The service refused the request with a status that a retry would not change (such as 400); it is not sent again."""
+    """The service refused the request with a status that a retry would not change (such as 400); the request is not
+    sent again.
+    """
 
 
 class Client:
     """HTTP client that posts and gets JSON, and retries after errors that may be temporary.
 
-    At most `max_concurrent` posts at a time, each with `attempts` tries within `deadline` seconds. The pauses between tries
-    double from `wait` seconds with full jitter, or are as long as `Retry-After`. Errors name the host and the last cause.
+    At most `max_concurrent` posts run at a time, each with up to `attempts` tries within `deadline` seconds. The pauses
+    between tries double from `wait` seconds with full jitter, or are as long as `Retry-After`. Errors name the host and
+    the last cause.
     """
 
     def __init__(
@@ -47,9 +50,9 @@ class Client:
         max_concurrent: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        require(max_concurrent >= 1, "max_concurrent", expected="at least 1 request at a time", found=max_concurrent)
-        require(attempts >= 1, "attempts", expected="at least 1 try of a request", found=attempts)
-        require(deadline > 0, "deadline", expected="a number of seconds > 0", found=deadline)
+        require(max_concurrent >= 1, "max_concurrent of a client", expected="≥ 1 at a time", found=max_concurrent)
+        require(attempts >= 1, "attempts of a client", expected="at least 1 try of a request", found=attempts)
+        require(deadline > 0, "deadline of a client", expected="a number of seconds > 0", found=deadline)
         self.attempts, self.deadline, self.wait = attempts, deadline, wait
         self._headers = dict(headers or {})
         self.max_concurrent = max_concurrent
@@ -58,9 +61,11 @@ class Client:
         self._places: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
     async def post(self, url: str, body: Any, *, timeout: float, read: Callable[[Any], T]) -> T:
-        """Post `body` as JSON; returns `read(reply)` of the first usable reply. `read` raises `ValueError` for others.
+        """Post `body` as JSON and return `read(reply)` of the first usable reply; `read` raises `ValueError` for a
+        reply it cannot use.
 
-        Each try has `timeout` seconds. Raises `Refused` for a status that is not retried, `Unreachable` after the last try.
+        Each try has `timeout` seconds. Raises `Refused` for a status that is not retried, `Unreachable` after the last
+        try.
         """
         async with self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_concurrent)):
             return await self._until_read("POST", url, body, timeout, read)
@@ -120,7 +125,7 @@ class Client:
 
 
 def _retry_after(text: str | None) -> float:
-    """Seconds that a service asks for; 0 where it does not."""
+    """Parse a header `Retry-After` into seconds; 0 where there is none."""
     text = (text or "").strip()
     if text.isdigit():
         return float(text)

@@ -33,7 +33,7 @@ WORKING = 512
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to a server of this machine."""
+    """An HTTP request to a server of this process."""
 
     method: str
     """`GET` or `POST`."""
@@ -50,7 +50,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Text:
-    """An answer that is no JSON: a page, a script."""
+    """An HTTP answer that is not JSON, such as a page or a script."""
 
     body: str
     kind: str
@@ -65,12 +65,16 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
 def is_named(host: str, names: Collection[str]) -> bool:
-    """Whether a `Host` is one of these names, alone or with a port: `localhost:evil.com` has no port, and is another name."""
+    """Return whether a `Host` header is one of `names`, alone or with a port. `localhost:evil.com` has no port and is
+    another name.
+    """
     return re.sub(r":[0-9]+\Z", "", host) in names
 
 
 def from_a_page(request: Asked) -> str:
-    """Why a request is refused as one of a page in a browser: it has an `Origin`, or the `Host` of another name; else empty."""
+    """Return why a request is refused as coming from a web page: it has an `Origin` or another `Host` than this
+    machine's; else "".
+    """
     host = request.headers.get("Host") or ""
     marks = [one for one in ("Origin", "Sec-Fetch-Site") if one in request.headers]
     marks += [] if is_named(host, LOCAL) else [f"Host {host[:80]!r}"]
@@ -78,14 +82,18 @@ def from_a_page(request: Asked) -> str:
 
 
 def from_another_user(request: Asked) -> str:
-    """As `from_a_page`, and refused is what another user of this machine sends: for servers that run programs or spend a GPU."""
+    """Return why a request is refused: as `from_a_page`, and also if another user of this machine sent it. Servers that
+    run programs or use a GPU have this guard.
+    """
     if request.stranger():
         return f"not for other users: this server belongs to user {os.geteuid()}"
     return from_a_page(request)
 
 
 def from_another_page(request: Asked) -> str:
-    """As `from_a_page`, but that a person may open the addresses in a browser, by hand or from the server's own pages."""
+    """Return why a request is refused: as `from_a_page`, except that a person may open the address, or follow a link of
+    the server's pages.
+    """
     headers = request.headers
     own = headers.get("Sec-Fetch-Site") in ("none", "same-origin")
     return from_a_page(replace(request, headers={"Host": headers.get("Host", "")}) if own else request)
@@ -115,18 +123,20 @@ def serving(
     refusal: Callable[[int, str], Any] = _detail,
     connections: int = CONNECTIONS,
 ) -> Iterator[str]:
-    """Context manager: serves HTTP at 127.0.0.1 (or `host`) while the block runs, and yields `127.0.0.1:port`.
+    """Context manager that serves HTTP at 127.0.0.1 (or `host`) while the block runs, and yields `127.0.0.1:port`.
 
-    `answer` gets the request in the connection's thread, and gives (HTTP status, a `Text` or a value sent as JSON); an iterator
-    of JSON values is sent as server-sent events, and `[DONE]` after them. What it raises is a 500 with its first line. Anybody
-    who can log in to this machine can reach the
-    server: it is for one's own notebooks, not a public service. What `guard` has a reason against (the request's body unread)
-    is refused (403), by default what a page in a browser sends, and by `from_another_user` what other users send, too; so is a
-    body of more than `MAX_REQUEST` bytes (413). `refusal` gives what is then sent, from status and reason. `name` is the
-    thread's.
+    `answer` gets each request in the connection's thread and returns (HTTP status, a `Text` or a value that is sent as
+    JSON). An iterator of JSON values is sent as server-sent events, followed by `[DONE]`. An exception becomes a 500
+    with its first line.
 
-    A connection that is silent for `PATIENCE` seconds is closed. There are at most `connections`: a further one ends the one
-    that has waited longest without a whole request, and is refused (503) where all are being answered.
+    `guard` returns why a request is refused (403, the body unread), or "". By default requests from web pages are
+    refused, and with `from_another_user` also those of other users. Anybody who can log in to this machine can
+    otherwise reach the server: it is for a user's notebooks, not a public service. A body of more than `MAX_REQUEST`
+    bytes is refused (413). `refusal(status, reason)` returns what is sent then. `name` is the name of the server's
+    thread.
+
+    A connection that is silent for `PATIENCE` seconds is closed. There are at most `connections`: a further one closes
+    the one that has waited longest without a whole request, or is refused (503) where all are being answered.
     """
     server = _Server((host, port), answer, guard, refusal, connections)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)
@@ -158,7 +168,7 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.RLock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own, or refuse it."""
+        """Answer a connection in a new thread, or refuse it."""
         with self._lock:
             if len(self._open) >= self._most:
                 waiting = next((one for one, busy in self._open.items() if not busy), None)
@@ -171,7 +181,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def busy(self, connection: socket.socket, answering: bool) -> None:
-        """Note that a request of a connection has been read, or that the next one is waited for."""
+        """Note whether a request of a connection is being answered, or the connection waits for its next request."""
         with self._lock:
             if self._open.pop(connection, None) is not None:
                 self._open[connection] = answering
@@ -183,7 +193,9 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who closes a connection, or falls silent, is no news; another error is one line of the log, with no stack."""
+        """Handle an exception of a connection: a closed or silent one is ignored, any other error is one line in the
+        log.
+        """
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             log.warning("a request to a server of this machine failed: %s", first_line(error))
@@ -200,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def version_string(self) -> str:
-        """What the header `Server` says: not which Python this is."""
+        """Return the value of the header `Server`, which does not tell the version of Python."""
         return "workbench"
 
     def do_GET(self) -> None:
@@ -236,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         return _of_a_stranger(self.connection)
 
     def _unwanted(self) -> bool:
-        """Whether the guard has a reason against a request: then it is refused, unread, and the connection ends."""
+        """Refuse a request that the guard objects to, unread, and end its connection; returns whether it was refused."""
         if why := self.server.guard(self._asked(self.command, b"")):
             self._refuse(403, why)
         return bool(why)
@@ -271,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not printed into the notebook."""
+        """Do nothing, so that requests are not printed into the notebook."""
 
 
 def _closed(connection: socket.socket) -> bool:
@@ -287,8 +299,11 @@ _ESTABLISHED = "01"
 
 
 def _of_a_stranger(connection: socket.socket) -> bool:
-    """Whether the other end of a loopback connection belongs to another user, root excepted; False where the system has no table
-    of connections. An end that was closed meanwhile belongs to nobody, and is a stranger's."""
+    """Return whether the other end of a loopback connection belongs to another user than this one or root.
+
+    False where the system has no table of connections. An end that was closed meanwhile belongs to nobody and counts as
+    a stranger's.
+    """
     here, there = (_in_table(*one) for one in (connection.getsockname(), connection.getpeername()))
     try:
         # a client's socket of IPv6 is in the other table, under an address that ends with its IPv4 one

@@ -35,10 +35,11 @@ _forgotten: BaseException | None = None
 
 
 def free_memory() -> int:
-    """Free the local variables that the last error's traceback holds, collect garbage, return unused memory to the system.
+    """Free the local variables that the last error's traceback holds, collect garbage, and return unused memory to the
+    system.
 
-    Returns the bytes by which this process has become smaller (0 without /proc). Values that still have a name, and results
-    that IPython keeps in `Out`, stay. `%debug` of that error has no local variables to show any more.
+    Returns by how many bytes this process became smaller (0 without /proc). Values that still have a name stay, and so
+    do results that IPython keeps in `Out`. `%debug` of that error then has no local variables to show.
     """
     before = resident()
     forget_last_error()
@@ -50,7 +51,7 @@ def free_memory() -> int:
 def forget_last_error() -> bool:
     """Clear the local variables in the last traceback that reached the prompt; returns whether there was a new one.
 
-    The error's message and lines stay, and so do frames that still run. Then garbage is collected.
+    The error's message and lines stay, and so do frames that are still running. Then garbage is collected.
     """
     global _forgotten
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -71,7 +72,7 @@ def forget_last_error() -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it came from, and the members of groups, each once."""
+    """Yield an error, its causes and contexts, and the members of exception groups, each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -94,17 +95,18 @@ def _empty(frame: FrameType) -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system: glibc keeps it for later; elsewhere there is nothing to do."""
+    """Return freed memory to the system, which glibc would keep for later; elsewhere nothing is done."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @lru_cache(maxsize=1)
 def share_arena() -> None:
-    """Let all threads of this process take memory from one arena of glibc's malloc: what one frees, another takes again.
+    """Let all threads of this process take memory from one arena of glibc's malloc, so that one reuses what another has
+    freed.
 
-    Otherwise each thread has an arena of its own that keeps what was freed: with a training loop's threads 200 MB more. Nothing
-    changes elsewhere, or where the environment has `MALLOC_ARENA_MAX`.
+    Otherwise each thread has its own arena that keeps what was freed: 200 MB more with a training loop's threads.
+    Nothing changes elsewhere, or where the environment has `MALLOC_ARENA_MAX`.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with contextlib.suppress(OSError, AttributeError):
@@ -113,11 +115,13 @@ def share_arena() -> None:
 
 @lru_cache(maxsize=1)
 def separate_blocks() -> None:
-    """Let this process take blocks from 1 MiB on from the system, and give each back when it is freed, on huge pages of the kernel.
+    """Let this process take blocks of 1 MiB or more from the system, return each when it is freed, and use huge pages
+    for them.
 
-    Otherwise glibc keeps them in one heap where small ones in between hold the free ones apart: a learner takes up to two fifths
-    more than its tensors. Call it before the first tensor, since torch looks once whether huge pages are wanted. Nothing changes
-    elsewhere, or where the environment sets glibc's malloc (`MALLOC_…`, `GLIBC_TUNABLES`).
+    Otherwise glibc keeps them in one heap, where small blocks in between keep free ones apart: a learner takes up to
+    two fifths more than its tensors. Call it before the first tensor, because torch looks only once whether huge pages
+    are wanted. Nothing changes elsewhere, or where the environment configures glibc's malloc (`MALLOC_…`,
+    `GLIBC_TUNABLES`).
     """
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         with contextlib.suppress(OSError, AttributeError):
@@ -127,7 +131,7 @@ def separate_blocks() -> None:
 
 
 def available() -> int:
-    """Bytes of memory that are free, as the kernel estimates it; 4 EiB where /proc is not there."""
+    """Return the bytes of memory that are free, as the kernel estimates it; 4 EiB where /proc is missing."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -136,7 +140,7 @@ def available() -> int:
 
 
 def total() -> int:
-    """Bytes of memory that this machine has, or this process's control group may take where that is less."""
+    """Return the bytes of memory of this machine, or the limit of this process's control group where that is less."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
         size = min(size, int(limit.read()))  # "max" is none
@@ -144,10 +148,11 @@ def total() -> int:
 
 
 def estimated(what: str, estimate: Callable[[], T], otherwise: T) -> T:
-    """An estimate; where it raises `otherwise`, with a line in the log: no estimate ends the work that it is about.
+    """Return an estimate, or `otherwise` with a line in the log where estimating fails: a failed estimate does not end
+    the work.
 
-    Every estimate of bytes before some work goes through here. `OutOfMemory`, its verdict, passes, as do `Interrupted` and
-    `WorkerLost`, which are of the work itself.
+    Every estimate of bytes before some work goes through here. `OutOfMemory`, the verdict of an estimate, is raised,
+    and so are `Interrupted` and `WorkerLost`, which concern the work itself.
     """
     try:
         return estimate()
@@ -160,24 +165,26 @@ def estimated(what: str, estimate: Callable[[], T], otherwise: T) -> T:
 
 @lru_cache(maxsize=64)
 def _unknown(what: str, why: str) -> None:
-    """Said once: views ask again and again."""
+    """Log once that an estimate failed; the cache keeps repeated calls from logging it again."""
     log.warning("%s is not known, and the work goes on: %s", what, why)
 
 
 def gib(size: int) -> str:
-    """A number of bytes as text: `1.25 GiB`, or in MiB below a tenth of a GiB."""
+    """Format a number of bytes: `1.25 GiB`, or in MiB below a tenth of a GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.1f} MiB"
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where /proc is not there."""
+    """Return the bytes of memory that this process holds; 0 where /proc is missing."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as sizes:
         return int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def peak(begin: bool = False) -> int:
-    """Most bytes of this process that were in memory at once since the last call with `begin`; 0 where Linux does not say."""
+    """Return the most bytes that this process held at once since the last call with `begin=True`; 0 where Linux does
+    not report it.
+    """
     size = 0
     with contextlib.suppress(OSError), open("/proc/self/status") as lines:
         size = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

@@ -24,31 +24,31 @@ class Mean:
 
     @classmethod
     def of(cls, value: float, weight: float = 1.0) -> Mean:
-        """A `Mean` of one value with this weight."""
+        """Make a `Mean` of one value with this weight."""
         return cls(value * weight if weight else 0.0, weight)
 
     def join(self, other: Mean) -> Mean:
-        """The mean of both, each by its weight."""
+        """Return the mean of both, each by its weight."""
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def result(self) -> float:
-        """The mean: Σ weight·value / Σ weight."""
+        """Return the mean Σ weight·value / Σ weight; NaN where the weights sum to 0."""
         return float(self.total / self.weight) if self.weight else float("nan")
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A plain number; `_both` makes one of two."""
+    """Base of metrics that hold a plain number; `_both` computes the joined value of two."""
 
     value: float
     _both: ClassVar[Callable[..., float]]
 
     def join(self, other: Self) -> Self:
-        """This metric and another of its class as one (for `Max`: the larger)."""
+        """Join this metric with another one of its class; for `Max` the result is the larger."""
         return type(self)(self._both(self.value, other.value))
 
     def result(self) -> float:
-        """The plain number, as a float."""
+        """Return the plain number as a float."""
         return float(self.value)
 
 
@@ -72,7 +72,7 @@ class Sum(_Number):
 
 @dataclass(frozen=True)
 class Count(Sum):
-    """A count of things: a sum of whole numbers, 1 by default."""
+    """A number of things: a sum of whole numbers, each 1 by default."""
 
     value: int = 1
 

@@ -46,7 +46,7 @@ _under_way: list[Callable[[], bool]] = []
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """The background event loop, started on first use; its thread is a daemon."""
+    """Return the background event loop, which is started on first use in a daemon thread."""
     global _loop
     with _lock:
         if _loop is None or _loop.is_closed():
@@ -58,13 +58,13 @@ def loop() -> asyncio.AbstractEventLoop:
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the background loop and wait for its result.
 
-    A `KeyboardInterrupt` while waiting sets the interrupt flag, cancels the work, waits until it has stopped, and is raised
-    again. Raises `RuntimeError` on the background loop's own thread.
+    A `KeyboardInterrupt` while waiting sets the interrupt flag, cancels the work, waits until it has stopped, and is
+    raised again. Raises `RuntimeError` when called on the background loop's own thread, which would wait for itself.
     """
     if threading.current_thread().name == "workbench-loop":
         work.close()
-        what = "a call that waits for the event loop of the bench"
-        found = "that loop's own thread: an async tool, reward or loop"
+        what = "a call that waits for workbench's event loop was made on that loop's own thread"
+        found = "an async tool, reward or agent loop that makes it"
         raise RuntimeError(message(what, found=found, do="call it in a thread: await asyncio.to_thread(…)"))
     with waiting():
         future = asyncio.run_coroutine_threadsafe(_releasing(work), loop())
@@ -85,7 +85,7 @@ async def _releasing(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def to_its_end(work: Awaitable[T]) -> T:
-    """Await `work`; a cancellation is raised only when it is done."""
+    """Await `work`; a cancellation of the caller is raised only after the work has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -97,7 +97,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
 def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
     """Run the coroutines `ask(question)` of all questions concurrently, wait, and return their results in order.
 
-    The first that raises, or a cancellation, ends the others, and waits until they have let go.
+    When one raises, or the call is cancelled, the others are cancelled, and it waits until they have ended.
     """
 
     async def together() -> list[T]:
@@ -114,7 +114,7 @@ def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) 
 
 
 def _settle() -> None:
-    """Wait, for `PATIENCE` seconds at most, until threads have stopped the work that was cancelled."""
+    """Wait, for at most `PATIENCE` seconds, until threads have stopped the work that was cancelled."""
     end = time.monotonic() + PATIENCE
     try:
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop()).result(timeout=PATIENCE)
@@ -145,15 +145,19 @@ def interrupting() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises `Interrupted` if the interrupt flag is set, or `given_up()` of an enclosing `unless` is true (same thread)."""
+    """Raise `Interrupted` if the interrupt flag is set, or if `given_up()` of an enclosing `unless` in this thread is
+    true.
+    """
     given_up: Callable[[], bool] | None = getattr(_here, "given_up", None)
     if _stop.is_set() or (given_up is not None and given_up()):
         raise Interrupted("the work was interrupted; everything finished before is kept")
 
 
 async def unless_interrupted(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Await work that another process does. Raises `Interrupted` when this process is asked to stop; the work is then cancelled, as
-    it is with the caller, and has ended when this raises."""
+    """Await work that another process does, and raise `Interrupted` when this process is asked to stop.
+
+    The work is cancelled then, as it is when the caller is cancelled, and has ended when this raises.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
@@ -167,9 +171,11 @@ async def unless_interrupted(work: Coroutine[Any, Any, T] | asyncio.Future[T]) -
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Context manager: SIGINT, SIGTERM and SIGHUP (a closed terminal), or those given, call `handler`; in the main thread alone.
+    """Context manager in which signals call `handler`: the given `numbers`, or SIGINT, SIGTERM and SIGHUP (a closed
+    terminal).
 
-    SIGHUP that is ignored from the start (nohup) stays ignored.
+    It works only in the main thread; elsewhere nothing is changed. SIGHUP that was ignored from the start (nohup) stays
+    ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -185,7 +191,11 @@ def on_signals(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[N
 
 
 def in_turn(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of an engine that computes: one thread of the process does at a time (`alone`), until an interrupt."""
+    """Decorate a method of an engine that computes, so that one thread of the process runs it at a time
+    (`alone`).
+
+    A waiting call raises `Interrupted` when the interrupt flag is set.
+    """
 
     @functools.wraps(method)
     def turn(*args: P.args, **named: P.kwargs) -> T:
@@ -197,7 +207,9 @@ def in_turn(method: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def unless(given_up: Callable[[], bool]) -> Iterator[None]:
-    """Context manager: inside, `check()` in this thread also raises once `given_up()` is true (the work was cancelled)."""
+    """Context manager in which `check()` in this thread also raises once `given_up()` is true, because the work was
+    cancelled.
+    """
     before, _here.given_up = getattr(_here, "given_up", None), given_up
     _under_way.append(given_up)
     try:
@@ -220,10 +232,10 @@ def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
 
 
 async def beside(function: Callable[..., T], *args: Any) -> T:
-    """Await a blocking function, run in a thread so that the caller's event loop (buttons, displays) goes on.
+    """Run a blocking function in a thread and await it, so that the caller's event loop (buttons, displays) goes on.
 
-    When the awaiting task is cancelled (an interrupted cell), the interrupt flag is set until the function has ended, and
-    then `CancelledError` is raised.
+    When the awaiting task is cancelled (an interrupted cell), the interrupt flag is set until the function has ended,
+    and then `CancelledError` is raised.
     """
     work = _in_thread(function, *args)
     try:
@@ -265,7 +277,7 @@ class Control:
         self.paused = False
 
     async def gate(self) -> bool:
-        """Called between steps: wait while the loop is paused; returns whether to do another step."""
+        """Wait while the loop is paused, between two steps; returns whether to do another step."""
         try:
             while self.paused and not self.stopping:
                 self.holding = True
@@ -277,11 +289,12 @@ class Control:
         return not self.stopping
 
     async def carry(self, function: Callable[..., T], *args: object) -> T:
-        """Await a blocking function, run in a thread so that the caller's event loop (buttons, displays) goes on.
+        """Run a blocking function in a thread and await it, so that the caller's event loop (buttons, displays) goes
+        on.
 
-        After a cancellation (an interrupted cell, a SIGTERM of a job) the function has `grace` seconds to end; then, or at
-        a second cancellation, it is asked to stop at its next safe place. A function that ends returns its result, and
-        `stopping` is set; for one that stopped half-way `CancelledError` is raised.
+        After a cancellation (an interrupted cell, a SIGTERM of a job) the function has `grace` seconds to end; then, or
+        at a second cancellation, it is asked to stop at its next safe place. A function that ends returns its result,
+        and `stopping` is set; for one that stopped half-way `CancelledError` is raised.
         """
         work = _in_thread(function, *args)
         try:
@@ -307,13 +320,15 @@ _waiting: list[int] = []
 
 
 def _works() -> bool:
-    """Whether this thread works `alone`. The lock itself knows, wherever an interrupt came between two lines here."""
+    """Return whether this thread works `alone`. The lock itself is asked, because an interrupt may come between any two
+    lines here.
+    """
     return _working._is_owned()  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)
 def _pause() -> Callable[[int], int] | None:
-    """OpenMP's `omp_pause_resource_all`; None where torch came without OpenMP, or with one before version 5."""
+    """Find OpenMP's `omp_pause_resource_all`; None where torch has no OpenMP, or one before version 5."""
     try:
         return ctypes.CDLL(None).omp_pause_resource_all
     except (AttributeError, OSError, TypeError):
@@ -321,13 +336,13 @@ def _pause() -> Callable[[int], int] | None:
 
 
 def release_team() -> None:
-    """End the OpenMP team of the calling thread, if it has one; its next operation makes a new one."""
+    """End the OpenMP team of the calling thread, if it has one; the thread's next operation makes a new one."""
     if (pause := _pause()) is not None:
         pause(_SOFT)
 
 
 def releasing_team(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that calls `function`, and then ends the team of the thread that it was called in."""
+    """Wrap a function so that the OpenMP team of the calling thread is ended after it."""
 
     def released(*args: P.args, **keywords: P.kwargs) -> T:
         try:
@@ -340,9 +355,9 @@ def releasing_team(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def alone(check: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Context manager around an engine's work: one thread of the process works at a time, with the only team.
+    """Context manager around an engine's work: one thread of the process works at a time, with the only OpenMP team.
 
-    While another thread works, `check` is called every tenth of a second and may raise. Work inside work does not wait.
+    While another thread works, `check` is called every tenth of a second and may raise. Nested use does not wait.
     """
     if _works():
         yield
@@ -362,13 +377,13 @@ def alone(check: Callable[[], None] = lambda: None) -> Iterator[None]:
 
 
 def wanted() -> bool:
-    """Whether a thread waits to work `alone`."""
+    """Return whether another thread waits to work `alone`."""
     return bool(_waiting)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Context manager around a wait for another thread: its work may be done inside, also where this thread works `alone`."""
+    """Context manager around a wait for another thread. A thread that works `alone` lets the other one work meanwhile."""
     release_team()
     worked = _works()
     while _works():

@@ -32,17 +32,18 @@ _DOORS: dict[str, str] = {}
 
 
 def register(faces: Mapping[str, Mapping[str, str]], **doors: str) -> None:
-    """Register how classes are displayed: `"module:Class"` → {`document`, `widget` or another name: `"module:function"`}.
+    """Register how classes are displayed: `"module:Class"` → {`document`, `widget` or another name:
+    `"module:function"`}.
 
-    `doors` are `"module:function"` names, too: of `text` and `html`, which render a document, and `display`, which shows a
-    widget in a notebook (it gets the object and a function that makes its widget).
+    `doors` name three more functions: `text` and `html` render a document, `display` shows a widget in a notebook (it
+    gets the object and a function that makes its widget).
     """
     _FACES.update(faces)
     _DOORS.update(doors)
 
 
 def shows(thing: Any, what: str, *args: Any, **options: Any) -> Any:
-    """Call, with an object, the function registered as `what` for its class. Raises `RuntimeError` where there is none."""
+    """Call the function that is registered as `what` for an object's class. Raises `RuntimeError` where there is none."""
     name = _named(thing, what)
     if name is None:
         kind = type(thing).__name__
@@ -51,7 +52,9 @@ def shows(thing: Any, what: str, *args: Any, **options: Any) -> Any:
 
 
 def _named(thing: Any, what: str) -> str | None:
-    """The table's function for an object's class, or for the nearest of its bases that has one; None where none has."""
+    """Return the name of the function registered as `what` for an object's class or the nearest base class; None where
+    there is none.
+    """
     rows = (_FACES.get(f"{kind.__module__}:{kind.__qualname__}", {}) for kind in type(thing).__mro__)
     return next((row[what] for row in rows if what in row), None)
 
@@ -62,7 +65,7 @@ def _rendered(thing: Any, form: str) -> str | None:
 
 
 class Shown:
-    """Base of classes displayed as `register` sets it: text as `repr`, HTML in a notebook, a widget where there is one.
+    """Base of classes that are displayed as `register` sets it: text as `repr`, HTML and a widget in a notebook.
 
     A class that is not registered has a plain repr of its name.
     """
@@ -90,7 +93,7 @@ class Shown:
 
 
 def plain(text: str) -> str:
-    """Text that is safe to show: control characters and direction overrides are made visible, line ends and tabs are kept.
+    """Make a text safe to show: control characters and direction overrides become visible; line ends and tabs stay.
 
     A text of more than `TEXT_LIMIT` characters is cut, and a note says how many are left out.
     """
@@ -104,7 +107,7 @@ def plain(text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    """A text that UTF-8 can hold: each unpaired surrogate becomes `�`."""
+    """Make a text that UTF-8 can hold: each unpaired surrogate becomes `�`."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -134,7 +137,7 @@ _BEARER = re.compile(r"(?<=Bearer )\S+")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name holds a secret; the last part of a dotted name counts."""
+    """Return whether a setting of this name holds a secret, such as `api_key`; of a dotted name the last part counts."""
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     if not words or _PLACES.fullmatch(words[-1]):
         return False
@@ -144,7 +147,9 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """The value of a setting, of any depth, with ••• for secrets by name and for those of addresses; other values as they are."""
+    """Replace secrets in a setting's value by •••, at any depth: texts whose name says that they are secret, and
+    secrets in addresses.
+    """
     if isinstance(value, Mapping):
         return {key: without_secrets(one, name if is_secret(name) else str(key)) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -156,7 +161,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def shown(text: str) -> str:
-    """A text whose addresses have ••• for user and password, and for secrets of their query."""
+    """Replace user, password and secret query values in the addresses of a text by •••."""
     text = _BEARER.sub(HIDDEN, _USER.sub(f"{HIDDEN}@", text))
     if "://" not in text:
         return text
@@ -164,7 +169,7 @@ def shown(text: str) -> str:
 
 
 def hidden_in(value: Any, name: str = "") -> list[str]:
-    """The names of the settings whose values were left out of a record, of any depth."""
+    """Return the names of the settings in a record, at any depth, whose values were replaced by •••."""
     if isinstance(value, Mapping | list | tuple):
         pairs = value.items() if isinstance(value, Mapping) else ((name, one) for one in value)
         return [each for key, one in pairs for each in hidden_in(one, str(key))]
@@ -172,10 +177,12 @@ def hidden_in(value: Any, name: str = "") -> list[str]:
 
 
 def bare_url(url: str, what: str, do: str, form: str = "http(s)://host[:port][/path]") -> str:
-    """The URL of a service. Raises `SettingError` for what is none, and for a user, a password or a query, which would be shown."""
+    """Return the URL of a service unchanged. Raises `SettingError` where it is none, and for a user, a password or a
+    query in it, which would be shown in records.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise SettingError(what, expected=form, found=repr(shown(url)), do=do if parts.query else None)
     if "@" in parts.netloc:
-        raise SettingError(what, expected="one without user or key", found="user@host", do=do)
+        raise SettingError(what, expected="an address without user or key", found="user@host", do=do)
     return url

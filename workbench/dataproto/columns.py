@@ -19,7 +19,7 @@ from workbench.base.errors import ColumnInvalid, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Declaration of a batch column: what is checked in it, what it means, and which stage writes it."""
+    """Declaration of a batch column: its dtype and dims, which are checked, its meaning, and the stage that writes it."""
 
     name: str
     """Its name in batches, widgets and plots."""
@@ -34,12 +34,12 @@ class Column:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it lives in `DataProto.batch` (else in `non_tensor_batch`)."""
+        """Whether the column is in `DataProto.batch` (else in `non_tensor_batch`)."""
         return self.dtype != "object"
 
 
 def _declare(**stages: Mapping[str, tuple[str, str]]) -> Mapping[str, Column]:
-    """Stage → its columns: name → ("dtype and dims", sentence)."""
+    """Build the table of columns from stage → {name: ("dtype and dims", sentence)}."""
     every = [(name, *said, stage) for stage, columns in stages.items() for name, said in columns.items()]
     return MappingProxyType({name: _column(name, kind, stage, doc) for name, kind, doc, stage in every})
 
@@ -151,7 +151,7 @@ REWARD_PREFIX = "reward/"
 
 
 def declared(name: str) -> Column | None:
-    """The declaration of a column, or None for a name that is not declared."""
+    """Return the declaration of a column, or None for a name that is not declared. `reward/<part>` counts as declared."""
     known = COLUMNS.get(name)
     if known is None and name.startswith(REWARD_PREFIX):
         part = name.removeprefix(REWARD_PREFIX)
@@ -160,23 +160,25 @@ def declared(name: str) -> Column | None:
 
 
 def provided(name: str, written: Collection[str]) -> bool:
-    """Whether a column is among the `written` ones; parts of the reward, whose names its function chooses, come with `score`."""
+    """Return whether a column is among the `written` ones. Parts of the reward, whose names its function chooses, come
+    with `score`.
+    """
     return name in written or (name.startswith(REWARD_PREFIX) and "score" in written)
 
 
 def writer_of(name: str) -> str | None:
-    """The stage that writes a column in the recipes; None for a name that is not declared."""
+    """Return the name of the stage that writes a column in the recipes; None for a name that is not declared."""
     column = declared(name)
     return column.writer if column else None
 
 
 def nearest_column(name: str, present: tuple[str, ...] = ()) -> str | None:
-    """The declared or present column name that looks most like `name`, or None."""
+    """Return the declared or present column name that looks most like `name`, or None."""
     return nearest(name, (*present, *COLUMNS))
 
 
 def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises `ColumnInvalid` where a tensor has another dtype or number of dims than its column is declared with."""
+    """Raise `ColumnInvalid` where a tensor has another dtype or number of dims than its column is declared with."""
     column = declared(name)
     if column is None:
         return
@@ -196,7 +198,7 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def check_objects(name: str) -> None:
-    """Raises `ColumnInvalid` where a column that is declared as a tensor comes as objects."""
+    """Raise `ColumnInvalid` where objects are given for a column that is declared as a tensor."""
     column = declared(name)
     if column is not None and column.is_tensor:
         expected = f"a {column.dtype} tensor [{', '.join(column.dims)}]"
@@ -204,9 +206,10 @@ def check_objects(name: str) -> None:
 
 
 def letter_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Sizes of the shape letters (S, T, …) of declared tensor columns. Raises `ColumnInvalid` for a letter with two sizes.
+    """Return the sizes of the shape letters (S, T, …) in declared tensor columns. Raises `ColumnInvalid` for a letter
+    with two sizes.
 
-    A compound such as `S+T` is a letter of its own, checked against its parts where both are there.
+    A compound such as `S+T` counts as another letter, and is checked against its parts where both are present.
     """
     sizes: dict[str, int] = {}
     named: dict[str, str] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataProtoItem:
-    """One row: tensors without their first dim, objects as they are."""
+    """One row of a batch: its tensors without the first dim, and its objects unchanged."""
 
     batch: Mapping[str, torch.Tensor]
     non_tensor_batch: Mapping[str, Any]
@@ -32,7 +32,9 @@ class DataProtoItem:
 
 
 def sent(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """The tensor on a device. From the CPU it goes without a wait for what the device is doing, to a GPU through pinned memory."""
+    """Return the tensor on a device. A copy from the CPU does not wait for the device's work; to a GPU it goes through
+    pinned memory.
+    """
     kind = torch.device(device).type
     if not tensor.is_cpu or kind == "cpu":
         return tensor.to(device)
@@ -51,7 +53,7 @@ class DataProto(Value, Shown):
     """
 
     def __getitem__(self, key: Any) -> Any:
-        """A column by name; a row by number; rows by slice, list, array or tensor (numbers or a mask).
+        """Return a column by name, a row by number, or rows by slice, list, array or tensor (numbers or a mask).
 
         verl refuses names here; it has only `data.batch["…"]`, which works as well.
         """
@@ -79,11 +81,13 @@ class DataProto(Value, Shown):
 
     def _item(self, row: int) -> DataProtoItem:
         if not -self._rows <= row < self._rows:
-            raise IndexError(message("row number", expected=f"below {self._rows}", found=row))
+            raise IndexError(message("row number of a batch", expected=f"below {self._rows}", found=row))
         return DataProtoItem(*self._each(lambda column: column[row]), self.meta_info)
 
     def _each(self, tensors: Callable[[Any], Any], objects: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
-        """All tensors and all objects, by name, with a function (or one for either kind) called on each column."""
+        """Call `tensors` on every tensor column and `objects` (by default the same function) on every object column;
+        returns both dicts.
+        """
         objects = tensors if objects is None else objects
         return (
             {name: tensors(self._batch[name]) for name in self._batch},
@@ -99,12 +103,12 @@ class DataProto(Value, Shown):
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A batch from tensors and objects. Unlike in verl, lengths of objects are checked too."""
+        """Make a batch from tensors and objects. Unlike in verl, lengths of objects are checked too."""
         return cls(tensors, non_tensors, meta_info)
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """A batch from one dict: tensors go to `batch`, everything else (lists too, unlike in verl) to objects."""
+        """Make a batch from one dict: tensors go to `batch`, everything else (lists too, unlike in verl) to objects."""
         return cls(*apart(data), meta_info)
 
     # --- columns ----------------------------------------------------------------------------
@@ -115,8 +119,10 @@ class DataProto(Value, Shown):
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> Self:
-        """A batch with some of the columns. None keeps all of a kind; `batch_keys` may name objects as well, and given
-        alone drops all others. Raises `ColumnMissing` for a missing name (verl drops missing objects silently)."""
+        """Return a batch with some of the columns. None keeps all columns of a kind; `batch_keys` may name objects as
+        well, and given alone drops all others. Raises `ColumnMissing` for a missing name (verl drops missing objects
+        silently).
+        """
         wanted = list(self._batch if batch_keys is None else batch_keys)
         if non_tensor_batch_keys is not None:
             wanted += non_tensor_batch_keys
@@ -139,14 +145,18 @@ class DataProto(Value, Shown):
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> tuple[Self, Self]:
-        """(a batch of the named columns, a batch of the rest). verl's pops in place and returns the first alone."""
+        """Return (a batch of the named columns, a batch of the rest). verl's method pops in place and returns only the
+        first.
+        """
         taken = self.select(list(batch_keys), list(non_tensor_batch_keys), list(meta_info_keys))
         rest = self.without(*batch_keys, *non_tensor_batch_keys)
         meta = {name: value for name, value in self._meta.items() if name not in meta_info_keys}
         return taken, rest._new(rest._raw(), meta=meta)
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
-        """The batch with columns under other names, tensors and objects alike (verl renames tensors only, in place)."""
+        """Return the batch with columns under other names, tensors and objects alike (verl renames only tensors, in
+        place).
+        """
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -161,9 +171,11 @@ class DataProto(Value, Shown):
         return renamed._new(renamed._raw(), origins={**renamed._origins, **origins})
 
     def union(self, other: DataProto) -> Self:
-        """A batch with the columns and `meta_info` of both. What both have must agree; NaN equals NaN (unlike in verl).
+        """Return a batch with the columns and `meta_info` of both batches. Shared ones must agree; NaN equals NaN
+        (unlike in verl).
 
-        Raises `UnionConflict` where a shared column or meta item differs, `BatchError` where the numbers of rows differ.
+        Raises `UnionConflict` where a shared column or meta item differs, `BatchError` where the numbers of rows
+        differ.
         """
         if len(self.columns) and len(other.columns) and len(self) != len(other):
             raise BatchError("rows of the other batch in union", expected=f"{len(self)} rows", found=len(other))
@@ -185,7 +197,9 @@ class DataProto(Value, Shown):
     # --- rows -------------------------------------------------------------------------------
 
     def select_idxs(self, idxs: Any) -> Self:
-        """A batch of the rows with these numbers (repeats allowed), or of a mask of B bools: list, array or tensor."""
+        """Return a batch of the rows with these numbers (repeats allowed), or of a mask of B bools: a list, array or
+        tensor.
+        """
         index = idxs if isinstance(idxs, torch.Tensor) else torch.as_tensor(np.asarray(idxs))
         if index.numel() == 0:
             index = index.long()
@@ -193,7 +207,7 @@ class DataProto(Value, Shown):
             raise BatchError("rows to select", expected="a list of row numbers or a mask", found=describe(idxs))
         if index.dtype == torch.bool:
             if len(index) != len(self):
-                raise BatchError("a mask of rows", expected=f"{len(self)} bools", found=len(index))
+                raise BatchError("length of a mask of rows", expected=f"{len(self)} bools", found=len(index))
             index = index.nonzero().squeeze(-1)
         if index.numel() and not (-len(self) <= int(index.min()) and int(index.max()) < len(self)):
             bounds = f"at least {-len(self)} and below {len(self)}"
@@ -203,14 +217,16 @@ class DataProto(Value, Shown):
         return self._new(*self._each(lambda tensor: tensor[index.to(tensor.device)], lambda cells: cells[numbers]))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """The rows `data[start:end:step]` as a batch; its tensors are views of this batch's, unless `step` is negative."""
+        """Return the rows `data[start:end:step]` as a batch; its tensors are views of this batch's, unless `step` is
+        negative.
+        """
         where = slice(start, end, step)
         if step is not None and step < 0:
             return self.select_idxs(list(range(len(self)))[where])
         return self._new(*self._each(lambda column: column[where]))
 
     def reorder(self, indices: torch.Tensor) -> Self:
-        """The batch with its rows in the order of `indices` (verl reorders in place and returns nothing)."""
+        """Return the batch with its rows in the order of `indices` (verl reorders in place and returns nothing)."""
         if sorted(torch.as_tensor(indices).tolist()) != list(range(len(self))):
             raise BatchError("indices of reorder", expected=f"each of {len(self)} rows once", found=describe(indices))
         return self.select_idxs(indices)
@@ -224,22 +240,25 @@ class DataProto(Value, Shown):
         """Repeat row i `repeat_times[i]` times."""
         times = torch.as_tensor(np.asarray(repeat_times)).long()
         if len(times) != len(self):
-            raise BatchError("repeat_times", expected=f"{len(self)} numbers, one per row", found=len(times))
+            raise BatchError("length of repeat_times", expected=f"{len(self)}, one per row", found=len(times))
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Make `n_split` rows of each: columns in `split_keys` are cut along their second dim, [B, n·k, …] to [B·n, k, …], all
-        others repeated, a a b b. An object in such a column is a list, of which each row gets a part.
+        """Make `n_split` rows of each row, with the columns in `split_keys` cut along their second dim: [B, n·k, …]
+        becomes [B·n, k, …].
 
-        Raises `BatchError` for a column whose second dim `n_split` does not divide.
+        All other columns are repeated, as a a b b. An object in a cut column must be a list, of which each row gets a
+        part. Raises `BatchError` for a column whose second dim `n_split` does not divide.
         """
         if n_split < 1:
-            raise BatchError("n_split", expected="≥ 1", found=n_split)
+            raise BatchError("n_split of unfold_column_chunks", expected="≥ 1", found=n_split)
         cut = {name: _cut(name, self[name], n_split) for name in split_keys or ()}
         return self.without(*cut).repeat(n_split).with_columns(cut)
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Cut the rows into `chunks` equal batches. Raises `BatchError` where that is impossible: pad first, or `split`."""
+        """Cut the rows into `chunks` equal batches. Raises `BatchError` where that is impossible: pad first, or use
+        `split`.
+        """
         if chunks < 1 or len(self) % chunks:
             do = f"pad_to_divisor({chunks}) first, or split(size) for a shorter last part"
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal chunks", do=do)
@@ -248,12 +267,13 @@ class DataProto(Value, Shown):
     def split(self, split_size: int) -> list[Self]:
         """Cut the rows into batches of `split_size`; the last may be shorter."""
         if split_size < 1:
-            raise BatchError("split_size", expected="≥ 1", found=split_size)
+            raise BatchError("split_size of split", expected="≥ 1", found=split_size)
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """One batch with the rows of all parts, which must have the same columns and agree in shared `meta_info` keys.
+        """Join batches into one with the rows of all. They must have equal columns, and equal values in shared
+        `meta_info` keys.
 
         verl flattens the meta key `metrics`; here metrics are not part of a batch.
         """
@@ -279,9 +299,11 @@ class DataProto(Value, Shown):
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
     ) -> Iterator[Self]:
-        """Yields mini-batches over `epochs` passes, shuffled anew if seeded. The size must divide the number of rows."""
+        """Yield mini-batches over `epochs` passes, shuffled anew in each pass if a seed is given. The size must divide
+        the number of rows.
+        """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise BatchError("mini_batch_size", expected=f"a divisor of the {len(self)} rows", found=mini_batch_size)
+            raise BatchError("mini_batch_size", expected=f"a divisor of {len(self)}", found=mini_batch_size)
         generator = torch.Generator().manual_seed(seed if seed is not None else 0)
         shuffled = seed is not None if shuffle is None else shuffle
         for _ in range(epochs):
@@ -290,7 +312,9 @@ class DataProto(Value, Shown):
                 yield self.select_idxs(rows)
 
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
-        """(the batch with rows cycled from the start until `divisor` divides it, how many were added)."""
+        """Return (the batch with rows repeated from the start until `divisor` divides their number, how many were
+        added).
+        """
         if divisor < 1 or not len(self):
             found = f"divisor {divisor} and {len(self)} rows"
             raise SettingError("pad_to_divisor", expected="a divisor ≥ 1 and at least one row", found=found)
@@ -298,17 +322,17 @@ class DataProto(Value, Shown):
         return (self.select_idxs([row % len(self) for row in range(len(self) + added)]) if added else self), added
 
     def unpad(self, pad: int) -> Self:
-        """The batch without its last `pad` rows."""
+        """Return the batch without its last `pad` rows."""
         return self.slice(0, len(self) - pad) if pad else self
 
     # --- elsewhere --------------------------------------------------------------------------
 
     def to(self, device: Any) -> Self:
-        """The batch with its tensors on a device; those that are there already are shared."""
+        """Return the batch with its tensors on a device; tensors that are there already are shared."""
         return self._new({name: sent(self._batch[name], device) for name in self._batch}, self._objects.raw())
 
     def to_tensordict(self) -> Any:
-        """The batch as a TensorDict: tensors, objects as `NonTensorStack`, `meta_info` as `NonTensorData`."""
+        """Return the batch as a TensorDict: tensors, objects as `NonTensorStack`, `meta_info` as `NonTensorData`."""
         with optional("verl", "to_tensordict"):
             from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -324,7 +348,7 @@ class DataProto(Value, Shown):
 
     @classmethod
     def from_tensordict(cls, data: Any) -> Self:
-        """A batch from what `to_tensordict` returns. Raises `BatchError` for nested entries."""
+        """Make a batch from what `to_tensordict` returns. Raises `BatchError` for nested entries."""
         with optional("verl", "from_tensordict"):
             from tensordict import NonTensorData, NonTensorStack
 
@@ -344,9 +368,9 @@ class DataProto(Value, Shown):
         return cls(tensors, objects, meta)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The batch as a DataFrame with one line per row: numbers and objects as they are, longer tensors as lists.
+        """Return the batch as a DataFrame with one line per row; tensors of more than one dim become lists.
 
-        [B, T] response columns lose their padding where `response_mask` is there to say what that is.
+        [B, T] response columns lose their padding where `response_mask` is there to tell it apart.
         """
         import pandas as pd
 
@@ -361,13 +385,15 @@ class DataProto(Value, Shown):
         return pd.DataFrame(columns | {name: list(self._objects[name]) for name in self._objects})
 
     def mutable(self) -> MutableDataProto:
-        """A copy that other code may change in place, as verl's `DataProto`; this batch does not change with it."""
+        """Return a copy that other code may change in place, as verl's `DataProto`; this batch does not change with it."""
         return MutableDataProto(*self._each(torch.Tensor.clone, copy.deepcopy), copy.deepcopy(self._meta))
 
     # --- travel ---------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Cheap for Ray: NumPy views of the columns, pickled out of band in protocol 5, without storage beyond the rows."""
+        """Pickle cheaply for Ray: columns as NumPy views, out of band in protocol 5, without storage beyond the batch's
+        rows.
+        """
         return _rebuild, (*self._each(_portable, lambda cells: cells), self._meta, self._origins)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
@@ -390,7 +416,7 @@ class DataProto(Value, Shown):
 
 
 def _cut(name: str, values: Any, parts: int) -> Any:
-    """A column whose second dim, or whose lists, are cut into equal `parts`: a row for each."""
+    """Cut a column's second dim, or its lists, into `parts` equal parts, each of which becomes a row."""
     tensor = isinstance(values, torch.Tensor)
     widths = set(values.shape[1:2]) if tensor else {len(row) for row in values}
     if not widths or any(width % parts for width in widths):
@@ -403,7 +429,7 @@ def _cut(name: str, values: Any, parts: int) -> Any:
 
 
 def _length(mask: torch.Tensor) -> int:
-    """Up to the last 1 of a row's mask."""
+    """Return the number of tokens up to the last 1 of a row's mask."""
     ones = mask.nonzero()
     return int(ones[-1]) + 1 if len(ones) else 0
 
@@ -414,7 +440,7 @@ def _stage(batch: DataProto, name: str) -> str:
 
 
 def _portable(tensor: torch.Tensor) -> Any:
-    """A numpy view where numpy has the dtype (pickled out of band), else a compact tensor."""
+    """Return a NumPy view of a tensor where NumPy has the dtype (it is pickled out of band), else a compact tensor."""
     tensor = tensor.detach().cpu()
     if tensor.dtype in (torch.bfloat16,) or tensor.is_complex():
         return tensor.clone()
@@ -437,7 +463,7 @@ def _rebuild(
 
 @dataclass
 class MutableDataProto:
-    """A batch that may be changed in place, as in verl: three plain dicts. It has a length, and its rows by number."""
+    """A batch that may be changed in place, as in verl: three plain dicts. It has a length, and rows by number."""
 
     batch: dict[str, torch.Tensor]
     non_tensor_batch: dict[str, np.ndarray]
@@ -449,7 +475,7 @@ class MutableDataProto:
 
     def __getitem__(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
-            raise IndexError(message("row number", expected=f"below {len(self)}", found=row))
+            raise IndexError(message("row number of a batch", expected=f"below {len(self)}", found=row))
         tensors = {name: tensor[row] for name, tensor in self.batch.items()}
         objects = {name: cells[row] for name, cells in self.non_tensor_batch.items()}
         return DataProtoItem(tensors, objects, self.meta_info)
@@ -464,7 +490,7 @@ POLICY = "policy"
 
 
 def last_rows(batch: DataProto, column: str | None = SESSION) -> Tensor:
-    """For each row the number of its episode's last row: [B] int64. Without the column each row is an episode."""
+    """Return for each row the number of its episode's last row: [B] int64. Without the column each row is an episode."""
     if column is None or column not in batch:
         return torch.arange(len(batch))
     uids = batch["uid"] if "uid" in batch else [None] * len(batch)
@@ -474,12 +500,12 @@ def last_rows(batch: DataProto, column: str | None = SESSION) -> Tensor:
 
 
 def is_last(batch: DataProto) -> Tensor:
-    """[B] bool: True on the last row of each episode, which stands for it where episodes are counted."""
+    """Return [B] bool: True on the last row of each episode, which stands for the episode where episodes are counted."""
     return last_rows(batch) == torch.arange(len(batch))
 
 
 def episodes(batch: DataProto) -> list[list[int]]:
-    """The row numbers of each episode, in the order of their first rows."""
+    """Return the row numbers of each episode, in the order of the episodes' first rows."""
     members: dict[int, list[int]] = {}
     for row, last in enumerate(last_rows(batch).tolist()):
         members.setdefault(last, []).append(row)
@@ -487,14 +513,14 @@ def episodes(batch: DataProto) -> list[list[int]]:
 
 
 def sequence_of(batch: DataProto, row: int) -> tuple[int, list[int]] | None:
-    """(number of a row's episode, rows of that episode in order); None in a batch whose rows are episodes each."""
+    """Return (number of a row's episode, rows of that episode in order); None in a batch where each row is an episode."""
     if SESSION not in batch:
         return None
     return next((number, rows) for number, rows in enumerate(episodes(batch)) if row in rows)
 
 
 def row_name(batch: DataProto, row: int) -> str:
-    """`row 7`, or `row 7 (episode 3, sequence 2 of 3)`."""
+    """Name a row for people: `row 7`, or `row 7 (episode 3, sequence 2 of 3)`."""
     sequence = sequence_of(batch, row)
     if sequence is None:
         return f"row {row}"
@@ -503,14 +529,16 @@ def row_name(batch: DataProto, row: int) -> str:
 
 
 def of_first_policy(batch: DataProto) -> DataProto:
-    """The rows of the policy that `meta_info` names as the first; all rows where there is one policy."""
+    """Return the rows of the policy that `meta_info` names as the first; all rows where there is only one policy."""
     if POLICY not in batch:
         return batch
     return batch.select_idxs([row for row, name in enumerate(batch[POLICY]) if name == batch.meta_info.get(POLICY)])
 
 
 def alike(parts: Sequence[DataProto]) -> list[DataProto]:
-    """Batches to concatenate: if one has the column `session`, all have it; where it was missing each row is an episode."""
+    """Prepare batches for `concat`: if one has the column `session`, all get it; rows without one become episodes of
+    one row.
+    """
     if not any(SESSION in part for part in parts):
         return list(parts)
     return [part if SESSION in part else part.with_columns({SESSION: list(range(len(part)))}) for part in parts]

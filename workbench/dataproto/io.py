@@ -67,7 +67,9 @@ DTYPES = {
 
 @contextmanager
 def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[None]:
-    """Context manager: raises any exception inside as `error`, with `place` in the text; `FileNotFoundError` passes."""
+    """Context manager that raises any exception inside as `error`, with `place` in the text; `FileNotFoundError` passes
+    unchanged.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -79,7 +81,9 @@ def reading(place: Path, error: type[WorkbenchError] = BatchError) -> Iterator[N
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file or folder in `folder`. Raises `BatchError` for a symbolic link that leads out of `folder`."""
+    """Return the path of a file or folder in `folder`. Raises `BatchError` for a symbolic link that leads out of
+    `folder`.
+    """
     path = folder / name
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
         raise BatchError(f"{path} is a symbolic link that leads out of its folder", do="put the file itself there")
@@ -87,7 +91,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_document(path: Path, *, strict: bool) -> dict[str, Any]:
-    """Read a JSON file as a dict; `strict` refuses NaN and infinities. Raises `BatchError`."""
+    """Read a JSON file as a dict; `strict` refuses NaN and infinities. Raises `BatchError` for a file that cannot be
+    read safely.
+    """
     if not path.is_file():  # neither missing nor a pipe that never ends
         raise BatchError(f"{path} is missing, or not a regular file")
     with path.open("rb") as file:
@@ -101,18 +107,18 @@ def read_document(path: Path, *, strict: bool) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise BatchError(f"{constant} is not valid in JSON")
+    raise BatchError(f"{constant} is not valid in a JSON document")
 
 
 def check_text(text: str) -> None:
-    """Raises `BatchError` for a document that is too long, or nested too deep."""
+    """Raise `BatchError` for a JSON text that is too long or nested too deep."""
     if len(text.encode(errors="surrogatepass")) > DOCUMENT_LIMIT:
         raise BatchError("size of a JSON document", expected=f"at most {DOCUMENT_LIMIT} bytes", found="more")
     check_depth(text)
 
 
 def check_depth(*texts: str) -> None:
-    """Raises `BatchError` for JSON that is nested too deep, or has too many lists and dicts, to be decoded safely."""
+    """Raise `BatchError` for JSON that is nested too deep, or has too many lists and dicts, to be decoded safely."""
     counts = [text.count("[") + text.count("{") for text in texts]
     if sum(counts) > INNER_LIMIT:
         raise BatchError("lists and dicts in a JSON document", expected=f"at most {INNER_LIMIT}", found=sum(counts))
@@ -122,13 +128,15 @@ def check_depth(*texts: str) -> None:
             sign = token[0]
             depth += (sign in "[{") - (sign in "]}")
             if depth > DEPTH_LIMIT:
-                raise BatchError(f"JSON nested deeper than {DEPTH_LIMIT} lists and dicts")
+                raise BatchError(f"a JSON document is nested deeper than {DEPTH_LIMIT} lists and dicts")
 
 
 def check_columns(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], objects: Mapping[str, str], rows: Any
 ) -> None:
-    """Checks a saved batch's tensors (shape, dtype), objects (storage), row count. Raises `BatchError`, `ColumnInvalid`."""
+    """Check the shapes, dtypes, kinds and number of rows that a saved batch claims to have. Raises `BatchError` or
+    `ColumnInvalid`.
+    """
     if not _whole(rows, ROWS_LIMIT) or len(tensors) + len(objects) > COLUMNS_LIMIT:
         found = f"{describe(rows)} rows, {len(tensors) + len(objects)} columns"
         raise BatchError("a saved batch", expected=f"at most {ROWS_LIMIT} rows, {COLUMNS_LIMIT} columns", found=found)
@@ -149,7 +157,7 @@ def _whole(value: Any, limit: int) -> bool:
 
 
 def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Checks each claimed shape and dtype against a safetensors file. Raises `BatchError` where they differ."""
+    """Compare each claimed shape and dtype with a safetensors file. Raises `BatchError` where they differ."""
     from safetensors import safe_open
 
     if not path.is_file():  # a pipe would never end
@@ -165,7 +173,7 @@ def check_tensors(path: Path, claimed: Mapping[str, tuple[tuple[int, ...], torch
 
 
 def check_room(size: int, what: str) -> None:
-    """Raises `BatchError` where `size` bytes, of what `what` names, are more than half of the free memory."""
+    """Raise `BatchError` where `size` bytes, which the message calls `what`, are more than half of the free memory."""
     free = available()
     if size > free // 2:
         expected = f"at most half of the {free / 2**30:.1f} GiB that are free"
@@ -173,7 +181,9 @@ def check_room(size: int, what: str) -> None:
 
 
 def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop: int) -> list[Any]:
-    """Rows `start` to `stop` (exclusive) of a parquet column. Raises `BatchError` if they exceed `budget_of` the file."""
+    """Read rows `start` to `stop` (exclusive) of a parquet column. Raises `BatchError` where they decode to more than
+    `budget_of` allows.
+    """
     import pyarrow.parquet as pq
 
     values: list[Any] = []
@@ -199,12 +209,14 @@ def parquet_values(path: Path, name: str, kind: str, rows: int, start: int, stop
 
 
 def budget_of(path: Path) -> int:
-    """Bytes that one column of a parquet file may decode to."""
+    """Return the bytes that one column of a parquet file may decode to."""
     return max(FLOOR, EXPANSION * path.stat().st_size)
 
 
 def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
-    """The number of a column, checked to be as `io.save` writes them: flat, of a plain type, with snappy or uncompressed."""
+    """Return the number of a parquet column, checked to be as `io.save` writes it: flat, of a plain type, snappy or
+    uncompressed.
+    """
     import pyarrow as pa
 
     schema, metadata = file.schema_arrow, file.metadata
@@ -222,7 +234,7 @@ def _column_of(file: Any, name: str, kind: str, rows: int) -> int:
 
 
 def check_cells(name: str, values: list[Any]) -> None:
-    """Checks the cells of the declared object columns whose structure stages use. Raises `BatchError` for a wrong cell."""
+    """Check the cells of those object columns whose structure stages rely on. Raises `BatchError` for a wrong cell."""
     fits = _CELLS.get(name, lambda value: True)
     wrong = next((row for row, value in enumerate(values) if not fits(value)), None)
     if wrong is not None:
@@ -230,7 +242,9 @@ def check_cells(name: str, values: list[Any]) -> None:
 
 
 def _chat(value: Any) -> bool:
-    """None, a plain text, or turns whose content is a text or parts."""
+    """Return whether a value is a prompt: None, a plain text, or a list of turns whose content is a text or a list of
+    parts.
+    """
     if not isinstance(value, list):
         return value is None or isinstance(value, str)
     contents = [turn.get("content") if isinstance(turn, dict) else 0 for turn in value]
@@ -258,7 +272,9 @@ def register_codec(tag: str, kind: type, encode: Callable[[Any], Any], decode: C
 
 
 def encode(value: Any) -> Any:
-    """An object as JSON values, with tags for arrays, tuples, infinities and registered classes; `TypeError` for others."""
+    """Turn an object into JSON values, with tags for arrays, tuples, infinities and registered classes. Raises
+    `TypeError` for others.
+    """
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -287,14 +303,14 @@ def _encoded_dict(value: dict[Any, Any]) -> dict[str, Any]:
 
 
 def decode(value: Any) -> Any:
-    """The object that `encode` turned into these JSON values. Raises `BatchError` for an unknown tag."""
+    """Turn the JSON values that `encode` made back into the object. Raises `BatchError` for an unknown tag."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     return _untagged({key: decode(item) for key, item in value.items()}) if isinstance(value, dict) else value
 
 
 def _untagged(value: dict[str, Any]) -> Any:
-    """The object of a tagged record, whose values are decoded already."""
+    """Turn a tagged record, whose values are decoded already, into its object; an untagged one is returned unchanged."""
     tag = value.get(_TAG)
     if tag is None:
         return value
@@ -317,7 +333,9 @@ def _untagged(value: dict[str, Any]) -> Any:
 
 
 def _dtype_of_cell(text: Any, inner: list[Any]) -> np.dtype[Any]:
-    """An array's dtype; of texts one no wider than they are, because a file can claim gigabytes for each."""
+    """Return the dtype of a saved array. For texts it is no wider than they are, because a file could claim gigabytes
+    for each.
+    """
     dtype = np.dtype(text)
     if dtype.kind == "V":
         raise BatchError("dtype of a saved array", expected="plain numbers, texts or objects", found=describe(text))
@@ -326,7 +344,7 @@ def _dtype_of_cell(text: Any, inner: list[Any]) -> np.dtype[Any]:
 
 
 def _plain_type(values: np.ndarray) -> bool:
-    """Whether arrow stores it exactly: all str, all int, all bool, or all finite float."""
+    """Return whether arrow stores a column exactly: all cells are str, int, bool, or finite float."""
     kinds = {type(value) for value in values}
     if kinds == {int}:
         return all(-(2**63) <= value < 2**63 for value in values)
@@ -339,7 +357,9 @@ def _plain_type(values: np.ndarray) -> bool:
 
 
 def save(batch: Value, path: str | Path) -> Path:
-    """Save a batch in a new folder, whole or not at all. Raises `BatchError` where it exists or a cell cannot be saved."""
+    """Save a batch in a new folder, completely or not at all. Raises `BatchError` where it exists or a cell cannot be
+    saved.
+    """
     from safetensors.torch import save_file
 
     folder = Path(path)
@@ -382,7 +402,7 @@ def _encoded(what: str, value: Any, do: str) -> Any:
 
 
 def _tensor_cells(values: np.ndarray) -> bool:
-    """Whether all cells are dicts of tensors by name, and one is not empty."""
+    """Return whether all cells of a column are dicts of tensors by name, and at least one is not empty."""
     whole = all(type(one) is dict and all(map(_named_tensor, one.items())) for one in values)
     return whole and any(map(len, values))
 
@@ -392,7 +412,9 @@ def _named_tensor(item: tuple[Any, Any]) -> bool:
 
 
 def _apart(name: str, values: np.ndarray, inner: dict[str, torch.Tensor]) -> list[str]:
-    """Cells of tensors as JSON with the places of the tensors, which are put into `inner`: each different one once."""
+    """Turn cells that are dicts of tensors into JSON texts that name the tensors' places, and put each different tensor
+    once into `inner`.
+    """
     places: dict[int, str] = {}
     for cell in values:
         for tensor in cell.values():
@@ -403,7 +425,7 @@ def _apart(name: str, values: np.ndarray, inner: dict[str, torch.Tensor]) -> lis
 
 
 def _together(file: Path, cells: list[dict[str, str]]) -> list[dict[str, torch.Tensor]]:
-    """The cells that `_apart` took apart; those that shared a tensor share it again."""
+    """Load the tensors of cells that `_apart` saved, as dicts again; cells that shared a tensor share it again."""
     from safetensors import safe_open
 
     wanted = {place for cell in cells for place in cell.values()}
@@ -448,8 +470,10 @@ def _write_objects(batch: Value, folder: Path) -> dict[str, str]:
 
 
 def load(path: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Origin]]:
-    """Open a saved batch: (tensors, objects, `meta_info`, origins), whose columns are `Lazy`. Raises `BatchError` where the
-    folder holds none, or one of another format."""
+    """Open a saved batch: returns (tensors, objects, `meta_info`, origins), with columns that are `Lazy`.
+
+    Raises `BatchError` where the folder holds no batch, or one of another format.
+    """
     folder = Path(path)
     if not (folder / "meta.json").is_file():
         raise BatchError(f"no saved batch at {folder}", expected="a folder with meta.json")
@@ -481,7 +505,7 @@ def _kept(made: Origin) -> dict[str, Any]:
 
 
 def _dtype(name: str, folder: Path) -> torch.dtype:
-    """A torch dtype by its name in a file; no other attribute of torch."""
+    """Return the torch dtype with this name. Raises `BatchError` for anything else that torch has under the name."""
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise BatchError(f"dtype of a column in batch {folder}", expected="a dtype of torch", found=describe(name))
@@ -489,14 +513,15 @@ def _dtype(name: str, folder: Path) -> torch.dtype:
 
 
 def _crc32(part: torch.Tensor) -> int:
-    """crc32 of a tensor's bytes."""
+    """Compute the crc32 of a tensor's bytes."""
     return zlib.crc32(part.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 @dataclass
 class _Stored:
-    """The files of a saved batch, whose content is compared with its checksums when it is first read: of tensors the blocks of
-    rows that are read, of the other files all."""
+    """The files of a saved batch. Their content is compared with its checksums at the first read: of tensors only the
+    blocks of rows that are read, of other files everything.
+    """
 
     folder: Path
     blocks: Mapping[str, list[int]] = field(compare=False)
@@ -505,7 +530,7 @@ class _Stored:
     """(column, number of a block) or (file, 0)."""
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """A column, or the rows from one number to another."""
+        """Read a tensor column, or its rows `start` to `stop` (exclusive)."""
         from safetensors import safe_open
 
         path = self.folder / TENSORS
@@ -521,7 +546,7 @@ class _Stored:
             return column if stop is None else stored[start:stop]
 
     def _check(self, name: str, number: int, column: Any) -> None:
-        """Compare a block of rows with its checksum."""
+        """Compare a block of rows with its checksum, once. Raises `BatchError` where it has changed."""
         if (name, number) in self.checked:
             return
         begin, end = number * _BLOCK, (number + 1) * _BLOCK
@@ -532,7 +557,7 @@ class _Stored:
         self.checked.add((name, number))
 
     def _file(self, name: str) -> Path:
-        """The path of a file, once compared with its checksum."""
+        """Return the path of a file after comparing the file with its checksum, once."""
         path = inside(self.folder, name)
         if (name, 0) not in self.checked:
             check_file(path, self.files[name], str(path), BatchError, DAMAGED)
@@ -540,7 +565,7 @@ class _Stored:
         return path
 
     def objects(self, name: str, kind: str, count: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """A column of `count` rows, or the rows from one number to another."""
+        """Read an object column of `count` rows, or its rows `start` to `stop` (exclusive)."""
         with reading(self.folder / OBJECTS):
             path = self._file(OBJECTS)
             values = parquet_values(path, name, kind, count, start, count if stop is None else stop)

@@ -39,7 +39,7 @@ class Origin:
 
 @dataclass(eq=False)
 class Lazy:
-    """A column on disk that is read at its first use: `read()` all of it, `part(start, stop)` some rows."""
+    """A column on disk that is read at its first use: `read()` reads all of it, `part(start, stop)` some rows."""
 
     read: Callable[[], Any]
     shape: tuple[int, ...]
@@ -48,7 +48,9 @@ class Lazy:
 
 
 class Columns(Mapping[str, Any]):
-    """Name → column, read-only. `ColumnMissing` for a missing name says what there is and which stage would write it."""
+    """A read-only mapping of name → column. A missing name raises `ColumnMissing`, which says which stage would write
+    it.
+    """
 
     def __init__(self, columns: dict[str, Any], rows: int) -> None:
         self._columns, self._rows = columns, rows
@@ -77,21 +79,21 @@ class Columns(Mapping[str, Any]):
         return torch.Size([self._rows])
 
     def part(self, name: str, start: int, stop: int) -> Any:
-        """Rows `start` to `stop` of a column; of one on disk only these are read, and nothing is cached."""
+        """Return rows `start` to `stop` of a column; of a column on disk only these are read, and nothing is cached."""
         value = self.held(name)
         return value.part(start, stop) if isinstance(value, Lazy) else self[name][start:stop]
 
     def passing(self, name: str) -> Any:
-        """A whole column; one on disk is read and, unlike with `[name]`, not cached."""
+        """Return a whole column; one on disk is read and, unlike with `[name]`, not cached."""
         value = self.held(name)
         return value.read() if isinstance(value, Lazy) else self[name]
 
     def held(self, name: str) -> Any:
-        """A column without reading it: `Lazy` where it is on disk; None where there is none."""
+        """Return a column without reading it: `Lazy` where it is on disk; None where there is no such column."""
         return self._columns.get(name)
 
     def raw(self) -> dict[str, Any]:
-        """All columns in a new dict, without reading those on disk."""
+        """Return all columns in a new dict, without reading those on disk."""
         return dict(self._columns)
 
     def __repr__(self) -> str:
@@ -99,7 +101,7 @@ class Columns(Mapping[str, Any]):
 
 
 def missing(name: str, present: tuple[str, ...]) -> ColumnMissing:
-    """The error for a column that is not there, with the stage that writes it and the nearest name."""
+    """Make the error for a missing column, with the stage that writes it and the nearest name."""
     writer, close = writer_of(name), nearest_column(name, present)
     advice = [f"stage {writer!r} writes it"] if writer else []
     advice += [f"did you mean {close!r}?"] if close and close != name else []
@@ -110,7 +112,9 @@ def missing(name: str, present: tuple[str, ...]) -> ColumnMissing:
 
 
 def as_objects(name: str, values: Any) -> np.ndarray:
-    """A sequence with one Python object per row, as a one-dimensional object array. Raises `ColumnInvalid` for others."""
+    """Turn a sequence of one Python object per row into a one-dimensional object array. Raises `ColumnInvalid` for
+    anything else.
+    """
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
@@ -175,14 +179,14 @@ class Value:
         meta: Mapping[str, Any] | None = None,
         origins: Mapping[str, Origin] | None = None,
     ) -> Self:
-        """A value made of columns that were checked before: only lengths are looked at again."""
+        """Make a value of columns that were checked before; only their lengths are checked again."""
         new = object.__new__(type(self))
         parts = apart({name: value for part in columns for name, value in part.items()})
         new._set(*parts, dict(self._meta if meta is None else meta), self._origins if origins is None else origins)
         return new
 
     def _raw(self) -> dict[str, Any]:
-        """All columns in a new dict, without reading those on disk."""
+        """Return all columns in a new dict, without reading those on disk."""
         return {**self._batch.raw(), **self._objects.raw()}
 
     # --- parts ----------------------------------------------------------------------------
@@ -199,7 +203,7 @@ class Value:
 
     @property
     def meta_info(self) -> Mapping[str, Any]:
-        """Facts about the whole batch (step, epoch, …); this value's own copy, read-only."""
+        """Facts about the whole batch (step, epoch, …), read-only; each batch has a separate copy."""
         return MappingProxyType(self._meta)
 
     @property
@@ -221,7 +225,7 @@ class Value:
     # --- new values with other columns ------------------------------------------------------
 
     def with_columns(self, columns: Mapping[str, Any], *, origin: Origin | None = None) -> Self:
-        """The batch with columns added or replaced: tensors go to `batch`, everything else to objects."""
+        """Return the batch with columns added or replaced: tensors go to `batch`, everything else to objects."""
         fresh = Value(*apart(columns))
         kept = {name: value for name, value in self._raw().items() if name not in columns}
         origins = {name: made for name, made in self._origins.items() if name not in columns}
@@ -229,12 +233,12 @@ class Value:
         return self._new(kept, fresh._raw(), origins={**origins, **(dict.fromkeys(columns, origin) if origin else {})})
 
     def with_meta(self, **items: Any) -> Self:
-        """The batch with some items of `meta_info` set."""
+        """Return the batch with some items of `meta_info` set."""
         check_nesting(items, "meta_info", BatchError)
         return self._new(self._raw(), meta={**self._meta, **items})
 
     def without(self, *names: str) -> Self:
-        """The batch without these columns. Raises `ColumnMissing` for a name that it does not have."""
+        """Return the batch without these columns. Raises `ColumnMissing` for a name that it does not have."""
         for name in names:
             if name not in self:
                 raise missing(name, self.columns)
@@ -242,7 +246,7 @@ class Value:
 
 
 def check_letters(tensors: Mapping[str, Any]) -> None:
-    """Raises `ColumnInvalid` where a shape letter (S, T, …) has two sizes among the tensors."""
+    """Raise `ColumnInvalid` where a shape letter (S, T, …) has two sizes among the tensors."""
     letter_sizes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
@@ -272,7 +276,7 @@ class How:
     """Whether a difference in the `seconds` of records counts."""
 
     def numbers(self, a: Any, b: Any) -> bool:
-        """Whether two numbers are the same: whole numbers exactly, floats within the tolerances; NaN equals NaN."""
+        """Return whether two numbers are the same: whole numbers exactly, floats within the tolerances; NaN equals NaN."""
         if a == b or (a != a and b != b):
             return True
         if not isinstance(a, float) and not isinstance(b, float):
@@ -280,7 +284,9 @@ class How:
         return math.isfinite(a) and math.isfinite(b) and abs(a - b) <= self.atol + self.rtol * abs(b)
 
     def tensors(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Whether each element of two tensors of one shape is the same, as a bool tensor of that shape."""
+        """Compare two tensors of one shape element by element: returns a bool tensor of that shape, True where they are
+        the same.
+        """
         if not (a.is_floating_point() or b.is_floating_point()):
             return a == b
         return torch.isclose(a.double(), b.double(), rtol=self.rtol, atol=self.atol, equal_nan=True)
@@ -291,7 +297,7 @@ EXACT = How(kinds=True, times=True)
 
 
 def same(a: Any, b: Any, how: How = EXACT) -> bool:
-    """Whether two columns, or two objects, are the same as far as `how` counts differences."""
+    """Return whether two columns or objects are the same, counting only the differences that `how` counts."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return difference(a, b, how) is None
     if a.shape != b.shape or (how.kinds and a.dtype != b.dtype):
@@ -300,12 +306,16 @@ def same(a: Any, b: Any, how: How = EXACT) -> bool:
 
 
 def held(batch: Value, name: str) -> Any:
-    """A column as the batch holds it, without reading it from disk: tensor, object array or `Lazy`; None if absent."""
+    """Return a column as the batch holds it, without reading it from disk: tensor, object array or `Lazy`; None where
+    it is absent.
+    """
     return (batch.batch if name in batch.batch else batch.non_tensor_batch).held(name)
 
 
 def one_place(a: Any, b: Any) -> bool:
-    """Whether two columns from `held` are one object, or are read from one place on disk (saved batches never change)."""
+    """Return whether two columns from `held` are one object, or are read from one place on disk (saved batches never
+    change).
+    """
     if not isinstance(a, Lazy) or not isinstance(b, Lazy):
         return a is b
     x, y = (inspect.unwrap(column.read) for column in (a, b))
@@ -313,7 +323,9 @@ def one_place(a: Any, b: Any) -> bool:
 
 
 def unchanged(name: str, before: Value, after: Value) -> bool:
-    """Whether two batches hold the very same object as a column; a column that both have on disk is not read for this."""
+    """Return whether two batches hold the very same object as a column; a column that both have on disk is not read for
+    this.
+    """
     if name not in before or name not in after:
         return False
     if one_place(held(before, name), held(after, name)):
@@ -339,7 +351,7 @@ _ABSENT: Any = object()
 
 
 def difference(x: Any, y: Any, how: How = EXACT, inside: str = "") -> Cells | None:
-    """The first difference inside two objects, with its path; None where they are the same."""
+    """Find the first difference inside two objects, with its path; None where they are the same."""
     if _equal(x, y):
         return None
     if x is _ABSENT or y is _ABSENT or (how.kinds and _kind(x) != _kind(y)):
@@ -362,19 +374,19 @@ def _shown(x: Any) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    """Arrays, tensors and their scalars as lists and numbers."""
+    """Turn arrays, tensors and their scalars into lists and numbers; anything else is returned unchanged."""
     return x.tolist() if isinstance(x, (*_ARRAYS, np.generic)) else x
 
 
 def _alike(x: Any, y: Any, how: How) -> bool:
-    """Whether two objects without parts are the same."""
+    """Return whether two objects without parts are the same."""
     if isinstance(x, int | float) and isinstance(y, int | float):
         return how.numbers(x, y)
     return bool(x == y or (not how.kinds and not isinstance(x, str | bytes) and repr(x) == repr(y)))
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Whether two cells are plainly equal, as most are, so that no parts need comparing."""
+    """Return whether two cells are plainly equal, as most are; then their parts need no comparing."""
     if x is y:
         return True
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
@@ -387,14 +399,18 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """What must agree where kinds count: the class of a sequence; dtype and shape of an array."""
+    """Return what must agree where `How.kinds` is set: the class of a sequence, or dtype and shape of an array; None
+    for others.
+    """
     if isinstance(x, _ARRAYS):
         return type(x), x.dtype, tuple(x.shape)
     return type(x) if isinstance(x, list | tuple) else None
 
 
 def _parts(x: Any, y: Any, how: How) -> Iterator[tuple[str, Any, Any]] | None:
-    """What two records, mappings or sequences hold, side by side: (step of the path, part of x, part of y); None for others."""
+    """Return the parts of two records, mappings or sequences side by side, as (step of the path, part of x, part of y);
+    None for objects of other kinds.
+    """
     if is_dataclass(x) and type(x) is type(y):
         names = [name for name in x.__dataclass_fields__ if how.times or name != "seconds"]
         return ((f".{name}", getattr(x, name), getattr(y, name)) for name in names)

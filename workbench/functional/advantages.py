@@ -57,7 +57,9 @@ class Groups:
         return (per_group(self.centred.square(), self.groups) / (self._count - 1).clamp(min=1)).sqrt()[self.groups]
 
     def unless_alone(self, values: Tensor, singleton: str) -> Tensor:
-        """`values` [B], but for a row alone in its group 0 (singleton "zero") or its raw score ("verl")."""
+        """Return `values` [B], except for a row that is alone in its group: 0 (singleton "zero") or its raw score
+        ("verl").
+        """
         if singleton not in ("zero", "verl"):
             raise ValueError(f"singleton must be 'zero' or 'verl'; found {singleton!r}")
         raw = self.scores if singleton == "verl" else torch.zeros_like(self.scores)
@@ -65,21 +67,25 @@ class Groups:
 
 
 def _spread(values: Tensor, scores: Tensor, mask: Tensor) -> Pair:
-    """Advantages and returns, both [B] values on every token of the mask, in the scores' precision."""
+    """Put one value per row [B] on every token of the mask; returns that as advantages and as returns, in the scores'
+    precision.
+    """
     dtype = scores.dtype if scores.is_floating_point() else torch.float32
     advantages = values.to(torch.promote_types(dtype, torch.float32)).to(dtype)[:, None] * mask.to(dtype)
     return advantages, advantages
 
 
 def _whitened_rows(values: Tensor, scores: Tensor, mask: Tensor, scored: Tensor | None) -> Pair:
-    """[B] values on every token, whitened over the tokens: a row weighs as many times as it has tokens."""
+    """Put one value per row [B] on every token and whiten over the tokens, so that a row counts as often as it has
+    tokens.
+    """
     lengths = mask.sum(-1) if scored is None else mask.sum(-1) * scored.to(mask.dtype)
     many = lengths.sum() > 1
     return _spread(masked_whiten(values, lengths, zero_masked=True) if many else values * (lengths > 0), scores, mask)
 
 
 def _scored_mask(mask: Tensor, scored: Tensor | None) -> Tensor:
-    """The mask without rows that were not scored: they are in no batch statistic either."""
+    """Return the mask without rows that were not scored, which are in no batch statistic either."""
     return mask if scored is None else mask * scored.to(mask.dtype)[:, None]
 
 
@@ -106,7 +112,7 @@ def grpo(
 
 
 def _standardised(scores: Tensor, groups: Tensor, scored: Tensor | None, eps: float, singleton: str) -> Tensor:
-    """GRPO's advantage of each row: [B] float64, because rounding must not give equal scores a spread."""
+    """Compute GRPO's advantage of each row: [B] float64, because rounding must not give equal scores a spread."""
     found = Groups(scores, groups, scored)
     return found.unless_alone(found.centred / (found.deviation() + eps), singleton)
 
@@ -133,7 +139,9 @@ def grpo_passk(
 
 
 def _leader(values: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether a row alone has the greatest value of its group, and the next smaller value there: both [B], of counted rows."""
+    """Return, both [B] and among counted rows: whether a row alone has its group's greatest value, and the group's next
+    smaller value.
+    """
     low = torch.full_like(values, float("-inf"))
     ranked = torch.where(counted, values, low)
     best = counted & (ranked == _group_max(ranked, groups)[groups])
@@ -339,7 +347,9 @@ def _token_baseline(
     eps: float,
     compact: bool,
 ) -> Pair:
-    """Both; `compact`: a token's position is its number among the row's own tokens, not its column."""
+    """Compute the optimal token baseline of both public functions. With `compact` a token's position is its number
+    among the row's own tokens, not its column.
+    """
     counted = _scored_mask(mask, scored)
     returns = discounted_returns(rewards, counted)
     rows = torch.ones_like(groups, dtype=torch.bool) if scored is None else scored.bool()

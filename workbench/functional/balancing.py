@@ -10,16 +10,18 @@ from torch import Tensor
 
 
 def workload(length: float) -> float:
-    """Compute cost of a row of L tokens in verl's formula, 24576·L + L²: linear layers, and attention."""
+    """Compute the cost of a row of L tokens by verl's formula 24576·L + L²: linear layers, and attention."""
     return 24_576 * length + length * length
 
 
 def balanced_groups(
     loads: Sequence[float], groups: Sequence[Hashable], parts: int, *, equal_size: bool = False
 ) -> list[list[int]]:
-    """`balanced`, with the rows of a group in one list: `groups` has a value for each row, such as its uid.
+    """Split rows into `parts` lists with nearly equal loads, as `balanced` does, but keep the rows of a group in one
+    list.
 
-    With `equal_size` all lists have the same number of groups. Raises `ValueError` as `balanced` does, of groups.
+    `groups` has a value for each row, such as its uid. With `equal_size` all lists have the same number of groups.
+    Raises `ValueError` for fewer groups than parts, or where `equal_size` does not divide them evenly.
     """
     members: dict[Hashable, list[int]] = {}
     for row, (_, group) in enumerate(zip(loads, groups, strict=True)):
@@ -32,8 +34,9 @@ def balanced_groups(
 def balanced(loads: Sequence[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """Split rows into `parts` lists of row numbers with nearly equal loads.
 
-    By the largest differencing method (Karmarkar and Karp 1982). Each row is in one list; lists are ascending.
-    `equal_size` gives all lists the same length. Raises `ValueError` for fewer rows than parts, or an uneven division.
+    It uses the largest differencing method (Karmarkar and Karp 1982). Each row is in one list; lists are ascending.
+    `equal_size` gives all lists the same length. Raises `ValueError` for fewer rows than parts, or where `equal_size`
+    does not divide them evenly.
     """
     if not 1 <= parts <= len(loads):
         raise ValueError(f"{len(loads)} rows cannot be shared out to {parts} parts: each part needs a row")
@@ -55,7 +58,9 @@ def balanced(loads: Sequence[float], parts: int, *, equal_size: bool = False) ->
 
 
 def _state(parts: list[tuple[float, list[int]]], tie: int) -> tuple[float, int, list[tuple[float, list[int]]]]:
-    """Ordered by spread, the widest first; parts from heavy to light."""
+    """Make a heap entry of a partition: (− difference of the largest and the smallest load, tie-breaker, parts from
+    heavy to light).
+    """
     ranked = sorted(parts, key=lambda part: -part[0])
     return (ranked[-1][0] - ranked[0][0], tie, ranked)
 

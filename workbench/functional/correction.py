@@ -76,7 +76,7 @@ def _limited(raw: Tensor, lower: float | None, upper: float) -> Tensor:
 
 
 def _norm(weights: Tensor, mask: Tensor, level: str) -> float:
-    """What `batch_normalize` divides by; 1 where all weights are 0."""
+    """Return the mean weight that `batch_normalize` divides by; 1 where all weights are 0."""
     rows = mask.bool().any(-1)
     tokens = masked_mean(weights, mask)
     mean = float(masked_mean(weights, mask, dim=-1)[rows].mean() if level == "sequence" and rows.any() else tokens)
@@ -112,7 +112,9 @@ def rejected(
 def _tested(
     logs: Tensor, mask: Tensor, kind: str, lower: float | None, upper: float
 ) -> tuple[Tensor, tuple[float | None, float]]:
-    """What a kind of rejection tests: [B, T], or [B, 1] of rows; and its bounds, logs of the given ones for k1."""
+    """Return the values that a kind of rejection tests, [B, T] or for rows [B, 1], and their bounds; for k1 these are
+    the bounds' logarithms.
+    """
     if kind not in REJECTIONS:
         raise ValueError(f"kind of rejection {kind!r}; expected one of {', '.join(REJECTIONS)}")
     over, _, estimator = kind.rpartition("_")
@@ -142,7 +144,7 @@ def _kept(values: Tensor, bounds: tuple[float | None, float]) -> Tensor:
 
 @dataclass(frozen=True)
 class Statistic:
-    """A number of some rows, and how it is joined with that of others."""
+    """A metric's value, and how it is joined with the values of other rows: as a weighted mean, a maximum or a minimum."""
 
     value: float
     weight: float = 1.0
@@ -153,7 +155,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Corrected:
-    """Result of `corrected`."""
+    """Result of `corrected`: importance weights, the mask without rejected tokens, and metrics."""
 
     weights: Tensor | None
     """Importance weights [B, T]; None where none were asked for."""
@@ -222,14 +224,14 @@ def _smallest(values: Tensor) -> Statistic:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, Statistic]:
-    """Mean, deviation (unbiased; 0 of one), maximum and minimum of one number a row: [B]."""
+    """Compute mean, standard deviation (n − 1; 0 for one row), maximum and minimum of one number per row: [B]."""
     std = float(values.double().std()) if len(values) > 1 else 0.0
     extremes = {f"{name}_max": _largest(values), f"{name}_min": _smallest(values)}
     return {f"{name}_mean": _over_rows(values), f"{name}_std": Statistic(std, len(values)), **extremes}
 
 
 def _deviation(values: Tensor, mask: Tensor) -> Statistic:
-    """Deviation of [B, T] over the mask, not unbiased."""
+    """Compute the standard deviation (÷ n) of values [B, T] over the mask."""
     inside = values.expand_as(mask)[mask.bool()].double()
     return Statistic(float(inside.std(unbiased=False)), len(inside))
 
@@ -237,7 +239,9 @@ def _deviation(values: Tensor, mask: Tensor) -> Statistic:
 def _weight_metrics(
     weights: Tensor, raw: Tensor, logs: Tensor, mask: Tensor, level: str, band: Band
 ) -> dict[str, Statistic]:
-    """verl's `rollout_is_*`; maximum and minimum of sequence weights are those before truncation. {} for an empty mask."""
+    """Compute verl's metrics `rollout_is_*`. Maximum and minimum of sequence weights are those before truncation. {}
+    for an empty mask.
+    """
     inside = mask.bool()
     if not inside.any():
         return {}
@@ -271,7 +275,8 @@ def _weight_metrics(
 def _rejection_metrics(
     kind: str, values: Tensor, bounds: tuple[float | None, float], out: Tensor, mask: Tensor
 ) -> dict[str, Statistic]:
-    """verl's `rollout_rs_<kind>_*` of what a kind tests: per token [B, T] or per row [B, 1]. {} for an empty mask.
+    """Compute verl's metrics `rollout_rs_<kind>_*` of the tested values, per token [B, T] or per row [B, 1]. {} for an
+    empty mask.
 
     `_seq_*` and the shares of rows are over rows that have a token.
     """

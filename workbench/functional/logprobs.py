@@ -30,7 +30,9 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """Autograd of the plain formula keeps three [..., V] tensors, and is NaN behind a logit of −inf."""
+    """Entropy as an autograd function that keeps only the logits. Plain autograd keeps three [..., V] tensors, and
+    gives NaN for a logit of −inf.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _log_p(logits: Tensor) -> Tensor:
-    """log softmax in float32, with the smallest number for −inf, so that 0·log 0 is 0."""
+    """Compute log softmax in float32, with the smallest float in place of −inf, so that 0·log 0 is 0."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     return log_p.clamp_(min=torch.finfo(torch.float32).min)
 
@@ -83,7 +85,7 @@ CHUNK_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class _Shape:
-    """What makes logits of a linear layer's output, and what is asked of them."""
+    """How logits follow from a linear layer's output (factor, cap, temperature), and which results are wanted of them."""
 
     factor: float
     softcap: float | None
@@ -93,12 +95,14 @@ class _Shape:
     distribution: bool
 
     def prepared(self, weight: Tensor, bias: Tensor | None) -> tuple[int, tuple[Tensor, Tensor | None]]:
-        """Rows of a chunk, and the layer's parameters in `dtype`; a bias of −inf is as good as none, and gives no NaN."""
+        """Return the number of rows of a chunk, and the layer's parameters in `dtype`. A bias of −inf becomes finite,
+        so that it gives no NaN.
+        """
         size = max(CHUNK_BYTES // (weight.shape[0] * 4), 1)
         return size, (weight.to(self.dtype), None if bias is None else bias.to(self.dtype).clamp(min=-1e30))
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Write a chunk's logits over the temperature to `out` [n, V], and return it."""
+        """Write a chunk's logits, divided by the temperature, into `out` [n, V], and return `out`."""
         if out.dtype != self.dtype:
             out.copy_(nn.functional.linear(hidden.to(self.dtype), weight, bias))
         elif bias is None:
@@ -113,7 +117,8 @@ class _Shape:
     def slope(
         self, logits: Tensor, sums: Sequence[Tensor], wanted: Sequence[Tensor | None], out: Sequence[Tensor]
     ) -> None:
-        """Write the gradient at the logits to `out[0]` [n, V], but for the labels' own; `out[1]` is overwritten, too.
+        """Write the gradient at the logits, without the part at the labels, into `out[0]` [n, V]; `out[1]` is
+        overwritten, too.
 
         `sums` are logsumexp, entropy and Σ π²; `wanted` the gradients of log-probs, entropy and Σ π², each [n] or None.
         """
@@ -140,7 +145,10 @@ class _Shape:
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Chunks in both directions; only [N] numbers are kept between them, and the logits where they are one chunk."""
+    """Autograd function of `linear_log_probs`, which works in chunks in both directions.
+
+    Between them only [N] numbers are kept, and the logits where they are one chunk.
+    """
 
     @staticmethod
     def forward(
@@ -191,7 +199,9 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of hidden states, weight and bias over all chunks, where they are needed; the sums are in `kind`."""
+    """Sums the gradients of hidden states, weight and bias over all chunks, where they are needed; the sums are in
+    `kind`.
+    """
 
     def __init__(self, inputs: Sequence[Tensor | None], needed: Sequence[bool], kind: torch.dtype) -> None:
         self._inputs = inputs
@@ -201,7 +211,7 @@ class _Gradients:
         )
 
     def add(self, chunk: slice, slope: Tensor, states: Tensor, weight: Tensor) -> None:
-        """Add a chunk's share, with products in the type of `states` and `weight`."""
+        """Add a chunk's part of the gradients, with products in the type of `states` and `weight`."""
         if self._bias is not None:
             self._bias += slope.sum(0)
         slope = slope.to(states.dtype)
@@ -213,7 +223,7 @@ class _Gradients:
             self._weight += slope.T @ states
 
     def found(self) -> list[Tensor | None]:
-        """The three gradients, each in the type of its input."""
+        """Return the three gradients, each in the type of its input."""
         sums = (self._hidden, self._weight, self._bias)
         return [
             None if one is None or given is None else one.to(given.dtype)
@@ -222,7 +232,9 @@ class _Gradients:
 
 
 def _space(hidden: Tensor, weight: Tensor, size: int, count: int) -> list[Tensor]:
-    """Memory [rows of a chunk, V] that all chunks use in turn: fresh pages cost more than what is written to them."""
+    """Allocate the memory [rows of a chunk, V] that all chunks use in turn, because fresh pages cost more than what is
+    written to them.
+    """
     kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     shape = (min(size, len(hidden)), weight.shape[0])
     return [torch.empty(shape, dtype=kind, device=hidden.device) for _ in range(count)]

@@ -48,9 +48,10 @@ class Surrogate:
     """Whether the loss is one number a row, on its first token."""
 
     def weighted(self, weights: Tensor, mask: Tensor) -> Tensor:
-        """The loss [B, T] times importance weights [B, T]; one number a row times the geometric mean of its weights.
+        """Multiply the loss [B, T] by importance weights [B, T]. A loss of one number per row gets the geometric mean
+        of the row's weights.
 
-        The geometric mean is exp(mean over the row's mask of log(w + 1e-10)), as verl's `geo_mean` takes it.
+        The geometric mean is exp(mean over the row's mask of log(w + 1e-10)), as verl's `geo_mean` computes it.
         """
         if self.per_row:
             weights = masked_mean((weights + 1e-10).log(), mask, dim=-1).exp()[:, None]
@@ -62,10 +63,10 @@ Parts = dict[str, Tensor]
 
 
 class Inside:
-    """Inputs of a policy loss, each [B, T] with zeros outside the mask, and the ratio exp(clamp(new − old, ±20)).
+    """Inputs of a policy loss, each [B, T] with zeros outside the mask, and the ratio ρ = exp(clamp(new − old, ±20)).
 
-    A formula makes of it the loss and its slope, ∂loss/∂log π of each token: each row from its own row alone, because large
-    tensors are given to it a few rows at a time.
+    A formula computes from it the loss and its slope ∂loss/∂log π of each token. It computes each row from that row
+    alone, because large tensors are passed to it a few rows at a time.
     """
 
     def __init__(self, old_log_probs: Tensor, log_probs: Tensor, advantages: Tensor, mask: Tensor) -> None:
@@ -80,16 +81,18 @@ class Inside:
 
     @functools.cached_property
     def inside(self) -> Tensor:
-        """The mask, [B, T] bool."""
+        """The mask as bool, [B, T]."""
         return self._given.bool()
 
     @property
     def steep(self) -> Tensor:
-        """∂ρ/∂log π: ρ, or 0 where new − old is clamped."""
+        """The derivative ∂ρ/∂log π: ρ, or 0 where new − old is clamped."""
         return torch.ops.aten.hardtanh_backward(self.ratio, self.gap, -20, 20)
 
     def two_sided(self, ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-        """PPO's clip: (max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), where the clipped term is larger: bool), both [B, T]."""
+        """Apply PPO's clip: returns max(−Aρ, −A·clip(ρ, 1 − low, 1 + high)), and as bool where the clipped term is
+        larger; both [B, T].
+        """
         plain, bounded = self.push * ratio, self.push * ratio.clamp(1 - low, 1 + high)
         return torch.maximum(plain, bounded), bounded > plain
 
@@ -103,8 +106,11 @@ class Inside:
         ratio: Tensor | None = None,
         **metrics: Tensor,
     ) -> Parts:
-        """What a formula makes: the loss, its slope, where it is clipped (None: nowhere), the ratio (None: each token's), and
-        metrics beside, or in place of, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ)."""
+        """Collect what a formula computes: the loss, its slope, where it is clipped (None: nowhere), the ratio (None:
+        each token's ρ).
+
+        `metrics` are added to, or replace, `pg_clipfrac` (clipped), `pg_clipfrac_lower` and `ppo_kl` (−log ρ).
+        """
         parts = {"loss": loss, "slope": slope, "ratio": self.ratio if ratio is None else ratio}
         if clipped is not None:
             parts["clipped"] = clipped & self.inside
@@ -120,9 +126,9 @@ def _whole(
     per_row: bool = False,
     change: Callable[[Parts], None] = lambda parts: None,
 ) -> Surrogate:
-    """The `Surrogate` of a formula; `inputs` are the arguments of `Inside`. The gradient is the log-probs' alone.
+    """Compute the `Surrogate` of a formula; `inputs` are the arguments of `Inside`. Only the log-probs get a gradient.
 
-    `change` writes to what the formula made where that needs all rows: few tokens are chosen among all.
+    `change` modifies the result where the formula needs all rows, as when few tokens are chosen among all.
     """
     names: list[str] = []
 
@@ -147,7 +153,9 @@ def _whole(
 def _policy_loss(
     formula: Callable[Concatenate[Inside, P], Parts], aggregation: str | None = None, per_row: bool = False
 ) -> Callable[Concatenate[Tensor, Tensor, Tensor, Tensor, P], Surrogate]:
-    """A policy loss from its formula: its arguments are those of `Inside`, then the formula's settings."""
+    """Decorator that makes a policy loss from its formula: the loss takes the arguments of `Inside`, then the formula's
+    settings.
+    """
 
     @precise
     @functools.wraps(formula)
@@ -260,7 +268,9 @@ def dppo_kl(
 
 
 def _within(x: Inside, up: Tensor, down: Tensor, clip_ratio_c: float) -> Parts:
-    """Without tokens that have moved too far up with an advantage above 0, or too far down with another."""
+    """Make DPPO's loss without tokens that moved too far: those in `up` with an advantage above 0, those in `down` with
+    one of 0 or less.
+    """
     positive = x.advantages > 0
     out = (positive & up) | (~positive & down)
     slope = x.push * x.ratio.clamp(max=clip_ratio_c) * ~out
@@ -306,13 +316,15 @@ def geo_mean(x: Inside, *, clip_ratio_low: float = 0.2, clip_ratio_high: float =
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Callable[[Inside], Tensor]:
-    """(A − mean A)·(log π − mean log π) per token of any rows, means over the whole mask; no gradient."""
+    """Compute (A − mean A)·(log π − mean log π) of each token, with means over the whole mask; no gradient."""
     new, mean = masked_mean(log_probs.detach(), mask), masked_mean(advantages.detach(), mask)
     return lambda x: (x.advantages - mean) * (x.new - new)
 
 
 def _highest(values: Tensor, number: int) -> Tensor:
-    """Places of the `number` highest values, flattened; of a part only those are ranked that are above the best so far."""
+    """Return the flat places of the `number` highest values. Of each part only values above the best so far are ranked,
+    to save time.
+    """
     flat = values.flatten()
     best, places = flat[:0], torch.zeros(0, dtype=torch.long, device=flat.device)
     for start in range(0, flat.numel() if number else 0, ELEMENTS):
@@ -440,8 +452,10 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
 ) -> Tensor:
-    """Loss of preference pairs [N]: −log σ(r⁺ − r⁻ − margin) + c·(r⁺ + r⁻)², with the rewards [N] of the chosen and the
-    rejected answers. Its mean over pairs is TRL's loss of reward models."""
+    """Compute the loss of preference pairs [N]: −log σ(r⁺ − r⁻ − margin) + c·(r⁺ + r⁻)², with the rewards [N] of the
+    chosen and the rejected answers and c = `center_rewards_coefficient`. Its mean over pairs is TRL's loss of reward
+    models.
+    """
     loss = -torch.nn.functional.logsigmoid(chosen - rejected - margin)
     return loss + center_rewards_coefficient * (chosen + rejected).square() if center_rewards_coefficient else loss
 
@@ -516,7 +530,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def _value(delta: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The estimate, and its derivative."""
+    """Return the KL estimate of a kind, and its derivative."""
     if kind == "k1":
         return delta, torch.ones_like(delta)
     if kind == "abs":
@@ -547,14 +561,14 @@ class FixedKL:
         self.value = coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Does nothing: β is constant."""
+        """Do nothing: β is constant."""
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint: empty, because β is a setting."""
+        """Return the state for a checkpoint: empty, because β is a setting."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Does nothing: there is no state."""
+        """Do nothing: there is no state."""
 
     def __repr__(self) -> str:
         return f"FixedKL(coef={self.value})"
@@ -575,7 +589,7 @@ class AdaptiveKL:
         self.value *= 1 + error * n_steps / self.horizon
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint: the current β."""
+        """Return the state for a checkpoint: the current β."""
         return {"value": self.value}
 
     def load_state(self, state: dict[str, float]) -> None:

@@ -29,7 +29,9 @@ LARGE = 2**23
 
 
 def precise(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: tensors in half precision are computed in float32; where the first one is, the results are rounded to its type."""
+    """Decorator that computes half-precision tensors in float32; where the first one is in half precision, results are
+    rounded to its type.
+    """
 
     @functools.wraps(function)
     def computed(*args: P.args, **options: P.kwargs) -> R:
@@ -46,7 +48,7 @@ def _single(one: Any) -> Any:
 
 
 def _rounded(result: Any, dtype: torch.dtype) -> Any:
-    """The tensors of a result, in this type."""
+    """Convert the tensors of a result to this type."""
     if isinstance(result, tuple):
         return tuple(_rounded(one, dtype) for one in result)
     if isinstance(result, dict):
@@ -57,10 +59,11 @@ def _rounded(result: Any, dtype: torch.dtype) -> Any:
 
 
 def by_rows(formula: Callable[..., Sequence[Tensor]], *columns: Tensor, elements: int = ELEMENTS) -> Sequence[Tensor]:
-    """formula(*columns) of tensors [B, …], a block of rows at a time; each row it makes comes from its own row alone.
+    """Call `formula(*columns)` on tensors [B, …] a block of rows at a time, and join the results. Each result row
+    depends only on its row.
 
-    It gets everything at once where that is little, on a GPU, where the rows are not the same number, and where a gradient flows: autograd
-    keeps what is on the way. The results are the same.
+    The formula gets all rows at once where they are few, on a GPU, where the columns have different numbers of rows,
+    and where a gradient flows, because autograd keeps the intermediate tensors anyway. The results are the same.
     """
     number, rows = max([column.numel() for column in columns]), columns[0].shape[:1]
     if number <= elements or not all(_can_be_cut(column, rows) for column in columns):
@@ -81,7 +84,7 @@ def _can_be_cut(one: Tensor, rows: torch.Size) -> bool:
 
 
 def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """An uninitialised tensor, on huge pages if it is large: 64 MiB are then 32 page faults, not 16,384."""
+    """Allocate an uninitialised tensor, on huge pages if it is large: 64 MiB are then 32 page faults, not 16,384."""
     number = math.prod(shape)
     if number * like.element_size() < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return like.new_empty(shape)
@@ -91,10 +94,11 @@ def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def sloped(values: Tensor, slope: Tensor, leaf: Tensor) -> Tensor:
-    """`values`, made of `leaf` without autograd, with their gradient: `slope` = ∂values/∂leaf of each number, or of its row.
+    """Attach a gradient to `values`, computed from `leaf` without autograd: `slope` = ∂values/∂leaf of each number, or
+    of its row.
 
-    Where the slope or what comes back is 0, as outside a mask, so is the gradient, even if the other is NaN. There is no
-    second derivative.
+    Where the slope or the incoming gradient is 0, as outside a mask, so is the gradient, even if the other is NaN.
+    There is no second derivative.
     """
     return _Sloped.apply(values, slope, leaf) if leaf.requires_grad and torch.is_grad_enabled() else values
 
@@ -124,7 +128,7 @@ _above = torch.ops.aten.threshold_backward.default
 
 
 def kept(x: Tensor, mask: Tensor) -> Tensor:
-    """x where the mask is above 0, else 0, NaN included: torch.where, but many numbers at a time."""
+    """Return x where the mask is above 0, else 0, also where x is NaN: as torch.where, but many numbers at a time."""
     if not x.is_floating_point():
         return torch.where(mask > 0, x, 0)
     return _above(x, mask if mask.dtype is x.dtype else mask.to(x.dtype), 0)
@@ -146,13 +150,13 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _weighted(x: Tensor, mask: Tensor) -> Tensor:
-    """x·m, 0 where the mask is 0, NaN included."""
+    """Compute x·m, with 0 where the mask is 0, also where x is NaN."""
     weights = mask.to(x.dtype) if x.is_floating_point() else mask
     return kept(x, weights) * weights
 
 
 class _RowSums(torch.autograd.Function):
-    """Σ x·m of each row; its gradient is the mask, of which nothing is kept but the mask."""
+    """Autograd function Σ x·m of each row. Its gradient is the mask, which is all that it keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
@@ -184,7 +188,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def _moments(x: Tensor, mask: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the mask."""
+    """Compute mean and variance over the mask."""
     lengths, sums = by_rows(lambda rows, inside: (inside.sum(-1), _weighted(rows, inside).sum(-1)), x, mask)
     count = lengths.sum()
     if count <= (1 if unbiased else 0):

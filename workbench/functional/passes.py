@@ -63,7 +63,7 @@ Z = 1.959963984540054
 
 
 def t95(freedom: int) -> float:
-    """The t that a Student variable of so many degrees of freedom stays within ±t with probability 0.95."""
+    """Return t such that a Student variable with so many degrees of freedom is within ±t with probability 0.95."""
     if freedom > 1000:  # of the expansion in 1/freedom the next term is below 1e-5
         return Z + (Z**3 + Z) / (4 * freedom)
     low, high = 0.0, 64.0
@@ -74,7 +74,7 @@ def t95(freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """P(|T| ≤ t), by the finite sum that whole degrees of freedom have."""
+    """Compute P(|T| ≤ t) of a Student variable, by the finite sum that exists for whole degrees of freedom."""
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     term, total = (math.cos(angle) if odd else 1.0), 0.0

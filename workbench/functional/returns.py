@@ -33,17 +33,17 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
 
 
 def _exact(rows: Tensor) -> Tensor:
-    """Rows of more than `LONG` positions in float64, in which sums over them keep their digits."""
+    """Convert rows of more than `LONG` positions to float64, so that sums over them keep their digits."""
     return rows.double() if rows.shape[-1] > LONG else rows
 
 
 def _by_time(rows: Tensor) -> Tensor:
-    """[R, T] → [T, R] contiguous: all rows of a time lie together."""
+    """Transpose [R, T] → [T, R] contiguous, so that the values of all rows at one time lie together."""
     return rows.t().contiguous()
 
 
 def _backwards(steps: Tensor, factors: Tensor | None) -> Tensor:
-    """The recurrence yₜ = stepsₜ + factorsₜ·yₜ₊₁ from the last time to the first: all [T, R]; factors None are 1.
+    """Compute yₜ = stepsₜ + factorsₜ·yₜ₊₁ from the last time to the first: all [T, R]; factors None are 1.
 
     The steps are overwritten where no gradient flows.
     """

@@ -39,9 +39,10 @@ def node_numbers(sources: Tensor, starts: Tensor, lengths: Tensor, groups: Tenso
 
 
 class Tree:
-    """The nodes of a batch's trees: `of` [B, T] is each token's node (0: none), the others are numbers of each node.
+    """The nodes of a batch's trees: `of` [B, T] is each token's node (0: none), `parent`, `group` and `count` are
+    numbers of each node.
 
-    Arguments as the estimators have them.
+    Its arguments are those of the estimators.
     """
 
     def __init__(self, scores: Tensor, groups: Tensor, nodes: Tensor, scored: Tensor | None) -> None:
@@ -60,15 +61,19 @@ class Tree:
         """L(n)."""
 
     def mean(self, values: Tensor) -> Tensor:
-        """The mean of leaves' values [B] below each node, of scored leaves; 0 where there is none."""
+        """Return the mean, below each node, of values [B] of the scored leaves; 0 where a node has none."""
         return self._sums(torch.where(self.leaves.scored, values.double(), 0.0)) / self.count.clamp(min=1)
 
     def above(self, of_nodes: Tensor, of_groups: Tensor) -> Tensor:
-        """Each node's parent's number: its group's where the parent is the root."""
+        """Return for each node the number of its parent, from `of_nodes`; where the parent is the root, the number of
+        its group.
+        """
         return torch.where(self.parent > 0, of_nodes[self.parent], of_groups[self.group])
 
     def spread(self, values: Tensor, scores: Tensor, mask: Tensor) -> Pair:
-        """Advantages and returns: the nodes' values on their tokens of the mask, in rows that were scored."""
+        """Put each node's value on its tokens within the mask, in rows that were scored; returns that as advantages and
+        as returns.
+        """
         dtype = scores.dtype if scores.is_floating_point() else torch.float32
         found = values[self.of].to(dtype) * mask * self.leaves.scored[:, None] * (self.of > 0)
         return found, found
@@ -79,7 +84,7 @@ class Tree:
 
 
 def _roots(tree: Tree) -> tuple[Tensor, Tensor]:
-    """The mean score and the deviation (n − 1) of each group's scored leaves."""
+    """Return the mean score and the standard deviation (n − 1) of each group's scored leaves."""
     leaves = tree.leaves
     number = int(leaves.groups.max()) + 1 if len(leaves.groups) else 1
     total, count = (
@@ -164,12 +169,12 @@ def tree_grpo(
 
 
 def _relative(found: Groups, norm_by_std: bool, eps: float) -> Tensor:
-    """GRPO's advantage of each row [B]."""
+    """Compute GRPO's advantage of each row: [B]."""
     return found.unless_alone(found.centred / (found.deviation() + eps) if norm_by_std else found.centred, "zero")
 
 
 def learnt_once(mask: Tensor, nodes: Tensor, groups: Tensor, scored: Tensor) -> Tensor:
-    """The mask [B, T] with each node's tokens in one row alone: the first that was scored and has it."""
+    """Return the mask [B, T] with each node's tokens in one row only: the first scored row that has the node."""
     tree = Tree(torch.zeros(len(mask)), groups, nodes, scored)
     rows = torch.where(tree.leaves.scored[tree._row], tree._row, len(mask))
     first = torch.full_like(tree.parent, len(mask)).scatter_reduce(0, tree._node, rows, "amin")

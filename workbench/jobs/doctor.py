@@ -60,7 +60,9 @@ _STYLES = {WARNING: "color:#b58900;font-weight:bold", WRONG: "color:#cf503c;font
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(doc.View):
-    """What the doctor found. True where nothing is wrong; `diagnosis["vllm"]` is one finding; `save` writes it for a report."""
+    """The doctor's findings about this machine. True where nothing is wrong; `diagnosis["vllm"]` is one finding; `save`
+    writes a report.
+    """
 
     findings: tuple[Finding, ...]
     about: dict[str, str]
@@ -76,18 +78,18 @@ class Diagnosis(doc.View):
         return known[name]
 
     def having(self, state: str) -> list[Finding]:
-        """Findings of a state: `ok`, `warning`, `wrong` or `skipped`."""
+        """Return the findings of a state: `ok`, `warning`, `wrong` or `skipped`."""
         return [one for one in self.findings if one.state == state]
 
     @property
     def title(self) -> str:
-        """One line with the number of findings of each state and the seconds."""
+        """One line with the number of findings of each state, and the seconds that all checks took."""
         found = {state: len(self.having(state)) for state in (WRONG, WARNING, OK, SKIPPED)}
         counts = ", ".join(f"{count} {state}" for state, count in found.items() if count)
         return f"workbench doctor: {counts} in {sum(one.seconds for one in self.findings):.0f} s"
 
     def document(self) -> doc.Part:
-        """The title, and a line for each finding with what to do."""
+        """Build the display: the title, and a line for each finding with what to do."""
         cells: list[list[doc.Part]] = [
             [
                 doc.Span(f"{_MARKS[finding.state]} {finding.state}", _STYLES.get(finding.state, "")),
@@ -101,7 +103,7 @@ class Diagnosis(doc.View):
         return doc.line(doc.bold(self.title)), doc.Either([line_of(finding) for finding in self.findings], page)
 
     def records(self) -> list[dict[str, Any]]:
-        """The findings as dicts: `pandas.DataFrame(diagnosis.records())`."""
+        """Return the findings as dicts: `pandas.DataFrame(diagnosis.records())`."""
         return [asdict(one) for one in self.findings]
 
     def save(self, path: str | Path) -> Path:
@@ -112,7 +114,7 @@ class Diagnosis(doc.View):
 
 
 def line_of(one: Finding) -> str:
-    """A finding as text, with what to do on a line of its own."""
+    """Format a finding as text, with what to do on a second line."""
     return f"{_MARKS[one.state]} {one.name}: {one.found}" + (f"\n    → {one.do}" if one.do else "")
 
 
@@ -144,7 +146,11 @@ def doctor(
 
 
 def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
-    """Findings as they come. A child has all checks, up to one that goes wrong: an error may have left its GPU unusable."""
+    """Run the named checks and yield their findings as they come.
+
+    One child process runs the checks until one goes wrong; the rest run in a new one, because an error may leave the
+    GPU unusable.
+    """
     child: Child | None = None
     with tempfile.TemporaryDirectory(prefix="workbench-doctor-") as folder, ExitStack() as children:
         for name in names:
@@ -166,14 +172,14 @@ def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _answered(child: Child, function: str, seconds: float) -> Finding:
-    """A check's finding; its deadline counts from when the child is ready."""
+    """Run a check in the child and return its finding; the time limit of `seconds` begins when the child is ready."""
     if json.loads(child.exchange(b"", START_SECONDS)) != "ready":
-        raise ConnectionError("the child did not say that it is ready")
+        raise ConnectionError("the doctor's child process did not report that it is ready")
     return Finding(**json.loads(child.exchange(function.encode(), seconds)))
 
 
 def _ending(child: Child, error: OSError, seconds: float) -> str:
-    """What became of a check that gave no answer, with the last line that its process wrote."""
+    """Describe why a check gave no answer: it hangs, or how its process ended and the last line that it wrote."""
     if isinstance(error, TimeoutError):
         return f"hangs: no answer in {seconds} s"
     last = clean(child.tail(300)).rpartition("\n")[2]
@@ -181,7 +187,9 @@ def _ending(child: Child, error: OSError, seconds: float) -> str:
 
 
 def main(parent: Any) -> None:
-    """The child: do the checks that the parent names (`module:function`), and answer each with its finding as JSON."""
+    """Run as the child process: do the checks that the parent names (`module:function`) and answer each with its
+    finding as JSON.
+    """
     import torch  # noqa: F401 - what most checks need, before any deadline counts
 
     while True:
@@ -190,7 +198,9 @@ def main(parent: Any) -> None:
 
 
 def examined(function: str) -> Finding:
-    """Do one check. An error is a finding, and no text of one names this machine, its folders or its user."""
+    """Run one check and return its finding; an error becomes a finding, too. Texts are freed of names of this machine,
+    folders and user.
+    """
     try:
         finding = resolve_name(function)()
     except ModuleNotFoundError as error:
@@ -207,7 +217,7 @@ def examined(function: str) -> Finding:
 
 
 def _free() -> None:
-    """Leave the GPU's memory to the next check."""
+    """Free the GPU memory that a check has used, for the next check."""
     import gc
 
     import torch

@@ -41,11 +41,13 @@ _UNUSED = ("input_path", "start_timeout", "execution_timeout", "autosave_cell_ev
 
 
 class JobStopped(Exception):
-    """A signal ended the job and no cell raised: papermill alone would record such a job as completed."""
+    """A signal ended the job although no cell raised. It is raised because papermill alone would record such a job as
+    completed.
+    """
 
 
 class AtomicFile(LocalHandler):
-    """papermill's handler for one local file, which it replaces atomically: a reader never finds half a file."""
+    """papermill's handler for one local file. It replaces the file atomically, so that a reader never sees half of it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -57,7 +59,9 @@ class AtomicFile(LocalHandler):
 
 
 class Manager(NotebookExecutionManager):
-    """papermill's record of an execution; it saves the widgets' state too, and marks cells not reached `skipped`."""
+    """papermill's record of an execution; it also saves the widgets' state, and marks cells that were not reached
+    `skipped`.
+    """
 
     client: Client | None = None
     changed = False
@@ -70,11 +74,11 @@ class Manager(NotebookExecutionManager):
         super().save(**kwargs)
 
     def autosave_cell(self) -> None:
-        """Note that a cell has new output, for the client's timer to save; papermill calls this after each output."""
+        """Note that a cell has new output, so that the client's timer saves it; papermill calls this after each output."""
         self.changed = True
 
     def notebook_complete(self, **kwargs: Any) -> None:
-        """Mark the cells that were not reached `skipped`; papermill would mark them completed."""
+        """Finish the record: mark the cells that were not reached `skipped`, where papermill would mark them completed."""
         for cell in self.nb.cells:
             ran = cell.cell_type != "code" or cell.execution_count is not None or not cell.source.strip()
             pending = cell.metadata.papermill["status"] == self.PENDING
@@ -105,7 +109,7 @@ class Client(PapermillNotebookClient):
                 return
 
     def _run(self, index: int, cell: Any) -> bool:
-        """Whether the job ends with this cell."""
+        """Run one cell and return whether the job ends with it, because it raised or the kernel died."""
         self.nb_man.cell_start(cell, index)
         try:
             self.execute_cell(cell, index)
@@ -121,7 +125,7 @@ class Client(PapermillNotebookClient):
         return False
 
     def _obituary(self) -> Any:
-        """The error output of a cell whose kernel died: how, as far as its exit status says."""
+        """Make the error output of a cell whose kernel died; it says how, as far as the exit status tells."""
         process = self._process()
         code = process.poll() if process is not None else None
         if self.received:
@@ -137,7 +141,7 @@ class Client(PapermillNotebookClient):
         return nbformat.v4.new_output("error", ename=DEAD, evalue=text, traceback=[text])
 
     def execute(self, **kwargs: Any) -> Any:
-        """Run the notebook and return it. A kernel that dies leaves an error output in its cell; no exception is raised."""
+        """Run the notebook and return it. Where the kernel dies its cell gets an error output; no exception is raised."""
         self.reset_execution_trackers()
         with self.setup_kernel(**kwargs), runtime.on_signals(self._on_signal):
             try:
@@ -183,14 +187,14 @@ class Client(PapermillNotebookClient):
         return getattr(getattr(self.km, "provisioner", None), "process", None)
 
     def _send(self, number: int) -> None:
-        """To the kernel's process group, as Jupyter's interrupt does."""
+        """Send a signal to the kernel's process group, as Jupyter's interrupt does."""
         process = self._process()
         if process is not None and process.poll() is None:
             os.killpg(os.getpgid(process.pid), number)
 
 
 def _returned(text: str) -> str:
-    """Lines as a terminal shows them: what comes before a lone carriage return is overwritten."""
+    """Return text as a terminal shows it: in each line, what stands before a lone carriage return is overwritten."""
     if "\r" not in text:
         return text
     return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
@@ -205,7 +209,7 @@ def execute_notebook(
     log_output: bool = False,
     **options: Any,
 ) -> Any:
-    """Run and return a notebook for papermill. Raises `JobStopped` where a signal ended the job and no cell raised."""
+    """Run a notebook for papermill, and return it. Raises `JobStopped` where a signal ended the job and no cell raised."""
     if output_path is not None and "://" not in str(output_path):
         base = getattr(papermill_io.get_handler("local"), "_cwd", None) or os.getcwd()
         papermill_io.register(str(output_path), AtomicFile(Path(base) / output_path))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class JobEngine:
-    """The engine that `papermill --engine workbench …` loads; the work is done in `workbench.jobs.engine`."""
+    """The engine that `papermill --engine workbench …` loads; `workbench.jobs.engine` does the work."""
 
     @classmethod
     def execute_notebook(cls, nb: Any, kernel_name: str, **options: Any) -> Any:
@@ -17,14 +17,14 @@ class JobEngine:
 
     @classmethod
     def nb_kernel_name(cls, nb: Any, name: str | None = None) -> str:
-        """The kernel that a notebook asks for, unless another one is named."""
+        """Return the name of the kernel that a notebook asks for, or `name` if given."""
         from papermill.utils import nb_kernel_name
 
         return nb_kernel_name(nb, name)
 
     @classmethod
     def nb_language(cls, nb: Any, language: str | None = None) -> str:
-        """The language of a notebook's kernel, unless another one is named."""
+        """Return the language of a notebook's kernel, or `language` if given."""
         from papermill.utils import nb_language
 
         return nb_language(nb, language)

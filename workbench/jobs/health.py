@@ -72,7 +72,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Doing:
-    """What one worker of a cluster does now."""
+    """What one worker of a cluster is doing now, for how long, and how much memory it holds."""
 
     group: str
     rank: int
@@ -85,7 +85,7 @@ class Doing:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Health(doc.View):
-    """How a training is doing at one moment. Made by `Watcher.look`."""
+    """The state of a training at one moment: what runs, since when, speed, queues and metrics. Made by `Watcher.look`."""
 
     run: str
     state: str = "starting"
@@ -133,17 +133,17 @@ class Health(doc.View):
 
     @property
     def ok(self) -> bool:
-        """Whether it works as it should; a finished one does."""
+        """Whether the training neither stalled nor failed; True for a finished one."""
         return self.state not in ("stalled", "failed")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the state as plain values for JSON."""
         phases = [{"stage": name, "seconds": seconds} for name, seconds in self.phases]
         symptoms = [{"name": one.name, "found": one.found, "since": one.since} for one in self.symptoms]
         return asdict(self) | {"ok": self.ok, "phases": phases, "symptoms": symptoms}
 
     def document(self) -> doc.Part:
-        """The state first, then what each part does, in tables."""
+        """Build the display: the state first, then tables of stages, queues, workers and metrics."""
         rate, per_s = self.median_seconds, " tokens a second"
         left = f", {(self.steps - self.step) * rate:.0f} s to go" if rate is not None and self.step < self.steps else ""
         share = self.step / self.steps if self.steps else 0.0
@@ -208,9 +208,9 @@ def _mean(total: float, count: int) -> str:
 
 @dataclass
 class Watcher:
-    """An `Observer` of a training that says how it does, at any time and on any thread: `look()`.
+    """An `Observer` that reports how a training is doing, at any time and from any thread: `look()`.
 
-    It does not end the loop: what goes wrong in it is logged. `workers` gives what the workers of a cluster do.
+    An error in it is logged and does not end the training. `workers` returns what the workers of a cluster are doing.
     """
 
     path: Path
@@ -238,7 +238,7 @@ class Watcher:
     # --- the loop's observer --------------------------------------------------------------------
 
     def on_start(self, start: int, steps: int) -> None:
-        """Read the rows of a resumed run; measure the device's peak."""
+        """Observer hook before the loop: read the rows of a resumed run, and measure the device's peak performance."""
         self._set(state="running", step=start - 1, steps=steps)
         HERE.progress()
         self._quietly(self._begin)
@@ -251,13 +251,13 @@ class Watcher:
         self._parameters = parameters(actor.path) if isinstance(actor, Located) else None
 
     def on_step(self, report: Any) -> None:
-        """Keep the figures of a step's `StepReport`."""
+        """Observer hook after a step: keep the figures of its `StepReport`."""
         self._set(step=report.step)
         HERE.progress()
         self._quietly(lambda: self._keep(report))
 
     def on_end(self, error: BaseException | None) -> None:
-        """Keep how it ended."""
+        """Observer hook after the loop: keep whether it finished or failed, and why."""
         self._set(state="done") if error is None else self._set(state="failed", why=first_line(error))
 
     def _quietly(self, work: Callable[[], None]) -> None:
@@ -290,7 +290,9 @@ class Watcher:
         )  # fmt: skip
 
     def _mfu(self, rate: float | None) -> float | None:
-        """Of tokens per second of all ranks together."""
+        """Compute the model FLOPs utilisation (0 to 1) from the tokens per second of all ranks; None where a figure is
+        unknown.
+        """
         actor = self.pipeline.learners().get("actor")
         record = actor.describe() if isinstance(actor, Described) else {}
         if rate is None or self._parameters is None or self._last.peak is None:
@@ -298,7 +300,7 @@ class Watcher:
         return 6 * self._parameters * rate / (self._last.peak * int(record.get("ranks", 1)))
 
     def _new_rows(self) -> list[dict[str, Any]]:
-        """The whole lines that metrics.jsonl has got since the last call."""
+        """Read the complete lines that were added to metrics.jsonl since the last call."""
         metrics = self.path / "metrics.jsonl"
         if not metrics.is_file():
             return []
@@ -318,7 +320,7 @@ class Watcher:
     # --- looking ----------------------------------------------------------------------------
 
     def look(self) -> Health:
-        """How it does now."""
+        """Return the state of the training now."""
         last, idle = self._last, HERE.idle
         usual, state, why = last.median_seconds, last.state, last.why
         allowed = max(self.least, self.stalled * usual) if usual is not None else max(self.least, self.first)
@@ -339,21 +341,22 @@ class Watcher:
 
 @runtime_checkable
 class Carded(Protocol):
-    """Protocol of learners that know what they compute on (local, FSDP)."""
+    """Protocol of learners that know on which GPUs they compute (local, FSDP)."""
 
     def cards(self) -> list[str]:
-        """Name of the GPU of each of its processes; "" for a CPU."""
+        """Return the name of the GPU of each of the learner's processes; "" for a CPU."""
 
 
 def peak(cards: Sequence[str]) -> tuple[float | None, str]:
-    """(operations per second of one of a learner's `cards`, how that is known); (None, why) where it is not.
+    """Return (operations per second of one of the learner's `cards`, where that figure comes from); (None, why) where
+    it is unknown.
 
-    bfloat16 of a GPU, by its name. Of a CPU ("") it is measured here: the float32 matrix products of torch's present threads,
-    which takes some milliseconds.
+    For a GPU it is the bfloat16 figure of its data sheet. For a CPU ("") it is measured here in some milliseconds:
+    float32 matrix products on torch's present number of threads.
     """
     if len(set(cards)) != 1:
-        said = ", ".join(sorted(one or "CPU" for one in set(cards)))
-        return None, f"ranks on different devices: {said}" if said else "the learner does not say what it computes on"
+        kinds = ", ".join(sorted(one or "CPU" for one in set(cards)))
+        return None, f"ranks on different devices: {kinds}" if kinds else "the learner does not say what it computes on"
     if device := cards[0]:
         card = card_of(device)
         return (card.flops, f"{card.name}'s data sheet") if card else (None, f"no figures are known of {device}")
@@ -374,7 +377,7 @@ _SUFFIXES = {"gauge": ("",), "counter": ("_total",), "info": ("_info",), "summar
 
 
 def exposition(look: Health) -> bytes:
-    """A `Health` in Prometheus' text format, with nothing of this process's default registry in it."""
+    """Format a `Health` as Prometheus text; nothing of this process's default registry is included."""
     with optional("trackers", "the health page in Prometheus' format"):
         from prometheus_client import Metric, generate_latest
 
@@ -389,7 +392,9 @@ def exposition(look: Health) -> bytes:
 
 
 def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
-    """(name, kind, help, samples) of each metric; a sample is its labels and a value, of a summary the count and the sum."""
+    """Yield (name, kind, help, samples) for each metric. A sample is its labels and a value; of a summary the count and
+    the sum.
+    """
     queues, workers = look.queues.items(), look.workers
     yield "run", "info", "The run.", [({"run": look.run, "peak": look.peak_source}, 1)]
     states = [({"state": state}, state == look.state) for state in STATES]
@@ -449,10 +454,12 @@ def _metrics(look: Health) -> Iterator[tuple[str, str, str, list[Any]]]:
 
 
 def port_of(health: bool | int | None) -> int | None:
-    """The port that an argument `health` means; None for no page. None: what WORKBENCH_HEALTH says, which a job sets."""
-    if health is None and (said := os.environ.get("WORKBENCH_HEALTH", "")):
-        require(said.isdecimal(), "WORKBENCH_HEALTH", expected="a port, or 0 for any free one", found=said)
-        health = int(said)
+    """Return the port that an argument `health` means, or None for no page. With `health=None` the environment
+    variable WORKBENCH_HEALTH decides.
+    """
+    if health is None and (text := os.environ.get("WORKBENCH_HEALTH", "")):
+        require(text.isdecimal(), "variable WORKBENCH_HEALTH", expected="a port, or 0 for any free one", found=text)
+        health = int(text)
     if health is None or isinstance(health, bool):
         return PORT if health else None
     is_port = isinstance(health, int) and 0 <= health < 65536
@@ -468,7 +475,7 @@ def check_port(health: int | None) -> None:
 
 @contextmanager
 def health_page(health: bool | int | None) -> Iterator[HealthPage | None]:
-    """Context manager: serves the page of a training, or nothing (yields None) where `health` asks for none.
+    """Context manager that serves the health page of a training, or yields None where `health` asks for no page.
 
     Raises `SettingError` where the port is in use.
     """
@@ -492,7 +499,7 @@ def health_page(health: bool | int | None) -> Iterator[HealthPage | None]:
 
 
 class HealthPage:
-    """Answers what is asked of a training's health; made by `health_page`, before the training has begun."""
+    """Answers the HTTP requests for a training's health. `health_page` makes it before the training begins."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -501,13 +508,13 @@ class HealthPage:
         self._workers: tuple[float, Sequence[Doing]] = (0.0, ())
 
     def watching(self, watcher: Watcher) -> Watcher:
-        """Show this training from now on; returns the observer that the loop is given."""
+        """Show this training from now on; returns `watcher`, which the loop has to get as an observer."""
         watcher.workers = self._doing
         self._watcher = watcher
         return watcher
 
     def _doing(self) -> Sequence[Doing]:
-        """What the workers of the open cluster do; they are asked every `REFRESH` seconds at most, by one thread."""
+        """Return what the workers of the open cluster are doing; they are asked at most every `REFRESH` seconds."""
         with self._lock:
             when, known = self._workers
             if session.opened() is None or (time.monotonic() - when < REFRESH and known):
@@ -521,7 +528,7 @@ class HealthPage:
             return found
 
     def answer(self, request: Asked) -> tuple[int, Any]:
-        """What `serving` sends."""
+        """Answer one HTTP request: returns (status, body)."""
         pages: dict[str, Callable[[Health], Any]] = {
             "/health": _page,
             "/health.json": lambda look: strict(look.to_dict()),
@@ -543,7 +550,7 @@ class HealthPage:
 
 
 def _page(look: Health) -> Text:
-    """The page of a moment: no script, no address but its own, which the browser asks for again by itself."""
+    """Render the HTML page of one moment. It has no script, and the browser loads it again by itself."""
     head = f'<meta charset="utf-8"><meta http-equiv="refresh" content="{REFRESH}"><meta name="viewport" content="width=device-width">'
     style = "body{font-family:system-ui,sans-serif;margin:1.5em auto;max-width:70em;padding:0 1em}table{margin:.8em 0}td,th{overflow-wrap:break-word}"
     title = doc.escape(f"{look.state}: {look.run}, step {look.step} of {look.steps}")

@@ -95,7 +95,7 @@ CLOSE = 2e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: its state, what is there, and what to do where that is not as it should be."""
+    """The result of one check: its state, what was found, and what to do where that is not as it should be."""
 
     state: str
     """`ok`, `warning`, `wrong`, or `skipped`: there is nothing to check here."""
@@ -106,12 +106,14 @@ class Finding:
 
 
 def judged(found: str, *flaws: tuple[bool, str, str]) -> Finding:
-    """The finding of the first of the flaws (whether it is there, its state, what to do) that is there, else `OK`."""
+    """Return the finding of the first flaw that is present, else an `OK` one. A flaw is (whether it is present, its
+    state, what to do).
+    """
     return next((Finding(state, found, do) for there, state, do in flaws if there), Finding(OK, found))
 
 
 def packages() -> Finding:
-    """Installed packages against the ranges that this workbench is tested with."""
+    """Check installed packages against the version ranges that this workbench is tested with."""
     lacking, others = [], []
     for requirement in required():
         there = version_of(requirement.name)
@@ -138,7 +140,7 @@ def _lost(names: list[str]) -> str:
 
 
 def devices() -> Finding:
-    """GPUs that torch can compute on, their memory, and whether driver and torch's build fit together."""
+    """Check the GPUs that torch can compute on, their memory, and whether the driver fits torch's build."""
     driver, built, threads = cuda_of_driver(), torch.version.cuda or torch.version.hip, torch.get_num_threads()
     if not torch.cuda.is_available():
         if driver is None:
@@ -166,7 +168,7 @@ def devices() -> Finding:
 
 
 def cuda_of_driver() -> str | None:
-    """The newest CUDA that the NVIDIA driver here knows (`13.0`); None without a driver."""
+    """Return the newest CUDA version that the NVIDIA driver here supports (`13.0`); None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -177,7 +179,11 @@ def cuda_of_driver() -> str | None:
 
 
 def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
-    """Whether code built for these (`sm_90`, `compute_90`) runs on a GPU: the same major version and no newer minor one, or PTX."""
+    """Return whether code built for the architectures in `built` (`sm_90`, `compute_90`) runs on a GPU of this compute
+    capability.
+
+    It runs on the same major version with at least the built minor version; PTX (`compute_…`) runs on every newer GPU.
+    """
     for one in built:
         known = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one)
         if known is None:  # another platform's names
@@ -189,7 +195,7 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 
 
 def host_memory() -> Finding:
-    """Memory of this machine, or of this process's control group."""
+    """Check the memory of this machine, or of this process's control group."""
     total, free = memory.total(), min(memory.available(), memory.total())
     with suppress(OSError, ValueError):
         free = min(free, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
@@ -204,7 +210,7 @@ def host_memory() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """/dev/shm, through which NCCL, Ray and vLLM exchange data; containers have 64 MiB by default."""
+    """Check /dev/shm, through which NCCL, Ray and vLLM exchange data; containers have 64 MiB by default."""
     try:
         total, _, free = shutil.disk_usage("/dev/shm")
     except OSError as error:
@@ -220,7 +226,9 @@ def shared_memory() -> Finding:
 
 
 def disk() -> Finding:
-    """Free space and speed, by real fsyncs, of this folder and of the temporary one: runs and snapshots are written there."""
+    """Check free space and speed, by real fsyncs, of this folder and the temporary one, where runs and snapshots are
+    written.
+    """
     places: list[str] = []
     do: list[str] = []
     state = OK
@@ -238,7 +246,9 @@ def disk() -> Finding:
 
 
 def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
-    """(bytes a second of a file of `size` bytes up to its fsync, seconds of an fsync of a small change)."""
+    """Measure a folder's disk: (bytes per second of writing and syncing a file of `size` bytes, seconds to sync a small
+    change).
+    """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="workbench-doctor-") as file:
 
         def synced(data: bytes) -> float:
@@ -252,7 +262,9 @@ def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
 
 
 def ports() -> Finding:
-    """A connection over loopback, and whether this machine finds itself by name, as gloo, NCCL and Ray need."""
+    """Check that a connection over loopback works and that this machine resolves its own name, as gloo, NCCL and Ray
+    need.
+    """
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -272,7 +284,7 @@ def ports() -> Finding:
 
 
 def collectives() -> Finding:
-    """A real all-reduce of two ranks: NCCL where there are two GPUs; else gloo, and NCCL on one GPU alone."""
+    """Check an all-reduce of two ranks: NCCL where there are two GPUs; else gloo, and NCCL on the one GPU."""
     cards = torch.cuda.device_count()
     backends = []
     for backend, ranks in (("nccl", min(cards, 2)), ("gloo", 0 if cards > 1 else 2)):
@@ -288,7 +300,7 @@ def collectives() -> Finding:
 
 
 def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
-    """One rank of `collectives`. Raises `ArithmeticError` where the sum is wrong."""
+    """Run one rank of the check `collectives`. Raises `ArithmeticError` where the sum is wrong."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -302,7 +314,7 @@ def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
 
 
 def attention() -> Finding:
-    """Flash attention on a GPU: torch's own kernel, and the package where it is installed, against plain attention."""
+    """Check flash attention on a GPU, torch's kernel and the flash-attn package if installed, against plain attention."""
     package = version_of("flash-attn")
     if not torch.cuda.is_available():
         if package is not None or util.find_spec("flash_attn"):
@@ -333,7 +345,7 @@ def attention() -> Finding:
 
 
 def ray() -> Finding:
-    """Start Ray here, with one CPU, and end it."""
+    """Check that Ray starts here, with one CPU, and ends."""
     if version_of("ray") is None:
         return Finding(SKIPPED, "Ray is not installed: no clusters; one machine needs none")
     began = time.monotonic()
@@ -348,7 +360,7 @@ def ray() -> Finding:
 
 
 def sandbox() -> Finding:
-    """The isolation that model code can be run with here, and a program run in it."""
+    """Check which isolation model code can be run with here, and run a program in it."""
     try:
         box = LocalSandbox()
     except SandboxError as error:
@@ -368,7 +380,9 @@ _PATH = re.compile(r"(?<![\w.:/~-])(?!/(?:dev|proc|sys|etc)/)(?:~|(?=/))(?:/[\w.
 
 
 def clean(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """A text without absolute paths (their last part stays), tokens, secrets of the environment, addresses, host and user name."""
+    """Remove from a text what identifies this machine or user: absolute paths (their last part stays), tokens, secrets
+    of the environment, addresses, host and user name.
+    """
     for value in sorted((v for n, v in environ.items() if SECRET.search(n) and len(v) > 5), key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _ADDRESS.sub("<address>", _TOKENS.sub(HIDDEN, text))
@@ -393,12 +407,12 @@ QUESTIONS = (
 
 
 def model() -> Path:
-    """The tiny model's folder in this installation."""
+    """Return the folder of the tiny model in this installation."""
     return starter.files()["data/tiny-arith/config.json"].parent
 
 
 def recorded() -> DataProto:
-    """64 rows that the tiny model wrote on another machine, with their log-probs in float32 and advantages."""
+    """Load 64 rows that the tiny model wrote on another machine, with their float32 log-probs and advantages."""
     folder = starter.files()["data/arith-batch/trace.json"].parent
     columns: dict[str, torch.Tensor] = {}
     # its tensors alone: a bare machine reads no parquet
@@ -408,23 +422,23 @@ def recorded() -> DataProto:
 
 
 def opened(**settings: Any) -> Any:
-    """The tiny model as a local engine, in float32 unless the settings say otherwise."""
+    """Open the tiny model as a local engine, in float32 unless the settings say otherwise."""
     return local(model(), **{"lr": 1e-4, "dtype": "float32", **settings})
 
 
 def updated(engine: Any, batch: DataProto) -> dict[str, float]:
-    """Metrics of one GRPO update of the engine by a batch that has advantages."""
+    """Do one GRPO update of an engine by a batch that has advantages, and return its metrics."""
     outcome = Update(engine, PolicyLoss(), allow_stale=True)(batch)
     return reduce([outcome.metrics])
 
 
 def gap_of(found: torch.Tensor, expected: torch.Tensor, batch: DataProto) -> float:
-    """Largest difference of two tensors [B, T] on the response tokens; NaN where one has NaN."""
+    """Return the largest difference of two tensors [B, T] on the response tokens; NaN where one has NaN."""
     return float((found.cpu() - expected.cpu())[batch["response_mask"].bool()].abs().max())
 
 
 def step() -> Finding:
-    """One GRPO step as a run does it, rollout to update, in the dtype that the device gets by default."""
+    """Check one GRPO step as a run does it, from rollout to update, in the dtype that the device gets by default."""
     engine = opened(dtype="auto")
     table = [
         {"prompt": [{"role": "user", "content": text}], "data_source": "workbench/arith", "reward_model": {"ground_truth": truth}}
@@ -448,7 +462,9 @@ def step() -> Finding:
 
 
 def numbers() -> Finding:
-    """Log-probs and an update of a recorded batch: as recorded, and on a GPU as on the CPU."""
+    """Check log-probs and an update of a recorded batch against the recorded numbers, and on a GPU also against the
+    CPU.
+    """
     batch, engine = recorded(), opened()
     gap = gap_of(engine.compute_log_probs(batch)["log_probs"], batch["old_log_probs"], batch)
     summary = f"log-probs of a recorded batch {gap:.0e} nats from those recorded"
@@ -461,25 +477,27 @@ def numbers() -> Finding:
 
 
 def push() -> Finding:
-    """Learn, push the weights to a second engine, and let that one score: the same numbers and version."""
+    """Check a push of weights: after an update a second engine with the pushed weights must score the same log-probs."""
     learner, sampler, batch = opened(), opened(), recorded()
     pair = paired(learner, sampler)
     updated(learner, batch)
     how = push_once(pair)
     gap = gap_of(sampler.compute_log_probs(batch)["log_probs"], learner.compute_log_probs(batch)["log_probs"], batch)
     wrong = sampler.version != learner.version or not gap < EXACT
-    said = f"{how}, log-probs {gap:.0e} nats apart, version {sampler.version}" + f" of {learner.version}" * wrong
+    summary = f"{how}, log-probs {gap:.0e} nats apart, version {sampler.version}" + f" of {learner.version}" * wrong
     do = "the sampler does not have the learner's weights: attach this report to an issue"
-    return judged(said, (wrong, WRONG, do))
+    return judged(summary, (wrong, WRONG, do))
 
 
 def push_once(pair: Any) -> str:
-    """Push a pair's weights once, compare what is sampled with them, and say how."""
+    """Push a pair's weights once, compare what is sampled with them, and describe how they were pushed."""
     return str(check_push(pair, [tuple(pair.tokenizer.encode(text)) for text, _ in QUESTIONS]))
 
 
 def vllm_engine() -> Finding:
-    """Start vLLM in its own interpreter, push weights, compare its log-probs with the learner's; on a GPU sleep and wake."""
+    """Check vLLM: start it in its interpreter, push weights, compare its log-probs with the learner's; on a GPU also
+    sleep and wake.
+    """
     python, gpu = interpreter(VllmSettings()), torch.cuda.is_available()
     if not importable(python):
         do = f"{install('vllm')}, or WORKBENCH_VLLM_PYTHON=… for one beside; the local engine needs none"
@@ -510,7 +528,9 @@ def vllm_engine() -> Finding:
 
 
 def sampled_gap(pair: Any) -> float:
-    """Mean difference in nats between the log-probs that a pair's sampler wrote and those that its learner scores."""
+    """Return the mean difference, in nats, between the log-probs that a pair's sampler wrote and those that its learner
+    scores.
+    """
     ids = [tuple(pair.tokenizer.encode(text)) for text, _ in QUESTIONS]
     settings = SamplingSettings(max_tokens=24, ignore_eos=True)
     samples = pair.sample_many([Request(one, settings, seed) for seed, one in enumerate(ids)])
@@ -520,7 +540,7 @@ def sampled_gap(pair: Any) -> float:
 
 
 def saves() -> Finding:
-    """A snapshot and a checkpoint: restored and read back, the weights are the same bit for bit, and the next step is, too."""
+    """Check that a snapshot and a checkpoint restore the weights bit for bit, and that the next step is then the same."""
     engine, batch = opened(), recorded()
     updated(engine, batch)
     kept, before = engine.snapshot(), weights_of(engine)
@@ -547,13 +567,13 @@ def saves() -> Finding:
     return Finding(OK, "snapshot and checkpoint give the weights back bit for bit, and the next step's gradient")
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether weights are equal bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Return whether two sets of weights are equal bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name].cpu(), right[name].cpu()) for name in left)
 
 
 def shards() -> Finding:
-    """FSDP over all GPUs, or over two processes of the CPU: the log-probs and the gradient of one process."""
+    """Check FSDP over all GPUs, or over two CPU processes: its log-probs and gradient must be those of one process."""
     cards = torch.cuda.device_count()
     ranks, where = (cards, "GPUs") if cards else (2, "processes of the CPU")
     batch, here = recorded(), opened()

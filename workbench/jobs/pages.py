@@ -42,7 +42,7 @@ Query = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a title of its own."""
+    """One part of a page under its title: static HTML, and on a served page a widget in its place."""
 
     title: str
     html: Callable[[], str]
@@ -53,7 +53,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What stands on a page, and where it stands."""
+    """One HTML page: its path, title, sections, and the links to the pages above it."""
 
     path: str
     title: str
@@ -65,7 +65,7 @@ class Page:
 
 
 class Watched(Live):
-    """Curves of runs whose symptoms are looked for again each time that they are read."""
+    """The curves of several runs; the symptoms are looked for again each time that the curves are read."""
 
     alone = True
 
@@ -79,10 +79,11 @@ class Watched(Live):
 
 
 class Pages:
-    """The pages over a run folder, a folder of runs, or a dump. Reads nothing outside that folder, and writes nothing.
+    """Makes the pages over a run folder, a folder of runs, or a dump. Reads nothing outside that folder, and writes
+    nothing.
 
-    `written`: the paths that links may lead to, None where a server makes every page. Raises `RunError` where there is
-    neither a run nor a dump, `DataError` for a dump that cannot be read.
+    `written` holds the paths that links may lead to; None where a server makes every page on demand. Raises `RunError`
+    where there is neither a run nor a dump, `DataError` for a dump that cannot be read.
     """
 
     def __init__(self, source: str | Path, written: set[str] | None = None) -> None:
@@ -98,7 +99,9 @@ class Pages:
             self.dump = read_dump(self.source)
 
     def runs(self) -> dict[str, Path]:
-        """Name → folder of each run, the newest last; one that leads out of the folder is left out."""
+        """Return name → folder of each run, the newest last. A run whose folder or links lead out of the folder is left
+        out.
+        """
         if self.dump is not None:
             return {}
         if self._one:
@@ -107,14 +110,14 @@ class Pages:
         return {path.relative_to(self.source).as_posix(): path for path in found if self._inside(path)}
 
     def _inside(self, path: Path) -> bool:
-        """Whether a folder, and all links in it, stay in the folder that is looked at."""
+        """Return whether a folder, and all links in it, stay within the folder that the pages are over."""
         links = (one for one in (path, *path.rglob("*")) if one.is_symlink())
         return all(one.resolve().is_relative_to(self.source) for one in links)
 
     # --- by path --------------------------------------------------------------------------------
 
     def page(self, path: str, query: Query | None = None) -> Page:
-        """The page at a path. Raises `LookupError` where there is none."""
+        """Make the page at a path, such as `a/step_000010/index.html`. Raises `LookupError` where there is none."""
         query = query or {}
         if path == "index.html":
             return self._dump() if self.dump is not None else self._index(query)
@@ -158,7 +161,7 @@ class Pages:
         return Page(page, str(self.source.name), sections, live=lambda: "".join(_stamp(run) for run in opened.values()))
 
     def _listed(self, page: str, runs: Mapping[str, Path], chosen: Sequence[str]) -> str:
-        """The table of runs; on a served page with boxes that choose whose curves are drawn."""
+        """Render the table of runs; on a served page with boxes that choose whose curves are drawn."""
         frame = table(runs)[::-1]
         served = self.written is None
         lines = []
@@ -209,7 +212,9 @@ class Pages:
         return Page(page, f"{name}: step {step}", sections, trail)
 
     def _choices(self, here: str) -> str:
-        """Forms of a served page: any row of the step, and any recorded step to compare with."""
+        """Render the forms of a served page that open any row of the step, or compare with any recorded step; "" in a
+        written folder.
+        """
         if self.written is not None:
             return ""
         steps = [f"{name}/{step}" for name, path in self.runs().items() for step in Run(path).traces]
@@ -272,7 +277,7 @@ class Pages:
         return f"<p>{doc.escape(what)}: {' · '.join(self._link(page, *one) for one in found)}</p>"
 
     def paths(self) -> Iterator[str]:
-        """All pages of a written folder, in such an order that a page comes after those it leads to."""
+        """Yield the paths of all pages of a written folder, each after the pages that it links to."""
         if self.dump is not None:
             yield from (f"row_{row}.html" for row in samples(self.dump).selected[:ROWS])
         for name, folder in reversed(self.runs().items()):
@@ -305,8 +310,10 @@ form { margin: 6px 0; } input, select, button { font: inherit; }
 
 
 def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = "") -> str:
-    """A page as an HTML document. `embed`: the place of a widget; without it, and the scripts that `head` names, the static
-    forms stand there, and the document needs no kernel, script or network."""
+    """Render a page as an HTML document. `embed` returns the HTML of a widget, whose scripts `head` names.
+
+    Without `embed` the sections' static forms are shown, and the document needs no kernel, script or network.
+    """
     parts = []
     for number, section in enumerate(page.sections):
         if embed is not None and section.shown is not None:
@@ -329,7 +336,7 @@ def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = 
 
 
 def contents(section: Section) -> str:
-    """A section's static form; where it cannot be made, the reason."""
+    """Render a section's static form, or the reason where it cannot be made."""
     try:
         return section.html()
     except (WorkbenchError, ValueError, OSError) as error:
@@ -337,7 +344,7 @@ def contents(section: Section) -> str:
 
 
 def link(page: str, words: str, path: str) -> str:
-    """A link from the page at one path to the page at another one."""
+    """Render a link from the page at path `page` to the page at `path`."""
     return f'<a href="{"../" * page.count("/")}{quoted(quote(path))}">{doc.escape(words)}</a>'
 
 
@@ -352,7 +359,7 @@ def _curves(runs: Mapping[str, Run]) -> Section:
 
 
 def _stamp(run: Run) -> str:
-    """Changes with what a run that goes on has written; empty where it no longer goes on."""
+    """Return a text that changes whenever a running run has written something; "" for a run that has ended."""
     if run.state != "running":
         return ""
     size = (run.path / "metrics.jsonl").stat().st_size if (run.path / "metrics.jsonl").is_file() else 0
@@ -372,7 +379,9 @@ def _step_path(name: str, step: int) -> str:
 
 
 def _worst(run: Run, step: int) -> list[int]:
-    """Rows of a step that have pages; none where its trace cannot be read, which its own page says."""
+    """Return the rows of a step that get their own pages; [] where its trace cannot be read, which the step's page
+    reports.
+    """
     try:
         return list(map(int, samples(run.traces[step]).selected[:ROWS]))
     except (WorkbenchError, ValueError):
@@ -380,12 +389,12 @@ def _worst(run: Run, step: int) -> list[int]:
 
 
 def _before(run: Run, step: int) -> int | None:
-    """The recorded step before a step."""
+    """Return the last recorded step before `step`; None where there is none."""
     return max((one for one in run.traces if one < step), default=None)
 
 
 def _number(text: str, before: str, after: str) -> int:
-    """The number in a page's name. Raises `LookupError`."""
+    """Parse the number in a page's name, as 10 in `val_000010.html`. Raises `LookupError` where there is none."""
     digits = text.removeprefix(before).removesuffix(after)
     if not (
         text.startswith(before)
@@ -409,10 +418,10 @@ LIMIT = 200
 def write_folder(source: str | Path, output: str | Path | None = None, *, limit: float = LIMIT) -> tuple[Path, str]:
     """Write the pages of `workbench view` as a folder of HTML files that need no server, script or network.
 
-    It has a page for each run, each recorded step, its `ROWS` worst samples with their tokens, and its difference to the
-    recorded step before. `output`: default `report` in the folder (beside a dump's file). At `limit` megabytes older steps are
-    left out. Returns the folder, and a sentence that says what was written and left out. Raises `RunError` for an output that
-    is no report, and as `Pages`.
+    There is a page for each run, each recorded step, its `ROWS` worst samples with their tokens, and its difference to
+    the recorded step before. `output` is by default `report` in the folder (beside a dump's file). When `limit`
+    megabytes are reached, older steps are left out. Returns the folder, and a sentence that says what was written and
+    left out. Raises `RunError` for an output folder with other files, and as `Pages`.
     """
     written: set[str] = set()
     pages = Pages(source, written)
@@ -434,9 +443,9 @@ def write_folder(source: str | Path, output: str | Path | None = None, *, limit:
         write_text(target / path, body)
         written.add(path)
         size += len(body.encode("utf-8", "replace"))
-    said = f"{len(written)} pages, {size / 1e6:.1f} MB, in {target}"
-    said += f"; {left} pages of older steps left out at {limit:g} MB" if left else ""
-    return target, said + (f"; could not be made: {', '.join(broken)}" if broken else "")
+    summary = f"{len(written)} pages, {size / 1e6:.1f} MB, in {target}"
+    summary += f"; {left} pages of older steps left out at {limit:g} MB" if left else ""
+    return target, summary + (f"; could not be made: {', '.join(broken)}" if broken else "")
 
 
 def shown(
@@ -449,7 +458,7 @@ def shown(
     row: int | None = None,
     colour: str | None = None,
 ) -> str:
-    """The text forms of `views.samples` and `views.tokens` of a recorded step, or of a dump of rollouts.
+    """Return the text forms of `views.samples` and `views.tokens` for a recorded step, or for a dump of rollouts.
 
     Args:
         source: a run folder, or what `compat.read_dump` reads.
@@ -457,7 +466,7 @@ def shown(
         order, rows, search: which samples, as in `views.samples`.
         row: one sample in full; with `colour` (`advantage`, `kl`, …) its tokens, too.
 
-    Raises `RunError` for a step without a trace, `SettingError` for an order, row or colour that there is not.
+    Raises `RunError` for a step without a trace, `SettingError` for an order, row or colour that does not exist.
     """
     record: Any
     if not is_address(source) and not is_run(Path(source)):

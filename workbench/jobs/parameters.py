@@ -61,7 +61,7 @@ def _kind(node: ast.expr, name: str) -> Any:
 
 
 def declared_parameters(notebook: str | Path) -> list[Parameter]:
-    """The parameters that a notebook's `parameters` cell declares, in order.
+    """Read the parameters that a notebook's `parameters` cell declares, in order.
 
     The cell may import from `typing`, for `Optional`. Raises `SettingError` where the notebook is missing, has no such
     cell or more than one, or where a line of it is neither `name = literal` nor `name: type = literal`.
@@ -108,7 +108,9 @@ def _parameter(node: ast.stmt, lines: list[str], notebook: str) -> Parameter:
 
 
 def _type_of(default: Any, name: str) -> str:
-    """The annotation that a literal stands for. Raises `SettingError` for None, which says nothing of other values."""
+    """Return the annotation that a default implies: 4 → `int`, [1, 2] → `list[int]`. Raises `SettingError` for None and
+    mixed lists.
+    """
     if isinstance(default, list | dict) and default:
         parts = [list(default)] if isinstance(default, list) else [list(default), list(default.values())]
         inner = [{_type_of(one, name) for one in part} for part in parts]
@@ -122,7 +124,7 @@ def _type_of(default: Any, name: str) -> str:
 
 
 def read_notebook(path: Path) -> dict[str, Any]:
-    """A notebook file as its JSON document. Raises `SettingError` where there is none, or the file is none."""
+    """Read a notebook file as its JSON document. Raises `SettingError` where there is no file, or it is no notebook."""
     if not path.is_file():
         raise SettingError(f"no notebook at {str(path)!r}", do="check the path")
     try:
@@ -144,13 +146,13 @@ OF_THE_RUNNER = (
 
 
 def resolve(notebook: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the given parameters and convert them to the notebook's types: `"false"` → False, `"1e-6"` → 1e-6.
+    """Check parameter values and convert them to the notebook's types: `"false"` → False, `"1e-6"` → 1e-6.
 
-    A text for a `list[str]` that is no list is a list of one, and `~/` is the home folder. `run` and `resume` may be given to
-    every notebook (`OF_THE_RUNNER`).
+    A text for a `list[str]` that is no list becomes a list of one, and `~/` becomes the home folder. `run` and `resume`
+    are allowed for every notebook (`OF_THE_RUNNER`). No kernel is started.
 
-    Raises `SettingError` for a name that is not declared (the message has the nearest one) or not an identifier, and for a
-    value that the annotation does not allow; no kernel is started.
+    Raises `SettingError` for a name that is not declared (the message has the nearest one) or not an identifier, and
+    for a value that the annotation does not allow.
     """
     declared = {parameter.name: parameter for parameter in (*OF_THE_RUNNER, *declared_parameters(notebook))}
     values = {}
@@ -185,17 +187,19 @@ def _coerced(parameter: Parameter, value: Any) -> Any:
 
 
 def _home(value: Any) -> Any:
-    """With `~/` at the start of a text, or of the texts of a list, as the home folder: no shell expands it after a `=`."""
+    """Replace `~/` at the start of a text, or of the texts of a list, by the home folder; no shell expands it after a
+    `=`.
+    """
     if isinstance(value, list):
         return [_home(one) for one in value]
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def open_reward(name: str, tokenizer: Any) -> BaseReward:
-    """The reward that a job's parameter names; `tokenizer` is the policy's.
+    """Open the reward that a job's parameter names; `tokenizer` is the policy's.
 
-    `file.py` or `file.py:function`, a yaml or JSON file with verl's `reward.*` settings, or a scorer, by its own name or a
-    `data_source`'s; "" is the scorer of each row's `data_source`. Raises `SettingError` for another name.
+    `name` is `file.py` or `file.py:function`, a yaml or JSON file with verl's `reward.*` settings, or a scorer by its
+    name or a `data_source`; "" means the scorer of each row's `data_source`. Raises `SettingError` for any other name.
     """
     file = name.partition(":")[0]
     if file.endswith((".yaml", ".yml", ".json")):
@@ -210,10 +214,11 @@ def open_reward(name: str, tokenizer: Any) -> BaseReward:
 
 
 def open_recipe(name: str, rows: Rows) -> Callable[..., Pipeline]:
-    """The recipe that a job's parameter names; one that draws further prompts draws them from the job's `rows`.
+    """Return the recipe that a job's parameter names; a recipe that draws further prompts draws them from the job's
+    `rows`.
 
-    It raises `SettingError` for a setting that the recipe has no place for, such as a clip range where its loss does not clip;
-    None is the recipe's own. A recipe with a critic is refused: its settings are parameters of notebook 202.
+    The returned function raises `SettingError` for a setting that its recipe cannot use, such as a clip range for a
+    loss that does not clip. A recipe with a critic is refused, because its settings are parameters of notebook 202.
     """
     recipe = recipes.by_name(name)
     known = inspect.signature(recipe).parameters
@@ -235,7 +240,9 @@ def open_recipe(name: str, rows: Rows) -> Callable[..., Pipeline]:
 
 
 def table(notebook: str | Path, values: Mapping[str, Any]) -> str:
-    """A notebook's parameters as text, one per line: name, value (from `values`, marked `*`, or its default), help."""
+    """Format a notebook's parameters as text, one per line: name, value (from `values`, marked `*`, or the default),
+    help.
+    """
     own = declared_parameters(notebook)
     names = {parameter.name for parameter in own}
     parameters = [*own, *(one for one in OF_THE_RUNNER if one.name in values and one.name not in names)]

@@ -51,7 +51,9 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
 
 
 def _opening(run: Run) -> Any:
-    """A notebook with the run's state, curves and settings, from its folder: also where no notebook ran it."""
+    """Make a notebook with the run's state, curves and settings from its folder, which works also for a run of a
+    script.
+    """
     plain = {key: value for key, value in run.settings.items() if key != "pipeline"}
     document: Part = (
         pairs([("state", run.state), *run.summary.pairs()]),
@@ -66,7 +68,7 @@ def _opening(run: Run) -> Any:
 
 
 def _static(cell: Any) -> Any:
-    """A cell whose outputs have only the forms in `STATIC`; tracebacks without a terminal's colour codes."""
+    """Reduce a cell's outputs to the forms in `STATIC`, and remove a terminal's colour codes from tracebacks."""
     for output in cell.get("outputs", []):
         if "data" in output:
             output.data = {kind: value for kind, value in output.data.items() if kind in STATIC}
@@ -90,7 +92,9 @@ ATTRIBUTES = "style title class colspan rowspan open alt max value width height"
 
 
 def clean(text: str) -> str:
-    """Sanitise HTML: scripts, event handlers, addresses of images and unknown tags are removed, the tags' text stays."""
+    """Sanitise HTML: scripts, event handlers, addresses of images and unknown tags are removed; the text within tags
+    stays.
+    """
     css, protocols = CSSSanitizer(allowed_css_properties=STYLES.split()), {"data", "http", "https", "mailto"}
     return bleach.clean(text, set(TAGS.split()), _kept, protocols, strip=True, css_sanitizer=css)
 

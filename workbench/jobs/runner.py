@@ -52,13 +52,13 @@ def run_notebook(
 ) -> Result:
     """Run a notebook as a job, with parameters; the executed copy goes into the run folder, or to `output`.
 
-    The run folder is the parameter `run`; where it is empty or not given, a new folder in `runs` with the notebook's name and
-    the time. A notebook that declares no `run`, or no `resume`, need not: `wb.train` then takes them from the job. The kernel starts
-    in the current directory and sees WORKBENCH_JOB=1; each line that it appends to the file named by WORKBENCH_PROGRESS
-    is passed to `say` while it runs. `skip_look` leaves out cells tagged `look`. `health` is the port of its
-    trainings' health page (`jobs.health`), 0 any free one. SIGINT, SIGTERM and SIGHUP finish the current step,
-    save a checkpoint and end the job.
-    Raises `SettingError` before anything is written where a parameter is unknown or of the wrong type, or there is no such kernel.
+    The run folder is the parameter `run`; where that is empty or missing, it is a new folder in `runs` with the
+    notebook's name and the time. A notebook need not declare `run` or `resume`: `wb.train` then takes them from the
+    job. The kernel starts in the current directory and sees WORKBENCH_JOB=1; each line that it appends to the file
+    named by WORKBENCH_PROGRESS is passed to `say` while it runs. `skip_look` leaves out cells tagged `look`. `health`
+    is the port of the health page of its trainings (`jobs.health`), 0 any free one. SIGINT, SIGTERM and SIGHUP finish
+    the current step, save a checkpoint and end the job. Raises `SettingError` before anything is written where a
+    parameter is unknown or of the wrong type, or there is no such kernel.
 
     Example:
         >>> wb.run_notebook("notebooks/201_train_grpo.ipynb", {"steps": 5, "run": "runs/a"}).code  # doctest: +SKIP
@@ -92,7 +92,7 @@ def run_notebook(
 
 
 def kernel_of(source: Path, kernel: str | None) -> tuple[str, str]:
-    """(kernel's name, its language) for a notebook: the one given, or its own; `python3` where it names none.
+    """Return (name, language) of the kernel for a notebook: `kernel` if given, else the notebook's, else `python3`.
 
     Raises `SettingError` where this machine has no such kernel.
     """
@@ -114,7 +114,7 @@ def kernel_of(source: Path, kernel: str | None) -> tuple[str, str]:
 def _execute(
     source: Path, target: Path, values: Mapping[str, Any], kernel: str, language: str, skip_look: bool
 ) -> tuple[int, str]:
-    """(exit code, the error's text, empty where every cell ran)."""
+    """Execute a notebook by papermill, and return (exit code, error text); the text is empty where every cell ran."""
     with optional("jobs", "running a notebook as a job"):
         import papermill
         from papermill.engines import papermill_engines
@@ -146,7 +146,7 @@ def _execute(
             return _signal_code(signals), f"stopped by {signals[0]} in cell {error.cell_index}: {error.evalue}"
         if error.ename == DEAD:
             return DIED, error.evalue
-        return (STOPPED if error.ename == "RunStopped" else FAILED), _told(error)
+        return (STOPPED if error.ename == "RunStopped" else FAILED), _cell_error(error)
     return OK, ""
 
 
@@ -155,16 +155,18 @@ def _signal_code(names: list[str]) -> int:
 
 
 def _set_aside(target: Path) -> None:
-    """Rename the executed notebook of an earlier attempt: it is kept beside the new one."""
+    """Rename the executed notebook of an earlier attempt, so that it is kept beside the new one."""
     if target.exists():
         names = re.findall(r"\.(\d{3})\.ipynb$", "\n".join(os.listdir(target.parent)), re.MULTILINE)
         target.rename(target.with_suffix(f".{max(map(int, names), default=0) + 1:03d}.ipynb"))
 
 
 def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
-    """The job that wrote a run folder, to resume it: (notebook, parameters, a note if the notebook has changed, else "").
+    """Read the job that wrote a run folder, to resume it: (notebook, parameters, a note if the notebook has changed,
+    else "").
 
-    The parameters get `resume="auto"` and `run`. Raises `RunError` where no job wrote the folder, or its notebook is gone.
+    The parameters include `resume="auto"` and `run`. Raises `RunError` where no job wrote the folder, or its notebook
+    is gone.
     """
     folder = Path(run)
     if not (folder / JOB).is_file():
@@ -185,9 +187,10 @@ def job_of(run: str | Path) -> tuple[Path, dict[str, Any], str]:
 def check_notebook(
     notebook: str | Path, parameters: Mapping[str, Any], *, kernel: str | None = None
 ) -> tuple[int, str]:
-    """Run a notebook up to the start of its training to check it: (0, findings) or (another exit code, the error's text).
+    """Check a notebook by running it up to the start of its training: returns (0, findings) or (exit code, error text).
 
-    Exit code 2: a cell raised. Cells tagged `look` are left out, files go to a temporary folder, no model samples.
+    Exit code 2 means that a cell raised. Cells tagged `look` are left out, files go to a temporary folder, and no model
+    samples.
     """
     source = Path(notebook)
     values = resolve(source, parameters)
@@ -213,8 +216,10 @@ def _fresh(source: Path) -> Path:
     return Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _told(error: Any) -> str:
-    """Which cell, what it raised, and the end of the traceback without colours."""
+def _cell_error(error: Any) -> str:
+    """Format the error of a failed cell: which cell, what it raised, and the last 12 lines of the traceback without
+    colours.
+    """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in "\n".join(error.traceback).splitlines()]
     return f"cell {error.cell_index} raised {error.ename}: {error.evalue}\n" + "\n".join(lines[-12:])
 
@@ -223,11 +228,12 @@ def _told(error: Any) -> str:
 def _job(
     say: Callable[[str], None], job: Mapping[str, Any], declared: Collection[str], **environment: str
 ) -> Iterator[None]:
-    """Set the kernel's environment, and pass the loop's progress lines to `say` from a thread.
+    """Context manager that sets the kernel's environment, and passes the loop's progress lines to `say` from a thread.
 
-    `wb.train` finds there what the notebook does not declare of `run` and `resume`, and the job's record, which it writes
-    into its run folder once its settings are accepted: a job that is refused leaves the earlier one. Other libraries'
-    progress bars are off: in a saved notebook they are blank, or a line for every refresh.
+    The environment tells `wb.train` the `run` and `resume` that the notebook does not declare, and the job's record,
+    which `train` writes into its run folder once its settings are accepted; a refused job thus leaves the record of the
+    earlier one. Progress bars of other libraries are off, because in a saved notebook they are blank or one line for
+    every refresh.
     """
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
         path, record = Path(folder) / "progress", Path(folder) / JOB
@@ -267,7 +273,9 @@ def _follow(path: Path, say: Callable[[str], None], done: threading.Event) -> No
 
 
 def closing_lines(result: Result) -> list[str]:
-    """Lines to print when a job has ended: held-out rewards before and after, symptoms, and where the files are."""
+    """Return the lines to print when a job has ended: held-out rewards before and after, symptoms, and where the files
+    are.
+    """
     lines, run = list[str](), result.run
     if run is not None and (run / "summary.json").is_file():
         summary = read_json(run / "summary.json")

@@ -25,7 +25,9 @@ NOTEBOOKS = "notebooks"
 
 
 def files() -> dict[str, Path]:
-    """Starter files (notebooks, data, tiny models): path in the folder to be written → path in the installation."""
+    """List the starter files (notebooks, data, tiny models): path in the folder to be written → path in the
+    installation.
+    """
     packed, project = PACKAGE / "starter", PACKAGE.parent / "pyproject.toml"
     if packed.is_dir():
         paths = [path for path in packed.rglob("*") if path.is_file()]
@@ -39,9 +41,10 @@ def files() -> dict[str, Path]:
 
 
 def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Write `notebooks/` and `data/` into a folder, and return its path; files that are there unchanged are left alone.
+    """Write `notebooks/` and `data/` into a folder, and return its path. Files that are there already and equal are
+    left alone.
 
-    Raises `SettingError`, before anything is written, where a file exists with another content.
+    Raises `SettingError`, before anything is written, where a file exists with other content.
     """
     target = Path(folder)
     if target.resolve().name == NOTEBOOKS:  # the notebooks' first cell goes one folder up from a folder of this name
@@ -64,7 +67,7 @@ def write(folder: str | Path, say: Callable[[str], None] = lambda line: None) ->
 
 
 def _write_missing(folder: Path) -> int:
-    """Write the starter files that a folder has not; returns how many."""
+    """Write the starter files that a folder lacks, and return how many."""
     missing = {folder / name: source for name, source in files().items() if not os.path.lexists(folder / name)}
     for place, source in missing.items():
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +78,11 @@ def _write_missing(folder: Path) -> int:
 
 
 def prepare_notebook(*extras: str) -> None:
-    """Make ready what the cells of a notebook of `notebooks/` read; its first cell calls this.
+    """Prepare what the cells of a notebook in `notebooks/` read; the first cell of each notebook calls this.
 
     Checks the packages of the core and of `extras`. In a folder called `notebooks` beside `data/` the working directory
-    becomes the folder above, from which the notebooks' paths lead. Starter files that are missing there are written: none in
-    the repository, none in a job, and none over a file.
+    becomes the folder above, to which the notebooks' paths are relative. Missing starter files are written, but none in
+    the repository or in a job, and no existing file is replaced.
 
     Args:
         extras: extras of the distribution whose packages the notebook imports, such as `"judges"`.
@@ -115,10 +118,10 @@ def new(
     train_file: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Write a notebook to start from: own data, own reward, GRPO, training. It runs as it stands, on a tiny model.
+    """Write a notebook to start from: the user's data, reward, GRPO and training. It runs unchanged, on a tiny model.
 
-    `model` and `train_file` are the defaults of its parameters. Raises `SettingError` for a name that does not end in `.ipynb`,
-    and where the file exists.
+    `model` and `train_file` are the defaults of its parameters. Raises `SettingError` for a name that does not end in
+    `.ipynb`, and where the file exists.
     """
     path = Path(target)
     if path.suffix != ".ipynb":
@@ -133,7 +136,7 @@ def new(
             name, equals, rest = line.partition(" = ")
             if cell["metadata"].get("tags") == ["parameters"] and equals and name in defaults:
                 value, _, help = rest.partition("  # ")
-                chosen = defaults[name] or _found(ast.literal_eval(value), path.parent)
+                chosen = defaults[name] or _starter_path(ast.literal_eval(value), path.parent)
                 lines[number] = f"{name} = {json.dumps(chosen, ensure_ascii=False)}  # {help}"
             lines[number] = lines[number].replace("mine.ipynb", path.name).replace("runs/mine", f"runs/{path.stem}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,9 +145,10 @@ def new(
     return path
 
 
-def _found(name: str, folder: Path) -> str:
-    """A starter file or folder by its short name where that leads to it from the notebook's folder and from here; else its
-    place in the installation."""
+def _starter_path(name: str, folder: Path) -> str:
+    """Return a path that leads to a starter file or folder from the notebook: its short name where that works from the
+    notebook's folder and from here, else its place in the installation.
+    """
     if Path(name).exists() and folder.resolve() == Path.cwd():
         return name
     source = files()
@@ -153,6 +157,6 @@ def _found(name: str, folder: Path) -> str:
 
 
 def find_notebook(name: str) -> str:
-    """The path of a notebook: `name` itself, or `notebooks/name` where a bare file name exists only there."""
+    """Return the path of a notebook: `name`, or `notebooks/name` where a bare file name exists only there."""
     beside = Path(NOTEBOOKS) / name
     return str(beside) if not Path(name).exists() and Path(name).name == name and beside.is_file() else name

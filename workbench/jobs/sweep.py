@@ -38,7 +38,7 @@ _CHILD = "from workbench.jobs.sweep import _child; _child()"
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a sweep ended: the worst exit code of its jobs, and a table with a row for each."""
+    """How a sweep ended: the worst exit code of its jobs, and a table with one row for each."""
 
     code: int
     """0: every job is done; 1: some failed; 3: some were stopped by `break_if`; 130, 143: the sweep was stopped."""
@@ -47,7 +47,7 @@ class Sweep:
 
 
 def values_of(text: str) -> list[Any]:
-    """The values that a grid's parameter takes: `1e-4,3e-4` are two, `0..2` three; `[1,2]` and `'a,b'` are one.
+    """Parse the values of a grid's parameter: `1e-4,3e-4` are two, `0..2` are three; `[1,2]` and `'a,b'` are one.
 
     Raises `SettingError` for an open bracket or quote, a missing value, and a range that ends before it begins.
     """
@@ -58,14 +58,14 @@ def values_of(text: str) -> list[Any]:
             parts.append(piece.strip())
             piece = ""
     if piece or (len(parts) > 1 and "" in parts):
-        raise SettingError("values of a grid", expected="values with commas between them", found=repr(text))
+        raise SettingError("values of a sweep's grid", expected="values with commas between them", found=repr(text))
     values: list[Any] = []
     for part in parts:
         if ends := re.fullmatch(r"([+-]?\d+)\.\.([+-]?\d+)", part):
             first, last = map(int, ends.groups())
             if not first <= last < first + MOST:
                 expected = f"first..last, both included, at most {MOST}"
-                raise SettingError("a range in a grid", expected=expected, found=part)
+                raise SettingError("a range of values in a sweep's grid", expected=expected, found=part)
             values += range(first, last + 1)
         else:
             values.append(ast.literal_eval(part) if part[:1] in ("'", '"') else part)
@@ -73,17 +73,18 @@ def values_of(text: str) -> list[Any]:
 
 
 def _closed(text: str) -> bool:
-    """Whether every bracket and quote that a text opens is closed in it."""
+    """Return whether a text closes every bracket and quote that it opens."""
     bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
     opened, closed = (sum(map(bare.count, signs)) for signs in ("[{(", "]})"))
     return opened == closed and not {"'", '"'} & {*bare}
 
 
 def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name → parameters of every job of a grid: texts are read by `values_of`, lists have a value for each job.
+    """Return name → parameters of every job of a grid. A text has the values that `values_of` reads, a list has one for
+    each job.
 
-    A job is named by what differs, `lr=0.0001,seed=0`. Raises `SettingError` for what no job of the notebook takes, two
-    equal jobs, and more than `MOST`.
+    A job is named by what differs, `lr=0.0001,seed=0`. Raises `SettingError` for a parameter that the notebook does not
+    have, for two equal jobs, and for more than `MOST` jobs.
     """
     axes = {name: values_of(given) if isinstance(given, str) else given for name, given in grid.items()}
     axes = {name: values if isinstance(values, list) else [values] for name, values in axes.items()}
@@ -96,7 +97,7 @@ def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str
     for values in axes.values():
         number *= len(values)
     if not 1 <= number <= MOST:
-        raise SettingError("jobs of a sweep", expected=f"1 to {MOST}", found=number)
+        raise SettingError("number of jobs of a sweep", expected=f"1 to {MOST}", found=number)
     several, jobs = [name for name, values in axes.items() if len(values) > 1], dict[str, dict[str, Any]]()
     for combination in itertools.product(*axes.values()):
         values = resolve(notebook, dict(zip(axes, combination, strict=True)))
@@ -108,7 +109,7 @@ def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str
 
 
 def _plain(value: Any) -> str:
-    """A value in a folder's name: readable, and another one for another value."""
+    """Turn a value into a part of a folder's name: readable, and different for different values."""
     text = re.sub(r"[^\w.+-]+", "_", str(value)).strip("_")
     same = text == str(value) and len(text) <= 40
     return text if same else f"{text[:30]}-{zlib.crc32(json.dumps(value).encode()):08x}"
@@ -138,7 +139,7 @@ def sweep(
     """
     source, folder = Path(notebook), Path(run)
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
-        raise SettingError("argument jobs", expected="≥ 1", found=jobs)
+        raise SettingError("argument jobs of sweep", expected="≥ 1", found=jobs)
     wanted = jobs_of(source, grid)
     kernel_of(source, kernel)
     for name in wanted:
@@ -158,7 +159,7 @@ def sweep(
 
 
 class _State:
-    """`sweep.json`: job → parameters, notebook's crc32, exit code."""
+    """The content of `sweep.json`: job → parameters, the notebook's crc32, exit code."""
 
     def __init__(self, source: Path, folder: Path, document: Mapping[str, Any]) -> None:
         self.source, self.folder, self._crc = source, folder, crc32_of(source)
@@ -167,7 +168,9 @@ class _State:
         """Job → exit code, of those that this sweep knows to have ended."""
 
     def done(self, name: str, values: Mapping[str, Any]) -> bool:
-        """Whether a job ended well before, with the same parameters and the same notebook, and its folder is there."""
+        """Return whether a job is done: it ended with exit code 0, with equal parameters and notebook, and its folder
+        exists.
+        """
         known = {"parameters": json.loads(json.dumps(values)), "crc32": self._crc, "code": OK}
         done = self._jobs.get(name) == known and (self.folder / name).is_dir()
         if done:
@@ -175,14 +178,14 @@ class _State:
         return done
 
     def ended(self, name: str, values: Mapping[str, Any], code: int) -> None:
-        """Write down how a job ended."""
+        """Record in `sweep.json` how a job ended."""
         self.codes[name] = code
         self._jobs[name] = {"parameters": dict(values), "crc32": self._crc, "code": code}
         write_json(self.folder / SWEEP, {"notebook": str(self.source), "jobs": self._jobs})
 
 
 class _Runner:
-    """Runs jobs as processes, so many at a time."""
+    """Runs the jobs of a sweep as processes, at most `most` at a time."""
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class _Runner:
         """Signals, in order."""
 
     def run(self, waiting: list[str]) -> None:
-        """Run these jobs until all have ended, or, after a signal, those that had begun."""
+        """Run these jobs until all have ended; after a signal only those that had begun."""
         left = list(waiting)
         while self._running or (left and not self.received):
             # a job of a sweep that was killed a moment ago may still be saving its checkpoint
@@ -240,7 +243,7 @@ class _Runner:
         self._say(f"{name}: began")
 
     def stop(self, number: int, _: Any) -> None:
-        """Pass a signal on to the jobs; no further job begins then."""
+        """Pass a signal on to the running jobs; no further job begins after it."""
         self.received.append(number)
         for process, _ in self._running.values():
             process.send_signal(number)
@@ -252,7 +255,7 @@ def _say(line: str) -> None:
 
 
 def _child() -> None:
-    """A job's process: `run_notebook`, stopped by SIGTERM where the sweep was killed."""
+    """Run as a job's process: call `run_notebook`, and send this process SIGTERM when the sweep's process is gone."""
     job = json.loads(sys.argv[1])
 
     def ends_with_the_sweep() -> None:
@@ -267,7 +270,9 @@ def _child() -> None:
 
 
 def _table(folder: Path, wanted: Mapping[str, dict[str, Any]], state: _State) -> Any:
-    """One row per job, in the grid's order: the parameters that differ, how it ended, what came of it."""
+    """Make the table of a sweep, one row per job in the grid's order: the parameters that differ, how it ended, and its
+    results.
+    """
     frame = list_runs(folder, settings=False).reindex(list(wanted)).drop(columns="changed")
     codes = [state.codes.get(name) for name in wanted]
     frame.insert(

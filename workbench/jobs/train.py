@@ -64,14 +64,17 @@ ELSEWHERE = (
 
 
 class RunStopped(RunError):
-    """In a job: `break_if` stopped the training before a step's update; the run folder has the trace and a checkpoint."""
+    """Raised in a job when `break_if` stopped the training before a step's update; the run folder has the trace and a
+    checkpoint.
+    """
 
 
 class Training(Coroutine[Any, Any, Run]):
-    """The awaitable that `train` returns. Its settings have been checked; until it is awaited nothing else is, written or trained.
+    """The awaitable that `train` returns. The settings are checked already; nothing else is checked, written or trained
+    until it is awaited.
 
-    It can be awaited, made a task, or passed to `asyncio.run`, as any coroutine; using it as if it were the finished run
-    raises an `AttributeError` that says to await it.
+    It can be awaited, made a task, or passed to `asyncio.run`, as any coroutine. Using it as if it were the finished
+    run raises an `AttributeError` that says to await it.
     """
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, Run]]) -> None:
@@ -98,7 +101,7 @@ class Training(Coroutine[Any, Any, Run]):
         return self._work
 
     def _state(self) -> str:
-        """ "" before it is awaited, then `under way`, then `over`."""
+        """Return "" before the training is awaited, then `under way`, then `over`."""
         work = self.__dict__.get("_work")
         return "" if work is None else "over" if inspect.getcoroutinestate(work) == inspect.CORO_CLOSED else "under way"
 
@@ -128,10 +131,11 @@ def _not_begun(what: str) -> str:
 def _takes_settings(
     settings_class: Callable[P, TrainSettings],
 ) -> Callable[[Callable[[Pipeline, Rows, TrainSettings], T]], Callable[Concatenate[Pipeline, Rows, P], T]]:
-    """Makes a function of `TrainSettings` one of keyword arguments, with their types and defaults in its signature.
+    """Decorator that turns a function of `TrainSettings` into one of keyword arguments, with types and defaults in its
+    signature.
 
-    `settings_class` tells a type checker the arguments. A name that is no setting is refused with the nearest one
-    or with the one here for another library's.
+    `settings_class` tells a type checker the arguments. A name that is no setting is refused: the message has the
+    nearest one, or for another library's name the one used here.
     """
 
     def decorated(
@@ -141,7 +145,7 @@ def _takes_settings(
         def takes(pipeline: Pipeline, rows: Rows, *_: P.args, **settings: P.kwargs) -> T:
             refuse_unknown(function.__name__, settings, TrainSettings.field_names(), ELSEWHERE)
             if not isinstance(rows, Rows):
-                raise DataError("rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+                raise DataError("argument rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
             return function(pipeline, rows, TrainSettings.from_parameters(settings))
 
         return shows_settings(TrainSettings)(takes)
@@ -179,16 +183,17 @@ def train(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Training:
 
 
 async def _watched(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Run:
-    """The training, with its health page where there is to be one: it is there before any work begins."""
+    """Train, with the health page served from before any work begins where one is set."""
     with health_page(settings.health) as page, _ending_signals():
         return await _trained(pipeline, rows, settings.planned(rows), page)
 
 
 @contextlib.contextmanager
 def _ending_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP (a closed terminal) end a script's training as Ctrl-C does, and then the script, by 128 + their number.
+    """Context manager: SIGTERM and SIGHUP (a closed terminal) end a script's training as Ctrl-C does, then the script
+    with 128 + number.
 
-    What the script handles or ignores (nohup) is left alone, and so is a notebook's kernel.
+    A signal that the script handles or ignores (nohup) is left alone, and so are all signals of a notebook's kernel.
     """
     task, loop, received = asyncio.current_task(), asyncio.get_running_loop(), list[int]()
 
@@ -242,7 +247,7 @@ async def _trained(pipeline: Pipeline, rows: Rows, plan: Plan, page: HealthPage 
 def train_blocking(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Run:
     """Train to the end, for scripts without an event loop: takes the arguments of `train`, returns the finished `Run`.
 
-    Raises `SettingError` where an event loop runs, as in a notebook: there `await train(…)` trains.
+    Raises `SettingError` where an event loop runs, as in a notebook; use `await train(…)` there.
     """
     try:
         asyncio.get_running_loop()
@@ -267,7 +272,9 @@ def _result(plan: Plan, ending: Ending, notes: tuple[str, ...]) -> Run:
 
 
 def _nothing_to_do(plan: Plan, start: Start) -> Run:
-    """Note it; a run that was killed after its last checkpoint gets the curves and the summary that it lacks."""
+    """Return the run of a training whose steps are all done, with a note. A run that was killed after its last
+    checkpoint gets the curves and the summary that it lacks.
+    """
     note = f"nothing left to do: {start.step - 1} of {plan.steps} steps are done"
     path, eval_rows = plan.run, plan.eval_rows
     append_line(note)

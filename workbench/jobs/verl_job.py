@@ -34,10 +34,11 @@ _ORDER = ("refused", "near", "exact", "hardware")
 
 @dataclass(frozen=True, repr=False)
 class VerlJob:
-    """A verl command that was read: print it for what becomes of each setting, `open` it to step or train.
+    """A verl command that was read: print it to see what becomes of each setting, `open` it to step or train.
 
-    `settings` are as written (dotted name → value), `rows` the table: key, value, becomes, kind, why. Kinds: `exact`, `near`
-    (why says the difference), `hardware` (changes no number), `refused` (why).
+    `settings` are as written (dotted name → value). `rows` is the table of key, value, what it becomes, kind and why.
+    The kind is `exact`, `near` (`why` says how it differs), `hardware` (changes no number) or `refused` (`why` says the
+    reason).
     """
 
     settings: Mapping[str, Any]
@@ -49,12 +50,12 @@ class VerlJob:
 
     @property
     def refused(self) -> tuple[Row, ...]:
-        """What changes numbers and cannot be honoured, or is not understood."""
+        """Rows of the settings that change numbers and cannot be followed, or are not understood."""
         return tuple(row for row in self.rows if row.kind == "refused")
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """verl's defaults that hold because the command leaves them out, and that are not ours."""
+        """verl's defaults of settings that the command leaves out, as far as they differ from workbench's."""
         given = canonical(self.settings)
         return {key: value for key, value in DEFAULTS.items() if key not in given}
 
@@ -76,9 +77,11 @@ class VerlJob:
         return doc.html(self._document())
 
     def with_settings(self, **settings: Any) -> VerlJob:
-        """A copy with some settings changed: verl's dotted names, their last words, or the names here (`batch_size`, `lr`).
+        """Return a copy with some settings changed, by verl's dotted names, their last words, or workbench's names
+        (`batch_size`, `lr`).
 
-        A smaller batch takes its mini-batches along. Raises `SettingError` for an unknown name, or one of several settings.
+        A changed batch size scales its mini-batch size with it. Raises `SettingError` for an unknown name, or a name
+        that fits several settings.
         """
         changes = {self._key(name): value for name, value in settings.items()}
         spelled = {key: name for name in self.settings for key in canonical({name: self.settings[name]})}
@@ -132,18 +135,18 @@ class VerlJob:
         without: Sequence[str] = (),
         **overrides: Any,
     ) -> tuple[Pipeline, Rows, Rows | None, dict[str, Any]]:
-        """The pipeline, the rows, the held-out rows and the arguments of `wb.train` that the command stands for.
+        """Make the pipeline, the rows, the held-out rows and the arguments of `wb.train` that the command stands for.
 
         Args:
-            model: instead of the command's; a critic of another model is then a copy of it.
-            train_files, val_files: files, or `Rows`, which are as they are, whatever weights the command gives its files.
+            model: replaces the command's model; a critic of another model then becomes a copy of it.
+            train_files, val_files: files, or `Rows`, which are used unchanged, without the command's weights of files.
                 Without `val_files` another `train_files` has no held-out rows.
-            engine: an engine that is open; its own settings count.
-            reward: instead of the command's: anything that a recipe takes.
-            without: refused settings, by key, that are left out.
+            engine: an open engine, used with its own settings.
+            reward: replaces the command's reward: anything that a recipe takes.
+            without: keys of refused settings to leave out.
             overrides: other settings: `train_batch_size=8`, `max_response_length=16`, `steps=2`, `n=4`, `lr=1e-4`.
 
-        Raises `SettingError` where a setting is refused, with all of them.
+        Raises `SettingError` where settings are refused, listing all of them.
 
         Example:
             >>> pipe, rows, held, how = wb.compat.verl("run.sh").open(model="data/tiny-arith", train_batch_size=8)  # doctest: +SKIP
@@ -168,7 +171,9 @@ class VerlJob:
     def adapted(
         self, model: Any, train_files: Any, val_files: Any, without: Sequence[str], overrides: Mapping[str, Any]
     ) -> VerlJob:
-        """The job with another model and files, without refused settings that are named. Raises `SettingError` for the others."""
+        """Return the job with another model and files, and without the refused settings in `without`. Raises
+        `SettingError` where others are refused.
+        """
         changes = _replaced(model, train_files, val_files) | dict(overrides)
         names = {row.key for row in self.rows}
         for name in without:
@@ -187,9 +192,11 @@ class VerlJob:
         return job
 
     def notebook(self, path: str | Path, *, without: Sequence[str] = (), **overrides: Any) -> Path:
-        """Write the notebook that the command stands for: parameters, data, algorithm, training, results. Returns its path.
+        """Write the notebook that the command stands for (parameters, data, algorithm, training, results), and return
+        its path.
 
-        It is a job like the others: `workbench check`, `workbench train`. Raises `SettingError` where a setting is refused.
+        It runs as any other job: `workbench check`, `workbench train`. Raises `SettingError` where a setting is
+        refused.
         """
         from workbench.jobs.verl_notebook import write
 
@@ -200,7 +207,7 @@ class VerlJob:
 
 
 def _replaced(model: Any, train_files: Any, val_files: Any) -> dict[str, Any]:
-    """Settings for another model and files; rows that are there need none."""
+    """Return the settings that replace model and files; `Rows` that are passed directly need none."""
     changes: dict[str, Any] = {}
     if model is not None:
         changes |= {"actor_rollout_ref.model.path": str(model), "critic.model.path": str(model)}
@@ -214,8 +221,9 @@ def _replaced(model: Any, train_files: Any, val_files: Any) -> dict[str, Any]:
 def verl(source: Any, *, command: int | None = None) -> VerlJob:
     """Read a verl command and say what becomes of each setting; nothing of it is run.
 
-    `source` is a list of words, the path of a `.sh` or YAML file, their text, or a mapping of settings. The commands of every
-    version of verl are read. Of a script with several `command` chooses one, from 0. Raises `SettingError` where there is none.
+    `source` is a list of words, the path of a `.sh` or YAML file, their text, or a mapping of settings. The commands of
+    every version of verl are read. Where a script has several commands, `command` chooses one, from 0. Raises
+    `SettingError` where there is none.
 
     Example:
         >>> job = wb.compat.verl("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo …")  # doctest: +SKIP
@@ -230,7 +238,7 @@ def _job(command: Command) -> VerlJob:
 
 
 def _of_parser(row: Row, settings: Mapping[str, Any]) -> Row:
-    """The row, refused where it names a tool parser that there is not; parsers stand above the table."""
+    """Mark a row of the table as refused where it names a tool parser that does not exist here."""
     wrong = (
         row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers()
     )
@@ -246,7 +254,7 @@ def _parsers() -> tuple[str, ...]:
 def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
     values = canonical(job.settings)
     if what := needs_steps(values, policy=policy):
-        raise SettingError(what, expected="the number of steps", found="epochs", do="give it: steps=…")
+        raise SettingError(f"{what} needs the number of steps", found="epochs alone", do="add steps=…")
     return plan(values, "verl" if job.source in TEXTS else Path(job.source).stem, job.suffix)
 
 
@@ -254,7 +262,9 @@ def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
 
 
 def _result(value: Any, names: Mapping[str, Any]) -> Any:
-    """What a `Name` (of an attribute: `policy.tokenizer`) or a `Call` stands for, in a list, too; anything else as it is."""
+    """Replace each `Name` (also of an attribute: `policy.tokenizer`) by its object and each `Call` by its result, also
+    within lists.
+    """
     if isinstance(value, Name):
         name, *attributes = value.split(".")
         return functools.reduce(getattr, attributes, names[name])

@@ -45,7 +45,9 @@ _TITLES = {
 
 
 def write(path: str | Path, source: str, planned: Plan, near: Sequence[Row]) -> Path:
-    """Write the notebook of a plan to `path`, and return that; `near` is where it is not verl to the letter."""
+    """Write the notebook of a plan to `path`, and return the path. `near` are the settings that are not followed to the
+    letter; the notebook's first cell lists them.
+    """
     values, name = _parameters(planned), Path(path).name
     statements = program(replace(planned, settings=_recipe_settings(planned)), reward=bool(planned.reward))
     written = [(target, _statement(f"{target} = ", call)) for target, call in statements]
@@ -88,7 +90,7 @@ def write(path: str | Path, source: str, planned: Plan, near: Sequence[Row]) -> 
 
 
 def _parameters(planned: Plan) -> dict[str, Any]:
-    """The notebook's parameters: name → value. `None` for steps where the command counts epochs."""
+    """Return the notebook's parameters: name → value. `steps` is None where the command counts epochs."""
     known = inspect.signature(recipes.by_name(planned.recipe)).parameters
     settings = {
         name: planned.settings.get(name, known[name].default)
@@ -117,8 +119,8 @@ def _parameter_lines(values: Mapping[str, Any]) -> str:
         )
         if name in ("steps", "ppo_mini_batch_size", "max_prompt_length"):
             kind = "int" if name == "steps" and value is not None else "Optional[int]"
-        told = float(value) if kind == "float" else value
-        lines.append(f"{name}: {kind} = {_text(told)}  # {_HELP[name]}")
+        default = float(value) if kind == "float" else value
+        lines.append(f"{name}: {kind} = {_source_of(default)}  # {_HELP[name]}")
     optional = "from typing import Optional\n\n" if any("Optional" in line for line in lines) else ""
     return optional + "\n".join(lines)
 
@@ -126,19 +128,19 @@ def _parameter_lines(values: Mapping[str, Any]) -> str:
 def _data(made: Plan) -> str:
     rows: dict[str, Any] = {**made.rows, "max_prompt_length": Name("max_prompt_length")}
     named = replace(made, engine={**made.engine, "lr": Name("lr")}, rows=rows)
-    parts = Name(f"[{_text(Call('rows', (Name('file'),), rows))} for file in train_file]")
+    parts = Name(f"[{_source_of(Call('rows', (Name('file'),), rows))} for file in train_file]")
     calls = data(named, Name("model"), Name("train_file"), Name("eval_file"), parts)
     lines = "\n".join(_statement(f"{name} = ", call) for name, call in calls)
     return lines + " if eval_file else None\nrows.report(policy.tokenizer)"
 
 
 def _reward(made: Plan) -> str:
-    inner = "".join(f"    {_text(key)}: {_text(value)},\n" for key, value in made.reward.items())
+    inner = "".join(f"    {_source_of(key)}: {_source_of(value)},\n" for key, value in made.reward.items())
     return f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
 
 
 def _recipe_settings(planned: Plan) -> dict[str, Any]:
-    """The recipe's settings; those that are parameters by their names."""
+    """Return the recipe's settings, with those that are parameters of the notebook replaced by their variable names."""
     names = {name: Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
     settings = {**planned.settings, **names}
     if "sampling" in planned.settings:
@@ -158,9 +160,10 @@ def _training(planned: Plan, values: Mapping[str, Any]) -> str:
 
 
 def _statement(start: str, call: Call) -> str:
-    """The line that begins with `start` and goes on with the call, or a line for each argument where that is too long.
+    """Write a call as Python that begins with `start`: one line, or a line for each argument where that would be too
+    long.
 
-    A method of what a call makes stands behind that call.
+    A method of a call's result is written behind that call.
     """
     if call.name.startswith(".") and isinstance(call.args[0], Call):
         _, arguments = _parts(call._replace(name="", args=call.args[1:]))
@@ -171,14 +174,14 @@ def _statement(start: str, call: Call) -> str:
 
 
 def _parts(call: Call) -> tuple[str, list[str]]:
-    """What is called, and its arguments, as Python writes them."""
-    args = [*map(_text, call.args)]
+    """Return the function of a call, and its arguments, as Python source."""
+    args = [*map(_source_of, call.args)]
     function = args.pop(0) + call.name if call.name.startswith(".") else f"wb.{call.name}"
-    return function, [*args, *(f"{key}={_text(value)}" for key, value in call.settings.items())]
+    return function, [*args, *(f"{key}={_source_of(value)}" for key, value in call.settings.items())]
 
 
-def _text(value: Any) -> str:
-    """A value as Python writes it."""
+def _source_of(value: Any) -> str:
+    """Return a value as Python source."""
     if isinstance(value, Name):
         return str(value)
     if isinstance(value, Call):
@@ -187,8 +190,8 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return '"' + repr(value + "'")[1:-2] + '"' if '"' not in value else repr(value)
     if isinstance(value, list | tuple):
-        inner = ", ".join(map(_text, value))
+        inner = ", ".join(map(_source_of, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(key)}: {_text(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_source_of(key)}: {_source_of(one)}" for key, one in value.items()) + "}"
     return repr(value)

@@ -40,13 +40,13 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class Name(str):
-    """A variable's name where its value would stand."""
+    """The name of a variable, in a `Call` in place of the variable's value."""
 
 
 class Call(NamedTuple):
-    """An object of workbench to be made: the path of its class or function from `wb`, and its arguments.
+    """A call that makes an object of workbench: the path of a class or function below `wb`, and its arguments.
 
-    A name that begins with a dot is a method of the first argument.
+    A `name` that begins with a dot is a method of the first argument.
     """
 
     name: str
@@ -55,13 +55,13 @@ class Call(NamedTuple):
 
     @property
     def bare(self) -> bool:
-        """Whether it stands for a function itself."""
+        """Whether the call stands for the function itself, such as `functional.grpo`, and not for its result."""
         return not self.args and not self.settings and self.name.startswith("functional.")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command asks for."""
+    """A verl command in workbench's terms: model, data, recipe, and the settings of engine, stages and training."""
 
     model: str
     train_files: list[str]
@@ -97,9 +97,10 @@ class Plan:
 
 
 def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Plan:
-    """The plan of settings under verl's own names of now (`canonical`); what they leave out is verl's default.
+    """Make the plan of settings that are named as in the newest verl (`canonical`); verl's defaults hold for those left
+    out.
 
-    `name` is the run's where the settings have none; `suffix` keeps it apart from another command's of the same name.
+    `name` is the run's name where the settings have none; `suffix` keeps its folder apart from another command's.
     """
     read = _Read(values)
     steps = read("trainer.total_training_steps")
@@ -137,7 +138,9 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Pla
 
 
 def data(planned: Plan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
-    """The statements `name = call` that make `policy`, `rows` and `eval_rows`; a mixture has `parts`, the rows of each file."""
+    """Yield the statements `name = call` that make `policy`, `rows` and `eval_rows`. `parts`, for a mixture, are the
+    rows of each file.
+    """
 
     def fitting(rows: Call) -> Call:
         left_out = planned.overlong == "drop"
@@ -156,7 +159,9 @@ def data(planned: Plan, model: Any, train_files: Any, eval_files: Any, parts: An
 
 
 def program(planned: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
-    """The statements `name = call` that make `agent`, `critic` and `pipe` of `policy`, `rows` and, where there is one, `reward`."""
+    """Yield the statements `name = call` that make `agent`, `critic` and `pipe` from `policy`, `rows` and, if there is
+    one, `reward`.
+    """
     policy, pipe = Name("policy"), Name("pipe")
     objects: dict[str, Any] = {} if planned.agent is None else {"agent": planned.agent}
     if isinstance(planned.agent, dict):
@@ -190,7 +195,7 @@ def program(planned: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
 
 
 class _Read:
-    """Settings by key, verl's defaults behind them."""
+    """Looks up settings by key; verl's default where a setting is missing."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
@@ -200,7 +205,7 @@ class _Read:
 
 
 def _at(read: _Read, holder: str) -> dict[str, Any]:
-    """Settings whose place in the table is `holder.name` or `holder(name)`, by that name."""
+    """Return the settings whose place in the table is `holder.name` or `holder(name)`, as name → value."""
     place = re.compile(rf"{re.escape(holder)}[.(](\w+)\)?")
     found = ((place.fullmatch(entry.place), value) for key, value in read.values.items() if (entry := find(key)))
     return {match[1]: value for match, value in found if match}
@@ -232,19 +237,19 @@ def _rows(read: _Read) -> dict[str, Any]:
 
 
 def updates(read: _Read) -> int:
-    """Optimizer steps of a training step."""
+    """Return the number of optimizer steps in one training step."""
     batch, mini = read("data.train_batch_size"), _mini(read) or read("data.train_batch_size")
     return -(-batch // mini) * int(read(f"{_ACTOR}.ppo_epochs", 1))
 
 
 def _mini(read: _Read) -> int | None:
-    """Prompts of an optimizer step; None: the whole batch."""
+    """Return the number of prompts in an optimizer step; None where that is the whole batch."""
     mini, batch = read(f"{_ACTOR}.ppo_mini_batch_size"), read("data.train_batch_size")
     return None if mini is None or mini >= batch else int(mini)
 
 
 def _engine(read: _Read) -> dict[str, Any]:
-    """Settings of the engine that are not its defaults."""
+    """Return the settings of the engine that differ from its defaults."""
     settings = _at(read, "LocalSettings")
     settings.pop("dtype", None)
     settings.pop("warmup_steps", None)
@@ -264,7 +269,9 @@ def _total(read: _Read) -> int | None:
 
 
 def needs_steps(values: Mapping[str, Any], *, policy: bool = True) -> str:
-    """The setting that needs the number of steps where only epochs are given, of the critic and the policy; "" for none."""
+    """Return which setting of policy or critic needs the number of steps although the command gives only epochs; "" for
+    none.
+    """
     read = _Read(values)
     if _total(read):
         return ""
@@ -277,7 +284,9 @@ def needs_steps(values: Mapping[str, Any], *, policy: bool = True) -> str:
 
 
 def _warmup(read: _Read, place: str) -> dict[str, Any]:
-    """verl counts training steps, the engine optimizer steps. A ratio needs the number of steps."""
+    """Return the warmup as optimizer steps, which the engine counts; verl counts training steps. {} where a ratio has
+    no number of steps.
+    """
     steps, ratio, total = read(f"{place}.lr_warmup_steps"), read(f"{place}.lr_warmup_steps_ratio"), _total(read)
     if isinstance(steps, int) and steps > 0:
         return {"warmup_steps": steps * updates(read)}
@@ -294,7 +303,9 @@ def _lora(read: _Read) -> dict[str, Any]:
 
 
 def _critic(read: _Read) -> dict[str, Any] | None:
-    """Settings of the critic's engine where they are more than a learning rate: verl's own, not the policy's."""
+    """Return the settings of the critic's engine where it needs more than a learning rate; they are verl's, not the
+    policy's.
+    """
     if not has_critic(read.values):
         return None
     usual, mine = LocalSettings(), _engine(read)
@@ -322,7 +333,7 @@ def _recipe(read: _Read) -> str:
 
 
 def _kl(read: _Read) -> tuple[float, float]:
-    """Coefficients of the KL in the loss, and in the reward."""
+    """Return the coefficients of the KL term (in the loss, in the reward)."""
     in_loss = read(f"{_ACTOR}.kl_loss_coef") if read(f"{_ACTOR}.use_kl_loss") else 0.0
     return in_loss, read("algorithm.kl_ctrl.kl_coef") if read("algorithm.use_kl_in_reward") else 0.0
 
@@ -343,7 +354,7 @@ def _sampling(read: _Read) -> dict[str, Any]:
 
 
 def _settings(read: _Read) -> dict[str, Any]:
-    """Settings of the recipe, without those that are its own defaults."""
+    """Return the settings of the recipe that differ from its defaults."""
     recipe, (in_loss, in_reward) = _recipe(read), _kl(read)
     settings: dict[str, Any] = {
         **_at(read, "PolicyLoss"),
@@ -387,7 +398,7 @@ def _kind(read: _Read) -> str:
 
 
 def _changes(read: _Read) -> dict[str, dict[str, Any]]:
-    """Stage → settings that the recipe does not take."""
+    """Return stage → settings that the recipe does not take, to be changed in the finished pipeline."""
     squares = {"sum_pi_squared": True} if "token_baseline" in estimator(read.values) else {}
     critic = _critic_changes(read) if _recipe(read) == "ppo" else {}
     changes = {
@@ -400,7 +411,7 @@ def _changes(read: _Read) -> dict[str, dict[str, Any]]:
 
 
 def _inner(read: _Read) -> bool:
-    """Whether the recipe's own KL is the loss's."""
+    """Return whether the recipe's `kl_coef` is that of the loss rather than of the reward."""
     return _recipe(read) not in ("ppo", "reinforce_plus_plus")
 
 
@@ -446,7 +457,9 @@ def _controller(read: _Read) -> Call:
 
 
 def _advantage(read: _Read) -> Call | None:
-    """The advantage stage of an estimator that has no recipe, or another one in the recipe."""
+    """Return the advantage stage of an estimator that has no recipe or replaces the recipe's; None where the recipe's
+    is right.
+    """
     method, recipe = estimator(read.values), _recipe(read)
     mine = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "ppo": "gae"}.get(recipe, recipe)
     wanted = method.removesuffix("_vectorized")
@@ -495,7 +508,7 @@ def _train(read: _Read) -> dict[str, Any]:
         "trace_freq": 1 if read("trainer.rollout_data_dir") else None,
         "ahead": 1 if ahead else None,
         "project": read("trainer.project_name"),
-        "trackers": None if logger is None else [one for one in ([logger] if isinstance(logger, str) else logger) if _there(one)],
+        "trackers": None if logger is None else [one for one in ([logger] if isinstance(logger, str) else logger) if _is_installed(one)],
     }  # fmt: skip
     values = {name: one for name, one in values.items() if one is not None}
     resume = "never" if read("trainer.resume_mode") == "disable" else "auto"
@@ -503,15 +516,15 @@ def _train(read: _Read) -> dict[str, Any]:
 
 
 def _run(read: _Read, name: str) -> str:
-    """The run folder: the command's own, else by the experiment, the project, or `name`."""
+    """Return the run folder: the command's, else `runs/` with the name of the experiment, the project, or `name`."""
     keys = ("default_local_dir", "experiment_name", "project_name")
     folder, *names = (str(read(f"trainer.{key}") or "").rstrip("/") for key in keys)
     known = [text for text in names if text and "$" not in text]  # a variable that the command does not set
     return _path(folder) if folder and "$" not in folder else f"runs/{next(iter(known), name)}"
 
 
-def _there(tracker: Any) -> bool:
-    """Whether a tracker is known and installed here."""
+def _is_installed(tracker: Any) -> bool:
+    """Return whether a tracker is known and installed here."""
     try:
         check_trackers([str(tracker)])
     except SettingError:

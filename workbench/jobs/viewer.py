@@ -33,7 +33,7 @@ HEADERS = {
 
 
 class Viewer:
-    """Answers a browser: pages, the widgets' scripts and messages, and what changed in a run that goes on."""
+    """Answers a browser's requests: pages, the widgets' scripts and messages, and what has changed in a running run."""
 
     def __init__(self, pages: Pages, token: str, names: tuple[str, ...] = LOCAL) -> None:
         self.pages, self.token, self._names = pages, token, names
@@ -43,7 +43,9 @@ class Viewer:
         self._cookie = f"workbench-{secrets.token_hex(4)}"  # cookies are shared by all servers of a host
 
     def guard(self, request: Asked) -> str:
-        """Why a request is refused: a name that is not this machine's, another page's script, or no token."""
+        """Return why a request is refused, or "": a host name that is not this machine's, another page's script, or a
+        missing token.
+        """
         host = request.headers.get("Host") or ""
         if not is_named(host, self._names):
             return f"not served under the name {host[:80]!r}: open the address that workbench view printed"
@@ -62,7 +64,7 @@ class Viewer:
         return cookie.value if cookie is not None else ""
 
     def __call__(self, request: Asked) -> tuple[int, Any]:
-        """The answer to a request."""
+        """Answer one HTTP request: returns (status, body)."""
         address = urlsplit(request.path)
         path, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
         with self._one:
@@ -96,7 +98,7 @@ class Viewer:
         return Text(body, "text/html; charset=utf-8", HEADERS)
 
     def _embedded(self, widget: Any, up: str) -> str:
-        """The place of a widget in a page, with the state that its script begins with."""
+        """Render the place of a widget in a page, with the state from which its script begins."""
         number = secrets.token_hex(8)
         self._widgets[number] = widget
         while len(self._widgets) > ALIVE:
@@ -108,7 +110,9 @@ class Viewer:
         return f'{style}<div data-widget="{number}" data-kind="{kind}" data-state="{held}"></div>'
 
     def _ask(self, number: str, message: Any) -> dict[str, Any]:
-        """What a widget answers its script, or a trait that the script has set. Raises `LookupError` for one that is gone."""
+        """Pass a script's message to its widget and return the answer, or set the trait that the script has changed.
+        Raises `LookupError` for a widget that is no longer kept.
+        """
         if number not in self._widgets:
             raise LookupError("this page was left long ago: load it again")
         self._widgets.move_to_end(number)
@@ -119,7 +123,7 @@ class Viewer:
         return {}
 
     def _own(self, path: str, query: dict[str, list[str]]) -> Any:
-        """What is no page: scripts and styles, and what changed since a page was made."""
+        """Answer a request under `/-/`: scripts, styles, and what has changed since a page was made."""
         folder, _, name = path.partition("/")
         if path == "viewer.js":
             return Text(files("common.js", "viewer.js"), "text/javascript; charset=utf-8", HEADERS)
@@ -141,7 +145,7 @@ class Viewer:
 
 
 def files(*names: str) -> str:
-    """The widgets' scripts or styles of these names, one after another."""
+    """Return the widgets' scripts or styles of these names as one text."""
     return "".join((resources.files("workbench.widgets") / "static" / name).read_text("utf-8") for name in names)
 
 
@@ -150,17 +154,18 @@ def _address(path: str, query: dict[str, list[str]]) -> str:
 
 
 def _sorry(asked: Asked, why: str) -> Any:
-    """The reason as JSON for a script, as a line for a reader."""
+    """Return the reason of an error: as JSON for a script, as a line of text for a reader."""
     plain = asked.method == "POST" or asked.path.startswith("/-/")
     return {"detail": why} if plain else Text(why, "text/plain; charset=utf-8", HEADERS)
 
 
 @contextmanager
 def viewing(source: str | Path, *, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> Iterator[str]:
-    """Context manager: serves the pages over a run, a folder of runs or a dump, and yields the address with its token.
+    """Context manager that serves the pages over a run, a folder of runs or a dump, and yields the address with its
+    token.
 
-    `host`: another address than loopback, which others can then reach: the token alone keeps them out, unencrypted.
-    Raises `RunError` where there is neither run nor dump, `OSError` where the port is taken.
+    A `host` other than loopback lets others reach it: only the token keeps them out, and nothing is encrypted. Raises
+    `RunError` where there is neither run nor dump, `OSError` where the port is taken.
     """
     names = LOCAL if host in LOCAL else (*LOCAL, host, socket.gethostname(), socket.getfqdn())
     viewer = Viewer(Pages(source), token or secrets.token_urlsafe(24), names)
@@ -169,7 +174,7 @@ def viewing(source: str | Path, *, port: int = 0, host: str = "127.0.0.1", token
 
 
 def view(source: str | Path, *, port: int, host: str, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C, and say where."""
+    """Serve the pages until Ctrl-C, and print the address by `say`."""
     with viewing(source, port=port, host=host) as address:
         number = urlsplit(address).port
         say(f"{source} at {address}")

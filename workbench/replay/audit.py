@@ -62,7 +62,9 @@ UNREAD = {
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A recorded column or metric that is not what its formula gives."""
+    """A recorded column or metric that differs from what its formula gives: where, both values, and the formula in
+    words.
+    """
 
     step: int
     stage: str
@@ -77,13 +79,15 @@ class Disagreement:
 
     @property
     def place(self) -> str:
-        """`row 3, token 7`, and how many other places; empty for a metric."""
+        """Where it differs, such as `row 3, token 7, 12 places`: the first place, then how many there are. Empty for a
+        metric.
+        """
         found = [f"{what} {at}" for what, at in (("row", self.row), ("token", self.token)) if at is not None]
         return ", ".join([*found, *([f"{self.count} places"] if self.count > 1 else [])])
 
     @property
     def numbers(self) -> str:
-        """`recorded 1.5, recomputed 0.5`."""
+        """Both values as text: `recorded 1.5, recomputed 0.5`."""
         return f"recorded {_short(self.recorded)}, recomputed {_short(self.recomputed)}"
 
     def __str__(self) -> str:
@@ -93,7 +97,9 @@ class Disagreement:
 
 @dataclass(frozen=True, repr=False)
 class Audit(Shown):
-    """Result of `Run.audit`: which recorded numbers a second reading confirms, contradicts, or cannot read."""
+    """Result of `Run.audit`: which recorded numbers an independent computation confirms, contradicts, or cannot
+    compute.
+    """
 
     steps: tuple[int, ...]
     columns: frozenset[str] = frozenset()
@@ -108,11 +114,11 @@ class Audit(Shown):
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing that was recomputed disagrees."""
+        """Whether every number that was recomputed agrees with the recorded one."""
         return not self.disagreements
 
     def summary(self) -> str:
-        """One line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree`."""
+        """Return one line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree`."""
         found = f"recomputed from the recorded tokens: {len(self.columns)} columns, {len(self.metrics)} metrics agree"
         wrong = len({one.name for one in self.disagreements})
         return f"{found}; {wrong} DISAGREE" if wrong else found
@@ -127,7 +133,7 @@ def _short(value: Any) -> str:
 
 @dataclass
 class _Findings:
-    """What was found so far in one step."""
+    """Collects the results of auditing one step: agreements, disagreements, and names that could not be checked."""
 
     step: int
     agreed: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
@@ -138,7 +144,7 @@ class _Findings:
     def compare(
         self, stage: str, claims: Iterable[Claim | Left], columns: Lists, metrics: Mapping[str, Any]
     ) -> set[str]:
-        """Compare claims with what is recorded; returns the names that were spoken of."""
+        """Compare a stage's claims with the recorded columns and metrics, and return all names that the claims mention."""
         spoken = set()
         for claim in self._made(stage, claims):
             spoken.add(claim.name)
@@ -153,30 +159,32 @@ class _Findings:
             places = list(_differing(recorded, claim))
             if places:
                 row, token, mine, theirs = places[0]
-                told = (row, token, mine, theirs, claim.formula, len(places))
-                self.disagreements.append(Disagreement(self.step, stage, claim.name, *told))
-            elif claim.partial:  # a name of which only this is said is told why
+                fields = (row, token, mine, theirs, claim.formula, len(places))
+                self.disagreements.append(Disagreement(self.step, stage, claim.name, *fields))
+            elif claim.partial:  # a name with only partial claims is listed with its reason
                 self.left |= {claim.name: why} if (why := _unread(claim.name)) else {}
             else:
                 self.agreed[0 if is_column else 1].add(claim.name)
         return spoken
 
     def result(self) -> Audit:
-        """The report of the step."""
+        """Return the `Audit` of the step."""
         columns, metrics = map(frozenset, self.agreed)
         found = tuple(self.disagreements)
         return _together([Audit((self.step,), columns, metrics, found, self.left, frozenset(self.unaudited))])
 
     def _made(self, stage: str, claims: Iterable[Claim | Left]) -> Claims:
-        """The claims; formulas that a record does not fit are a disagreement, too."""
+        """Yield the claims. An error of the formulas themselves, because a record does not fit them, counts as a
+        disagreement.
+        """
         try:
             yield from claims
         except (WorkbenchError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            told = (None, None, "what they cannot read", repr(error), "the formulas could not be applied")
-            self.disagreements.append(Disagreement(self.step, stage, stage, *told))
+            fields = (None, None, "what they cannot read", repr(error), "the formulas could not be applied")
+            self.disagreements.append(Disagreement(self.step, stage, stage, *fields))
 
     def unread(self, names: Iterable[str], spoken: set[str]) -> None:
-        """Sort names that no claim spoke of: by `UNREAD`, or unaudited."""
+        """Sort the names that no claim mentions: known ones with the reason of `UNREAD`, all others as unaudited."""
         for name in names:
             if name not in spoken:
                 if why := _unread(name):
@@ -186,12 +194,12 @@ class _Findings:
 
 
 def _unread(metric: str) -> str | None:
-    """Why a metric that no formula claims is not recomputed; None where that is not known."""
+    """Return why a metric that no formula computes is not recomputed; None where no reason is known."""
     return next((why for begin, why in UNREAD.items() if metric.startswith(begin)), None)
 
 
 def _differing(recorded: Any, claim: Claim) -> Iterator[tuple[int | None, int | None, Any, Any]]:
-    """(row, token, recorded, recomputed) of the places where a claim does not hold."""
+    """Yield (row, token, recorded, recomputed) for each place where the recorded value is not what a claim says."""
     if not isinstance(claim.value, list):
         if not _same(recorded, claim.value, claim.near, claim.noise):
             yield None, None, recorded, claim.value
@@ -231,8 +239,12 @@ def audit_trace(
     row: Mapping[str, Any] | None = None,
     actor: Mapping[str, Any] | None = None,
 ) -> Audit:
-    """Recompute a trace's columns and metrics. `before` and `after`: states of the stages' controllers around the step;
-    `row`: the step's row of metrics.jsonl; `actor`: settings of the learner's engine."""
+    """Recompute a trace's columns and metrics and compare them with the recorded ones.
+
+    `before` and `after` are the states of the stages' controllers around the step, `row` is the step's row of
+    metrics.jsonl, and `actor` are the settings of the learner's engine. Where one is missing, what depends on it is not
+    checked.
+    """
     found = _Findings(int(trace.step or 0))
     exact = _exact(actor or {})
     views = [replace(_of_policy(_view(trace, phase, before)), exact=exact) for phase in trace]
@@ -245,7 +257,7 @@ def audit_trace(
 
 
 def _phase(found: _Findings, views: Sequence[View], number: int, phase: Phase, state: Mapping[str, float]) -> None:
-    """One phase of a step; `state` is its controller's after it."""
+    """Audit one phase of a step; `state` is the state of its stage's controller after the step."""
     view, formulas = views[number], _formulas(phase)
     whys = {"a stage of your own": "class" in phase.source, "no rows": not len(phase.batch)}
     why = next((why for why, holds in whys.items() if holds), "a stage that the audit does not know")
@@ -294,7 +306,9 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
 
 
 def _of_policy(view: View) -> View:
-    """A view of the rows of one policy, where the phase is of one of several; its metrics under the first policy's names."""
+    """Restrict a phase's view to the rows of its policy, where a step trains several policies; its metrics get the
+    names that they have with a single policy.
+    """
     policy = view.settings.get("policy") if "policy" in view.after else None
     if policy is None or "purpose" in view.settings:
         return view
@@ -312,7 +326,9 @@ def _of_policy(view: View) -> View:
 
 @functools.cache
 def _reader(model: Any) -> tuple[Any, frozenset[int]]:
-    """Tokenizer of a model's folder and the ids that end its responses; None and none where it is not here."""
+    """Open the tokenizer of a model folder and collect the token ids that end its responses; (None, no ids) where it
+    cannot be opened.
+    """
     try:
         tokenizer = open_tokenizer(model) if isinstance(model, str) else None
     except (OSError, ValueError, ImportError, RuntimeError):  # one that needs its own code, or a damaged folder
@@ -326,7 +342,9 @@ def _reader(model: Any) -> tuple[Any, frozenset[int]]:
 
 
 def _exact(actor: Mapping[str, Any]) -> bool:
-    """Whether an engine is known to learn in float32, and its model has no dropout."""
+    """Return whether an engine is known to learn in float32 with a model without dropout, so that equal weights give
+    equal log-probs.
+    """
     config = Path(str(actor.get("path"))) / "config.json"
     if actor.get("lora_dropout") or not config.is_file():
         return False
@@ -336,7 +354,7 @@ def _exact(actor: Mapping[str, Any]) -> bool:
 
 
 def _carried(view: View, spoken: set[str]) -> Claims:
-    """Columns of a stage that drops or repeats rows: those that it does not write are the rows' own."""
+    """Claim that a stage that drops or repeats rows leaves all columns that it does not write as they were."""
     if view.rows is None and view.stage not in ("filter_groups", "baseline", "resample"):
         return
     rows = range(len(view.before["uid"])) if view.rows is None else view.rows
@@ -346,7 +364,9 @@ def _carried(view: View, spoken: set[str]) -> Claims:
 
 
 def _drawn_rows(findings: _Findings, views: Sequence[View], view: View) -> set[str]:
-    """Columns of rows that dynamic sampling drew beside the step's own: what the stages before wrote, checked at the end."""
+    """Check the rows that dynamic sampling drew in addition: apply the formulas of the earlier stages to the step's
+    final batch. Returns the names that were checked.
+    """
     spoken: set[str] = set()
     scored = [
         float(record.value) * (str(record.status.value) not in audit_stages.UNSCORED) for record in view.after["score"]
@@ -366,7 +386,9 @@ def _drawn_rows(findings: _Findings, views: Sequence[View], view: View) -> set[s
 
 
 def _whole_step(findings: _Findings, trace: Trace, last: View | None, row: Mapping[str, Any]) -> None:
-    """The row of metrics.jsonl: what the loop adds, and all else as in the trace."""
+    """Audit the step's row of metrics.jsonl: metrics that the loop adds are recomputed, all others must equal the
+    trace's.
+    """
     mine, spoken = trace.metrics, set()
     if last is not None:
         spoken = findings.compare("step", slow.whole_step(last, trace, row), last.after, row)
@@ -383,8 +405,12 @@ def audit_run(
     step: int | None = None,
     actor: Mapping[str, Any] | None = None,
 ) -> Audit:
-    """Audit one recorded step, or all and what runs through them: step numbers and policy versions. `around(step)` gives the
-    controllers' states before and after it; `actor`: settings of the learner's engine."""
+    """Audit one recorded step, or with `step=None` all of them, including how step numbers and policy versions follow
+    each other.
+
+    `around(step)` returns the controllers' states before and after a step; `actor` are the settings of the learner's
+    engine.
+    """
     by_step = {int(row["training/global_step"]): row for row in rows}
     audits, versions = [], {}
     for number in traces if step is None else [step]:
@@ -404,7 +430,7 @@ def audit_run(
 
 
 def _versions(versions: Mapping[int, int | None], by_step: Mapping[int, Mapping[str, Any]]) -> Iterator[Disagreement]:
-    """Policy versions between recorded steps: one more for each that updated the actor."""
+    """Yield a disagreement where the policy version did not rise by one for each update between two recorded steps."""
     for (first, old), (then, new) in itertools.pairwise(versions.items()):
         between = [by_step.get(one, {}) for one in range(first, then)]
         updates = [
@@ -418,7 +444,7 @@ def _versions(versions: Mapping[int, int | None], by_step: Mapping[int, Mapping[
 
 
 def _together(audits: Sequence[Audit]) -> Audit:
-    """The audits of several steps as one: a column or metric agrees where it does so in every step that has it."""
+    """Join the audits of several steps. A column or metric agrees if it agrees in every step that has it."""
     disagreements = tuple(one for audit in audits for one in audit.disagreements)
     wrong = {one.name for one in disagreements}
     columns = frozenset[str]().union(*(audit.columns for audit in audits)) - wrong

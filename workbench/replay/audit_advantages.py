@@ -42,12 +42,12 @@ Key = tuple[Any, int]
 
 
 def _keys(b: Lists) -> list[list[Key | None]]:
-    """[B, T] the node of each token; None outside the response."""
+    """Return [B, T]: the tree node of each response token as (uid, number); None outside the response."""
     return [[(uid, node) if node else None for node in row] for uid, row in zip(b["uid"], b["nodes"], strict=True)]
 
 
 def _leaves(keys: Sequence[Sequence[Key | None]], counted: Sequence[bool]) -> dict[Key, list[int]]:
-    """Node → the counted rows that have it."""
+    """Map each tree node to the rows (leaves) that pass through it, only rows where `counted` is true."""
     leaves: dict[Key, list[int]] = {}
     for row, line in enumerate(keys):
         for key in dict.fromkeys(one for one in line if one is not None):
@@ -58,7 +58,9 @@ def _leaves(keys: Sequence[Sequence[Key | None]], counted: Sequence[bool]) -> di
 
 
 def _whole(keys: Sequence[Sequence[Key | None]]) -> list[list[int | None]]:
-    """−1 at tokens that other rows have than the first token of their node; None elsewhere."""
+    """Return [B, T]: −1 at each token whose set of rows differs from that of its node's first token, None elsewhere.
+    All None means that every node's tokens belong to the same rows.
+    """
     having: dict[tuple[Key, int], set[int]] = {}
     for row, line in enumerate(keys):
         for place, key in enumerate(line):
@@ -74,7 +76,9 @@ def _whole(keys: Sequence[Sequence[Key | None]]) -> list[list[int | None]]:
 
 
 def trees(v: View, *, counted: bool) -> Claims:
-    """Rows that share a node have the same tokens there; if `counted`, how many tokens were sampled, each once."""
+    """Claim that rows that share a tree node have equal tokens and log-probs there; with `counted` also how many tokens
+    were sampled, shared ones counted once.
+    """
     b = v.after
     yield Left("nodes", "the rollout's own record; that shared tokens are equal, and the counts, are checked")
     keys, first = _keys(b), dict[tuple[Key, int], tuple[int, float]]()
@@ -100,7 +104,9 @@ def trees(v: View, *, counted: bool) -> Claims:
 
 
 def learnt_once(v: View) -> Claims:
-    """Own tokens of each node in the first of its rows that was scored."""
+    """Claim the `loss_mask` with which each node's tokens are learnt from once: in the first scored row that has the
+    node.
+    """
     b, scored = v.after, list(map(bool, v.after["scored"]))
     keys = _keys(b)
     bearer = {key: rows[0] for key, rows in _leaves(keys, scored).items() if rows}
@@ -113,7 +119,9 @@ def learnt_once(v: View) -> Claims:
 
 
 def _relative(v: View, scores: Sequence[float], mates: Sequence[int], row: int) -> float:
-    """GRPO's advantage of a row among others."""
+    """Compute GRPO's advantage of a row relative to the rows `mates`: (score − mean) / (deviation + eps); 0 for fewer
+    than two rows.
+    """
     of = [scores[one] for one in mates]
     if len(of) < 2:
         return 0.0
@@ -121,7 +129,9 @@ def _relative(v: View, scores: Sequence[float], mates: Sequence[int], row: int) 
 
 
 def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
-    """An estimator of nodes: `value(v, scores, rows below, rows below the node before, rows of the group, trees)`."""
+    """Make a tree estimator from `value(v, scores, rows below a node, rows below its parent, rows of the group,
+    trees)`, which returns the advantage of one node.
+    """
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Any:
         keys = _keys(v.after)
@@ -138,7 +148,7 @@ def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
 
 
 def _worth(v: View, keys: list[list[Key | None]], scored: list[bool], value: Callable[..., float]) -> dict[Key, float]:
-    """Node → its advantage, of nodes with a scored leaf."""
+    """Map each node that has a scored leaf to its advantage, computed by `value`."""
     scores, below = row_sums(v.after, "token_level_rewards"), _leaves(keys, scored)
     groups = {uid: [row for row in rows if scored[row]] for uid, rows in groups_of(v.after["uid"]).items()}
     tree = {row: below[line[0]] for row, line in enumerate(keys) if line and line[0] is not None}
@@ -184,13 +194,13 @@ TREES: Mapping[str, Callable[..., Any]] = {
 
 
 def advantage(v: View) -> Claims:
-    """Token rewards with the KL penalty, advantages, returns, and their metrics."""
+    """Claim token rewards with their KL penalty, advantages, returns, and the metrics of all three."""
     b, mask = v.after, [list(map(bool, row)) for row in v.after.get("loss_mask", v.after.mask)]
     yield from _penalised(v)
     yield from _estimated(v, each(int, mask))
     zero = [not any(row) for row in b.own("advantages", mask)]
-    told = Counter(uid for uid, _ in sessions_of(b, _column(v)))
-    yield Claim("advantage/singleton_groups", list(told.values()).count(1), "groups of one row, or episode")
+    group_sizes = Counter(uid for uid, _ in sessions_of(b, _column(v)))
+    yield Claim("advantage/singleton_groups", list(group_sizes.values()).count(1), "groups of one row, or episode")
     yield Claim("advantage/zero_rows", sum(zero), "rows whose advantages are all 0")
     yield from shares("advantage/zero_share", zero, "their share")
     yield from measured_scores(b)
@@ -216,7 +226,9 @@ def _estimated(v: View, mask: list[list[int]]) -> Claims:
 
 
 def _last_of_session(v: View) -> list[int]:
-    """For each row the last row of its session; itself without sessions, and for estimators of tokens."""
+    """Return for each row the last row of its session; the row itself without sessions, and for estimators that work by
+    token.
+    """
     rows = list(range(len(v.after["uid"])))
     for session in sessions_of(v.after, _column(v)).values() if v.setting("estimator") not in OF_TOKENS else ():
         for row in session:
@@ -225,7 +237,7 @@ def _last_of_session(v: View) -> list[int]:
 
 
 def _column(v: View) -> str:
-    """The column of sessions; no column's name where each row is one."""
+    """Return the name of the column that numbers sessions; "" where each row is a session."""
     return str(v.setting("sessions", "session") or "")
 
 
@@ -254,7 +266,7 @@ def _penalised(v: View) -> Claims:
 
 
 def controller(v: View) -> Claims:
-    """The state after the step: β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)."""
+    """Claim the adaptive KL coefficient after the step: β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)."""
     numbers = _numbers(v)
     error = clamp(v.metrics["actor/reward_kl_penalty"] / numbers["target"] - 1, -0.2, 0.2)
     beta = v.metrics["actor/reward_kl_penalty_coeff"]
@@ -263,7 +275,7 @@ def controller(v: View) -> Claims:
 
 
 def _numbers(v: View) -> dict[str, float]:
-    """Arguments of the KL controller, from its repr."""
+    """Parse the arguments of the KL controller from its repr, such as {"coef": 0.001, "target": 0.1}."""
     return {name: float(x) for name, x in re.findall(r"(\w+)=([-\d.e+]+)", str(v.settings["kl_controller"]))}
 
 
@@ -274,7 +286,10 @@ Estimate = tuple[Ragged, Ragged, Any, float]
 def _grouped(
     v: View, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], formula: Any
 ) -> list[float]:
-    """A number per row: `one(v, scores, lengths)` of each group's counted rows; a row alone gets 0, or its score ("verl")."""
+    """Compute one number per row by `formula(v, scores, lengths)` over the counted rows of each group.
+
+    A group of one row gets 0, or with `singleton="verl"` its score; rows that are not counted get 0.
+    """
     values = [0.0] * len(mask)
     for rows in groups_of(v.after["uid"]).values():
         inside = [row for row in rows if counted[row]]
@@ -318,7 +333,11 @@ def _centred(v: View, s: list[float], _: Any) -> list[float]:
 def _rowwise(
     one: Callable[[View, Any, Any], list[float]], *, whiten: bool = False, alpha: bool = False
 ) -> Callable[..., Estimate]:
-    """An estimator that gives each row one number on all its tokens."""
+    """Make an estimator that puts one number per row on all its tokens; `one(v, scores, lengths)` computes the numbers
+    of a group.
+
+    `whiten` normalises the result over tokens, `alpha` multiplies it by GPG's factor.
+    """
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         scores = row_sums(v.after, "token_level_rewards")
@@ -332,28 +351,32 @@ def _rowwise(
 
 
 def _alpha(v: View, scores: Sequence[float], scored: Sequence[bool]) -> float:
-    """GPG's factor: scored rows over those whose score is not 0, by f_norm."""
-    told = [x for x, ok in zip(scores, scored, strict=True) if ok]
-    nonzero = len(told) - told.count(0)
-    return (len(told) / nonzero if nonzero else 1.0) / v.setting("f_norm", 1.0)
+    """Compute GPG's factor: the number of scored rows divided by those whose score is not 0, divided by `f_norm`."""
+    counted = [x for x, ok in zip(scores, scored, strict=True) if ok]
+    nonzero = len(counted) - counted.count(0)
+    return (len(counted) / nonzero if nonzero else 1.0) / v.setting("f_norm", 1.0)
 
 
 def _rounding(
     v: View, scores: Sequence[float], rewards: Ragged, values: Sequence[float], scored: Sequence[bool]
 ) -> Any:
-    """Noise of each row's advantage: sums of several rewards are rounded, and the deviation divides that."""
+    """Bound the rounding error of each row's advantage: rewards that are summed are rounded, and dividing by the
+    deviation enlarges that.
+    """
     rough = [math.fsum(map(abs, row)) * (len(row) - row.count(0) > 1) for row in rewards]
     noise = [0.0] * len(scores)
     for rows in groups_of(v.after["uid"]).values():
-        told = [scores[row] for row in rows if scored[row]]
-        below = max(stdev(told), 1e-6) if len(told) > 1 else 1.0
+        counted = [scores[row] for row in rows if scored[row]]
+        below = max(stdev(counted), 1e-6) if len(counted) > 1 else 1.0
         worst = max(rough[one] for one in rows) * max(1 / below, 1)
         noise = [worst * (1 + abs(values[row])) if row in rows else x for row, x in enumerate(noise)]
     return noise
 
 
 def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0) -> Estimate:
-    """Whitened over own tokens of scored rows, (x − mean) / √(variance + 1e-8); other rows 0. Fewer than two: as they are."""
+    """Whiten values over the tokens of scored rows: (x − mean) / √(variance + 1e-8); other rows get 0. Fewer than two
+    values stay as they are.
+    """
     inside = [x for row, ok in zip(ragged, scored, strict=True) for x in row if ok]
     middle, var = (mean(inside), variance(inside)) if len(inside) > 1 else (0.0, 1 - 1e-8)
     whitened = [
@@ -365,7 +388,7 @@ def _white(ragged: Ragged, scored: Sequence[bool], noise: float = 0.0) -> Estima
 
 
 def _to_go(rewards: Ragged, gamma: float, scored: Sequence[bool]) -> Ragged:
-    """Discounted reward-to-go of own tokens; 0 in rows that were not scored."""
+    """Compute the discounted reward-to-go of each response token; 0 in rows that were not scored."""
     sums = []
     for row, ok in zip(rewards, scored, strict=True):
         carried, backwards = 0.0, []
@@ -431,7 +454,9 @@ def _gdpo(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -
 
 
 def _token_baseline(packed: bool) -> Callable[..., Estimate]:
-    """The optimal baseline of each position; `packed`: positions count own tokens alone."""
+    """Make the estimator with the optimal baseline of each position. With `packed` positions count only the model's own
+    tokens.
+    """
 
     def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         returns, weights = _to_go(_inside(rewards, mask), 1.0, scored), _energies(v, mask, scored)
@@ -451,7 +476,7 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
 
 
 def _energies(v: View, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
-    """Σ up to each own token of (1 − 2π + Σπ²)·ρ²; 0 in rows that were not scored."""
+    """Compute for each own token the cumulative sum of (1 − 2π + Σπ²)·ρ² up to it; 0 in rows that were not scored."""
     b = v.after
     ratios = (
         b.own("rollout_is_weights", mask)
@@ -468,7 +493,7 @@ def _energies(v: View, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
 
 
 def _places(own: Sequence[int], packed: bool) -> dict[int, int]:
-    """Position of each own token → which own token it is."""
+    """Map the position of each own token to its number among the row's own tokens; with `packed` each number to itself."""
     found = [t for t, inside in enumerate(own) if inside]
     return {n if packed else t: n for n, t in enumerate(found)}
 
@@ -476,7 +501,7 @@ def _places(own: Sequence[int], packed: bool) -> dict[int, int]:
 def _base(
     rows: Sequence[int], place: int, places: list[dict[int, int]], returns: Ragged, weights: Ragged, eps: float
 ) -> float:
-    """Σ G·W / (Σ W + eps) over the group's rows that have this position."""
+    """Compute the baseline of a position, Σ G·W / (Σ W + eps), over those of the group's rows that have this position."""
     there = [
         (returns[row][places[row][place]], weights[row][places[row][place]]) for row in rows if place in places[row]
     ]

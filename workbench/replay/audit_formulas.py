@@ -24,7 +24,9 @@ EXACT = 1.5e-7
 
 @dataclass(frozen=True)
 class Claim:
-    """What a column or metric must be. `None` in place of a number: not said, or too near an edge to be called."""
+    """What a recorded column or metric must be according to a formula. None in place of a number means: no claim, or
+    too close to a threshold to decide.
+    """
 
     name: str
     value: Any
@@ -40,7 +42,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Left:
-    """A column or metric that cannot be recomputed from the record, and why."""
+    """A recorded column or metric that cannot be recomputed, and why."""
 
     name: str
     why: str
@@ -51,7 +53,7 @@ MODEL = "needs the model; outside the mask it is 0"
 
 
 class Lists(Mapping[str, list[Any]]):
-    """A batch's columns as lists of Python values, each made at its first use."""
+    """A batch's columns as lists of Python values, each converted at its first use."""
 
     def __init__(self, batch: Any, **given: list[Any]) -> None:
         self.batch, self._made = batch, dict(given)
@@ -73,25 +75,29 @@ class Lists(Mapping[str, list[Any]]):
 
     @property
     def mask(self) -> list[list[int]]:
-        """[B, T] 0 or 1: the model's own tokens."""
+        """[B, T] 0 or 1: 1 on the tokens that the model itself wrote."""
         return [[int(bool(x)) for x in row] for row in self["response_mask"]]
 
     @property
     def lengths(self) -> list[int]:
-        """[B] number of response tokens, tool and user tokens included: up to the last attended one."""
+        """[B]: number of response tokens up to the last attended one, including those of tools and users."""
         width = len(self["responses"][0]) if self["responses"] else 0
         tails = [row[len(row) - width :] for row in self["attention_mask"]]
         return [max((place + 1 for place, x in enumerate(tail) if x), default=0) for tail in tails]
 
     def own(self, name: str, mask: Sequence[Sequence[float]] | None = None) -> Ragged:
-        """A column [B, T] at the tokens of the mask (the response mask by default)."""
+        """Return a column [B, T] as one list per row, with only the tokens where the mask (by default the response
+        mask) is 1.
+        """
         pairs = zip(self[name], self.mask if mask is None else mask, strict=True)
         return [[x for x, inside in zip(row, own, strict=True) if inside] for row, own in pairs]
 
 
 @dataclass(frozen=True)
 class View:
-    """A phase as the formulas read it: the batch before and after, settings, metrics, and what the run knows beside."""
+    """A phase as the audit's formulas read it: the batch before and after, settings, metrics, and further facts about
+    the run.
+    """
 
     stage: str
     before: Lists
@@ -116,13 +122,13 @@ class View:
     """Ids of tokens that end a response; empty where the model's folder is not here."""
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting; tuples, lists and dicts are recorded as their repr."""
+        """Return a setting's value. Tuples, lists and dicts, which are recorded as their repr, are parsed."""
         found = self.settings.get(name, default)
         return ast.literal_eval(found) if isinstance(found, str) and found[:1] in ("(", "[", "{") else found
 
 
 def placed(ragged: Sequence[Sequence[Any]], mask: Sequence[Sequence[int]], outside: Any = 0.0) -> list[list[Any]]:
-    """[B, T]: the values of own tokens at their places, `outside` elsewhere."""
+    """Build [B, T] from one list of values per row: the values at the places where the mask is 1, `outside` elsewhere."""
     rows = []
     for values, own in zip(ragged, mask, strict=True):
         left = iter(values)
@@ -131,52 +137,54 @@ def placed(ragged: Sequence[Sequence[Any]], mask: Sequence[Sequence[int]], outsi
 
 
 def each(function: Callable[..., Any], *columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """A function of every token, of columns of one shape."""
+    """Apply a function to every token, reading the same place of each of the columns (lists of lists of one shape)."""
     return [[function(*values) for values in zip(*rows, strict=True)] for rows in zip(*columns, strict=True)]
 
 
 def gap(x: float, y: float) -> float:
-    """x − y."""
+    """Return the difference x − y."""
     return x - y
 
 
 def flat(ragged: Sequence[Sequence[Any]]) -> list[Any]:
-    """All values, row by row."""
+    """Return all values of a list of lists as one list, row by row."""
     return [x for row in ragged for x in row]
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """Return the mean of the values, 0 for no values."""
     return math.fsum(values) / len(values) if values else 0.0
 
 
 def size(values: Sequence[float]) -> float:
-    """The mean magnitude: what rounding is measured by."""
+    """Return the mean absolute value, by which rounding errors are scaled; 0 for no values."""
     return mean([abs(x) for x in values])
 
 
 def clamp(x: float, low: float, high: float) -> float:
-    """x between two bounds."""
+    """Limit x to the interval [low, high]."""
     return min(max(x, low), high)
 
 
 def averaged(name: str, values: Sequence[float], formula: str, noise: float | None = None) -> Claim:
-    """A claim that a metric is the mean of some numbers."""
+    """Make a claim that a metric is the mean of the values."""
     return Claim(name, mean(values), formula, size(values) if noise is None else noise)
 
 
 def beyond(x: float, bound: float) -> bool | None:
-    """Whether x > bound; None where rounding decides."""
+    """Return whether x > bound; None where they are so close that rounding decides."""
     return None if abs(x - bound) <= 1e-5 * abs(bound) + 3e-7 else x > bound
 
 
 def either(a: bool | None, b: bool | None) -> bool | None:
-    """a or b, where None is unknown."""
+    """Return "a or b" of two flags, where None means unknown."""
     return True if a or b else None if a is None or b is None else False
 
 
 def share(flag: bool | None) -> float:
-    """1 or 0; a half for unknown, which is `HALF` away from both."""
+    """Return 1.0 or 0.0 for a flag, and 0.5 for an unknown one, which differs from both by no more than the noise
+    `HALF` allows.
+    """
     return 0.5 if flag is None else float(flag)
 
 
@@ -185,7 +193,7 @@ HALF = 0.5e6
 
 
 def spread(prefix: str, values: Sequence[float], what: str, noise: float = 0.0) -> Claims:
-    """`<prefix>/mean`, `/max`, `/min` of some numbers; nothing of none."""
+    """Yield claims of `<prefix>/mean`, `/max` and `/min` over the values; none for no values."""
     if values:
         yield averaged(f"{prefix}/mean", values, f"mean of {what}", noise + size(values))
         yield Claim(f"{prefix}/max", max(values), f"largest of {what}", noise)
@@ -193,7 +201,7 @@ def spread(prefix: str, values: Sequence[float], what: str, noise: float = 0.0) 
 
 
 def groups_of(uids: Sequence[Any]) -> dict[Any, list[int]]:
-    """uid → its rows."""
+    """Group row numbers by uid."""
     groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
@@ -201,7 +209,7 @@ def groups_of(uids: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def on_last(values: Sequence[float], mask: Sequence[Sequence[int]]) -> Ragged:
-    """[B, T]: each row's value on its last own token, 0 elsewhere."""
+    """Build [B, T] with each row's value on its last own token, and 0 elsewhere."""
     lasts = [max((place for place, inside in enumerate(row_mask) if inside), default=-1) for row_mask in mask]
     return [
         [value if place == last else 0.0 for place in range(len(row_mask))]
@@ -210,7 +218,9 @@ def on_last(values: Sequence[float], mask: Sequence[Sequence[int]]) -> Ragged:
 
 
 def kl(delta: float, kind: str) -> float:
-    """An estimate of KL(policy‖reference) from Δ = log π − log π_ref of one token."""
+    """Compute an estimate of KL(policy‖reference) for one token from Δ = log π − log π_ref; `kind` is k1, abs, k2 or
+    k3.
+    """
     base = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind.removesuffix("+"), kind.removesuffix("+"))
     if base == "k3":
         back = clamp(-delta, -20, 20)
@@ -219,7 +229,7 @@ def kl(delta: float, kind: str) -> float:
 
 
 def bounded(b: Lists, name: str, mask: Sequence[Sequence[int | None]] | None = None) -> Claims:
-    """Log-probs are at most 0, and 0 outside the mask."""
+    """Claim that the log-probs in column `name` are at most 0, and 0 outside the mask."""
     pairs = zip(b[name], b.mask if mask is None else mask, strict=True)
     limits = [[0.0 if not own or x > 1e-6 else None for x, own in zip(row, m, strict=True)] for row, m in pairs]
     yield Claim(name, limits, "at most 0; 0 outside the mask", partial=True)
@@ -229,13 +239,13 @@ def bounded(b: Lists, name: str, mask: Sequence[Sequence[int | None]] | None = N
 
 
 def shares(name: str, flags: Sequence[bool], formula: str) -> Claims:
-    """The share of rows or tokens of which something is true; nothing of none."""
+    """Yield the claim that a metric is the share of true flags; none for no flags."""
     if flags:
         yield averaged(name, [float(one) for one in flags], formula)
 
 
 def measured_lengths(b: Lists) -> Claims:
-    """verl's lengths: all tokens of a response, tool and user text included."""
+    """Claim verl's length metrics. A response's length counts all its tokens, including those of tools and users."""
     lengths, prompts, meta = b.lengths, [sum(row) for row in b["prompt_mask"]], b.batch.meta_info
     yield from shares("response/aborted_ratio", [n == 0 for n in lengths], "share of empty responses")
     there = [n for n in lengths if n]
@@ -260,7 +270,7 @@ def measured_lengths(b: Lists) -> Claims:
 
 
 def sessions_of(b: Lists, column: str = "session") -> dict[Any, list[int]]:
-    """(uid, number of the episode) → its rows; each row an episode without the column."""
+    """Group row numbers by episode: (uid, number of the episode) → rows. Without the column each row is an episode."""
     sessions: dict[Any, list[int]] = {}
     rows = range(len(b.mask))
     each = zip(rows, b.get("uid", [None] * len(rows)), b.get(column, rows), strict=True)
@@ -270,21 +280,21 @@ def sessions_of(b: Lists, column: str = "session") -> dict[Any, list[int]]:
 
 
 def lasts(b: Lists) -> list[bool]:
-    """Whether each row is the last of its episode, which counts it."""
+    """Return for each row whether it is the last of its episode; metrics count an episode by that row."""
     last = {rows[-1] for rows in sessions_of(b).values()}
     return [row in last for row in range(len(b.mask))]
 
 
 def row_sums(b: Lists, column: str) -> list[float]:
-    """A row's token scores or rewards together; its reward where it has no own token."""
+    """Sum a row's token scores or rewards; a row without a token of the model's own has its reward instead."""
     rows = zip(b[column], b.mask, b["reward"], strict=True)
     return [math.fsum(row) if any(own) else reward for row, own, reward in rows]
 
 
 def measured_scores(b: Lists) -> Claims:
-    """verl's scores and rewards: of scored rows whose response is not empty."""
-    told = [bool(ok and counted) for ok, counted in zip(b.get("scored", lasts(b)), lasts(b), strict=True)]
-    rows = [ok and n > 0 for ok, n in zip(told, b.lengths, strict=True)]
+    """Claim verl's metrics of scores and rewards, over the scored rows whose response is not empty."""
+    scored_rows = [bool(ok and counted) for ok, counted in zip(b.get("scored", lasts(b)), lasts(b), strict=True)]
+    rows = [ok and n > 0 for ok, n in zip(scored_rows, b.lengths, strict=True)]
     for prefix, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
         if column in b:
             sums = [x for x, counted in zip(row_sums(b, column), rows, strict=True) if counted]
@@ -292,13 +302,16 @@ def measured_scores(b: Lists) -> Claims:
             yield from spread(prefix, sums, f"sums of {column}", rough)
             if sums and prefix == "critic/score":
                 yield Claim("critic/score/std", math.sqrt(pvariance(sums)), "√ of the mean squared deviation", rough)
-    scored = [x for x, ok in zip(b["reward"], told, strict=True) if ok]
+    scored = [x for x, ok in zip(b["reward"], scored_rows, strict=True) if ok]
     if scored:
         yield averaged("reward/mean", scored, "mean reward of scored rows")
 
 
 def counted_tokens(b: Lists, *, of_loss: bool = False) -> list[list[int]]:
-    """[B, T]: own tokens of scored rows that no correction rejected; one in the loss (bypass) counts `of_loss` only."""
+    """Return [B, T]: 1 on the model's own tokens in scored rows, without those that a correction rejected.
+
+    A `loss_mask` that the update itself wrote (bypass mode) is applied only with `of_loss`.
+    """
     origin = b.batch.origins.get("loss_mask")
     rejected = "loss_mask" in b and (of_loss or origin is None or not origin.stage.startswith("update_"))
     kept = b["loss_mask"] if rejected else b.mask
@@ -308,7 +321,7 @@ def counted_tokens(b: Lists, *, of_loss: bool = False) -> list[list[int]]:
 
 
 def measured_advantages(b: Lists) -> Claims:
-    """verl's advantages, returns, values and explained variance, over counted tokens."""
+    """Claim verl's metrics of advantages, returns, values and explained variance, over the counted tokens."""
     mask = counted_tokens(b)
     for column in ("advantages", "returns", "values"):
         if column in b:
@@ -322,7 +335,9 @@ def measured_advantages(b: Lists) -> Claims:
 
 
 def measured_batch(b: Lists) -> Claims:
-    """All of them, as far as the batch has the columns; of several policies those of the first one's rows."""
+    """Claim all metrics of lengths, scores and advantages for which the batch has the columns; with several policies
+    for the rows of the first one.
+    """
     if "policy" in b:
         b = Lists(b.batch.select_idxs([name == b.batch.meta_info.get("policy") for name in b["policy"]]))
     for column, part in (
@@ -335,7 +350,7 @@ def measured_batch(b: Lists) -> Claims:
 
 
 def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
-    """What the loop adds to a step's metrics: measures of its last batch, other names, and the clock's sums."""
+    """Claim what the training loop adds to a step's metrics: measures of the last batch, aliases, and sums of seconds."""
     b = v.after
     yield Claim("training/global_step", v.step, "the trace's step")
     yield Claim("training/epoch", b.batch.meta_info.get("epoch", 0), "the batch's epoch")
@@ -363,7 +378,7 @@ def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
 
 
 def _held_out(row: Mapping[str, Any]) -> Claims:
-    """Held-out rows are not recorded; what their metrics say of each other."""
+    """Claim how the metrics of a validation relate to each other; its rows are not recorded."""
     if row.get("val/reward") is None:
         return
     yield Claim("accuracy", row["val/reward"], "another name of val/reward", partial=True)
@@ -379,7 +394,7 @@ def _held_out(row: Mapping[str, Any]) -> Claims:
 
 
 def policy_lag(version: int, rows: Sequence[int]) -> Claims:
-    """How many versions rows are behind the learner's weights at the start of the step."""
+    """Claim how many versions the rows' weights are behind the learner's at the start of the step."""
     yield Claim("policy_version", [min(x, version) for x in rows], "at most the learner's", near=0.0, partial=True)
     yield averaged("training/policy_lag/mean", [version - x for x in rows], "learner's version − rows' versions")
     yield Claim("training/policy_lag/max", version - min(rows), "learner's version − oldest row's")

@@ -41,7 +41,9 @@ from workbench.replay.audit_stages import log_prob
 
 
 def correction(v: View) -> Claims:
-    """The stage: weights on the full mask, rejected tokens, and the gap between sampler and trainer."""
+    """Claim what the rollout correction stage writes: importance weights, rejected tokens, and the metrics of how far
+    trainer and sampler are apart.
+    """
     if v.setting("bypass_mode"):
         yield Claim("old_log_probs", v.after["rollout_log_probs"], "bypass: the sampler's", near=0.0)
     else:
@@ -49,8 +51,11 @@ def correction(v: View) -> Claims:
 
 
 def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
-    """Weights, rejection and metrics from the trainer's log-probs of a column. `prefix` is that of the settings' names. Not
-    `whole`: they were computed in several mini-batches, and their metrics cannot be put together again."""
+    """Claim weights, rejections and metrics that follow from the trainer's log-probs in `column`.
+
+    `prefix` begins the names of the correction's settings. `whole` is false where the log-probs come from several
+    mini-batches, whose metrics cannot be recomputed.
+    """
     b, mask = v.after, v.after.mask
     trainer, sampler = b.own(column), b.own("rollout_log_probs")
     logs = each(gap, trainer, sampler)
@@ -71,7 +76,9 @@ def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
 
 
 def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Claim]:
-    """verl's diagnostics; a row without a token has log-perplexity 0."""
+    """Claim verl's diagnostics of trainer against sampler log-probs: perplexities, KL, χ². A row without tokens has
+    log-perplexity 0.
+    """
     each_log = flat(logs)
     if not each_log:
         return
@@ -99,7 +106,7 @@ def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Clai
 
 
 def _band(given: Any) -> tuple[float | None, float]:
-    """(lower, upper) of a threshold: 2.0, (0.5, 2.0), "2.0" or "0.5_2.0"."""
+    """Parse a threshold into (lower bound or None, upper bound): 2.0, (0.5, 2.0), "2.0" or "0.5_2.0"."""
     parts = given.split("_") if isinstance(given, str) else given if isinstance(given, tuple | list) else [given]
     return (float(parts[0]) if len(parts) > 1 else None), float(parts[-1])
 
@@ -114,7 +121,7 @@ def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:
 
 
 def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
-    """Importance weights of tokens or rows; a row's is the product over its own tokens."""
+    """Claim the importance weights, of tokens or of whole rows; a row's weight is the product over its own tokens."""
     lower, upper = _band(v.setting(f"{prefix}rollout_is_threshold"))
     whole, sums = v.setting(f"{prefix}rollout_is") == "sequence", list(map(math.fsum, logs))
     exponents = [[total] * len(row) for row, total in zip(logs, sums, strict=True)] if whole else logs
@@ -134,7 +141,7 @@ def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Itera
 
 
 def _of_weights(p: str, raw: Ragged, kept: Ragged, of_rows: list[float] | None, band: Any) -> Iterator[Claim]:
-    """verl's statistics of the weights; largest and smallest of rows are those before truncation."""
+    """Claim verl's statistics of the importance weights. The largest and smallest of rows are those before truncation."""
     tokens, rows, (lower, upper) = flat(kept), list(map(mean, kept)), band
     low = 1 / upper if lower is None else lower
     ratios, extremes = (flat(raw), tokens) if of_rows is None else (of_rows, of_rows)
@@ -166,7 +173,7 @@ def _of_rows(p: str, rows: list[float], what: str, noise: float) -> Iterator[Cla
 
 
 def _kinds(v: View, prefix: str) -> dict[str, Any]:
-    """Kind of rejection → its threshold, from a mapping, or from verl's two texts."""
+    """Map each kind of rejection to its threshold, read from a mapping or from verl's two comma-separated texts."""
     kinds, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
     if not isinstance(kinds, str):
         return dict(kinds)
@@ -184,7 +191,10 @@ _OVER: dict[str, Any] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lamb
 
 
 def _rejections(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
-    """Tokens and rows that the loss leaves out: k1 = −log r between the bounds' logarithms, k2 and k3 up to one bound."""
+    """Claim which tokens and rows the loss leaves out.
+
+    k1 = −log r must lie between the logarithms of the two bounds; k2 and k3 must not exceed one bound.
+    """
     out: list[list[bool | None]] = each(lambda _: False, logs)
     for kind, bound in _kinds(v, prefix).items():
         lower, upper = _band(bound)
@@ -215,7 +225,7 @@ def _any(flags: Sequence[bool | None]) -> bool | None:
 
 
 def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> Iterator[Claim]:
-    """verl's statistics of one kind of rejection."""
+    """Claim verl's statistics of one kind of rejection."""
     (high, low, out), (lower, upper) = flags, bounds
     tokens, rows = flat(stat), [mean(row) for row in stat if row]
     if not tokens:
@@ -241,7 +251,7 @@ Masks = list[list[int]]
 
 
 def update(v: View) -> Claims:
-    """Loss, clipping and KL of the update's last pass."""
+    """Claim loss, clipping and KL of an update stage's last pass over the batch."""
     role = v.stage.removeprefix("update_")
     for name in ("grad_norm", "lr", "nonfinite"):
         yield Left(f"{role}/{name}", "the optimizer's")
@@ -265,7 +275,9 @@ def update(v: View) -> Claims:
 
 
 def _own_scores(v: View, role: str) -> Claims:
-    """What an update signed that took, in its single step, the log-probs of its own pass as the old ones, or made a pass for them."""
+    """Claim the old log-probs and entropies that the update itself computed, in its single pass or in a pass of its own
+    before it.
+    """
     if _one_pass(v):
         yield Claim("new_log_probs", v.after["old_log_probs"], "the old ones: of one pass", near=0.0, partial=True)
     if f"{role}/entropy" in v.metrics:
@@ -274,15 +286,20 @@ def _own_scores(v: View, role: str) -> Claims:
 
 
 def _one_pass(v: View) -> bool:
-    """Whether old and new log-probs are of one pass: the update signed both, of a single step or none."""
+    """Return whether old and new log-probs come from one pass: the update wrote both and took a single optimizer step
+    or none.
+    """
     made, prompts = v.after.batch.origins.get("old_log_probs"), v.setting("ppo_mini_batch_size")
     single = prompts is None or prompts * int(v.after.batch.meta_info.get("group_size", 1)) >= len(sessions_of(v.after))
     return made is not None and made.stage == v.stage and v.setting("ppo_epochs") == 1 and single
 
 
 def minis(v: View, role: str) -> list[range] | None:
-    """Rows of each optimizer step, of a second pass behind the first's; None where a step's own log-probs are not recorded:
-    rows were shuffled, skipped or passed several times, but for two passes of one step whose first has the old log-probs."""
+    """Return the rows of each optimizer step as ranges; a second pass counts on behind the first one's rows.
+
+    None where some step's log-probs are not recorded: rows were shuffled, a step was skipped, or there were several
+    passes, except two passes of one step each whose first has the old log-probs.
+    """
     total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), v.setting("ppo_epochs")
     every = list(sessions_of(v.after).values())
     number = len(every) if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
@@ -294,7 +311,9 @@ def minis(v: View, role: str) -> list[range] | None:
 
 
 def _begins_with_old(v: View) -> bool:
-    """Whether the first step computes `old_log_probs` again: the same weights at the same temperature, exactly."""
+    """Return whether the first optimizer step computes exactly `old_log_probs` again, with equal weights and
+    temperature.
+    """
     old = getattr(v.after.batch.origins.get("old_log_probs"), "policy_version", None)
     if _one_pass(v):
         return True
@@ -304,14 +323,21 @@ def _begins_with_old(v: View) -> bool:
 
 
 def _of_steps(v: View, cut: list[range] | None, name: str, mask: Masks) -> Ragged:
-    """A column at the mask's tokens, row by row of the steps: in the first of two passes the new log-probs are the old ones."""
+    """Return a column's values at the mask's tokens, one list per row of each optimizer step. In the first of two
+    passes the old log-probs stand in for the new ones.
+    """
     twice = cut is not None and cut[-1].stop > len(mask)
     names = ("old_log_probs" if name == "new_log_probs" else name, name) if twice else (name,)
     return [row for one in names for row in v.after.own(one, mask)]
 
 
 def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = None) -> float:
-    """Token losses of a mini-batch as one number; rows without a token are left out. `counts`: rows whose tokens are counted."""
+    """Reduce the token losses of a mini-batch to one number, as verl's loss aggregation `mode` does; rows without a
+    token are left out.
+
+    `counts` are the rows whose tokens are counted, by default `rows`; `scale` divides in the mode
+    seq-mean-token-sum-norm.
+    """
     counted = [row for row in (rows if counts is None else counts) if row]
     total = math.fsum(flat(rows))
     if mode == "token-sum":
@@ -324,7 +350,9 @@ def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = No
 
 
 def _critic(v: View, role: str) -> Claims:
-    """One mini-batch begins with the recorded values, so that nothing is clipped yet."""
+    """Claim the value loss and its metrics for a single mini-batch, whose values are the recorded ones, so that nothing
+    is clipped.
+    """
     if (cut := minis(v, role)) is None or len(cut) > 1:
         for name in ("vf_loss", "vf_clipfrac", "vpred_mean"):
             yield Left(f"{role}/{name}", "the values of a later mini-batch are not recorded")
@@ -343,7 +371,7 @@ def _critic(v: View, role: str) -> Claims:
 
 
 def _supervised(v: View, role: str) -> Claims:
-    """Cross-entropy from the log-probs of the pass itself, which are recorded."""
+    """Claim the cross-entropy loss, from the recorded log-probs of the pass itself."""
     yield Left("new_log_probs", MODEL)
     yield from bounded(v.after, "new_log_probs")
     if (cut := minis(v, role)) is None:
@@ -359,7 +387,7 @@ def _supervised(v: View, role: str) -> Claims:
 
 
 def _preferences(v: View, role: str) -> Claims:
-    """Bradley–Terry from the rewards of the pass itself, which are recorded."""
+    """Claim the Bradley–Terry loss and its metrics, from the recorded rewards of the pass itself."""
     yield Left("values", MODEL)
     names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
     if (cut := minis(v, role)) is None or len(cut) > 1:
@@ -401,7 +429,7 @@ def _policy(v: View, role: str) -> Claims:
 
 
 def _first_step(v: View, cut: list[range] | None) -> Claims:
-    """The first mini-batch of a single pass has the old log-probs."""
+    """Claim that the new log-probs of the first mini-batch equal the old ones, because its weights are the same."""
     old = v.after["old_log_probs"] if cut and _begins_with_old(v) and cut[-1].stop == len(v.after["uid"]) else []
     if old and cut:
         first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(old)]
@@ -409,7 +437,7 @@ def _first_step(v: View, cut: list[range] | None) -> Claims:
 
 
 def _row(mode: str, v: View, rows: Any) -> list[Token]:
-    """A row's tokens."""
+    """Compute loss, clip flags and KL term of each token of one row."""
     return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
 
 
@@ -427,7 +455,7 @@ _RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov
 
 
 def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
-    """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
+    """Claim the metrics of a pass, each as the mean over its mini-batches."""
     mode = str(v.setting("loss_mode"))
     for name in _RANDOM.get(mode, ()):
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
@@ -448,7 +476,7 @@ def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: t
 
 @dataclass(frozen=True)
 class _Over:
-    """Makes claims of metrics over mini-batches."""
+    """Makes claims about metrics that are means over mini-batches."""
 
     role: str
     steps: list[range]
@@ -458,7 +486,11 @@ class _Over:
     """Rounding of a token of a first pass that is not recorded, in 1e-6."""
 
     def __call__(self, name: str, rows: Any, formula: str, how: str = "", noise: Any = None) -> Claim:
-        """A sum over counted tokens by the mode `how`; without it a mean over kept tokens of mini-batches that have some."""
+        """Make the claim of one metric: in each mini-batch the token values reduced by the mode `how`, then the mean
+        over mini-batches.
+
+        With `how=""` it is the mean over the kept tokens, of those mini-batches that have some.
+        """
         steps = [step for step in self.steps if how or any(rows[row] for row in step)]
         found = mean([self._one(step, rows, how) for step in steps]) if steps else math.nan
         rough = each(lambda x: abs(x) + self.first * (1 + abs(x)), rows if noise is None else noise)
@@ -470,7 +502,7 @@ class _Over:
 
 
 def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> Claims:
-    """The policy loss and what is clipped in it."""
+    """Claim the policy loss, the shares of clipped tokens, and `ppo_kl`."""
     agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
     if mode not in _RANDOM:
         losses = each(lambda x: x[0], tokens)
@@ -489,7 +521,7 @@ def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> 
 
 
 def _of_terms(v: View, role: str, cut: list[range], over: _Over, mask: Masks) -> Claims:
-    """KL to the reference, and entropy."""
+    """Claim the loss terms of KL to the reference and of entropy."""
     b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
     if v.setting("kl_coef"):
         deltas = each(gap, *(_of_steps(v, cut, name, mask) for name in ("new_log_probs", "ref_log_prob")))
@@ -508,7 +540,9 @@ Token = tuple[float, bool | None, bool | None, float]
 
 
 def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) -> Token:
-    """The surrogate loss of one token, from its definition; `rows` are its row's old and new log-probs and advantages."""
+    """Compute the surrogate loss of one token from its definition; `rows` are the old and new log-probs and advantages
+    of its whole row.
+    """
     low, high, top = 1 - v.setting("clip_ratio_low"), 1 + v.setting("clip_ratio_high"), v.setting("clip_ratio_c")
     log, raw = clamp(new - old, -20, 20), old - new
     ratio = math.exp(log)
@@ -532,7 +566,9 @@ def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) 
 
 
 def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> tuple[float, bool | None, bool | None]:
-    """PPO's clip, and for a negative advantage the dual clip at `top`."""
+    """Apply PPO's clip and, for a negative advantage, the dual clip at `top`: returns (loss, clipped, limited by the
+    dual clip).
+    """
     worse = max(-adv * ratio, -adv * clamp(ratio, low, high))
     if adv > 0:
         return worse, beyond(ratio, high), False
@@ -544,7 +580,7 @@ def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> t
 
 
 def _moved(mode: str, v: View, old: float, new: float, adv: float) -> bool | None:
-    """Whether a token's probability has moved too far in its advantage's direction."""
+    """Return whether a token's probability has moved further than the bound in its advantage's direction (DPPO)."""
     p, q, bound = math.exp(old), math.exp(new), v.setting("clip_ratio_high" if adv > 0 else "clip_ratio_low")
     if mode == "dppo_tv":
         return beyond(q - p if adv > 0 else p - q, bound)
@@ -553,7 +589,10 @@ def _moved(mode: str, v: View, old: float, new: float, adv: float) -> bool | Non
 
 
 def _geo_mean(v: View, old: float, new: float, adv: float, rows: Any) -> tuple[float, bool | None, bool | None]:
-    """GMPO: one number per row, shared out here over its tokens so that their sum is it."""
+    """Compute GMPO's loss: one number per row, divided equally among its tokens.
+
+    Returns (loss, clipped where the advantage is positive, clipped where it is negative).
+    """
     low, high, logs = -v.setting("clip_ratio_low"), v.setting("clip_ratio_high"), []
     for o, n, a in zip(*rows, strict=True):
         x = clamp(n - o, -20, 20)

@@ -46,7 +46,9 @@ from workbench.replay.audit_formulas import (
 
 
 def rollout(v: View) -> Claims:
-    """Masks, positions and lengths from prompts, responses, finish reasons and transcripts."""
+    """Claim what a rollout writes: masks, positions and lengths, from prompts, responses, finish reasons and
+    transcripts.
+    """
     b, joined = v.after, "prompts" in v.before or v.rows is None
     prompts, whole = yield from _laid_out(b)
     yield from _own_tokens(v, whole)
@@ -70,7 +72,7 @@ def rollout(v: View) -> Claims:
 
 
 def _streamed(v: View, whole: list[list[int]]) -> Claims:
-    """Versions along rows of a stream: the row's own at first, and never falling."""
+    """Claim the weights' versions along the rows of a stream: each begins with the row's own version and never falls."""
     b = v.after
     yield Left(
         "token_versions", "no draw of a stream can be repeated: later phases are done again from the recorded rows"
@@ -83,7 +85,7 @@ def _streamed(v: View, whole: list[list[int]]) -> Claims:
 
 
 def targets(v: View) -> Claims:
-    """Masks, positions and lengths from prompts and responses that the data has."""
+    """Claim masks, positions and lengths of supervised rows, whose prompts and responses come from the data."""
     b = v.after
     prompts, whole = yield from _laid_out(b)
     many = bool(v.setting("every_turn"))
@@ -98,7 +100,7 @@ def targets(v: View) -> Claims:
 
 
 def pairs(v: View) -> Claims:
-    """Masks, positions and lengths of preference pairs; each row's own token is its last."""
+    """Claim masks, positions and lengths of preference pairs, where each row's only own token is its last."""
     b = v.after
     prompts, whole = yield from _laid_out(b)
     own = [[int(t == n - 1) for t in range(len(row))] for row, n in zip(whole, b.lengths, strict=True)]
@@ -111,7 +113,7 @@ def pairs(v: View) -> Claims:
 
 
 def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[list[int]]]]:
-    """Masks, ids and positions; returns the prompts' lengths, and 1 at every token of the responses."""
+    """Claim masks, ids and positions; returns the prompts' lengths, and [B, T] with 1 on every response token."""
     prompts, lengths = list(map(sum, b["prompt_mask"])), b.lengths
     wide, long = len(b["prompts"][0]), len(b["responses"][0])
     real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
@@ -124,7 +126,7 @@ def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[l
 
 
 def _repeated(v: View) -> Claims:
-    """Each prompt G times, the last of them greedy where a baseline is asked for."""
+    """Claim that each prompt stands G times in the batch, with the last row greedy where a greedy baseline is set."""
     number = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
     rows = v.after["session"] if "session" in v.after else range(len(v.before["uid"]) * number)
     yield Claim("uid", [v.before["uid"][row // number] for row in rows], "each prompt G times", partial=True)
@@ -150,7 +152,7 @@ def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
 
 
 def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
-    """The response mask: the response's tokens, of episodes those of the model's turns."""
+    """Claim the response mask: 1 on all response tokens, or in episodes on those of the model's turns."""
     b = v.after
     if "turns" not in b:
         yield Claim("response_mask", whole, "1 on the response's tokens, 0 behind")
@@ -170,7 +172,7 @@ def _of_turns(turns: list[dict[str, Any]], row: list[int]) -> list[int | None]:
 
 
 def _ends(v: View, whole: list[list[int]]) -> Claims:
-    """Where responses end: `stop` at the first EOS, `length` at `max_tokens`."""
+    """Claim where responses end: finish reason `stop` at the first end token, `length` at `max_tokens`."""
     b, limit = v.after, v.sampling.get("max_tokens")
     plain = v.sampling.get("stop") == "()" and not v.sampling.get("ignore_eos")
     if "turns" in b or not plain or not limit:
@@ -184,7 +186,9 @@ def _ends(v: View, whole: list[list[int]]) -> Claims:
 
 
 def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
-    """What stands before prompts and behind responses is padding: one id, or 0 where batches were joined."""
+    """Claim that everything before prompts and behind responses is padding: the padding id, or 0 where batches were
+    joined.
+    """
     b = v.after
     outside = [ids[: len(ids) - n] for ids, n in zip(b["prompts"], prompts, strict=True)]
     outside += [ids[sum(row) :] for ids, row in zip(b["responses"], whole, strict=True)]
@@ -200,7 +204,9 @@ def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
 
 
 def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
-    """The responses' texts; the last message of each prompt in its decoded tokens, where the tokenizer keeps texts whole."""
+    """Claim that each response text is its tokens decoded, and that each prompt's tokens contain the row's last
+    message.
+    """
     b, decode = v.after, getattr(v.tokenizer, "decode", None)
     if decode is None:
         yield Left("response_text", "the tokenizer's folder is not here")
@@ -209,16 +215,16 @@ def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
     yield Claim("response_text", texts, "the response's tokens decoded")
     strange: list[Any] = []
     for ids, n, chat in zip(b["prompts"], prompts, b["raw_prompt"], strict=True):
-        said = chat[-1].get("content") if isinstance(chat, list) and chat and "turns" not in b else None
-        bare = "".join(said.split()) if isinstance(said, str) else ""
-        whole = "".join(decode(v.tokenizer.encode(said)).split()) if bare else ""
+        message = chat[-1].get("content") if isinstance(chat, list) and chat and "turns" not in b else None
+        bare = "".join(message.split()) if isinstance(message, str) else ""
+        whole = "".join(decode(v.tokenizer.encode(message)).split()) if bare else ""
         found = bare in whole and bare not in "".join(decode(ids[len(ids) - n :]).split())
         strange.append("its last message" if bare and found else None)
     yield Claim("prompts", strange, "tokens of the row's own prompt", partial=True)
 
 
 def _episodes(v: View) -> Claims:
-    """Counts of episodes from their transcripts."""
+    """Claim the counts of turns, tool calls and errors of episodes, from their transcripts."""
     b = v.after
     yield Left("turns", "the agent's own transcript")
     yield Left("agent_extra", "whatever the agent loop gave")
@@ -238,7 +244,9 @@ def _episodes(v: View) -> Claims:
 
 
 def _counts(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """One episode's columns. Turns put to the model count where it read them; calls where they were answered."""
+    """Count one episode's turns, tool calls, scores and rewards. A turn counts if the model read it, a call if it was
+    answered.
+    """
     calls = [call for turn in turns for call in turn["calls"] if call["status"] not in ("ignored", "not run")]
     assistant = [turn["role"] == "assistant" for turn in turns]
     heard = [turn["role"] != "assistant" and turn["last"] >= turn["first"] for turn in turns]
@@ -257,7 +265,7 @@ UNSCORED = ("infra_error", "not_applicable")
 
 
 def reward(v: View) -> Claims:
-    """Rewards and metrics from the Score records."""
+    """Claim rewards and their metrics, from the recorded `Score` objects."""
     b, mask, records = v.after, v.after.mask, v.after["score"]
     scored = [str(record.status.value) not in UNSCORED for record in records]
     once = [row == last for row, last in enumerate(_counting(v))]
@@ -277,7 +285,7 @@ def reward(v: View) -> Claims:
 
 
 def _parts(v: View, once: list[bool]) -> Claims:
-    """Columns of the scores' parts and extras; metrics count an episode `once`."""
+    """Claim the columns of the scores' parts and extras. `once` marks the row of each episode that metrics count."""
     b, records = v.after, v.after["score"]
     for part in dict.fromkeys(part for score in records for part in score.parts):
         column = [float(score.parts.get(part, math.nan)) for score in records]
@@ -291,14 +299,18 @@ def _parts(v: View, once: list[bool]) -> Claims:
 
 
 def _counting(v: View) -> list[int]:
-    """For each row the row whose response is scored: its episode's last one; itself where each row is scored."""
+    """Return for each row the row whose response is scored: the last of its episode, or the row itself where every row
+    is scored.
+    """
     one = "session" if v.setting("sessions", "session") else ""
     last = {row: rows[-1] for rows in sessions_of(v.after, one).values() for row in rows}
     return [last[row] for row in range(len(last))]
 
 
 def _scores(v: View, last: list[int]) -> Claims:
-    """The Score records: GSM8K's rule is applied again where `data_source` chose it, any other record is the source."""
+    """Claim rewards by GSM8K's rule where `data_source` chose that scorer; every other score is the scorer's own
+    record.
+    """
     b, routed = v.after, v.settings.get("function") == "by data_source"  # a function named gsm8k may have other rules
     expected: list[float | None] = []
     for row, score in enumerate(b["score"]):
@@ -315,7 +327,7 @@ def _scores(v: View, last: list[int]) -> Claims:
 
 
 def overlong(v: View) -> Claims:
-    """DAPO's soft length penalty."""
+    """Claim DAPO's soft penalty for long responses, and the rewards with it."""
     b, start = v.before, v.setting("max_tokens") - v.setting("buffer")
     beyond = [clamp(n - start, 0, v.setting("buffer")) / v.setting("buffer") for n in b.lengths]
     taken = [-v.setting("penalty") * x if ok else 0.0 for x, ok in zip(beyond, b["scored"], strict=True)]
@@ -331,7 +343,7 @@ def overlong(v: View) -> Claims:
 
 
 def turn_scores(v: View) -> Claims:
-    """Scores of turns and calls on the turns' last tokens."""
+    """Claim the scores of turns and tool calls, placed on the last tokens of their turns."""
     b, mask = v.before, v.before.mask
     extra = [[0.0] * len(row) for row in mask]
     for row, turns in enumerate(b["turns"]):
@@ -351,7 +363,7 @@ def turn_scores(v: View) -> Claims:
 
 
 def with_signal(b: Lists) -> list[int]:
-    """Rows of groups whose scored rewards differ, or that have one scored row, or episode."""
+    """Return the rows of groups whose scored rewards differ, or that have exactly one scored row (or episode)."""
     kept, once = [], lasts(b)
     for rows in groups_of(b["uid"]).values():
         values = [b["reward"][row] for row in rows if b["scored"][row] and once[row]]
@@ -361,7 +373,7 @@ def with_signal(b: Lists) -> list[int]:
 
 
 def filter_groups(v: View) -> Claims:
-    """Which groups stay, and the counts of sampled, kept and dropped ones."""
+    """Claim which groups dynamic sampling keeps, and how many it sampled, kept and dropped."""
     b, rows, number = v.before, with_signal(v.before), v.metrics.get("train/num_gen_batches", 1)
     wanted = len(set(b["uid"]))
     mine = len({b["uid"][row] for row in rows})
@@ -387,7 +399,7 @@ def filter_groups(v: View) -> Claims:
 
 
 def baseline(v: View) -> Claims:
-    """ReMax's greedy rows as a column."""
+    """Claim ReMax's baselines: the reward of each prompt's greedy row becomes a column of the other rows."""
     b = v.before
     greedy = {uid: row for row, uid in enumerate(b["uid"]) if b["greedy"][row]}
     rest = [row for row in range(len(b["uid"])) if not b["greedy"][row]]
@@ -404,7 +416,7 @@ def baseline(v: View) -> Claims:
 
 
 def resample(v: View) -> Claims:
-    """Which rows may be drawn; the draw itself is random."""
+    """Claim what is certain about randomly drawn rows: their rewards, and the share of different ones."""
     rows = v.rows or []
     yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
     drawn = [v.before["reward"][row] for row in rows]
@@ -415,7 +427,7 @@ def resample(v: View) -> Claims:
 
 
 def log_prob(v: View) -> Claims:
-    """Metrics of log-probs and entropies; the distance of the trainer's from the sampler's."""
+    """Claim the metrics of log-probs and entropies, and how far the trainer's log-probs are from the sampler's."""
     b, column = v.after, v.setting("column")
     yield Left(column, MODEL)
     yield from bounded(b, column)
@@ -455,7 +467,9 @@ def _sampler_diff(v: View, column: str) -> Claims:
 
 
 def _same_version(v: View, column: str, logs: list[list[float]]) -> Claims:
-    """Rows that the learner's own version sampled, at the trainer's temperature: a mean gap of 0.05 nats (bf16: 0.02)."""
+    """Claim that the sampler's log-probs are within 0.05 nats of the trainer's, on average, in rows that the same
+    weights sampled at the same temperature.
+    """
     b = v.after
     if v.sampling.get("top_p", 1.0) != 1.0 or (v.sampling.get("temperature") or 1.0) != v.setting("temperature"):
         return
@@ -468,7 +482,7 @@ def _same_version(v: View, column: str, logs: list[list[float]]) -> Claims:
 
 
 def values(v: View) -> Claims:
-    """Metrics of the critic's values."""
+    """Claim the metrics of the critic's values."""
     yield Left("values", MODEL)
     yield Claim(
         "values", [[None if own else 0.0 for own in row] for row in v.after.mask], "0 outside the mask", partial=True
@@ -477,7 +491,7 @@ def values(v: View) -> Claims:
 
 
 def exact_kl(v: View) -> Claims:
-    """Metrics of the exact KL, and of two estimators of it."""
+    """Claim the metrics of the exact KL, and those of two estimators of it."""
     b, full = v.after, flat(v.after.own("full_kl"))
     yield Left("full_kl", MODEL)
     yield averaged("actor/full_kl", full, "mean over own tokens")
@@ -489,7 +503,7 @@ def exact_kl(v: View) -> Claims:
 
 
 def influence(v: View) -> Claims:
-    """The spread of the rows' influence."""
+    """Claim mean, largest and smallest of the rows' influence, summed over their tokens."""
     yield Left("influence", MODEL)
     yield Left("influence/gradient_norm", "needs the model")
     rows = [math.fsum(row) for row in v.after["influence"]]

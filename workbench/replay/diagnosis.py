@@ -31,7 +31,7 @@ ENOUGH = 8
 
 
 class Row(NamedTuple):
-    """What is read of one sample. A reward of None: the row was not scored."""
+    """What the diagnosis reads of one sample. A reward of None means that the row was not scored."""
 
     step: int
     group: str
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the causes read of a run."""
+    """Everything that the diagnosis reads of a run: metrics, samples, symptoms, an audit and the settings."""
 
     rows: Rows
     """The metrics of the training steps."""
@@ -61,33 +61,33 @@ class Evidence:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def first(self, name: str) -> float | None:
-        """The metric's mean over the first steps; None where it is not recorded."""
+        """Return a metric's mean over the first five steps; None where it is not recorded."""
         return _mean(self.rows[:WINDOW], name)
 
     def last(self, name: str) -> float | None:
-        """The metric's mean over the last steps; None where it is not recorded."""
+        """Return a metric's mean over the last five steps; None where it is not recorded."""
         return _mean(self.rows[-WINDOW:], name)
 
     @property
     def step(self) -> int:
-        """The last recorded step; 0 where none is."""
+        """The last step whose samples are recorded; 0 where there is none."""
         return self.samples[-1].step if self.samples else 0
 
     @property
     def scored(self) -> list[Row]:
-        """The samples that have a reward; none where they are too few to show anything."""
+        """The samples that have a reward; [] where they are too few to show anything."""
         found = [row for row in self.samples if row.reward is not None]
         return found if len(found) >= ENOUGH else []
 
     def groups(self) -> list[list[Row]]:
-        """The scored samples by prompt and step, where a prompt has three or more."""
+        """Return the scored samples grouped by prompt and step, only groups of three or more."""
         groups: dict[str, list[Row]] = {}
         for row in self.scored:
             groups.setdefault(row.group, []).append(row)
         return [rows for rows in groups.values() if len(rows) > 2]
 
     def look(self, order: str = "worst") -> str:
-        """The line of code that shows the samples of the last recorded step."""
+        """Return the line of code that shows the samples of the last recorded step."""
         return f'wb.views.samples(run.traces[{self.step}], order="{order}")' if self.samples else "run.curves()"
 
 
@@ -97,7 +97,11 @@ def _mean(rows: Rows, name: str) -> float | None:
 
 
 def gathered(rows: Rows, batches: Mapping[int, Any], **found: Any) -> Evidence:
-    """The evidence in metrics rows and recorded batches by step, of which `SAMPLES` rows are read; `found` is the rest."""
+    """Collect the evidence from metrics rows and recorded batches (step → batch), of which the first `SAMPLES` rows are
+    read.
+
+    `found` are the other fields of `Evidence`: symptoms, settings, audit.
+    """
     samples = [row for step, batch in sorted(batches.items()) for row in _samples(step, batch[:SAMPLES])]
     training = [row for row in rows if row[STEP] > 0]
     return Evidence(training, [row for row in rows if row.get("val/reward") is not None], samples, **found)
@@ -110,20 +114,20 @@ _READ = ("uid", "response_text", "score", "scored", "reward", "reward_model", "e
 def _samples(step: int, batch: Any) -> list[Row]:
     nothing, samples = [None] * len(batch), []
     columns = [batch[name].tolist() if name in batch else nothing for name in _READ]
-    lengths, advantages = _of_tokens(batch)
+    lengths, advantages = _lengths_and_advantages(batch)
     for row, (uid, text, score, scored, reward, judged, extra, chat) in enumerate(zip(*columns, strict=True)):
         truth = truth_of({"reward_model": judged, "extra_info": extra if isinstance(extra, Mapping) else None})
         value = None if scored is False or reward is None else float(reward)
         status, why = (score.status.value, score.why) if isinstance(score, Score) else ("", "")
         numbers = lengths[row], advantages[row]
         samples.append(
-            Row(step, f"{step} {uid}", _said(chat), str(text or ""), truth, value, *numbers, status, why or "")
+            Row(step, f"{step} {uid}", _chat_text(chat), str(text or ""), truth, value, *numbers, status, why or "")
         )
     return samples
 
 
-def _of_tokens(batch: Any) -> tuple[list[int], list[float | None]]:
-    """Each row's length in tokens, and the mean of its advantages."""
+def _lengths_and_advantages(batch: Any) -> tuple[list[int], list[float | None]]:
+    """Return each row's length in tokens, and the mean of its tokens' advantages (None where there are none)."""
     lengths: list[int] = [0] * len(batch)
     means: list[float | None] = [None] * len(batch)
     if "response_mask" in batch:
@@ -133,7 +137,7 @@ def _of_tokens(batch: Any) -> tuple[list[int], list[float | None]]:
     return lengths, means
 
 
-def _said(chat: Any) -> str:
+def _chat_text(chat: Any) -> str:
     """All texts of a chat; other prompts as text."""
     if not isinstance(chat, list):
         return "" if chat is None else str(chat)
@@ -147,7 +151,9 @@ LEVELS = ("sure", "likely", "hint")
 
 @dataclass(frozen=True)
 class Finding:
-    """One probable cause of what is wrong in a run."""
+    """One probable cause of a problem in a run: how sure it is, the numbers that show it, what to look at, and what to
+    change.
+    """
 
     cause: str
     sure: str
@@ -169,7 +175,7 @@ class Finding:
 
 
 def disagreeing_audit(seen: Evidence) -> Iterator[Finding]:
-    """Recorded numbers that a second computation contradicts."""
+    """Find recorded numbers that an independent computation contradicts."""
     wrong = [one for one in seen.audit.disagreements if one.recorded != "nothing"] if seen.audit else []
     columns = [one for one in wrong if one.row is not None]
     if wrong:  # a metric may have had another meaning in the version that wrote it
@@ -183,11 +189,11 @@ def disagreeing_audit(seen: Evidence) -> Iterator[Finding]:
 
 
 def flipped_advantage(seen: Evidence) -> Iterator[Finding]:
-    """Better responses of a group get lower advantages."""
+    """Find advantages of the wrong sign: better responses of a group get lower advantages."""
     correlations = [
         value
         for rows in seen.groups()
-        if (value := _together([(row.reward, row.advantage) for row in rows if row.advantage is not None])) is not None
+        if (value := _pearson([(row.reward, row.advantage) for row in rows if row.advantage is not None])) is not None
     ]
     if correlations and fmean(correlations) < -0.5:
         numbers = f"reward and advantage of a prompt's responses correlate by {fmean(correlations):.2f} in {len(correlations)} groups"
@@ -199,7 +205,7 @@ def flipped_advantage(seen: Evidence) -> Iterator[Finding]:
 
 
 def stale_sampler(seen: Evidence) -> Iterator[Finding]:
-    """The sampler's probabilities are not the trainer's."""
+    """Find a sampler whose probabilities are not the trainer's: it has old weights, or is another model."""
     value, late = seen.last("training/rollout_probs_diff_mean"), seen.last("training/policy_lag/max")
     corrected = seen.last("rollout_corr/rollout_is_mean") is not None
     if value is None or value <= 0.02 or (late and corrected):
@@ -222,7 +228,7 @@ def stale_sampler(seen: Evidence) -> Iterator[Finding]:
 
 
 def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
-    """The learning rate is 0 in every step."""
+    """Find a learning rate that is 0 in every step."""
     rates = [row["actor/lr"] for row in seen.rows if row.get("actor/lr") is not None]
     if rates and not any(rates):
         numbers = f"actor/lr is 0 in {len(rates)} steps"
@@ -233,7 +239,7 @@ def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
 
 
 def much_learning_rate(seen: Evidence) -> Iterator[Finding]:
-    """The policy runs away from where it started within a few steps."""
+    """Find a learning rate that is too high: the policy moves far from where it started within a few steps."""
     name = next(
         (one for one in ("actor/kl_loss", "actor/reward_kl_penalty") if seen.last(one) is not None), "actor/ppo_kl"
     )
@@ -255,7 +261,7 @@ def much_learning_rate(seen: Evidence) -> Iterator[Finding]:
 
 
 def much_kl(seen: Evidence) -> Iterator[Finding]:
-    """The pull back to the reference is stronger than the advantages' push."""
+    """Find a KL coefficient so large that the pull back to the reference is stronger than the advantages."""
     weight, kl = seen.last("actor/kl_coef"), seen.last("actor/kl_loss")
     if weight is None or kl is None:
         weight, kl = seen.last("actor/reward_kl_penalty_coeff"), seen.last("actor/reward_kl_penalty")
@@ -276,7 +282,7 @@ def much_kl(seen: Evidence) -> Iterator[Finding]:
 
 
 def never_stops(seen: Evidence) -> Iterator[Finding]:
-    """Responses are cut off at the limit from the first step on."""
+    """Find responses that are cut off at the token limit from the first step to the last."""
     cut = [row["response/cut_ratio"] for row in seen.rows if row.get("response/cut_ratio") is not None]
     if not cut or cut[0] < 0.8 or fmean(cut[-5:]) < 0.8:
         return
@@ -290,7 +296,7 @@ def never_stops(seen: Evidence) -> Iterator[Finding]:
 
 
 def leaked_answer(seen: Evidence) -> Iterator[Finding]:
-    """The truth stands in the prompt, more often than the truths of other prompts do."""
+    """Find prompts that contain their ground truth, more often than they contain the truths of other prompts."""
     rows = list({row.prompt: row for row in seen.samples if (as_text(row.truth) or "").strip()}.values())[:256]
     if len(rows) < 4:
         return
@@ -304,7 +310,7 @@ def leaked_answer(seen: Evidence) -> Iterator[Finding]:
 
 
 def repeated_prompts(seen: Evidence) -> Iterator[Finding]:
-    """Groups of one step have the same prompt."""
+    """Find steps in which several groups have the same prompt."""
     steps: dict[int, dict[str, str]] = {}
     for row in seen.samples:
         steps.setdefault(row.step, {})[row.group] = row.prompt
@@ -321,7 +327,7 @@ def repeated_prompts(seen: Evidence) -> Iterator[Finding]:
 
 
 def failing_reward(seen: Evidence) -> Iterator[Finding]:
-    """Rows that the reward function could not score."""
+    """Find rows that the reward function could not score, because it failed or their truths cannot be read."""
     share = seen.last("reward/scored_ratio")
     failed = [row for row in seen.samples if row.status in ("infra_error", "counted")]
     if share is None or (share > 0.98 and not failed):
@@ -332,8 +338,8 @@ def failing_reward(seen: Evidence) -> Iterator[Finding]:
         turn = "wb.rows(…, answer='the column of the truths'), or a reward that reads such truths"
         yield Finding("truths cannot be read", "sure", numbers, seen.look(), turn, (FLAT, TEACH))
         return
-    said = f"; first: {failed[0].why[:200]}" if failed and failed[0].why else ""
-    numbers = f"{1 - share:.0%} of the rows have no score{said}"
+    note = f"; first: {failed[0].why[:200]}" if failed and failed[0].why else ""
+    numbers = f"{1 - share:.0%} of the rows have no score{note}"
     turn = "the function, or what it calls: run it on a kept response, wb.rewards.dry_run; on_failure='retry(2)' where a server fails"
     yield Finding(
         "the reward function fails", "sure" if share < 0.9 else "likely", numbers, seen.look(), turn, (FLAT, TEACH)
@@ -341,7 +347,7 @@ def failing_reward(seen: Evidence) -> Iterator[Finding]:
 
 
 def unmatched_truth(seen: Evidence) -> Iterator[Finding]:
-    """Responses that hold the truth get 0, as all others do."""
+    """Find a reward that is always 0 although many responses end with their ground truth."""
     rows = [row for row in seen.scored if as_text(row.truth)]
     right = [row for row in rows if _holds(_end(row.text), row.truth)]
     if not rows or len(right) < max(4, 0.2 * len(rows)) or any(row.reward for row in rows):
@@ -357,7 +363,7 @@ def unmatched_truth(seen: Evidence) -> Iterator[Finding]:
 
 
 def constant_reward(seen: Evidence) -> Iterator[Finding]:
-    """All responses of all steps get the same reward."""
+    """Find a reward that is the same for all responses of all steps."""
     pairs = [(row.get("critic/score/min"), row.get("critic/score/max")) for row in seen.rows]
     values = {value for pair in pairs for value in pair if value is not None}
     if len(pairs) < 3 or len(values) != 1:
@@ -376,13 +382,13 @@ def constant_reward(seen: Evidence) -> Iterator[Finding]:
 
 
 def paid_length(seen: Evidence) -> Iterator[Finding]:
-    """Among a prompt's responses the reward goes with the length, in more steps than right and wrong."""
+    """Find a reward that follows the length of the response: among a prompt's responses both correlate by 0.85 or more."""
     sizes: dict[str, Callable[[Row], float]] = {
         "tokens": lambda row: row.tokens,
         "characters": lambda row: len(row.text),
     }
     pairs = {unit: [pair for rows in seen.groups() for pair in _centred(rows, size)] for unit, size in sizes.items()}
-    values = {unit: _together(found) or 0.0 for unit, found in pairs.items()}
+    values = {unit: _pearson(found) or 0.0 for unit, found in pairs.items()}
     unit = max(values, key=lambda unit: abs(values[unit]))
     value, number = values[unit], len(pairs[unit])
     if len({row.reward for row in seen.scored}) < 5 or number < ENOUGH or abs(value) < 0.85:
@@ -398,7 +404,7 @@ def paid_length(seen: Evidence) -> Iterator[Finding]:
 
 
 def blind_reward(seen: Evidence) -> Iterator[Finding]:
-    """Responses without the truth are paid like those with it: the reward sees the form only."""
+    """Find a reward that pays responses without the truth like those with it, because it looks only at their form."""
     rows = [row for row in seen.scored if _number(row.truth)]
     rewards = [row.reward or 0.0 for row in rows]
     if sum(_holds(_end(row.text), row.truth) for row in rows) < 3 or len(set(rewards)) < 2:
@@ -416,7 +422,7 @@ def blind_reward(seen: Evidence) -> Iterator[Finding]:
 
 
 def one_answer(seen: Evidence) -> Iterator[Finding]:
-    """One response is given to different prompts."""
+    """Find a policy that gives one and the same response to different prompts."""
     rows = [row for row in seen.samples if row.step == seen.step and row.text.strip()]
     if len(rows) < ENOUGH or len({row.prompt for row in rows}) < 3:
         return
@@ -431,7 +437,7 @@ def one_answer(seen: Evidence) -> Iterator[Finding]:
 
 
 def gamed_reward(seen: Evidence) -> Iterator[Finding]:
-    """The training reward rises while the held-out one, or a part of the reward, falls."""
+    """Find a training reward that rises while the held-out reward, or a part of the training reward, falls."""
     first, last = seen.first("critic/score/mean"), seen.last("critic/score/mean")
     if first is None or last is None or len(seen.rows) < 10 or last - first < 0.1:
         return
@@ -455,8 +461,8 @@ def gamed_reward(seen: Evidence) -> Iterator[Finding]:
 # --- what they share ------------------------------------------------------------------------------
 
 
-def _together(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """Pearson's correlation; None where a side has no spread, or there are fewer than three pairs."""
+def _pearson(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """Compute Pearson's correlation of pairs; None for fewer than three pairs, or where one side is constant."""
     whole = [(a, b) for a, b in pairs if a is not None and b is not None]
     if len(whole) < 3:
         return None
@@ -467,7 +473,7 @@ def _together(pairs: Sequence[tuple[float | None, float | None]]) -> float | Non
 
 
 def _centred(rows: Sequence[Row], size: Callable[[Row], float]) -> list[tuple[float, float]]:
-    """(reward, size) of a group's rows, less the group's means."""
+    """Return (reward, size) of each row of a group, with the group's means subtracted."""
     rewards, sizes = [row.reward or 0.0 for row in rows], [size(row) for row in rows]
     return [(a - fmean(rewards), b - fmean(sizes)) for a, b in zip(rewards, sizes, strict=True)]
 
@@ -477,14 +483,14 @@ def _number(truth: object) -> bool:
 
 
 def _holds(text: str, truth: object) -> bool:
-    """Whether the truth stands in the text as a word of its own; commas in numbers count for nothing."""
+    """Return whether a text contains the truth as a separate word; commas within numbers are ignored."""
     wanted = (as_text(truth) or "").strip().replace(",", "").lower()
     seen = re.sub(r"(?<=\d),(?=\d{3})", "", text.lower()) if "," in text else text.lower()
     return wanted != "" and wanted in seen and None is not re.search(rf"(?<![\w.]){re.escape(wanted)}(?!\w|\.\d)", seen)
 
 
 def _end(text: str) -> str:
-    """The last line that is not empty."""
+    """Return the last line of a text that is not empty."""
     return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
@@ -511,7 +517,7 @@ CAUSES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """Result of `Run.diagnose`: what is probably wrong, and what was looked at."""
+    """Result of `Run.diagnose`: the probable causes, and which evidence was examined."""
 
     findings: tuple[Finding, ...]
     """The surest first, of those as sure the most harmful."""
@@ -520,7 +526,7 @@ class Diagnosis(Shown):
 
 
 def diagnosed(seen: Evidence) -> Diagnosis:
-    """Ask each cause, and add the symptoms that none of the found ones explains."""
+    """Look for every cause in the evidence, and add the symptoms that no found cause explains; the surest first."""
     findings = [finding for cause in CAUSES for finding in cause(seen)]
     explained = {name for finding in findings for name in finding.explains}
     for symptom in seen.symptoms:

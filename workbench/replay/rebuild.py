@@ -65,12 +65,16 @@ FUNCTIONS = ("workbench.functional.", "workbench.rewards.scorers.", "workbench.s
 
 
 class Untrusted(RunError):
-    """A run's settings ask for what only the person who opens it may allow."""
+    """Raised where a run's settings ask for something that only the person who opens the run may allow, such as running
+    its code.
+    """
 
 
 @dataclass(frozen=True)
 class Trust:
-    """What the records of one run folder may do; `given` is the person's word for all of it."""
+    """What the records of one run folder may do here; `given` is true where the person who opens it trusts all of it
+    (`trust=True`).
+    """
 
     folder: Path
     given: bool
@@ -79,13 +83,15 @@ class Trust:
 
     @property
     def advice(self) -> str:
-        """How the person gives their word."""
+        """The sentence that tells the person how to allow what was refused: `look at it; … wb.load_run('…', trust=True)
+        runs it`.
+        """
         return (
             f"look at it; if you trust whoever made the folder, wb.load_run({str(self.folder)!r}, trust=True) runs it"
         )
 
     def check_engine(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Raise `Untrusted` where a recorded engine would run code that comes with its model, or from the hub."""
+        """Raise `Untrusted` where a recorded engine would run code that comes with its model folder or from the hub."""
         remote, attention = record.get("trust_remote_code", False), str(record.get("attn_implementation"))
         if self.given or (remote in (None, False) and "/" not in attention):
             return
@@ -95,8 +101,11 @@ class Trust:
         raise Untrusted(f"{self.folder} asks that a model's own code runs here", found=found, do=self.advice)
 
     def against(self, name: str | None, arguments: Mapping[str, Any]) -> str | None:
-        """Why a stage of these recorded arguments is not made, as text; None where it may be. `arguments["function"]`, of a
-        reward, may be the name of a file."""
+        """Return why a stage with these recorded arguments is not made, as text; None where it may be.
+
+        Refused are arguments that contain a secret, and a reward's `function` that names a file of other or untrusted
+        source text.
+        """
         if secrets := ", ".join(dict.fromkeys(hidden_in(arguments))):
             return f"{secrets}: a secret, which is in no file and must be given again"
         named = arguments.get("function")
@@ -107,12 +116,14 @@ class Trust:
         if recorded is not None and shown(file.read_text("utf-8", "replace")) != recorded:
             was = hashlib.sha256(recorded.encode()).hexdigest()[:16]
             return f"{named} ({_hash(file)}), which had sha256 {was} in the run"
-        if self.given or not (recorded is None or self._came_along(file)):
+        if self.given or not (recorded is None or self._may_be_foreign(file)):
             return None
         return f"{named} ({_hash(file)}), which nobody here named; {self.advice}"
 
     def against_block(self, settings: Mapping[str, Any]) -> str | None:
-        """Why settings of verl's reward (dotted names) are not obeyed, as text; None where they may be."""
+        """Return why settings of verl's reward (dotted names) are not followed, as text; None where they may be.
+        Refused are those that name code or addresses.
+        """
         asks = {key: value for key, value in settings.items() if key.startswith(_GRANTING)}
         if not asks or self.given:
             return None
@@ -120,9 +131,10 @@ class Trust:
         hashes = [f"{file.name} ({_hash(file)})" for file in files if file.is_file()]
         return "; ".join((", ".join(f"{key}={value!r}" for key, value in asks.items()), *hashes, self.advice))
 
-    def _came_along(self, file: Path) -> bool:
-        """Whether a file may have come with the folder, or is no file of a project: it lies in this or another run, in the
-        folder of runs, or in an installed package."""
+    def _may_be_foreign(self, file: Path) -> bool:
+        """Return whether a file may come from whoever made the run folder: it lies in this or another run, in the
+        folder of runs, or in an installed package.
+        """
         here, run = Path.cwd().resolve(), self.folder.resolve()
         below = run.relative_to(here).parts if run.is_relative_to(here) else ()
         around = here / below[0] if below else run if here.is_relative_to(run.parent) else run.parent
@@ -142,10 +154,10 @@ _NAME_ALONE = ", which cannot be made of the run folder alone"
 
 
 class Missing(BaseStage):
-    """Placeholder for a recorded stage that cannot be reconstructed, such as a reward function from a notebook cell.
+    """Placeholder for a recorded stage that cannot be made again, such as a reward function from a notebook cell.
 
-    With the record of its step it returns the recorded outputs while its inputs equal the recorded ones; otherwise it
-    raises `PipelineError`, and must be replaced.
+    With the record of its step (`recorded`) it returns the recorded outputs as long as its inputs equal the recorded
+    ones; otherwise calling it raises `PipelineError`, and it must be replaced.
     """
 
     _phase: Phase | None = None
@@ -161,7 +173,9 @@ class Missing(BaseStage):
         self._record, self._learner, self._remake = record, learner, remake
 
     def recorded(self, trace: Trace) -> Missing:
-        """A copy that returns the outputs recorded in `trace`; itself for updates and where the trace lacks the stage."""
+        """Return a copy that gives the outputs recorded in `trace`; itself for update stages and where the trace lacks
+        the stage.
+        """
         if self.updates or self.name not in trace.names:
             return self
         twin = copy.copy(self)
@@ -174,15 +188,15 @@ class Missing(BaseStage):
         return self._phase is not None
 
     def settings(self) -> dict[str, Any]:
-        """Settings for display: what the stage was made with, and whether its outputs are the recorded ones."""
+        """Return the settings for display: what the stage was made with, and whether its outputs are the recorded ones."""
         return {"made_with": self.what, **({"outputs": "recorded, not run again"} if self.has_record else {})}
 
     def learners(self) -> tuple[Any, ...]:
-        """The learner that the stage would update; empty for other stages."""
+        """Return the learner that the stage would update; () for other stages."""
         return (self._learner,) if self.updates else ()
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
-        """Reconstruct the stage with another function: a reward, an advantage estimator, or a rollout's agent loop."""
+        """Make the stage again with another function: a reward, an advantage estimator, or the agent loop of a rollout."""
         if self._record["class"] in ("EpisodeRollout", "TreeRollout"):
             return self.with_settings(agent=function)
         if self._record["class"] not in ("Reward", "Advantage"):
@@ -190,7 +204,7 @@ class Missing(BaseStage):
         return getattr(stages, self._record["class"])(function)
 
     def with_settings(self, **changes: Any) -> Stage:
-        """Reconstruct the stage with changed settings and the missing arguments: `replace("rollout", agent=mine)`.
+        """Make the stage again with changed settings and the missing arguments, as in `replace("rollout", agent=mine)`.
 
         Raises `PipelineError` where a part is still missing.
         """
@@ -211,7 +225,10 @@ class Missing(BaseStage):
         return " or ".join(filter(None, (again, f"replace({self.name!r}, …) with another stage or function")))
 
     def __call__(self, batch: DataProto) -> Outcome:
-        """Return the recorded outputs where the batch is the recorded one, with the metric `recorded/<stage>` = 1."""
+        """Return the recorded outputs where the batch equals the recorded one, with the metric `recorded/<stage>` = 1.
+
+        Raises `PipelineError` where the batch differs or nothing is recorded.
+        """
         differing = self._differing(batch)
         if self._phase is None or differing:
             what, found = f"stage {self.name!r} of the run cannot be run again here", f"it was made with {self.what}"
@@ -224,7 +241,9 @@ class Missing(BaseStage):
         return Outcome(self._phase.written_into(batch), metrics)
 
     def _differing(self, batch: DataProto) -> list[str]:
-        """Columns that differ from the recorded ones, of those that it reads and those of the data, which it may have read."""
+        """Return the columns that differ from the recorded ones, among those that the stage reads and those of the data
+        set.
+        """
         before = self._before
         if self._phase is None or before is None:
             return []
@@ -232,17 +251,17 @@ class Missing(BaseStage):
             return ["rows"]
         every, origins = self._phase.rows is not None, before.origins
         read = [name for name in before.columns if every or name not in origins or origins[name].stage == "dataset"]
-        asked = dict.fromkeys((*used(self, before), *used(self, batch), *read))
-        moved = [name for name in asked if not unchanged(name, before, batch)]
+        names = dict.fromkeys((*used(self, before), *used(self, batch), *read))
+        moved = [name for name in names if not unchanged(name, before, batch)]
         return [name for name in moved if not (name in before and name in batch and same(before[name], batch[name]))]
 
 
 class _Gone(Exception):
-    """An argument cannot be made again here; carries its name."""
+    """Raised where an argument cannot be made again here; its text names the argument."""
 
 
 def trust_of(folder: Path, settings: Mapping[str, Any], given: bool) -> Trust:
-    """What the records of a run may do here; `given` is the person's word."""
+    """Make the `Trust` of a run folder; `given` is true where the person trusts it."""
     return Trust(folder, given, settings.get("sources") or {})
 
 
@@ -252,9 +271,10 @@ def rebuilt(
     open_frozen: Callable[..., Any],
     trust: Trust = STRANGER,
 ) -> Pipeline:
-    """Reconstruct a recorded pipeline on these learners (by role). `open_frozen(record)` opens a frozen model.
+    """Make a recorded pipeline again on these learners (by role). `open_frozen(record)` opens a frozen model.
 
-    Raises `RunError` where there are no records: an old version of the package wrote none.
+    Stages that cannot be made become `Missing`. Raises `RunError` where there are no records, as in runs of an old
+    version.
     """
     if not records:
         raise RunError("the run has no record of its pipeline", do="look at its recorded traces: run.traces[step]")
@@ -273,14 +293,16 @@ def rebuilt(
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes objects from the plain values of `runs.settings.written_down`. Raises `_Gone` for what cannot be made."""
+    """Makes stages and arguments from the plain values that `runs.settings.written_down` wrote. Raises `_Gone` for what
+    cannot be made.
+    """
 
     learners: Mapping[str, Any]
     open_frozen: Callable[..., Any]
     trust: Trust
 
     def stage(self, record: Mapping[str, Any], inner: Mapping[str, Any]) -> Stage:
-        """One stage from its record, with some arguments or settings replaced by those given."""
+        """Make one stage from its record, with the arguments or settings in `inner` in place of the recorded ones."""
         kind = getattr(stages, record["class"]) if record["class"] in stages.__all__ else _own_class(record)
         of_it = record["arguments"]
         if why := self.trust.against(
@@ -293,7 +315,7 @@ class _Maker:
         return stage.with_settings(**rest) if rest else stage
 
     def value(self, plain: Any) -> Any:
-        """One argument."""
+        """Make one argument of a stage from its recorded plain value."""
         if isinstance(plain, list):
             return tuple(map(self.value, plain))
         if not isinstance(plain, dict):
@@ -320,7 +342,9 @@ class _Maker:
         raise _Gone(plain["missing"])
 
     def part(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """An object of one of the classes of `MADE_AGAIN`."""
+        """Make an object of one of the classes in `MADE_AGAIN`, such as a loss or a KL controller, from its recorded
+        arguments.
+        """
         kind = next((candidate for candidate in MADE_AGAIN if candidate.__name__ == name), None)
         if kind is None:
             raise _Gone(name)
@@ -331,7 +355,9 @@ class _Maker:
 
 
 def _own_class(record: Mapping[str, Any]) -> type[Stage]:
-    """The user's class of a recorded stage, where this process has one with the recorded name and source text."""
+    """Find the user's class of a recorded stage in this process, by its recorded name and source text. Raises `_Gone`
+    where there is none.
+    """
     name, crc = record.get("own") or (None, None)
     known: list[Any] = [BaseStage]
     for candidate in known:  # it grows
@@ -344,7 +370,7 @@ def _own_class(record: Mapping[str, Any]) -> type[Stage]:
 
 
 class _LateTokenizer:
-    """The tokenizer of a learner, which is opened at the first use."""
+    """Stands in for a learner's tokenizer, and opens the learner's engine only when the tokenizer is first used."""
 
     def __init__(self, learner: Any) -> None:
         self._learner = learner
@@ -359,14 +385,16 @@ class _LateTokenizer:
 
 
 def _lacks(plain: Any) -> bool:
-    """Whether some part of a recorded argument was recorded by its name alone."""
+    """Return whether some part of a recorded argument was recorded only by its name."""
     if isinstance(plain, list):
         return any(map(_lacks, plain))
     return isinstance(plain, dict) and ("missing" in plain or any(map(_lacks, plain.values())))
 
 
 def _function(place: str) -> Any:
-    """A function of this package by `module:name`; nothing else is imported because a file names it."""
+    """Import a function of this package by `module:name`. A record can name nothing outside `FUNCTIONS`; raises `_Gone`
+    for all else.
+    """
     module, _, name = place.partition(":")
     if not place.startswith(FUNCTIONS):
         raise _Gone(place)
@@ -386,7 +414,9 @@ _BESIDE = {"path", "files_crc32", "ranks", "sampler"}
 
 
 def sharded_here(record: Mapping[str, Any]) -> bool:
-    """Whether a recorded engine was sharded (FSDP) and this machine has enough devices; else a local one is opened."""
+    """Return whether a recorded engine was sharded (FSDP) and this machine has enough devices for it; if not, a local
+    one is opened.
+    """
     ranks, device = record.get("ranks"), record.get("device", "auto")
     if ranks is None:
         return False
@@ -397,11 +427,10 @@ def sharded_here(record: Mapping[str, Any]) -> bool:
 def opened(
     path: str | Path, record: Mapping[str, Any], trust: Trust = STRANGER, door: Callable[..., Any] = local
 ) -> Any:
-    """Open a model folder as a learner with a recorded engine's settings, sharded as recorded where this machine can; else by
-    `door`.
+    """Open a model folder as a learner with a recorded engine's settings: sharded where it was and this machine can,
+    else by `door`.
 
-    Raises `RunError` for a setting that no such engine has, which would otherwise be ignored silently, and for code of the model
-    without `trust`.
+    Raises `RunError` for a setting that no such engine has, and `Untrusted` for code of the model without `trust`.
     """
     trust.check_engine(Path(path), record)
     whole = FsdpSettings if "ranks" in record else LocalSettings
@@ -415,9 +444,12 @@ def opened(
 
 
 def learner_of(role: str, path: Path, record: Mapping[str, Any], trust: Trust) -> Any:
-    """Open the engine that trains a role from a model folder. `record` is what the run recorded of it: path and settings.
+    """Open the engine that trains a role from a model folder. `record` is the run's record of that engine: its path and
+    settings.
 
-    An engine that cannot sample is paired with a local sampler. For the role "critic" it is `engine.critic()`."""
+    An engine that cannot sample is paired with a local sampler. For the role "critic" the engine's `critic()` is
+    returned.
+    """
     engine = opened(path, record, trust, reward_model if role == "reward_model" else local)
     engine.path = str(record["path"])
     if role == "critic":
@@ -429,15 +461,15 @@ def learner_of(role: str, path: Path, record: Mapping[str, Any], trust: Trust) -
 
 
 def kinds_of(record: Mapping[str, Any]) -> tuple[type, ...]:
-    """The engine classes that `learner_of` can return for a recorded engine."""
+    """Return the engine classes that `learner_of` can return for a recorded engine."""
     return (Paired, FsdpEngine) if sharded_here(record) else (LocalEngine,)
 
 
 class LateFrozen:
     """A frozen model, such as the reference policy, that is loaded at its first use.
 
-    It is loaded from its recorded folder, or from one `elsewhere` that has the same files. Loading raises `RunError` where
-    there is none.
+    It is loaded from its recorded folder, or from a folder in `elsewhere` that has the same files. Loading raises
+    `RunError` where there is none.
     """
 
     def __init__(self, record: Mapping[str, Any], trust: Trust, elsewhere: Sequence[str] = ()) -> None:
@@ -445,7 +477,7 @@ class LateFrozen:
         self._made: Any = None
 
     def describe(self) -> dict[str, Any]:
-        """Path and settings of the frozen model; `as_loaded` says that its weights are those of the path."""
+        """Return path and settings of the frozen model; `as_loaded` says that its weights are those of the path."""
         return {**self._record, "as_loaded": True}
 
     def _opened(self) -> Any:
@@ -460,7 +492,7 @@ class LateFrozen:
         return self._made
 
     def compute_log_probs(self, *args: Any, **options: Any) -> Any:
-        """Log-probs as of `LogProbModel.compute_log_probs`; loads the frozen model at the first call."""
+        """Compute log-probs as `LogProbModel.compute_log_probs` does; loads the frozen model at the first call."""
         return self._opened().compute_log_probs(*args, **options)
 
     @contextmanager
@@ -474,7 +506,9 @@ class LateFrozen:
 
 
 def passing(step: int | str, roles: Iterable[str]) -> str:
-    """The advice where a run's model is not at its path: how `Run.stepper` gets engines for `roles`."""
+    """Return the advice for a run whose model is not at its path: to pass engines for `roles` to `run.stepper(step,
+    engines=…)`.
+    """
     engines = (f"{role!r}: wb.engines.local(folder){'.critic()' * (role == 'critic')}" for role in roles)
     return f"copy the model there, or pass one from its folder: run.stepper({step}, engines={{{', '.join(engines)}}})"
 
@@ -482,8 +516,10 @@ def passing(step: int | str, roles: Iterable[str]) -> str:
 def frozen_of(
     settings: Mapping[str, Any], run: Path, trust: Trust, elsewhere: Sequence[str] = ()
 ) -> Callable[[Mapping[str, Any]], LateFrozen]:
-    """Make the `open_frozen` of `rebuilt`: it returns a `LateFrozen`, whose files must match the crc32 in the settings, or
-    are in the run's checkpoint of step 0; `elsewhere` are other folders where the model may be."""
+    """Make the function `open_frozen` that `rebuilt` takes. It returns a `LateFrozen` whose files must match the
+    recorded crc32, or that is in the run's checkpoint of step 0. `elsewhere` are further folders where the model may
+    be.
+    """
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
 
     def open_frozen(record: Mapping[str, Any]) -> LateFrozen:
@@ -496,7 +532,9 @@ def frozen_of(
 
 
 def wrong_files(record: Mapping[str, Any]) -> str | None:
-    """What is wrong with the model folder of a recorded engine, as text; None where its files match their crc32, if any."""
+    """Return what is wrong with the model folder of a recorded engine, as text; None where its files match their crc32,
+    if there is one.
+    """
     path = folder_of(str(record["path"]))
     if not path.is_dir():
         return f"no folder at {path}"
@@ -509,10 +547,11 @@ def wrong_files(record: Mapping[str, Any]) -> str | None:
 
 
 def standing_after(folder: Path, step: int, given: bool = False) -> Pipeline:
-    """Reconstruct a run's pipeline with its weights, optimizers and controllers after `step` (0: before training); with `given`
-    trust the folder's code runs.
+    """Make a run's pipeline again with its weights, optimizers and controllers after `step` (0: before training). With
+    `given` the folder's code is trusted and runs.
 
-    Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be restored.
+    Raises `RunError` where checkpoints and recorded updates do not reach that step, naming the steps that can be
+    restored.
     """
     settings = read_settings(folder)
     trust = trust_of(folder, settings, given)
@@ -527,7 +566,9 @@ def standing_after(folder: Path, step: int, given: bool = False) -> Pipeline:
 
 
 def _twin(folder: Path, step: int, standing: Pipeline, trusted: bool) -> Pipeline:
-    """Another pipeline of the run, on engines of its own, with all states of the one that stands after `step`."""
+    """Make a second pipeline of the run on separate engines, with all states of `standing`, which is at the end of
+    `step`.
+    """
     settings = read_settings(folder)
     trust = trust_of(folder, settings, trusted)
     _, engines = _nearest(folder, settings, step, trust)
@@ -539,15 +580,22 @@ def _twin(folder: Path, step: int, standing: Pipeline, trusted: bool) -> Pipelin
 
 
 def _controllers_at(folder: Path, settings: Mapping[str, Any], base: int | None) -> dict[str, dict[str, float]]:
-    """The controllers' states in a checkpoint, or (None) as the run began; runs before 0.16.0 began with them as made."""
+    """Return the controllers' states in the checkpoint of step `base`, or (None) those that the run began with.
+
+    {} for runs of versions before 0.16.0, which began with the controllers as they are made.
+    """
     if base is None:
         return dict(settings.get("began", {}).get("controllers", {}))
     return dict(checkpoint.read_state(step_folder(folder / "checkpoints", base))["controllers"])
 
 
 def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust) -> tuple[int | None, dict[str, Any]]:
-    """The newest step at or before `step` with a checkpoint that can be opened and from which all updates are recorded, and
-    the engines by role; None is the model that the run began with."""
+    """Open the engines, by role, of the newest checkpoint at or before `step` from which all updates are recorded;
+    returns its step first.
+
+    The step is None where the engines are of the model that the run began with. Raises `RunError` where there is
+    neither.
+    """
     recorded, why = updates.steps(folder / "updates"), []
     before = [one for one in checkpoint.steps(folder / "checkpoints") if one <= step]
     for base in (*reversed(before), None):
@@ -570,7 +618,9 @@ def _nearest(folder: Path, settings: Mapping[str, Any], step: int, trust: Trust)
 
 
 def restorable_steps(folder: Path) -> str:
-    """The steps whose weights can be restored, as text such as `0, 3–6`. Model folders are only checked to exist."""
+    """Return the steps whose weights can be restored, as text such as `0, 3–6`. Model folders are only checked to
+    exist.
+    """
     settings = read_settings(folder)
     there = all(folder_of(str(one.get("path", ""))).is_dir() for one in settings.get("engines", {}).values())
     steps = {*checkpoint.steps(folder / "checkpoints"), *([0] if there and not _in_memory(settings) else [])}
@@ -581,7 +631,7 @@ def restorable_steps(folder: Path) -> str:
 
 
 def _in_memory(settings: Mapping[str, Any]) -> bool:
-    """Whether a run began with weights that no file but its checkpoint of step 0 has."""
+    """Return whether a run began with weights that are in no file but its checkpoint of step 0."""
     began = settings.get("began", {})
     return any(began.get("versions", {}).values()) or not settings["engines"].keys().isdisjoint(
         began.get("in_memory", ())
@@ -589,7 +639,9 @@ def _in_memory(settings: Mapping[str, Any]) -> bool:
 
 
 def _opened(folder: Path, settings: Mapping[str, Any], base: int | None, trust: Trust) -> dict[str, Any]:
-    """Role → engine, from the checkpoint of step `base`, or for None from the model that the run began with."""
+    """Open the engines, by role, from the checkpoint of step `base`, or with None from the model that the run began
+    with.
+    """
     records = settings["engines"]
     if base is not None:
         place = step_folder(folder / "checkpoints", base)
@@ -606,16 +658,16 @@ def _opened(folder: Path, settings: Mapping[str, Any], base: int | None, trust: 
 
 
 def _check_models(records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises `RunError` for a model folder that is not as it was when the run began."""
+    """Raise `RunError` for a model folder that has other files than when the run began."""
     for role, record in records.items():
         if wrong := wrong_files(record):
-            raise RunError(
-                f"the model that {role!r} began with", expected="its files at the start of the run", found=wrong
-            )
+            raise RunError(f"the model that {role!r} began with has changed", expected="its files", found=wrong)
 
 
 def start_of(folder: Path, step: int) -> DataProto:
-    """A step's batch before its first phase, from its recorded update or its trace. Raises `RunError` without both."""
+    """Load a step's batch before its first phase, from its recorded update or its trace. Raises `RunError` where
+    neither is kept.
+    """
     if step in updates.steps(folder / "updates"):
         return updates.read(folder / "updates", step).start
     saved = step_folder(folder / "traces", step) / "start"
@@ -656,8 +708,11 @@ def counterfactual(
     rows: Sequence[int] = (),
     until: int | None = None,
 ) -> Counterfactual:
-    """Repeat a run's updates without some rows of one step: see `Run.counterfactual`. The result measures what these rows
-    did to the weights through the recorded updates, not what the changed policy would have sampled."""
+    """Repeat a run's updates without some rows of one step: see `Run.counterfactual`.
+
+    The result measures what these rows did to the weights through the recorded updates, not what the changed policy
+    would have sampled. `given` is true where the folder's code is trusted.
+    """
     recorded = updates.steps(folder / "updates")
     last = until if until is not None else max(recorded, default=0)
     update = updates.read(folder / "updates", step)

@@ -28,13 +28,15 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::|://)")
 
 
 def is_address(path: object) -> bool:
-    """Whether a path is an address (`s3://bucket/run`, `filecache::s3://…`) and no local path."""
+    """Return whether a path is an address (`s3://bucket/run`, `filecache::s3://…`) rather than a local path."""
     return isinstance(path, str) and bool(_ADDRESS.match(path))
 
 
 @contextlib.contextmanager
 def reading(address: str) -> Iterator[None]:
-    """Context manager: what a file system's library raises, a missing library too, is a `RunError` that names the address."""
+    """Context manager that turns errors of a file system's library, also its absence, into a `RunError` that names the
+    address.
+    """
     try:
         yield
     except ImportError as cause:
@@ -47,7 +49,7 @@ def reading(address: str) -> Iterator[None]:
 
 
 def opened(address: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it. Raises `RunError`."""
+    """Return the file system of an address, and the path in it. Raises `RunError` where it cannot be opened."""
     with reading(address):
         system, root = fsspec.url_to_fs(address)
         return system, str(root).rstrip("/")
@@ -55,12 +57,12 @@ def opened(address: str) -> tuple[Any, str]:
 
 @functools.cache
 def _copies() -> tempfile.TemporaryDirectory[str]:
-    """The folder of this process' copies, deleted at its end: `filecache::s3://…` keeps files for longer."""
+    """Make the temporary folder of this process's copies; it is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="workbench-runs-")
 
 
 class Files:
-    """A run's folder on this machine, where every file is there already; `Remote` is one at an address."""
+    """A run's folder on this machine, where every file is present already. `Remote` is the version for an address."""
 
     def __init__(self, folder: str | Path) -> None:
         self.address = str(folder)
@@ -69,24 +71,24 @@ class Files:
         """Where its files are read."""
 
     def look(self) -> None:
-        """Bring the folder's own JSON files here, as they are at this moment."""
+        """Make the folder's JSON files present in their current state; nothing to do on this machine."""
 
     def index(self) -> None:
-        """Bring here what says which steps, checkpoints and validations there are."""
+        """Make present what says which steps, checkpoints and validations there are; nothing to do on this machine."""
 
     def fetch(self, *names: str) -> None:
-        """Bring whole folders, or files, of these names here; without a name all."""
+        """Make folders or files of these names present, without a name all; nothing to do on this machine."""
 
     def fetch_steps(self, part: str, *steps: int) -> None:
-        """Bring the folders of these steps in `traces` or `checkpoints` here."""
+        """Make the folders of these steps in `traces` or `checkpoints` present; nothing to do on this machine."""
 
     def locked(self) -> bool:
-        """Whether a process writes the run."""
+        """Return whether a process is writing the run."""
         return held(self.local / "lock.json")
 
 
 class Remote(Files):
-    """A folder at an address, and its copy: what was fetched of it, at `local`."""
+    """A run folder at an address, with a local copy of what was fetched of it so far."""
 
     def __init__(self, address: str) -> None:
         self._system, self._root = opened(address)
@@ -99,7 +101,9 @@ class Remote(Files):
         """Files of the folder, as they were listed last."""
 
     def look(self) -> None:
-        """Copy the folder's own JSON files, whose contents change, unless they were just copied; those that are gone go here."""
+        """Copy the JSON files at the top of the folder, unless that was done in the last 2 seconds; delete local ones
+        that no longer exist there.
+        """
         if time.monotonic() - self._looked < FRESH:
             return
         with reading(self.address):
@@ -117,7 +121,9 @@ class Remote(Files):
         self._looked = time.monotonic()
 
     def index(self) -> None:
-        """List all files, copy those of `INDEX`, and make an empty file for each validation's samples."""
+        """List all files, copy the small ones that describe steps (`INDEX`), and make an empty file for each
+        validation's samples.
+        """
         if time.monotonic() - self._listed < LISTED:
             return
         with reading(self.address):
@@ -133,7 +139,7 @@ class Remote(Files):
         self._listed = time.monotonic()
 
     def fetch(self, *names: str) -> None:
-        """Copy whole folders, or files, that are not here yet; without a name all."""
+        """Copy folders or files of these names that are not here yet; without a name the whole run."""
         self.index()
         for name in self.names:
             if not names or any(name == one or name.startswith(f"{one}/") for one in names):
@@ -147,12 +153,12 @@ class Remote(Files):
             self.fetch(*(f"{part}/{step_folder(Path(), step).name}" for step in steps))
 
     def locked(self) -> bool:
-        """Whether the run has a lock file: that a process holds it cannot be seen from here."""
+        """Return whether the run has a lock file. Whether a process really holds the lock cannot be seen from here."""
         self.look()
         return (self.local / "lock.json").is_file()
 
     def _name(self, path: str) -> str:
-        """A file's path in the folder."""
+        """Turn a path of the file system into the file's path within the run folder."""
         return unquote(str(path)).removeprefix(unquote(self._root)).strip("/")
 
     def _get(self, name: str) -> None:
@@ -165,7 +171,7 @@ class Remote(Files):
 
 
 def runs_at(address: str) -> dict[str, str]:
-    """Name → address of what may be a run under an address, up to two levels down."""
+    """Find the folders under an address, up to two levels down, that may be runs: name → address."""
     system, root = opened(address)
     protocol = address[: len(address) - len(root)] if address.rstrip("/").endswith(root) else ""
     with reading(address):

@@ -73,10 +73,11 @@ State = Mapping[str, Mapping[str, float]]
 
 
 class Weights:
-    """The learners of a recorded step, all loaded when one is first used; before that only their states' names are known.
+    """The learners of a recorded step. All are loaded when one is first used; before that only the names of their
+    states are known.
 
-    `states` lists the names of each role's recorded states: that after the step before, and where the step is opened at a
-    phase after the role's update, the state after that update.
+    `states` maps each role to the names of its recorded states: the one after the step before, and the one after the
+    role's update in this step, if the step is opened at a later phase.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class Weights:
         return self._engines is not None
 
     def __getitem__(self, role: str) -> Any:
-        """A role's engine. Raises `RunError` where the weights cannot be made."""
+        """Return a role's engine, opening all engines at the first use. Raises `RunError` where the weights cannot be
+        restored.
+        """
         with self._lock:
             if self._engines is None:
                 try:
@@ -110,7 +113,9 @@ class Weights:
             return self._engines[role]
 
     def _open(self) -> Mapping[str, Any]:
-        """The engines after the step before, with the step's own updates up to there done again on the recorded batch."""
+        """Open the engines with the weights after the step before, and repeat this step's updates up to the phase it is
+        opened at.
+        """
         pipeline = standing_after(self._folder, self._step - 1, self._trust)
         engines = pipeline.learners()
         self._names = {engine.state_id: self.states[role][0] for role, engine in engines.items()}
@@ -126,20 +131,22 @@ class Weights:
         return engines
 
     def state_of(self, role: str) -> str:
-        """The recorded name of a role's present state, or the engine's own `state_id` after another update."""
+        """Return the recorded name of a role's present state, or the engine's own `state_id` after another update."""
         if self._engines is None:
             return self._wanted[role]
         return self._names.get(self._engines[role].state_id, self._engines[role].state_id)
 
     def recall(self, role: str, name: str) -> None:
-        """Switch a role to another of its recorded states; no engine is opened for it."""
+        """Switch a role to another of its recorded states, without opening an engine for it."""
         self._wanted[role] = name
         if self._engines is not None:
             self._engines[role].restore(self._kept[name])
 
 
 class LateLearner:
-    """A learner whose engine is opened at its first use; reading `state_id` does not open it. Made by `late_learner`."""
+    """A learner whose engine is opened at its first use; reading `state_id` does not open it. `late_learner` makes its
+    classes.
+    """
 
     def __init__(self, role: str, weights: Weights) -> None:
         self.role, self._all = role, weights
@@ -151,7 +158,7 @@ class LateLearner:
 
     @property
     def state_id(self) -> str:
-        """Name of the learner's recorded state, or the engine's own `state_id` after another update."""
+        """Name of the learner's present state: the recorded name, or the engine's own `state_id` after another update."""
         return self._all.state_of(self.role)
 
     @property
@@ -161,12 +168,12 @@ class LateLearner:
 
     @property
     def states(self) -> list[str]:
-        """Names of the learner's recorded states, in order; the present state alone where only one is recorded."""
+        """Names of the learner's recorded states, in order; only the present state's where a single one is recorded."""
         recorded = self._all.states[self.role]
         return recorded if len(recorded) > 1 else [self.state_id]
 
     def recall(self, name: str) -> None:
-        """Switch the learner to the recorded state `name`."""
+        """Switch the learner to its recorded state `name`."""
         self._all.recall(self.role, name)
 
     def _do(self, name: str, *args: Any, **options: Any) -> Any:
@@ -183,19 +190,21 @@ class LateLearner:
 
 @functools.cache
 def late_learner(kinds: tuple[type, ...]) -> type[LateLearner]:
-    """Make a `LateLearner` subclass with the protocol methods of these engine classes, so that `isinstance` checks of
-    protocols, as stages make them, open no engine."""
+    """Make a subclass of `LateLearner` with the protocol methods of these engine classes.
+
+    Stages check protocols by `isinstance`; with these methods such a check opens no engine.
+    """
     protocols = (Sampler, LogProbModel, Learner, Differentiable, WholeDistributions, Estimates)
-    asked = {name for one in protocols for name, what in vars(one).items() if callable(what) and name[0] != "_"}
-    there = [name for name in sorted(asked) if any(callable(getattr(kind, name, None)) for kind in kinds)]
+    methods = {name for one in protocols for name, what in vars(one).items() if callable(what) and name[0] != "_"}
+    there = [name for name in sorted(methods) if any(callable(getattr(kind, name, None)) for kind in kinds)]
     return type("LateLearner", (LateLearner,), {name: functools.partialmethod(LateLearner._do, name) for name in there})
 
 
 class Recalling(Snapshots):
-    """Snapshots that can also restore recorded states."""
+    """Snapshots of a stepper that can also restore a learner's recorded states."""
 
     def align(self, role: str, learner: Any, state_id: str) -> None:
-        """Restore the weights `state_id` as `Snapshots.align` does; a recorded state needs no snapshot."""
+        """Restore the weights called `state_id`, as `Snapshots.align` does; for a recorded state no snapshot is needed."""
         recorded = isinstance(learner, LateLearner) and len(learner.states) > 1 and state_id in learner.states
         if not recorded:
             super().align(role, learner, state_id)
@@ -223,7 +232,9 @@ class Replayed(Stepper):
         given: tuple[str, ...] = (),
         late: Weights | None = None,
     ) -> None:
-        """`given` are roles whose engines the caller gave; `late` are weights that are opened when they are needed."""
+        """Make the stepper before the first phase. `given` are the roles whose engines the caller passed; `late` are
+        weights that are opened when a stage needs them.
+        """
         super().__init__(pipeline, start)
         self._folder, self._step, self._given, self._late = folder, step, given, late
         self._settings = read_settings(folder)
@@ -243,7 +254,9 @@ class Replayed(Stepper):
         return (*lines, *self._age_note(still))
 
     def _age_note(self, still: list[str]) -> tuple[str, ...]:
-        """A note on rows that were sampled one step ahead, by weights that this stepper does not have."""
+        """Return a note on rows that older weights sampled (`ahead`, `max_lag`), which this stepper does not have; ()
+        where there are none.
+        """
         step, lag = self._step, self._settings["train"].get("max_lag")
         if lag:
             what = f"drawn in a stream, by weights up to {lag} versions old (token_versions)"
@@ -261,13 +274,15 @@ class Replayed(Stepper):
         return (f"{drawn[0]}: {whose}; {here}",)
 
     def recall(self, trace: Trace) -> None:
-        """Reuse those phases of a trace that were sampled one step ahead, as long as none of their inputs has changed."""
+        """Reuse those phases of a trace that were sampled one step ahead, as long as none of their inputs changes."""
         for stage in self._pipeline:
             if stage.name in trace.names and DRAWN in trace[stage.name].settings:
                 self._reuse(stage, trace, self._weights(stage))
 
     def _reuse(self, stage: Stage, trace: Trace, states: tuple[str, ...]) -> None:
-        """Use a stage's recorded phase, made with learners in these states, while nothing that it reads changes."""
+        """Use a stage's recorded phase, made by learners in the named states, as long as nothing that the stage reads
+        changes.
+        """
         self._recorded[stage.name] = phase = trace[stage.name]
         if not isinstance(stage, Missing):
             self._done[stage.name] = Done(stage, trace.before(stage.name), states, phase)
@@ -286,7 +301,8 @@ class Replayed(Stepper):
         return "weights: no engine is open; one is opened when a stage needs it"
 
     def stand(self, trace: Trace, position: int, before: State, after: State) -> None:
-        """Position the stepper before phase number `position` of a trace, and reuse earlier phases and later model outputs.
+        """Place the stepper before phase number `position` of a trace, and reuse the trace's earlier phases and later
+        model outputs.
 
         `before` and `after` are the controllers' states, by stage name, before and after the step.
         """
@@ -305,7 +321,9 @@ class Replayed(Stepper):
         self._align()
 
     def _take(self, stage: Stage, trace: Trace, past: Sequence[str], before: bool) -> None:
-        """Use a stage's recorded phase; of a later stage (not `before`) only where it uses no engine that was given."""
+        """Use a stage's recorded phase. A later stage (`before` is false) is run again where it uses an engine that the
+        caller passed.
+        """
         roles = {id(learner): role for role, learner in self._pipeline.learners().items()}
         used = [(roles[id(learner)], learner) for learner in stage.learners() if id(learner) in roles]
         others = not before and any(role in self._given for role, _ in used)
@@ -314,20 +332,23 @@ class Replayed(Stepper):
 
 
 def _state(learner: Any, updated: bool) -> str:
-    """Name of a learner's state before or after its update of the step; an engine that was given has one state."""
+    """Return the name of a learner's state before or after its update of the step; an engine that the caller passed has
+    one state.
+    """
     states = learner.states if isinstance(learner, LateLearner) else [str(learner.state_id)]
     return states[-1 if updated else 0]
 
 
 def _asks_models(settings: Mapping[str, Any], stage: str) -> bool:
-    """Whether a stage was made with an engine or a frozen model."""
+    """Return whether a stage was made with an engine or a frozen model."""
     made = next(one["arguments"].values() for one in settings["pipeline"] if one["name"] == stage)
     return any(isinstance(value, dict) and ("engine" in value or "frozen" in value) for value in made)
 
 
 def stepper_at(folder: Path, step: int, at: str | None, values: Mapping[str, Any], trust: bool = False) -> Replayed:
-    """Open a recorded step in a stepper: see `Run.stepper`; `values` are the caller's engines by role, `trust` their word for the
-    folder's code."""
+    """Open a recorded step in a stepper: see `Run.stepper`. `values` are the caller's engines by role; with `trust` the
+    folder's code may run.
+    """
     settings = read_settings(folder)
     records: list[dict[str, Any]] = settings.get("pipeline", [])
     names = [one["name"] for one in records]
@@ -355,7 +376,9 @@ def stepper_at(folder: Path, step: int, at: str | None, values: Mapping[str, Any
 
 
 def _of_weights(trace: Trace | None, weights: Weights, given: Mapping[str, Any]) -> Trace | None:
-    """The trace with old log-probs that are signed by the recorded name of the actor's weights, unless another was given."""
+    """Mark the old log-probs of a trace as computed by the recorded state of the actor, unless the caller passed
+    another actor.
+    """
     if trace is None or "actor" in given or "actor" not in weights.states:
         return trace
     state = weights.states["actor"][0]
@@ -363,7 +386,7 @@ def _of_weights(trace: Trace | None, weights: Weights, given: Mapping[str, Any])
 
 
 def _signed(batch: DataProto, state_id: str) -> DataProto:
-    """A recorded batch whose old log-probs say that they are of the weights called `state_id`, which here they are."""
+    """Mark the old log-probs of a recorded batch as computed by the weights called `state_id`."""
     origin = batch.origins.get("old_log_probs")
     if origin is None or origin.policy_version is None:
         return batch
@@ -371,7 +394,7 @@ def _signed(batch: DataProto, state_id: str) -> DataProto:
 
 
 def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
-    """A stepper before the first phase, on engines that are opened now."""
+    """Make a stepper before the first phase, on engines that are opened now."""
     start = start_of(folder, step)
     try:
         pipeline = standing_after(folder, step - 1, trust)
@@ -391,7 +414,9 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> 
 
 
 def _recorded(folder: Path, step: int, at: str | None, past: list[str]) -> Trace | None:
-    """The step's trace, or None. Raises `RunError` where it lacks phases of `past`."""
+    """Load a step's trace; None where there is none and no phase of `past` is needed. Raises `RunError` where it lacks
+    phases of `past`.
+    """
     path = step_folder(folder / "traces", step)
     trace = read_once(Trace.load(path)) if (path / "trace.json").is_file() else None
     if not past or (trace is not None and list(trace.names[: len(past)]) == past):
@@ -406,8 +431,10 @@ def _recorded(folder: Path, step: int, at: str | None, past: list[str]) -> Trace
 def _with_records(
     pipeline: Pipeline, trace: Trace | None, records: Sequence[Mapping[str, Any]] = (), unknown: Sequence[str] = ()
 ) -> Pipeline:
-    """Gives stages that cannot be made again their recorded outputs; and those of `unknown` that have a controller, because
-    the controller's state was not recorded."""
+    """Give stages that cannot be made again their recorded outputs.
+
+    Stages in `unknown` that have a controller count as such, because the controller's state was not recorded.
+    """
     for record in records:
         stage = pipeline[record["name"]]
         if stage.name in unknown and stage.state() and not stage.updates:
@@ -420,7 +447,7 @@ def _with_records(
 
 
 def controllers(folder: Path, step: int) -> tuple[State | None, State | None]:
-    """Controllers' states, by stage name, before and after a step; None where they were not recorded."""
+    """Return the controllers' states, by stage name, before and after a step; None where they were not recorded."""
     kept = read_kept(step_folder(folder / "traces", step))
     before = kept.before if kept.before is not None else _controllers_after(folder, step - 1)
     return before, kept.after if kept.after is not None else _controllers_after(folder, step)
@@ -436,9 +463,10 @@ def _controllers_after(folder: Path, step: int) -> State | None:
 
 
 class Traces(Shown, Mapping[int, Trace]):
-    """Step → recorded trace, opened on access; displayed as a table with each step's main metrics.
+    """The recorded traces of a run, step → trace, each loaded on access; displayed as a table with each step's main
+    metrics.
 
-    `files` are those of the run; of one at an address a trace is copied when it is opened.
+    `files` are the files of the run; at an address a trace is copied when it is opened.
     """
 
     def __init__(self, folder: Path, files: Files | None = None) -> None:
@@ -451,11 +479,11 @@ class Traces(Shown, Mapping[int, Trace]):
         return read_metrics(self._folder.parent / "metrics.jsonl")
 
     def why(self, step: int) -> Kept:
-        """Why the trace of a step was kept: it was due, or a symptom began in it."""
+        """Return why the trace of a step was kept: it was due, or a symptom began in the step."""
         return read_kept(self._path(step))
 
     def reasons(self) -> dict[int, Kept]:
-        """Step → why its trace was kept; traces that are pruned meanwhile are left out."""
+        """Return step → why its trace was kept. Traces that are deleted meanwhile are left out."""
         found = {step: (path, read_kept(path)) for step, path in self._there().items()}
         return {step: kept for step, (path, kept) in found.items() if path.is_dir()}
 
@@ -487,12 +515,12 @@ class Traces(Shown, Mapping[int, Trace]):
 
 
 class Run(Shown):
-    """A run folder: metrics, curves, traces, checkpoints, settings, summary. Each access reads the disk again.
+    """A run folder: metrics, curves, traces, checkpoints, settings and summary. Every access reads the disk again.
 
-    One at an address (`s3://…`, `https://…`) is read from a copy that has only what was read, and is never written. A step's
-    trace, a validation's samples and a checkpoint are copied when they are opened; the copy is deleted at the end of this process.
-    A stepper `at` a phase has no weights unless `run.fetch()` copied all. Raises `RunError` where the address cannot be read,
-    with the package that fsspec lacks for it.
+    A run at an address (`s3://…`, `https://…`) is read from a local copy and never written. A step's trace, a
+    validation's samples and a checkpoint are copied when they are opened; the copy is deleted when this process ends. A
+    stepper `at` a phase has no weights unless `run.fetch()` has copied everything. Raises `RunError` where the address
+    cannot be read, naming the package that fsspec lacks for it.
     """
 
     def __init__(
@@ -515,7 +543,9 @@ class Run(Shown):
 
     @property
     def path(self) -> Path:
-        """The run's folder; of a run at an address the copy, whose small files are those of this moment."""
+        """The run's folder on this machine; of a run at an address the local copy, with its small files brought up to
+        date.
+        """
         self._files.look()
         return self._files.local
 
@@ -531,7 +561,7 @@ class Run(Shown):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about how the run was begun, and what its folder lacks: rows of steps that were done."""
+        """Sentences about how the run began, and about rows that metrics.jsonl lacks although their steps were done."""
         done = max([0, *self.checkpoints, int(self.summary.get("steps") or 0)])
         return tuple(dict.fromkeys((*self._notes, *lost_rows(self.path, done))))
 
@@ -595,22 +625,23 @@ class Run(Shown):
         Raises `RunError` where there is none, `CheckpointError` where it is damaged: no other one is taken instead.
         """
         if isinstance(step, str):
-            require(step == BEST, "checkpoint of a run", expected=f"a step, or {BEST!r}", found=step)
+            require(step == BEST, "argument step of Run.checkpoint", expected=f"a number, or {BEST!r}", found=step)
             step = best_step(self.path)
         self._files.fetch_steps("checkpoints", *(self.checkpoints[-1:] if step is None else [step]))
         return checkpoint.verified(self.path, step)
 
     @property
     def symptoms(self) -> Symptoms:
-        """What looks wrong in the metrics, with advice; empty when nothing does."""
+        """The problems that show in the metrics, with advice; empty where there is none."""
         traces = self.traces
         return Symptoms(shown_by(self.rows, traces[max(traces)].batch if len(traces) else None))
 
     def diagnose(self) -> Diagnosis:
-        """What is probably wrong with the run: causes, the surest first, each with what to look at and what to turn.
+        """Find what is probably wrong with the run: causes, the surest first, each with what to look at and what to
+        change.
 
-        Read are the metrics, up to 1,024 samples of each of the last three recorded steps, and the audit of the last one
-        where it has at most 2,048 rows. No model is opened.
+        It reads the metrics, up to 1,024 samples of each of the last three recorded steps, and the audit of the last
+        one where that has at most 2,048 rows. No model is opened.
         """
         traces, rows = self.traces, self.rows
         batches = {step: traces[step].batch for step in sorted(traces)[-TRACES:]}
@@ -618,11 +649,12 @@ class Run(Shown):
         return diagnosed(gathered(rows, batches, symptoms=self.symptoms, settings=self.settings, audit=audit))
 
     def history(self, prompt: Any) -> Any:
-        """How one prompt's answers changed: its samples at every step, or validation, that drew it and kept them.
+        """Show how one prompt's answers changed: its samples at every step or validation that drew it and kept them.
 
-        `prompt`: a uid, the prompt's text (or a part that no other has), a sample of any view (`samples(x).row(7)`) or a line
-        of its table. A uid is one draw: draws are joined by the row of the data. Displayed with a line a step and what changed;
-        `.to_pandas()`, `.diff(10, 40)`. Raises `RunError` for an unknown prompt, with the nearest one.
+        `prompt` is a uid, the prompt's text (or a part that no other prompt has), a sample of any view
+        (`samples(x).row(7)`), or a line of its table. A uid names one draw of a data row; the history joins all draws
+        of that row. Displayed with one line per step and what changed; `.to_pandas()` gives a table, `.diff(10, 40)`
+        compares two steps. Raises `RunError` for an unknown prompt, with the nearest one.
         """
         return shows(self, "history", prompt)
 
@@ -633,10 +665,11 @@ class Run(Shown):
         return rebuild.restorable_steps(self.path)
 
     def audit(self, step: int | None = None) -> Audit:
-        """Recompute what a recorded step holds (None: every recorded step) by slow formulas of its own, and compare.
+        """Recompute the numbers of a recorded step (None: of every recorded step) by independent slow formulas, and
+        compare.
 
-        Columns and metrics that need the model, the clock or foreign code are listed with the reason; a model folder whose
-        files have changed since, too, whose tokenizer is read. No model is opened.
+        Columns and metrics that need the model, the clock or foreign code are listed with the reason. The tokenizer of
+        the model folder is read; where that folder's files have changed since, this is listed too. No model is opened.
         Raises `RunError` where the step's trace is not on disk.
         """
         self._files.fetch("updates")
@@ -650,18 +683,19 @@ class Run(Shown):
     # --- any step again -------------------------------------------------------------------------
 
     def stepper(self, step: int, at: str | None = None, engines: Mapping[str, Any] | None = None) -> Replayed:
-        """A Stepper on a recorded step, before its first phase or before the phase `at`.
+        """Open a recorded step in a stepper, before its first phase or before the phase `at`.
 
         Without `at` the engines are opened at once, with the weights of the newest checkpoint before and the recorded
         updates since. Running the step gives the run's own numbers, bit for bit on the CPU with the run's thread count.
 
-        With `at` the step's trace must be on disk. Earlier phases are taken from it; no engine is opened until a stage
-        needs one, and later log-probs and values are taken from it too while the tokens are the same:
-        `run.stepper(137, at="reward").replace("reward", other).run(until="advantage")` needs no model at all.
+        With `at` the step's trace must be on disk. Earlier phases are taken from it, and so are later log-probs and
+        values while the tokens are the same. An engine is opened only when a stage needs one: `run.stepper(137,
+        at="reward").replace("reward", other).run(until="advantage")` needs no model at all.
 
         A stage whose parts were recorded by name only (a reward function from a cell) returns its recorded outputs, and
-        `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) are used instead of the
-        run's, with their present weights. Raises `RunError` where the step cannot be restored, naming those that can.
+        `notes` say so; where its input has changed it must be replaced. `engines` (role → engine) are used instead of
+        the run's, with their present weights. Raises `RunError` where the step cannot be restored, naming those that
+        can.
         """
         self._files.fetch_steps("traces", step)
         if at is None:
@@ -674,7 +708,9 @@ class Run(Shown):
         return rebuild.standing_after(self.path, step, self.trust).learners()[role]
 
     def _fetch_weights(self, step: int) -> None:
-        """Bring here what gives the weights after a step: the newest checkpoint up to it and that of step 0, and all updates."""
+        """Copy here what restores the weights after a step: all updates, the newest checkpoint up to the step, and that
+        of step 0.
+        """
         before = [one for one in self.checkpoints if one <= step]
         self._files.fetch("updates")
         self._files.fetch_steps("checkpoints", *before[-1:], *[0] * (0 in before))
@@ -693,9 +729,12 @@ class Run(Shown):
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, `stopped` (see its summary), or `died` (no process writes it, and it has no summary).
+        """`running`, `finished`, `stopped` (the summary says why), or `died` (no process writes the run and it has no
+        summary).
 
-        Of a run at an address a lock file means `running`: whether a process holds it cannot be seen from here."""
+        A run at an address counts as `running` while it has a lock file: whether a process holds it cannot be seen from
+        here.
+        """
         if self._files.locked():
             return "running"
         if not (summary := self.summary):
@@ -703,7 +742,9 @@ class Run(Shown):
         return "stopped" if summary.get("stopped") else "finished"
 
     async def follow(self, every: float = 2.0) -> Run:
-        """Show progress and curves of a run in another process until it ends, read every `every` seconds; `await` it."""
+        """Show progress and curves of a run that another process is writing, until it ends; read every `every` seconds.
+        `await` it.
+        """
         steps = int(self.settings["train"]["steps"])
         live, seen = shows(self, "live", steps), 0
         while True:
@@ -717,26 +758,28 @@ class Run(Shown):
             await asyncio.sleep(every)
 
     def curves(self, *metrics: str, marks: bool = True, **others: Run | str | Path) -> Any:
-        """Draw the metric curves as a matplotlib figure; other runs (or their folders), given by name, are overlaid.
+        """Draw the metric curves as a matplotlib figure; other runs (or their folders), passed by name, are overlaid.
 
         In a live notebook a widget lies over the figure: values under the pointer, zoom, smoothing, log scale, and the
-        samples of a step that is clicked. `metrics`: those to draw instead of the main ones, by the panel's titles, by name
-        or as patterns, `run.curves("KL", "critic/*", "mine/len")`. `marks`: number this run's symptoms on the step axis and
-        list them beneath. `figure` has more settings. Raises `SettingError` for a name that no run has.
+        samples of a step that is clicked. `metrics` are those to draw instead of the main ones, by the panel's titles,
+        by name or as patterns: `run.curves("KL", "critic/*", "mine/len")`. `marks` numbers this run's symptoms on the
+        step axis and lists them beneath. `figure` has more settings. Raises `SettingError` for a name that no run has.
         """
         opened = {name: run if isinstance(run, Run) else load_run(run) for name, run in others.items()}
         return shows(self, "curves", *metrics, marks=marks, others=opened)
 
     def figure(self, *keys: str, others: Mapping[str, Run] | None = None, marks: bool = False, **options: Any) -> Any:
-        """Curves for a paper in one call: `run.figure("reward", "KL", path="curves.pdf", others={"DAPO": other})`.
+        """Draw curves for a paper in one call: `run.figure("reward", "KL", path="curves.pdf", others={"DAPO": other})`.
 
-        `options`: `path` (pdf, svg or png), `width` ("column", "page" or inches), `height`, `name`, `smooth`: see
-        `views.figure`. `marks`: symptoms are numbered on the time axis; the caption says what they are.
+        `options` are those of `views.figure`: `path` (pdf, svg or png), `width` ("column", "page" or inches), `height`,
+        `name`, `smooth`. `marks` numbers symptoms on the step axis; the caption says what they are.
         """
         return shows(self, "figure", *keys, others=others, marks=marks, **options)
 
     def tensorboard(self) -> str:
-        """TensorBoard on this run, in the cell; elsewhere the command line. Needs a browser that reaches its local port."""
+        """Show TensorBoard on this run in the cell; outside a notebook return its command line. Needs a browser that
+        reaches its local port.
+        """
         return str(shows(self, "tensorboard"))
 
 
@@ -744,7 +787,7 @@ class Summary(Shown, dict[str, Any]):
     """summary.json as a dict, displayed as a table."""
 
     def pairs(self) -> list[tuple[str, str]]:
-        """(name, text) pairs of the main numbers, for display."""
+        """Return (name, text) pairs of the main numbers, for display."""
         pairs = []
         for when in ("before", "after"):
             if f"reward_{when}" in self:
@@ -759,16 +802,17 @@ class Summary(Shown, dict[str, Any]):
 
 
 def number(value: float | None) -> str:
-    """Format a number with four decimals, None (the interval of one prompt) as a dash."""
+    """Format a number with four decimals, and None (the interval of a single prompt) as a dash."""
     return "–" if value is None else f"{value:.4f}"
 
 
 def load_run(path: str | Path, *, trust: bool = False) -> Run:
-    """Open the folder of a run, finished or still running; at an address (`s3://…`) to read it. Raises `RunError` where there
-    is none.
+    """Open a run folder, of a finished or a running run; also at an address (`s3://…`), to read it. Raises `RunError`
+    where there is none.
 
-    What the folder says is data: without `trust`, code that it brings or names (Python files of a model, a reward file in it)
-    does not run, and nothing is sent to addresses of its settings. What would is said where a step needs it, with its hash.
+    Without `trust` the folder is only data: code that it brings or names (Python files of a model, a reward file in it)
+    does not run, and nothing is sent to addresses in its settings. A step that needs such code says so, with the hash
+    of the file.
     """
     return Run(path, trust=trust)
 
@@ -786,8 +830,8 @@ def find_runs(folder: str | Path = "runs") -> list[Path]:
 
 
 def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataFrame:
-    """DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which runs differ, and
-    the parameters of their notebooks that no setting shows. `folder` may be an address (`s3://…`).
+    """Make a DataFrame with one row per run: state, steps, held-out rewards, seconds; then the settings in which the
+    runs differ, and the parameters of their notebooks that no setting shows. `folder` may be an address (`s3://…`).
 
     A run that cannot be read has the error as its state.
     """
@@ -799,7 +843,7 @@ def list_runs(folder: str | Path = "runs", *, settings: bool = True) -> pd.DataF
 
 
 def table(runs: Mapping[str, str | Path], *, settings: bool = True) -> pd.DataFrame:
-    """The DataFrame of `list_runs`, over runs by name."""
+    """Make the DataFrame of `list_runs` over runs given by name."""
     import pandas as pd
 
     lines, differing, shown = {}, {}, list[tuple[str, list[str]]]()
@@ -822,7 +866,7 @@ def table(runs: Mapping[str, str | Path], *, settings: bool = True) -> pd.DataFr
 
 
 def _parameters(path: Path) -> dict[str, Any]:
-    """The parameters of the job that wrote a run, given and default ones; {} for a script's run."""
+    """Return the parameters of the job that wrote a run, set and default ones; {} for a run of a script."""
     try:
         job = read_json(path / "job.json") if (path / "job.json").is_file() else {}
     except RunError:
@@ -850,7 +894,9 @@ def _line(run: Run) -> dict[str, Any]:
 
 
 def _flat(settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Settings that a person chose, as (`actor.lr`, value); what follows from others is left out."""
+    """List the settings that a person chose as pairs (`actor.lr`, value); settings that follow from others are left
+    out.
+    """
     train = settings.get("train") or {}
     pairs = [("data", settings.get("data")), ("seed", train.get("seed"))]
     left_out = {"files_crc32", "trackers", "steps", "seed"}

@@ -39,7 +39,11 @@ def lag_metrics(batch: DataProto, version: int | None) -> dict[str, float]:
 
 
 def devices_of(engines: Iterable[Any]) -> int:
-    """How many devices engines use: the most ranks of a learner, and the samplers that have devices of their own."""
+    """Count the devices that engines use: the most ranks that a learner has, plus the samplers' devices that no learner
+    shares.
+
+    A learner of 4 ranks with a sampler of 2 replicas on other devices gives 6.
+    """
     ranks, samplers = 1, 0
     for engine in engines:
         record = engine.describe() if isinstance(engine, Described) else {}
@@ -51,7 +55,10 @@ def devices_of(engines: Iterable[Any]) -> int:
 
 
 def push_metrics(engines: Iterable[Any]) -> dict[str, float]:
-    """Of the last push of weights to a sampler: `timing_s/update_weights` (verl's name) and its GiB, sent and of host memory."""
+    """Metrics of the last push of weights from learners to samplers: `timing_s/update_weights` (verl's name) in
+    seconds, `perf/update_weights_gb` for the GiB sent, and `perf/update_weights_host_gb` for the GiB of host memory
+    used. {} without a push.
+    """
     pushes = [push for one in engines if (push := getattr(one, "last_push", None)) is not None]
     if not pushes:
         return {}
@@ -91,7 +98,9 @@ def timing_metrics(metrics: Mapping[str, float], batch: DataProto, devices: int 
 
 
 def part_metrics(batch: DataProto) -> dict[str, float]:
-    """Of each part of a `mix` its prompts in a step and, where there are rewards, their mean: `data/<part>/prompts`, `…/score`."""
+    """Metrics of each part of a `mix` in one step: `data/<part>/prompts`, its number of prompts, and
+    `data/<part>/score`, their mean reward where rows were scored.
+    """
     means: dict[str, float] = {}
     parts, counted = batch.non_tensor_batch.get("data_part", ()), is_last(batch).tolist()
     for part in dict.fromkeys(filter(None, parts)):
@@ -104,14 +113,15 @@ def part_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def sample_metrics(batch: DataProto) -> dict[str, float]:
-    """verl's validation metrics `val-core/<source>/<variable>/…` and `val-aux/…`, means over the prompts of a data source; of
-    rows of a `mix`, over those of a part.
+    """Compute verl's validation metrics `val-core/<source>/<variable>/…` and `val-aux/…`: means over the prompts of
+    each data source (of a `mix`: of each part).
 
-    A variable is the reward or one of its named parts; the core one is the part `acc`, else the reward. Of a prompt with N
-    values there are mean@N, std@N, mean and std of best@n and worst@n for n = 2, 4, 8, … N (exact expectations over n draws
-    with replacement, where verl draws 1000 times), and of maj@n where every row has an answer. Rows that were not scored
-    have no value, but for `acc`: there they are 0, as sessions that are missing in verl (`acc_success_only` has them not).
-    Ours alone: `reward/pass@k`, where all rewards of a source are 0 or 1.
+    A variable is the reward or one of its named parts. The core variable is the part `acc` where there is one, else the
+    reward. A prompt with N values has mean@N, std@N, and for n = 2, 4, 8, … N the mean and std of best@n, worst@n and,
+    where every row has an extracted answer, maj@n. These are exact expectations over n draws with replacement, where
+    verl draws 1000 times. Rows that were not scored have no value, except for `acc`, where they count as 0 as verl
+    counts missing sessions (`acc_success_only` leaves them out). `reward/pass@k`, where all rewards of a source are 0
+    or 1, is workbench's addition.
     """
     by_source: dict[str, list[dict[str, tuple[list[float], list[Any]]]]] = {}
     for (source, _), rows in by_prompt(batch).items():
@@ -132,7 +142,9 @@ def sample_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def by_prompt(batch: DataProto) -> dict[tuple[str, str], list[int]]:
-    """Group row numbers by prompt: (part of a `mix`, else data source; uid) → rows, of an episode of several the last one."""
+    """Group row numbers by prompt: (part of a `mix`, else data source; uid) → rows. An episode of several rows counts
+    by its last row.
+    """
     counted = is_last(batch).tolist()
     sources, parts = (batch[name] if name in batch else [None] * len(batch) for name in ("data_source", "data_part"))
     groups: dict[tuple[str, str], list[int]] = {}
@@ -144,7 +156,9 @@ def by_prompt(batch: DataProto) -> dict[tuple[str, str], list[int]]:
 
 
 def _variables(batch: DataProto, rows: Sequence[int]) -> dict[str, tuple[list[float], list[Any]]]:
-    """Variable → values and extracted answers of a prompt's scored rows."""
+    """Collect the values of one prompt's scored rows: variable (`reward`, or a part such as `acc`) → (values, extracted
+    answers).
+    """
     scored = [row for row in rows if batch["scored"][row]]
     answers = [getattr(batch["score"][row], "answer", None) for row in scored] if "score" in batch else []
     variables = {"reward": ([float(batch["reward"][row]) for row in scored], answers)}
@@ -159,7 +173,11 @@ def _variables(batch: DataProto, rows: Sequence[int]) -> dict[str, tuple[list[fl
 
 
 def _of_variable(prompts: Sequence[tuple[list[float], list[Any]]], name: str, core: bool) -> dict[str, float]:
-    """Each metric's mean over the prompts that have it; of the core variable those of the most samples are core."""
+    """Average each metric of a variable over the prompts that have it, under `val-core/…` or `val-aux/…`.
+
+    Of the core variable, the means, bests and majorities at the largest number of samples go to `val-core`; all others
+    to `val-aux`.
+    """
     each = [_of_prompt(*pair) for pair in prompts if pair[0]]
     most = max((len(values) for values, _ in prompts), default=0)
     metrics = {}
@@ -170,7 +188,9 @@ def _of_variable(prompts: Sequence[tuple[list[float], list[Any]]], name: str, co
 
 
 def _of_prompt(values: list[float], answers: list[Any]) -> dict[str, float]:
-    """mean@N, std@N, best@n, worst@n and maj@n of one prompt's N values."""
+    """Compute mean@N, std@N, best@n, worst@n and maj@n of one prompt's N values; maj@n only where every sample has an
+    answer.
+    """
     statistics = {f"mean@{len(values)}": fmean(values)}
     if len(values) == 1:
         return statistics
@@ -189,9 +209,10 @@ def _of_prompt(values: list[float], answers: list[Any]) -> dict[str, float]:
 
 
 def pass_at_ks(rewards: Sequence[Sequence[float]]) -> dict[int, float]:
-    """k → the unbiased pass@k, a mean over prompts with k samples or more, of each prompt's rewards.
+    """Compute the unbiased pass@k for several k: k → the mean over the prompts that have at least k samples.
 
-    {} for rewards other than 0 and 1, and where no prompt has two samples.
+    `rewards` holds one list of rewards for each prompt. {} where a reward is neither 0 nor 1, or no prompt has two
+    samples.
     """
     most = max(map(len, rewards), default=0)
     if most < 2 or not {value for values in rewards for value in values} <= {0.0, 1.0}:

@@ -55,15 +55,17 @@ _sound: dict[Path, dict[str, tuple[int, ...]]] = {}
 def write(
     checkpoints: Path, step: int, fill: Fill, state: dict[str, Any], *, keep: int = 2, spared: Sequence[int | None] = ()
 ) -> Path:
-    """Write one checkpoint: `fill` puts the weights into the staging folder, `state` becomes state.json.
+    """Write one checkpoint and return its folder: `fill` writes the weights into a staging folder, `state` becomes
+    state.json.
 
-    All but the newest `keep` (≥ 2) good checkpoints are deleted, beside those of the steps in `spared`. Raises `CheckpointError` where it exists already or
-    could not be written (a full disk, say); earlier checkpoints are untouched then.
+    Afterwards all checkpoints but the newest `keep` (≥ 2) good ones and those of the steps in `spared` are deleted.
+    Raises `CheckpointError` where the step has a checkpoint already or where writing fails (a full disk, say); earlier
+    checkpoints are untouched then.
     """
     require(keep >= 2, "number of checkpoints to keep", expected="≥ 2", found=keep)
     target = step_folder(checkpoints, step)
     if target.exists():
-        raise CheckpointError("a checkpoint is never overwritten", found=f"{target}, which exists")
+        raise CheckpointError(f"step {step} has a checkpoint, which is never overwritten", found=target)
     staging = checkpoints / f"{_STAGING}{target.name}"
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -83,13 +85,15 @@ def write(
 
 
 def _stamps(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Each file's inode, size, and times of the last change of content and of anything."""
+    """Return path → (inode, size, time of the last change of content, time of the last change of anything) for every
+    file of a checkpoint: equal stamps mean that no file was touched.
+    """
     found = ((path, path.stat()) for path in checkpoint.rglob("*") if path.is_file())
     return {str(path): (one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for path, one in found}
 
 
 def _failed(checkpoints: Path, staging: Path, step: int, cause: Exception) -> CheckpointError:
-    """An error that says why, how much was written, and how much room is left."""
+    """Make the `CheckpointError` of a failed write: it says why, how much was written, and how much disk space is left."""
     before = [size_of(path) for path in step_folders(checkpoints).values()]
     free = shutil.disk_usage(next(path for path in (checkpoints, *checkpoints.parents) if path.exists())).free
     needed = f", the one before takes {_mib(before[-1])}" if before else ""
@@ -104,7 +108,9 @@ def _mib(size: int) -> str:
 
 
 def _commit(staging: Path, step: int, settings: str | None) -> None:
-    """fsync every file, then write the manifest over them. Files that a model folder's own manifest has are not read again."""
+    """Sync every file of a staging folder to disk, then write `manifest.json` over them. Files that a model folder's
+    manifest lists are taken from there and not read again.
+    """
     models = [one.parent for one in staging.rglob(MANIFEST)]
     known = {model / name: one for model in models for name, one in listed(model, CheckpointError, "").items()}
     files = {}
@@ -128,10 +134,10 @@ def verify(checkpoint: Path) -> None:
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest, checked to be complete, of a known format and of the folder's step."""
+    """Read a checkpoint's `manifest.json` and check that it is complete, of a known format, and of the folder's step."""
     path, what = checkpoint / MANIFEST, f"checkpoint {checkpoint.name}"
     if not path.is_file():
-        raise CheckpointError(f"{what} is incomplete", found=f"no {MANIFEST}")
+        raise CheckpointError(f"{what} is incomplete", found=f"no {MANIFEST} in it")
     try:
         text = path.read_text()
         document = json.loads(text)
@@ -178,7 +184,7 @@ def steps(checkpoints: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of `latest`: the newest good checkpoint, and the damaged ones."""
+    """Result of `latest`: the newest good checkpoint of a run, and which ones are damaged."""
 
     step: int
     path: Path | None
@@ -213,7 +219,7 @@ def latest(checkpoints: Path, *, clean: bool = False, most: float = math.inf) ->
 
 
 def _damage(checkpoint: Path) -> CheckpointError | None:
-    """What `verify` raises; None for a good one."""
+    """Verify a checkpoint and return the error of `verify`, or None for a good checkpoint."""
     try:
         verify(checkpoint)
     except CheckpointError as error:
@@ -222,9 +228,10 @@ def _damage(checkpoint: Path) -> CheckpointError | None:
 
 
 def prune(checkpoints: Path, keep: int, spared: Sequence[int | None] = ()) -> None:
-    """Delete the checkpoints that are older than the newest `keep` good ones, but for those of the steps in `spared`.
+    """Delete the checkpoints that are older than the newest `keep` good ones, except those of the steps in `spared`.
 
-    Damaged and spared ones do not count, and damaged ones are kept while they are newer than those.
+    Damaged and spared checkpoints do not count towards `keep`. A damaged one stays as long as it is newer than those
+    that are kept.
     """
     good = 0
     for step, path in reversed(step_folders(checkpoints).items()):
@@ -248,7 +255,9 @@ def prune(checkpoints: Path, keep: int, spared: Sequence[int | None] = ()) -> No
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global random generators of Python, NumPy and torch (CUDA's too, where it is in use) as JSON values."""
+    """Return the state of the global random generators of Python, NumPy and torch (also CUDA's, where it is in use) as
+    JSON values.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -261,10 +270,12 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], dry: bool = False) -> None:
-    """Restore what `rng_state` returned. Call it last: building models and iterators uses these generators.
+    """Restore the random generators' states that `rng_state` returned. Call it last: building models and iterators uses
+    them.
 
-    GPUs get the states of those with their numbers; where there are more or fewer now it is said, and the others keep theirs.
-    A `dry` run tries it on generators of its own. Raises `CheckpointError` where a part is missing or is no such state.
+    Each GPU gets the state that was saved under its number. Where the number of GPUs differs, a warning is logged and
+    GPUs without a saved state keep theirs. `dry=True` only checks the states, on throw-away generators. Raises
+    `CheckpointError` where a part of `state` is missing or is no generator's state.
     """
     try:
         version, internal, gauss = state["python"]

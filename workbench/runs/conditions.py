@@ -28,7 +28,9 @@ _HELD_OUT = "val"
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """A finished training step, as `Observer.on_step` gets it."""
+    """What an observer gets after each training step: step number, epoch, all metrics, and the trace with every phase's
+    batch.
+    """
 
     step: int
     epoch: int
@@ -50,7 +52,9 @@ class Observer(Protocol):
 
 
 class Metrics(dict[str, float]):
-    """A step's metrics as a condition gets them; `missing` are the names that it looked up and that are not there."""
+    """A step's metrics as `break_if` gets them: a dict that notes in `missing` each name that was looked up and is not
+    there.
+    """
 
     def __init__(self, metrics: Mapping[str, float]) -> None:
         super().__init__(metrics)
@@ -71,8 +75,9 @@ class Metrics(dict[str, float]):
 
 
 def check_condition(condition: Any, *, validates: bool) -> None:
-    """Raise `SettingError` for a `break_if` that can be known to fail: no function of one argument, or one that names a metric
-    of a validation where there is none (not `validates`)."""
+    """Raise `SettingError` for a `break_if` that is certain to fail: one that is no plain function of one argument, or
+    one that names a validation metric (`val/…`) where the run does not validate (`validates` is false).
+    """
     if condition is None:
         return
     what, expected = f"break_if {named(condition)}", "a function of a step's metrics that returns true or false"
@@ -93,12 +98,15 @@ def check_condition(condition: Any, *, validates: bool) -> None:
 
 
 def named(condition: Any) -> str:
-    """A condition's name for errors and records."""
+    """Return a condition's name for errors and records: a function's qualified name, else the shortened repr."""
     return str(getattr(condition, "__qualname__", None) or describe(condition, 60))
 
 
 class Guard:
-    """Evaluates `break_if`, and refuses names that are never there; `past` are the rows of the run's steps so far."""
+    """Evaluates `break_if` after each step, and refuses names of metrics that no step has.
+
+    `past` are the metrics rows of the run's earlier steps, whose names count as known.
+    """
 
     def __init__(self, condition: Condition, past: Iterable[Mapping[str, Any]], *, validates: bool) -> None:
         self._condition, self._validates = condition, validates
@@ -107,9 +115,11 @@ class Guard:
         """Names that were looked up and that no step has had."""
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the condition is met; one that needs a metric which this step alone lacks is not.
+        """Return whether the condition is met by a step's metrics. False where it needs a metric that only this step
+        lacks.
 
-        Raises `SettingError` where it cannot be evaluated.
+        Raises `SettingError` where the condition raises, returns something other than true or false, or needs an
+        unknown metric.
         """
         self._known |= metrics.keys()
         seen, what = Metrics(metrics), f"break_if {named(self._condition)}"
@@ -130,7 +140,9 @@ class Guard:
         return stops
 
     def _refuse_names(self, missing: set[str], what: str) -> None:
-        """Raise `SettingError` for a name that was looked up before, too, and that no step has had."""
+        """Raise `SettingError` for a missing metric that the condition also looked up in an earlier step and that no
+        step has had.
+        """
         late = self._validates and not any(name.startswith(_HELD_OUT) for name in self._known)
         never = {name for name in missing - self._known if not (late and name.startswith(_HELD_OUT))}
         for name in sorted(never & self._waiting):
@@ -143,14 +155,17 @@ class Guard:
 
 @dataclass(frozen=True)
 class Goal:
-    """A metric of the validations, and which way is better."""
+    """A validation metric that `save_best` or `stop_when` watches, and whether a lower value of it is better."""
 
     metric: str
     lower: bool
 
     @classmethod
     def of(cls, text: Any, setting: str) -> Goal:
-        """From `"val/reward"`, or with a direction `"max val/reward"`, `"min val/nll"`; without one a loss is better lower."""
+        """Parse a goal: `"val/reward"`, or with a direction `"max val/reward"` or `"min val/nll"`.
+
+        Without a direction, lower is better for names that end in `loss` or `nll`. `setting` is named in the error.
+        """
         words = text.split() if isinstance(text, str) else []
         name = words[-1] if words else ""
         held_out = name.startswith((f"{_HELD_OUT}/", f"{_HELD_OUT}-")) and words[:-1] in ([], ["min"], ["max"])
@@ -159,13 +174,16 @@ class Goal:
         return cls(name, words[0] == "min" if words[1:] else name.endswith(("loss", "nll")))
 
     def check(self, metrics: Mapping[str, Any]) -> None:
-        """Raise `SettingError` where a validation's metrics lack the goal's."""
+        """Raise `SettingError` where the metrics of a validation do not have the goal's metric."""
         if self.metric not in metrics:
             raise SettingError(unknown("metric of a validation", self.metric, metrics))
 
     def progress(self, rows: Iterable[Mapping[str, Any]], least: float = 0.0) -> tuple[int | None, float, int]:
-        """The step with the best value, that value, and how many validations have passed since: one is better that improves by
-        more than `least`. None and NaN without a number."""
+        """Return (step of the best validation, its value, number of validations since), read from metrics rows.
+
+        A validation becomes the best one where its value is better than the best so far by more than `least`. None and
+        NaN where no row has a value.
+        """
         best, value, since = None, math.nan, 0
         for row in rows:
             if self.metric not in row:
@@ -177,7 +195,9 @@ class Goal:
 
 
 def best_step(run: Path) -> int:
-    """The step of a run's best checkpoint by its metrics so far. Raises `RunError` for a run without `save_best`, or validation."""
+    """Return the step whose checkpoint `save_best` keeps, by the metrics so far. Raises `RunError` for a run without
+    `save_best`, or before its first validation.
+    """
     goal = read_settings(run)["train"].get("save_best")
     best = Goal.of(goal, "save_best").progress(read_metrics(run / "metrics.jsonl"))[0] if goal else None
     if best is None:

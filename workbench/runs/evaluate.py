@@ -49,7 +49,11 @@ from workbench.stages.update import Update
 
 
 def samples_table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
-    """The columns of a scored batch, one cell per row; of the data's columns those that have no name of ours."""
+    """Turn a scored batch into a table, column → one cell per row: prompt, response, score and the data's other
+    columns.
+
+    A column of the data whose name the table uses itself is left out. `greedy` fills the column of that name.
+    """
     rewards, scored, scores = batch["reward"].tolist(), batch["scored"].tolist(), batch["score"]
     columns: dict[str, list[Any]] = {
         "prompt": list(batch["raw_prompt"]) if "raw_prompt" in batch else [None] * len(batch),
@@ -72,7 +76,7 @@ def samples_table(batch: DataProto, greedy: bool) -> dict[str, list[Any]]:
 
 
 def _samples(batch: DataProto) -> list[int]:
-    """Each row's number among the samples of its prompt; the rows of an episode have one."""
+    """Number each row among the samples of its prompt, from 0; all rows of one episode have the same number."""
     seen: Counter[str] = Counter()
     numbers = [0] * len(batch)
     for rows in episodes(batch):
@@ -84,13 +88,15 @@ def _samples(batch: DataProto) -> list[int]:
 
 
 def joined_samples(tables: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
-    """Several tables below each other; a cell that one lacks is None."""
+    """Append several tables (column → cells) into one. A cell whose table lacks the column is None."""
     names = dict.fromkeys(name for one in tables for name in one)
     return {name: [cell for one in tables for cell in one.get(name, [None] * len(one["uid"]))] for name in names}
 
 
 def save_samples(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> Path:
-    """Write a table atomically, and return its path; cells that no file can hold (pictures) are left out with their column."""
+    """Write a table (column → cells) to a parquet file atomically, and return its path. A column with cells that no
+    file can hold (pictures) is left out.
+    """
     target = Path(path).expanduser()
     require(target.suffix == ".parquet", "file of generations", expected="a name ending in .parquet", found=str(path))
     files.write(target, columns)
@@ -98,7 +104,9 @@ def save_samples(path: str | Path, columns: Mapping[str, Sequence[Any]]) -> Path
 
 
 def keep_samples(folder: Path, step: int, columns: Mapping[str, Sequence[Any]], newest: int) -> None:
-    """Write a validation's table into `folder`, and delete all but the `newest` ones."""
+    """Write the sample table of a step's validation into `folder`, and delete all but the `newest` most recent tables
+    there.
+    """
     save_samples(step_file(folder, step), columns)
     for path in list(step_files(folder).values())[:-newest]:
         path.unlink()
@@ -184,7 +192,9 @@ def evaluate(
 
 
 def _engine(model: Any) -> tuple[Sampler, int | None]:
-    """The engine to sample from, and the longest response that its run allowed."""
+    """Open the engine to sample from, and return it with the `max_tokens` of its run's rollout (None where there is no
+    run).
+    """
     if isinstance(model, Sampler):
         return model, None
     folder = getattr(model, "path", model)  # a Run is as good as its folder
@@ -224,10 +234,14 @@ def evaluate_file(
 
 
 def _of_one_policy(batch: DataProto, greedy: bool | None) -> tuple[DataProto, bool]:
-    """(the greedy or the sampled responses of a dump, whether they are greedy). Raises `DataError` for several steps, or none."""
+    """Select the greedy or the sampled responses of a dump, and return them with whether they are greedy.
+
+    `greedy=None` takes the sampled ones where there are any. Raises `DataError` for responses of several steps, or for
+    none.
+    """
     if "step" in batch and len(steps := sorted({*batch["step"].tolist()})) > 1:
-        do = f"take one: step={steps[-1]}"
-        raise DataError("responses of several steps", expected="one step", found=steps, do=do)
+        do = f"choose a step: step={steps[-1]}"
+        raise DataError("the file has responses of several steps", expected="one step", found=steps, do=do)
     marks = batch["greedy"].tolist() if "greedy" in batch else [False] * len(batch)
     wanted = greedy if greedy is not None else all(marks)
     rows = [row for row, mark in enumerate(marks) if mark == wanted]
@@ -245,7 +259,9 @@ def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -
 
 
 def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
-    """Of a scored batch: means over prompts, each of them the mean of its scored samples."""
+    """Summarise a scored batch as an `Evaluation`: the mean over prompts, each prompt being the mean of its scored
+    samples.
+    """
     rewards, scored, groups = batch["reward"].tolist(), batch["scored"].tolist(), by_prompt(batch)
     prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in groups.items()}
     means = {key: _mean(values) for key, values in prompts.items() if values}
@@ -273,12 +289,14 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
 def validated(
     pipeline: Pipeline, eval_rows: Rows, seed: int, samples: int
 ) -> tuple[dict[str, float], dict[str, list[Any]]]:
-    """Validation metrics, and the table of its samples (`samples_table`), sampled ones first, then greedy ones.
+    """Validate a policy on held-out rows: returns its metrics, and the table of its samples (`samples_table`), sampled
+    first, then greedy.
 
-    Rewards on held-out rows, sampled as in training and greedy, with seeds of their own: verl's `val-core` and `val-aux` (see
-    `sample_metrics`), and `val/reward` with its interval, `val/greedy`, `accuracy`; `val/unscored` counts sampled and greedy
-    rows that were not scored: they are in no mean. Of a pipeline without a reward they are the means of its loss's metrics
-    on the held-out rows (`val/nll`), and nothing is sampled.
+    Responses are sampled as in training and, once more, greedily, with seeds that training does not use. Metrics are
+    verl's `val-core` and `val-aux` (see `sample_metrics`), `val/reward` with its interval, `val/greedy` and `accuracy`.
+    `val/unscored` counts the sampled and greedy rows that were not scored; they are in no mean. For a pipeline without
+    a reward the metrics are the means of the loss's metrics on the held-out rows (`val/nll`), nothing is sampled, and
+    the table is empty.
     """
     began = time.perf_counter()
     if "reward" not in pipeline:
@@ -300,7 +318,7 @@ def validated(
 
 
 def _measured(pipeline: Pipeline, eval_rows: Rows, seed: int) -> dict[str, float]:
-    """The metrics of the update's loss on held-out rows, as `val/<metric>`; no weight changes."""
+    """Compute the metrics of the update's loss on held-out rows, as `val/<metric>`, without changing any weight."""
     update = next(stage for stage in pipeline if isinstance(stage, Update))
     measures = []
     for batch in eval_rows.in_order(256, seed):
@@ -315,7 +333,9 @@ def _mean(values: list[float]) -> float:
 
 
 def _joined(parts: list[DataProto]) -> DataProto:
-    """Only what a viewer needs, of batches padded to one width; a part of the reward that a batch lacks is NaN there."""
+    """Join scored batches into one: responses padded to one width, scores, and the columns that all batches have. A
+    reward part that a batch lacks is NaN there.
+    """
     parts = alike(parts)
     width = max(part["response_mask"].shape[1] for part in parts)
     named = dict.fromkeys(name for part in parts for name in part.batch if name.startswith(REWARD_PREFIX))

@@ -60,8 +60,9 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def read_json(path: Path, do: str = "") -> Any:
-    """Read a JSON file of a run folder. Raises `RunError`, which says what to `do`, where it is missing, cannot be read or
-    has changed."""
+    """Read a JSON file of a run folder and check its checksum. Raises `RunError`, with the advice `do`, where the file
+    is missing, cannot be read or was changed.
+    """
     try:
         return json.loads(unsealed(path.read_text(encoding="utf-8"), path, RunError, do))
     except (OSError, ValueError) as cause:
@@ -85,8 +86,9 @@ def read_settings(run: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics.jsonl; no rows where there is no file. A last line without
-    newline (its writer was killed) is left out. Raises `RunError` for a line that is not JSON or has changed."""
+    """Read the rows of a metrics.jsonl; [] where there is no file. A last line without a newline, whose writer was
+    killed, is left out. Raises `RunError` for any other line that is not JSON or was changed.
+    """
     if not path.is_file():
         return []
     rows = []
@@ -158,7 +160,9 @@ PRUNED = ".pruned-"
 
 
 def written(target: Path, fill: Callable[[Path], None]) -> Path:
-    """Write a folder completely or not at all: `fill` gets a temporary one beside it, which is renamed afterwards."""
+    """Write a folder completely or not at all: `fill` writes into a temporary folder beside `target`, which is then
+    renamed to it. An existing `target` is replaced.
+    """
     staging = target.with_name(f".{target.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -185,8 +189,12 @@ _FULL, _FILES = (errno.ENOSPC, errno.EDQUOT), (errno.EMFILE, errno.ENFILE)
 
 @contextlib.contextmanager
 def room(path: Path) -> Iterator[None]:
-    """Context manager of what writes to a run folder: a full disk, no more open files, and files of the folder that cannot be
-    written or read, are a `RunError` that says how to go on. What was written before stays."""
+    """Context manager around writes to the run folder `path`: turns errors of the file system into a `RunError` that
+    says how to go on.
+
+    It covers a full disk, too many open files, and a file of the folder that cannot be written or read. What was
+    written before stays.
+    """
     try:
         yield
     except WorkbenchError:
@@ -208,7 +216,9 @@ def room(path: Path) -> Iterator[None]:
 
 
 class RunFolder:
-    """Writes a run folder. One writer at a time: see `Lock`."""
+    """Writes a run folder: its metrics rows, and moving aside what a resumed run does again. It holds the folder's
+    `Lock`, so that there is one writer at a time.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -220,7 +230,9 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
 
     def append_metrics(self, row: dict[str, Any]) -> list[str]:
-        """Append a row to metrics.jsonl and sync it. NaN and infinities become null; returns the names of those metrics."""
+        """Append a row to metrics.jsonl and sync the file. NaN and infinities are written as null; returns the names of
+        those metrics.
+        """
         clean = strict(row)
         with self.metrics.open("a") as file:
             file.write(sealed(json.dumps(clean, allow_nan=False)) + "\n")
@@ -231,11 +243,13 @@ class RunFolder:
     # --- what a resumed run does again ----------------------------------------------------------
 
     def supersede(self, after: int, learned: Mapping[Path, str] = MappingProxyType({})) -> list[str]:
-        """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces, held-out samples,
-        refused checkpoints, the summary; and TensorBoard events, which are written again from the rows that stay.
+        """Move everything past step `after` aside, so that a resumed run can write it again: rows, traces, held-out
+        samples, refused checkpoints, the summary, and TensorBoard's events, which are written again from the rows that
+        stay.
 
-        `learned`: further jsonl files → the key of a line's step. Nothing is deleted, but moved to
-        superseded/<number>-after-<step>/. Returns what was moved. A call that was interrupted is completed by the next one.
+        `learned` names further jsonl files, each with the key that holds a line's step. Files go to
+        superseded/<number>-after-<step>/; nothing is deleted. Returns what was moved. A call that was interrupted is
+        completed by the next one.
         """
         parent = self.path / "superseded"
         number = 1 + max((int(path.name[:3]) for path in parent.glob("[0-9][0-9][0-9]-*")), default=0)
@@ -279,11 +293,11 @@ class RunFolder:
 
 
 class Lock:
-    """An exclusive `flock` on the run folder itself and on its `lock.json`, which says who holds it (pid, host, start).
+    """Holds an exclusive `flock` on a run folder and on its `lock.json`, which says who holds it (pid, host, start).
 
-    The lock of a process that died is taken over, and `note` says so. Raises `RunError` for a second writer, in the same
-    process as well, and where `lock.json` was removed. File systems that cannot lock a folder (NFS) have the file's lock
-    alone; on one that does not share locks between hosts, two hosts are not kept apart.
+    The lock of a process that died is taken over, and `note` says so. Raises `RunError` for a second writer, also one
+    in the same process, even where `lock.json` was removed. On a file system that cannot lock a folder (NFS) only the
+    file is locked; on one that does not share locks between hosts, two hosts are not kept apart.
     """
 
     def __init__(self, path: Path) -> None:
@@ -293,8 +307,8 @@ class Lock:
         if (cause := _locked(folder)) is not None and cause.errno in _HELD:
             raise self._refusal() from cause
         self._file = self._open()
-        left = _read(self._file)
-        self.note = f"took over the lock of {_who(left)}, which no longer runs" if left else ""
+        left = _lock_holder(self._file)
+        self.note = f"took over the lock of {_holder_text(left)}, which no longer runs" if left else ""
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
         self._file.seek(0)
         self._file.truncate()
@@ -320,11 +334,11 @@ class Lock:
         do = "wait for it, stop it, or choose another run folder"
         holder = "a process that has locked the folder; its lock.json was removed"
         with contextlib.suppress(FileNotFoundError), self._path.open() as file:
-            holder = _who(_read(file))
+            holder = _holder_text(_lock_holder(file))
         return RunError(f"run {self._path.parent} is being written", found=holder, do=do)
 
     def release(self) -> None:
-        """Release the lock and delete its file."""
+        """Release the lock and delete `lock.json`. Calling it twice does no harm."""
         if not self._file.closed:
             with contextlib.suppress(OSError):  # the folder cannot be written any more: the lock itself is not the file
                 self._path.unlink(missing_ok=True)
@@ -337,7 +351,10 @@ _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def _locked(handle: int) -> OSError | None:
-    """Lock an open file or folder, or return why not. Who looks whether a lock is held has it itself for a moment."""
+    """Try for 0.1 seconds to lock an open file or folder, and return the error where that fails, else None.
+
+    One failed try is not enough: `held` takes the lock for a moment to see whether it is free.
+    """
     for turn in range(5):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -350,7 +367,7 @@ def _locked(handle: int) -> OSError | None:
 
 
 def held(path: Path) -> bool:
-    """Whether a process holds the run's lock (the path of its `lock.json`) at this moment; nothing is changed."""
+    """Return whether a process holds a run's lock at this moment; `path` is the run's `lock.json`. Nothing is changed."""
     for place in (path.parent, path):
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(place, os.O_RDONLY)
@@ -364,7 +381,7 @@ def held(path: Path) -> bool:
     return False
 
 
-def _read(file: IO[str]) -> dict[str, Any]:
+def _lock_holder(file: IO[str]) -> dict[str, Any]:
     file.seek(0)
     try:
         document = json.loads(file.read() or "{}")
@@ -373,7 +390,7 @@ def _read(file: IO[str]) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _who(held: dict[str, Any]) -> str:
+def _holder_text(held: dict[str, Any]) -> str:
     return f"pid {held.get('pid', '?')} on {held.get('host', '?')} since {held.get('started', '?')}"
 
 
@@ -397,12 +414,12 @@ class Kept:
     """The same after it."""
 
     def __str__(self) -> str:
-        """`every 10 steps; the gradient jumps`."""
+        """Join all reasons for keeping the trace, such as `every 10 steps; the gradient jumps`."""
         return "; ".join(part for part in (self.due, *self.flagged) if part)
 
 
 def keep_trace(trace: Trace, target: Path, kept: Kept) -> Path:
-    """Write a trace, with the reason for keeping it, to the folder `target`: completely or not at all."""
+    """Write a trace, and as `kept.json` the reason for keeping it, to the folder `target`, completely or not at all."""
 
     def fill(staging: Path) -> None:
         trace.save(staging)
@@ -412,7 +429,7 @@ def keep_trace(trace: Trace, target: Path, kept: Kept) -> Path:
 
 
 def read_kept(folder: Path) -> Kept:
-    """Read why the trace in a folder was kept. A trace without a readable `kept.json` counts as due."""
+    """Read from a trace's folder why it was kept. A trace whose `kept.json` is missing or unreadable counts as due."""
     path = folder / "kept.json"
     if not path.is_file():
         return Kept(due="recorded")

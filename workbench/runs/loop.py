@@ -73,7 +73,11 @@ LONGEST_PAUSE = 60.0
 
 
 class Recovery:
-    """Does work again whose workers were lost, at most `most` times in a training that begins after step `start`."""
+    """Repeats work whose worker processes were lost, after restoring the state from before it, at most `most` times in
+    a training.
+
+    `start` is the step before the training's first one; `ahead` says that rows are sampled ahead.
+    """
 
     def __init__(self, folder: RunFolder, pipeline: Pipeline, start: int, most: int, *, ahead: bool) -> None:
         self._folder, self._pipeline, self._start, self._most = folder, pipeline, start, most
@@ -90,8 +94,9 @@ class Recovery:
                 self._began[role] = learner.snapshot("memory")
 
     def attempt(self, step: int, work: Callable[[], T], restore: Callable[[], str]) -> T:
-        """Return what `work` returns. Where workers are lost in it, call `restore`, which says what it restored, and do `work`
-        again; raises the loss where that does not help."""
+        """Call `work` and return its result. Where workers are lost in it, call `restore` (it returns in words what it
+        restored) and call `work` again. Raises the loss where no recovery is left or restoring is impossible.
+        """
         pause = 0.0
         while True:
             try:
@@ -103,7 +108,9 @@ class Recovery:
                 pause = min(max(2 * pause, PAUSE), LONGEST_PAUSE)
 
     def _lost(self, error: BaseException) -> bool:
-        """Whether an error, or what it was raised from, says that workers were lost; a time-out does where they are gone."""
+        """Return whether an error, its cause or its context says that workers were lost. A time-out counts where
+        processes are gone.
+        """
         errors = (error, error.__cause__, error.__context__)
         if isinstance(error, Interrupted):
             return False
@@ -111,7 +118,7 @@ class Recovery:
         return any(isinstance(one, WorkerLost) for one in errors) or (late and self.gone())
 
     def gone(self) -> bool:
-        """Whether processes that held a learner's weights are gone."""
+        """Return whether processes that held a learner's weights are gone."""
         return any(isinstance(one, Losable) and one.lost for one in self._pipeline.learners().values())
 
     def _recover(self, step: int, error: Exception, restore: Callable[[], str], pause: float) -> None:
@@ -169,10 +176,11 @@ class Recovery:
             file.write(json.dumps(event) + "\n")
 
     def bring_back(self, step: int, state: Mapping[str, Any], before_last: Callable[[], None] | None = None) -> str:
-        """Make the state after `step` again: weights, optimizers, and of `state` the controllers and random generators.
+        """Restore the state after `step`: weights and optimizers, and from `state` the controllers and random
+        generators.
 
-        `before_last` is called when the state of the step before is there. Returns what was done, in words. Raises `RunError`
-        where neither checkpoints nor recorded updates reach there.
+        `before_last`, if given, is called when the state after `step - 1` is restored. Returns in words what was
+        restored. Raises `RunError` where neither checkpoints nor recorded updates reach that step.
         """
         base, origin = self._restored(step, step - 1 if before_last is not None else step)
         for number in range(base + 1, step + 1):
@@ -185,7 +193,9 @@ class Recovery:
         return f"{origin} and {step - base} updates" if step > base else origin
 
     def _restored(self, step: int, most: int) -> tuple[int, str]:
-        """Restore the newest state up to step `most` from which all updates up to `step` are recorded; its step and name."""
+        """Restore the newest state up to step `most` from which all updates up to `step` are recorded; returns its step
+        and its name.
+        """
         recorded, learners = updates.steps(self._folder.updates), self._pipeline.learners().items()
         needed = {number for number in range(self._start + 1, step + 1) if number not in recorded}
         there = checkpoint.latest(self._folder.checkpoints, most=most)
@@ -208,7 +218,9 @@ log = logging.getLogger("workbench")
 
 
 def run_step(pipeline: Pipeline, batch: DataProto | Trace) -> Trace:
-    """Run one training step: every stage once, in order. An exception of a stage has the trace so far as `.trace`."""
+    """Run one training step, every stage once and in order, and return its trace. An exception of a stage has the trace
+    so far as `.trace`.
+    """
     *_, trace = phases(pipeline, batch)
     return trace
 
@@ -231,7 +243,9 @@ class Ending:
 
 
 class Session:
-    """Runs the training loop of one `train` call and writes its run folder; `display` is a `widgets.display.Live`."""
+    """Runs the training loop of one `train` call and writes its run folder; `display` shows it live, as
+    `widgets.display.Live`.
+    """
 
     def __init__(
         self,
@@ -287,9 +301,9 @@ class Session:
         self._goals = {name: Goal.of(text, name) for name, text in goals.items() if text is not None}
 
     async def run(self) -> Ending:
-        """Restore the random generators, run the training loop, and write the summary, which says why a run ended early.
+        """Restore the random generators, run the training loop and write the summary, which says why a run ended early.
 
-        Raises `CancelledError`, with the step and the checkpoint in its message, where an interrupt stopped it.
+        Raises `CancelledError`, whose message has the step and the checkpoint, where an interrupt stopped the loop.
         """
         if self._start.rng is not None:
             checkpoint.restore_rng(self._start.rng)
@@ -310,7 +324,9 @@ class Session:
         return ending
 
     async def _loop(self, observers: Sequence[Observer]) -> Ending:
-        """Do the plan's steps, each in a thread beside the caller's event loop; `control` pauses or stops between two."""
+        """Run the plan's steps, each in a thread so that the caller's event loop stays free; `control` pauses or stops
+        between two steps.
+        """
         plan, control, start = self._plan, self._control, self._start.step
         error: BaseException | None = None
         try:
@@ -339,7 +355,9 @@ class Session:
                 observer.on_end(error)
 
     def _done_step(self, batch: DataProto, guard: Guard | None) -> StepReport | Ending:
-        """Do one step and measure it, again where workers were lost; the loop's ending where `break_if` stopped it."""
+        """Run one step and measure it; where workers were lost, restore and run it again. Returns the loop's ending
+        where `break_if` stopped it.
+        """
         step, epoch = batch.meta_info["step"], batch.meta_info["epoch"]
 
         def once() -> tuple[StepReport, Stepper | None]:
@@ -371,7 +389,9 @@ class Session:
         return report
 
     def _refuse_other_policy(self, report: StepReport) -> None:
-        """Raise `EngineError` where rows that say they are of the present weights were sampled by other ones."""
+        """Raise `EngineError` where rows that claim to be sampled by the present weights differ from them by more than
+        `max_rollout_kl`.
+        """
         limit, kl = self._plan.max_rollout_kl, report.metrics.get(KL, 0.0)
         if limit is None or not kl > limit or report.metrics.get(LAG, 0) > 0:
             return
@@ -381,29 +401,37 @@ class Session:
         raise EngineError(what, expected=f"≤ {limit:g} nats per token", found=f"{kl:.3g}", do=do)
 
     def _bring_back(self) -> str:
-        """Make the state after the last step with a row again, after workers were lost; says from what."""
+        """Restore the state after the last step that has a metrics row, when workers were lost; returns in words what
+        it was restored from.
+        """
         step, learners, state = int(self._state["step"]), self._pipeline.learners(), self._state
         again = self._ahead.lost(step + 1) if self._ahead is not None else None
         if again is None and not self._recovery.gone() and states(learners) == self._weights:
             self._pipeline.load_state(state["controllers"])
             checkpoint.restore_rng(state["rng"])
             return "weights as they were"
-        said = self._recovery.bring_back(step, state, again)
+        restored = self._recovery.bring_back(step, state, again)
         self._weights = states(learners)
-        return said
+        return restored
 
     def _batch(self, step: int) -> DataProto:
-        """A step's prompts: a function of the step, so that a resumed loop sees the same."""
+        """Return the prompts of a step. They depend only on the step, the seed and the batch size, so that a resumed
+        run gets the same ones.
+        """
         return self._rows.batch(self._plan.batch_size, step=step, seed=self._plan.seed)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about what was kept at the beginning, about recoveries, and about what only shows the run and has failed."""
+        """Sentences for the user: weights that were kept at the beginning, recoveries, and trackers or displays that
+        have failed.
+        """
         begun = (self._begun,) if self._in_memory and self._start.step == 1 else ()
         return (*begun, *self._recovery.notes, *self._left_out.values())
 
     def _showing(self, name: str, show: Callable[..., object], *args: Any) -> None:
-        """Call what only shows the run. One that fails is reported once and left out from then on: it ends no run."""
+        """Call `show`, a tracker or display of the run. Where it raises, log that once and skip it from then on: it
+        does not end the run.
+        """
         if name in self._left_out:
             return
         try:
@@ -415,7 +443,9 @@ class Session:
     # --- the loop's observer --------------------------------------------------------------------
 
     def on_start(self, start: int, steps: int) -> None:
-        """Before step 1: keep weights that no file has, and validate the untrained policy, if there are held-out rows."""
+        """Observer hook before step 1: save weights that no file has, and validate the untrained policy where there are
+        held-out rows.
+        """
         self._state = self._present_state(start - 1)
         if start > 1:
             return
@@ -429,11 +459,11 @@ class Session:
                 self._save()
 
     def _best(self) -> int | None:
-        """The step with the best validation so far, where `save_best` asks for it."""
+        """Return the step with the best validation so far where `save_best` is set, else None."""
         return self._goals["save_best"].progress(self._past)[0] if "save_best" in self._goals else None
 
     def _no_progress(self) -> str:
-        """Why the run ends for lack of progress (`stop_when`), else ''."""
+        """Return why the run ends for lack of progress (`stop_when`), or "" while it goes on."""
         if "stop_when" not in self._goals:
             return ""
         goal, plan = self._goals["stop_when"], self._plan
@@ -444,9 +474,10 @@ class Session:
         return f"{since} validations without {goal.metric} {way} {value:.4g}, that of step {best}: stopped"
 
     def on_step(self, report: StepReport) -> None:
-        """Write the metrics of a step, then its recorded update, trace and checkpoint where they are due.
+        """Observer hook after a step: write its metrics, then its recorded update, trace and checkpoint where they are
+        due.
 
-        A trace is kept every k-th step, of the last one, and of a step in which a symptom begins.
+        A trace is kept of every k-th step (`trace_freq`), of the last one, and of a step in which a symptom begins.
         """
         step, plan = report.step, self._plan
         metrics = self._measures
@@ -468,12 +499,12 @@ class Session:
             self._recovery.attempt(step, self._save, self._bring_back)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Close the trackers, which then write what they have buffered."""
+        """Observer hook after the loop: close the trackers, which then write what they have buffered."""
         for name, tracker in self._trackers.items():
             self._showing(name, tracker.close)
 
     def _measured(self, report: StepReport) -> dict[str, Any]:
-        """All metrics of a step, those of held-out rows included where validation is due."""
+        """Compute all metrics of a step, including those of held-out rows where a validation is due."""
         batch = report.trace.batch
         metrics: dict[str, Any] = {STEP: report.step, "training/epoch": report.epoch, **report.metrics}
         metrics |= reduce([data_metrics(batch)]) | part_metrics(_scored(report.trace))
@@ -493,7 +524,9 @@ class Session:
         return metrics
 
     def _write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write a row to the run folder, the trackers, the log and the display; after it the samples of a validation."""
+        """Write a metrics row to the run folder, the trackers, the log and the display; then the samples of its
+        validation, if any.
+        """
         if lost := self._folder.append_metrics(metrics):
             log.warning("step %d: %s is NaN or infinite, written as null", step, ", ".join(lost))
         if any(goal.metric in metrics for goal in self._goals.values()) or not step:
@@ -514,7 +547,7 @@ class Session:
             self._showing("the display", self._display.on_row, metrics, eta)
 
     def _present_state(self, step: int) -> dict[str, Any]:
-        """The present state that the next step depends on, but for the weights: state.json of a checkpoint."""
+        """Return all state except the weights that the next step depends on: the content of a checkpoint's state.json."""
         return {
             "step": step,
             "cursor": self._rows.cursor(step, self._plan.batch_size, self._plan.seed).to_json(),
@@ -525,7 +558,7 @@ class Session:
         }
 
     def _save_trace(self, due: str, flagged: Sequence[str] = ()) -> None:
-        """The trace of the last step, where it is not on disk yet, with the reason for it."""
+        """Write the trace of the last step, with the reason for keeping it, unless it is on disk already."""
         if self._last is None:
             return
         target = step_folder(self._folder.traces, self._last.step)
@@ -535,10 +568,10 @@ class Session:
             prune_traces(self._folder.traces, self._plan.keep_traces)
 
     def _save(self) -> int | None:
-        """Write a checkpoint of the last step with a row, unless there is one, and return its step.
+        """Write a checkpoint of the last step that has a metrics row, unless there is one, and return that step.
 
-        None where a later step has begun to change the weights: those of the last step are gone, and a resumed run does
-        that step again from the checkpoint before.
+        Returns None where the next step has already begun to change the weights. A resumed run then does the last step
+        again from the checkpoint before.
         """
         learners = self._pipeline.learners()
         if not self._state or states(learners) != self._weights:
@@ -569,8 +602,9 @@ class Session:
     # --- ends -----------------------------------------------------------------------------------
 
     def _finish(self, ending: Ending, why: Callable[[Mapping[str, float]], str] | None) -> str:
-        """Write curves and summary; where the loop was stopped, also the last trace and a checkpoint. `why` explains a
-        `break_if` from the metrics."""
+        """Write curves and summary, and return how the run ended. Where the loop was stopped early, also write the last
+        trace and a checkpoint. `why` explains `break_if` from the metrics.
+        """
         stopped = None
         if ending.stopped is not None:
             trace, step = ending.stopped.trace, ending.step + 1
@@ -587,8 +621,9 @@ class Session:
         return self._closed(stopped)
 
     def _broke(self, error: BaseException) -> str:
-        """After an error of the loop, keep the last complete step where possible, and the failed one for inspection. What
-        cannot be written then hides no other error."""
+        """After an error in the loop, keep the last complete step where possible and save the failed one for
+        inspection; returns why the run ended. An error while doing so does not replace the first one.
+        """
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError | Interrupted)
         step = self._done()
         why = f"interrupted after step {step}" if interrupted else first_line(error)
@@ -607,7 +642,9 @@ class Session:
         return self._last.step if self._last is not None else self._start.step - 1
 
     def _keep(self) -> str:
-        """Keep trace and checkpoint of the last complete step; returns a sentence about it."""
+        """Keep trace and checkpoint of the last complete step, and return a sentence about it, such as `; checkpoint
+        40, go on with resume='auto'`.
+        """
         note = self._end_draw(self._done())
         if self._last is None:
             return note
@@ -622,7 +659,9 @@ class Session:
         return f"; checkpoint {steps[-1]}, go on with resume='auto'{note}"
 
     def _end_draw(self, last: int) -> str:
-        """End the sampling of rows ahead when the loop has ended; an interrupt does not wait long for it."""
+        """End sampling ahead when the loop has ended, and return a sentence about it; after an interrupt it waits only
+        the grace period.
+        """
         patience = self._control.grace if self._control.interrupted else None
         return "" if self._ahead is None else self._ahead.close(last, patience)
 
@@ -642,7 +681,7 @@ class Session:
 
 
 def _run(stepper: Stepper) -> Trace:
-    """Run a stepper to its end. An exception of a stage has the trace so far as `.trace`."""
+    """Run a stepper to its end and return its trace. An exception of a stage has the trace so far as `.trace`."""
     try:
         return stepper.run().trace
     except Exception as error:
@@ -651,13 +690,16 @@ def _run(stepper: Stepper) -> Trace:
 
 
 def _scored(trace: Trace) -> DataProto:
-    """A step's batch as its reward left it, before rows were dropped; of a step without a reward its last one."""
+    """Return a step's batch as the reward stage left it, before rows were dropped; without a reward stage the step's
+    last batch.
+    """
     return trace["reward"].batch if "reward" in trace.names else trace.batch
 
 
 def write_summary(path: Path, eval_rows: Rows | None, stopped: str | None) -> None:
-    """Write summary.json from the files of the run folder: steps, seconds, why the run stopped, and held-out rewards before
-    and after. It comes before the picture of the curves, which may fail."""
+    """Write summary.json from the files of the run folder: steps, seconds, why the run stopped, and held-out rewards
+    before and after.
+    """
     rows = read_metrics(path / "metrics.jsonl")
     summary: dict[str, Any] = {
         "steps": rows[-1][STEP] if rows else 0,

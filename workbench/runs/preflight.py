@@ -46,7 +46,9 @@ _measured: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Preflight(Shown):
-    """Result of `preflight`: its findings as (what, sentence)."""
+    """Result of `preflight`: findings as pairs (subject, sentence), such as ("data", "96 rows from a.jsonl; none held
+    out").
+    """
 
     findings: tuple[tuple[str, str], ...] = field(default=())
     prompts: Mapping[str, int] = field(default_factory=dict, repr=False)
@@ -100,7 +102,9 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
 
 
 def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
-    """Raise `SettingError` where a learner replays the routing of rows that will not say how they were routed."""
+    """Raise `SettingError` where a learner has `routing_replay` but its rows do not record through which experts tokens
+    were routed (given targets, agents' episodes).
+    """
     replays = any(
         one.describe().get("routing_replay") for one in pipeline.learners().values() if isinstance(one, Described)
     )
@@ -115,7 +119,7 @@ _LAST = ("truths", "reward function")
 
 
 def _rewards(pipeline: Pipeline, rollout: Any, parts: Sequence[Rows], first: DataProto) -> list[tuple[str, str]]:
-    """What is found of the reward and the rows' truths; `first` is the batch of the first step."""
+    """Check the reward against the rows' ground truths and return its findings; `first` is the batch of the first step."""
     reward: Any = pipeline["reward"]
     blank = getattr(rollout, "blank", {})
     reward.function.check_signature((*first.columns, *blank))  # before the pipeline's check: it knows the nearest name
@@ -135,23 +139,25 @@ def _rewards(pipeline: Pipeline, rollout: Any, parts: Sequence[Rows], first: Dat
 
 
 def _lacking(reward: Any, rows: Rows) -> list[str]:
-    """Columns that a reward's arguments get and that some rows lack, in sentences: a mix of data sets has such."""
-    asked = [found[1] for source in reward.binding.values() if (found := re.fullmatch(r"column '(.+)'", str(source)))]
-    missing = {name: sum(row.get(name) is None for row in rows.views()) for name in asked if name in rows.columns}
+    """List, in sentences, the columns that the reward's arguments read and that some rows lack, as happens in a mix of
+    data sets.
+    """
+    columns = [found[1] for source in reward.binding.values() if (found := re.fullmatch(r"column '(.+)'", str(source)))]
+    missing = {name: sum(row.get(name) is None for row in rows.views()) for name in columns if name in rows.columns}
     read = f"which {reward.name} reads: it gets None for them"
     return [f"{number:,} of {len(rows):,} rows have no {name!r}, {read}" for name, number in missing.items() if number]
 
 
 def _unscorable(reward: Any, rows: Rows) -> str:
-    """What is known of rows that a reward cannot score: a sentence, or "". Raises `DataError` where it can score none."""
+    """Return a sentence about rows that the reward cannot score, or "". Raises `DataError` where it can score none."""
     if note := reward.check_rows(rows.views()):
         return str(note)
     argument = next((name for name, source in reward.binding.items() if source == WORDS["ground_truth"]), None)
     without = sum(not has_answer(row) for row in rows.views()) if argument else 0
     if not without:
         return ""
-    said = f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {argument!r}"
-    return f"{said}; name their column: wb.rows(…, answer='column')"
+    note = f"{without:,} of {len(rows):,} rows have no ground truth, which {reward.name} reads as {argument!r}"
+    return f"{note}; name their column: wb.rows(…, answer='column')"
 
 
 def _hash(*parts: Any) -> str:
@@ -160,11 +166,11 @@ def _hash(*parts: Any) -> str:
 
 
 class Prompts:
-    """Measures the lengths of prompts in tokens, under a model's chat template. Of a data set only the prompts that may be too
-    long by their characters are rendered, once in a process, and not again by a resumed run, whose settings.json has the
-    lengths that were `found`.
+    """Measures prompt lengths in tokens under a model's chat template, rendering as few prompts as possible.
 
-    A length is stored for the rows' content, the tokenizer, its template and the template's switches together.
+    Only prompts that may be too long by their characters are rendered, and once in a process; a resumed run takes the
+    lengths from settings.json. A length is stored under a hash of the rows' content, the tokenizer, its template and
+    the template's switches.
     """
 
     def __init__(self, reader: Any, switches: Mapping[str, Any], run: Path) -> None:
@@ -184,7 +190,7 @@ class Prompts:
             self._known |= read_settings(run).get("prompts", {})
 
     def longest(self, rows: Rows, above: int = 0) -> int:
-        """Number of tokens of the longest prompt, or `above` where none is longer; 0 for no rows."""
+        """Return the number of tokens of the longest prompt, or `above` where no prompt is longer; 0 for no rows."""
         key = _hash(rows.data_hash, self._kind, above)
         length = self._known.get(key) if self._kind else None
         if length is None:
@@ -196,8 +202,10 @@ class Prompts:
         return length
 
     @property
-    def told(self) -> str:
-        """How the lengths are known, in words."""
+    def source(self) -> str:
+        """How the lengths were measured, in words: how many prompts were rendered, or that they are known from an
+        earlier check.
+        """
         if not self._seen:
             return "known from an earlier check"
         return f"{self._rendered:,} of {self._seen:,} prompts rendered: no other can be too long"
@@ -209,7 +217,9 @@ class Prompts:
             rows.fitting(self._tokenizer, **self._switches)
 
     def limit(self, rows: Rows) -> int:
-        """Most tokens that a prompt may have: `max_prompt_length`, or where it is None the longest of the first 64 rows."""
+        """Return the most tokens that a prompt may have: `max_prompt_length`, or where that is None the longest of the
+        first 64 prompts.
+        """
         limit = rows.max_prompt_length
         longest = self.longest(rows[:64] if limit is None else rows[:2])
         if not longest:
@@ -223,7 +233,9 @@ def _data(rows: Rows, eval_rows: Rows | None) -> str:
 
 
 def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
-    """The size of a step. Raises `SettingError` where a mini-batch is larger than it."""
+    """Describe the size of a step, such as `16 prompts × 8 samples, 60 steps, 1.20 epochs`. Raises `SettingError` where
+    a mini-batch is larger than the step's batch.
+    """
     for stage in pipeline:
         size = getattr(stage, "ppo_mini_batch_size", None) or 0
         what, expected = f"ppo_mini_batch_size of {stage.name}", f"≤ {plan.batch_size}, the prompts of a step"
@@ -234,7 +246,9 @@ def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
 
 
 def _placement(pipeline: Pipeline, plan: Plan) -> str:
-    """Where rows are sampled ahead, and whether the loss corrects for their older weights."""
+    """Describe which stages run ahead of the update, by which sampler, and whether the loss corrects for rows of older
+    weights.
+    """
     if not (plan.ahead or plan.max_lag):
         return "each step samples its rows with the weights that it updates"
     setting = f"max_lag={plan.max_lag}" if plan.max_lag else f"ahead={plan.ahead}"
@@ -254,7 +268,11 @@ def _placement(pipeline: Pipeline, plan: Plan) -> str:
 
 
 def _lengths(rollout: Any, prompt: int, prompts: Prompts, rows: Rows) -> str:
-    """Prompts up to their limit, or where there is none or it does not fit into the model as far as they go, and responses."""
+    """Describe the prompt and response lengths, such as `256 prompt tokens + 512 response tokens of 2048`. Raises
+    `DataError` where they do not fit into the model.
+
+    The prompt length is the rows' limit; where there is none, or it does not fit, the longest prompt is measured.
+    """
     sampler, response = rollout.sampler, rollout.sampling.max_tokens
     limit = sampler.max_length if isinstance(sampler, Bounded) else None
     room = None if limit is None else limit - response
@@ -265,21 +283,27 @@ def _lengths(rollout: Any, prompt: int, prompts: Prompts, rows: Rows) -> str:
     if limit is not None and prompt + response > limit:
         what, do = "prompts and responses do not fit into the model", "lower max_prompt_length or max_tokens"
         raise DataError(what, expected=f"at most {limit} positions", found=lengths, do=do)
-    return f"{lengths} of {limit or 'no stated limit'}; {prompts.told}"
+    return f"{lengths} of {limit or 'no stated limit'}; {prompts.source}"
 
 
 def _mini_batch(pipeline: Pipeline, plan: Plan) -> int:
-    """Prompts of the largest mini-batch that learns at once."""
+    """Return the number of prompts of the largest mini-batch of any update stage."""
     return max(getattr(stage, "ppo_mini_batch_size", None) or plan.batch_size for stage in pipeline)
 
 
 def _memory(pipeline: Pipeline, tokens: int) -> str:
-    """Memory needed and free on each device for mini-batches of `tokens`, or that it is not known."""
+    """Describe the memory needed and free on each device for mini-batches of `tokens` tokens; `unknown` where no
+    estimate is possible.
+    """
     return estimated("the memory that learning takes", lambda: _devices(pipeline, tokens), "unknown")
 
 
 def _devices(pipeline: Pipeline, tokens: int) -> str:
-    """The needs of the engines on each device are added up, as estimated, and where that leaves a doubt as measured."""
+    """Describe, for each device, the memory that its learners need together and how much is free. Raises `OutOfMemory`
+    where it is too little.
+
+    The need is estimated; where the estimate is close to what is free, it is measured.
+    """
     learners = [learner for learner in pipeline.learners().values() if isinstance(learner, Estimates)]
     needs = []
     for device in {learner.memory_needed(0)[0]: None for learner in learners}:
@@ -301,13 +325,16 @@ def _needed(learners: Sequence[Any], tokens: int, measured: bool) -> int:
 
 
 def _is_checked(learner: Any) -> bool:
-    """Whether a learner may be refused: by its setting `check_memory`, and where what is free now is free then. A sampler that
-    shares its device sleeps while it learns."""
+    """Return whether a learner may be refused for lack of memory: not with `check_memory=False`, and not where its
+    sampler shares the device, because that sampler frees its memory while the learner works.
+    """
     return bool(learner.describe().get("check_memory", True)) and not getattr(learner, "share_device", False)
 
 
 def _disk(pipeline: Pipeline, plan: Plan, tokens: int) -> str:
-    """Disk space needed for the kept checkpoints, one that is being written, and the recorded updates."""
+    """Describe the disk space that the kept checkpoints, one being written, and the recorded updates need. Raises
+    `RunError` where the checkpoints do not fit.
+    """
     weights = _checkpoint_bytes(pipeline)
     between = plan.save_freq or plan.steps
     updates = min(plan.keep_updates << 20, tokens * plan.batch_size * PER_TOKEN * between * plan.keep_checkpoints)
@@ -336,10 +363,11 @@ def _begun(pipeline: Pipeline) -> str:
 
 
 def _tried(reward: Any, prompts: DataProto, tokenizer: Any, blank: Mapping[str, Any]) -> str:
-    """Score two made-up responses, as a step would: a broken function fails before the model has sampled for hours.
-    `blank` are further columns that the rollout would write.
+    """Score two made-up responses as a step would, so that a broken reward function fails before hours of sampling;
+    returns a sentence.
 
-    A function that runs in this process is not called: it may count its calls.
+    `blank` are further columns that the rollout would write. A function that runs in this process is not called,
+    because it may keep state, such as a count of its calls.
     """
     if reward.function.in_process:
         return f"{reward.function.name}: its signature fits"

@@ -55,7 +55,9 @@ _DEFAULTS = FsdpSettings().to_dict()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """List settings that differ as `lr: 0.001 → 0.002`, nested names joined by dots; of texts the first differing line."""
+    """List the settings that differ as `lr: 0.001 → 0.002`, with nested names joined by dots. Of texts of several lines
+    the first differing line is shown.
+    """
     changes = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
@@ -85,8 +87,8 @@ def begin(
 ) -> Start:
     """Restore weights, optimizer, controllers and data position from a run's folder, and return where to start.
 
-    `resume="never"` refuses a folder that has a run; `"auto"` takes the newest checkpoint that verifies; where there has
-    been none yet it starts over (what the run wrote is moved to superseded/). Raises `RunError` where settings, model files
+    `resume="never"` refuses a folder that has a run. `"auto"` takes the newest checkpoint that verifies; a run that
+    never had one starts over, and what it wrote is moved to superseded/. Raises `RunError` where settings, model files
     or data differ from the run's, or weights cannot be restored; `CheckpointError` where all checkpoints are damaged.
     """
     old, changes, warnings = check_resumable(folder.path, settings, resume, allow_changes)
@@ -118,7 +120,9 @@ def begin(
 
 
 def _had_checkpoint(run: Path, old: Mapping[str, Any] | None) -> str:
-    """By what a run must have had a checkpoint, in words; empty for one that was stopped before its first."""
+    """Return the evidence that a run once had a checkpoint, such as `40 steps are recorded, with a checkpoint every
+    10`; "" where there is none.
+    """
     summary = read_json(run / "summary.json") if (run / "summary.json").is_file() else {}
     if summary.get("checkpoints"):
         return f"its summary names checkpoints of steps {summary['checkpoints']}"
@@ -131,7 +135,9 @@ def _had_checkpoint(run: Path, old: Mapping[str, Any] | None) -> str:
 
 
 def lost_rows(run: Path, step: int) -> list[str]:
-    """Which steps up to `step` have no row in metrics.jsonl: somebody emptied or cut the file, or deleted it."""
+    """List, as sentences, the steps up to `step` that have no row in metrics.jsonl because the file was emptied, cut or
+    deleted.
+    """
     there = {int(row[STEP]) for row in read_metrics(run / "metrics.jsonl")}
     missing = [one for one in range(1, step + 1) if one not in there]
     return [f"metrics.jsonl lacks the rows of steps {ranges(missing)}, which were done"] if missing else []
@@ -144,18 +150,24 @@ def _superseded(folder: RunFolder, after: int, learned: Sequence[Path]) -> list[
 def restore_rows(
     folder: RunFolder, pipeline: Pipeline, rows: Rows, step: int, settings: Mapping[str, Any], *, fresh: bool = False
 ) -> list[Path]:
-    """Let rows that learn from the run be as after this step; returns their files, which a `fresh` run has not."""
+    """Restore rows that learn from the run (such as a curriculum) to their state after a step, and return the files
+    that they write.
+
+    Raises `RunError` where the run is new (`fresh`) and one of these files exists already.
+    """
     fits = functools.partial(_check_fits, pipeline.first, rows.max_prompt_length)
     lag = settings["train"].get("max_lag")  # prompts begin so many steps, and one more, before they are learnt from
     learned = rows.restore(folder.path, step, ahead=lag + 1 if lag else settings["train"]["ahead"], fits=fits)
     if fresh and (there := next((path for path in learned if path.exists()), None)):
         do = "choose another run=, or go on with resume='auto'; to start with its rows, join them: rows + wb.rows(…)"
-        raise RunError(f"there is a file of another run: {there}", expected="a new one", do=do)
+        raise RunError(f"a new run would write to a file of another run: {there}", do=do)
     return learned
 
 
 def _check_fits(rollout: Any, limit: int | None, chat: list[dict[str, Any]]) -> None:
-    """Raise `DataError` for a prompt, made during the run, that is empty or too long for the rollout."""
+    """Raise `DataError` for a prompt made during the run that is empty or too long for the rollout; `limit` is
+    `max_prompt_length`.
+    """
     sampler = rollout.sampler
     length = len(encode(sampler.tokenizer, chat, **switches_of(sampler)))
     model = sampler.max_length if isinstance(sampler, Bounded) else None
@@ -168,8 +180,11 @@ def _check_fits(rollout: Any, limit: int | None, chat: list[dict[str, Any]]) -> 
 def check_resumable(
     path: Path, settings: Mapping[str, Any], resume: str, allow_changes: Sequence[str]
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...]]:
-    """Check that a run may go on with these settings, and return (its recorded ones or None, differences that are allowed,
-    notes). Writes nothing. Raises `RunError` as `begin` does."""
+    """Check that a run may go on with these settings, and return (its recorded settings or None, the allowed
+    differences, notes).
+
+    Nothing is written. Raises `RunError` as `begin` does.
+    """
     if resume == "never":
         if (path / "metrics.jsonl").exists() or checkpoint.steps(path / "checkpoints"):
             do = "choose another run=, or go on with resume='auto'"
@@ -187,7 +202,9 @@ def check_resumable(
 
 
 def _changes(old: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between recorded and present settings, in words → the name of the setting."""
+    """Compare recorded and present settings: the difference in words (`train.seed: 0 → 1`) → the name of the setting
+    (`train.seed`).
+    """
     new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
     was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
     was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
@@ -196,8 +213,11 @@ def _changes(old: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, s
 
 
 def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """The settings that a run's weights were made with, and notes: those in its newest checkpoint that has some whole, else
-    those of settings.json, which alone has the history since; None for a run without both."""
+    """Read the settings that a run's weights were made with, and return them with notes; None for a run that has none.
+
+    They come from the newest checkpoint with a readable copy, else from settings.json, which alone has the run's later
+    history.
+    """
     path, saved = run / "settings.json", None
     for folder in reversed(step_folders(run / "checkpoints").values()):
         try:
@@ -221,7 +241,7 @@ def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
 
 
 def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded settings of engines; those that there were not yet have their defaults."""
+    """Add to recorded engine settings the defaults of settings that were introduced after the run was recorded."""
     nested = {
         name: _with_new_settings(value, new[name])
         for name, value in old.items()
@@ -234,7 +254,10 @@ def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
 def _restore(
     path: Path, pipeline: Pipeline, rows: Rows, settings: Mapping[str, Any], allow_changes: Sequence[str]
 ) -> dict[str, Any]:
-    """Restores weights, optimizers, schedules and controllers; returns the checkpoint's state.json."""
+    """Restore weights, optimizers, schedules and controllers from a checkpoint, and return its state.json.
+
+    Raises `CheckpointError` where the checkpoint lacks a part, `RunError` where the data is not what it was trained on.
+    """
     state = checkpoint.read_state(path)
     lacking = [key for key in _STATE if key not in state]
     lacking += [role for role in pipeline.learners() if not (path / role).is_dir()]
@@ -259,7 +282,7 @@ def _restore(
 
 
 def check_data(state: Mapping[str, Any], rows: Rows, plan: Mapping[str, Any]) -> None:
-    """Raise `RunError` where rows, or what they learned from the run, are not those of a checkpoint's `state`."""
+    """Raise `RunError` where the rows, or what they learned from the run, are not those of a checkpoint's `state`."""
     cursor = rows.cursor(state["step"], plan["batch_size"], plan["seed"]).to_json()
     if wrong := differences(state["cursor"], cursor):
         do = "resume with the run's own data, seed and batch_size"
@@ -270,8 +293,10 @@ def check_data(state: Mapping[str, Any], rows: Rows, plan: Mapping[str, Any]) ->
 
 
 def _of_ours(new: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A run's source texts; where the new pipeline has a function of this package, the record of it instead: its text
-    changes with every version of the package."""
+    """Return a run's source texts, stage → argument → text, with functions of this package replaced by their records.
+
+    Their text changes with every version of the package, so a difference in it does not mean a changed setting.
+    """
     was, now = (
         {one["name"]: one["arguments"] if one["class"] else {} for one in part.get("pipeline", [])}
         for part in (settings, new)
@@ -290,15 +315,16 @@ def _of_ours(new: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, d
 
 
 def _only_moved(name: str, engines: Mapping[str, Any]) -> bool:
-    """Whether only the folder of a model differs: the content of its files is compared by crc32."""
+    """Return whether a changed setting is only a model's folder, whose files are compared by crc32 anyway."""
     part, _, rest = name.partition(".")
     role, _, key = rest.partition(".")
     return part == "engines" and key == "path" and "files_crc32" in engines.get(role, {})
 
 
 def _may_change(name: str, allowed: Sequence[str]) -> bool:
-    """Whether a setting may differ in a resumed run: no number depends on how long calls of ranks and saves may take,
-    or on whether memory is checked."""
+    """Return whether a setting may differ in a resumed run: by `allowed`, or because no step's numbers depend on it
+    (deadlines, memory checks, the steps between checkpoints).
+    """
     return name.endswith(("deadline", ".failed_save", ".check_memory")) or _among(name, (*ALLOW_CHANGES, *allowed))
 
 
@@ -316,8 +342,11 @@ def _has_begun(old: Mapping[str, Any] | None, allow_changes: Sequence[str]) -> b
 def _refuse_other_weights(
     path: Path, pipeline: Pipeline, old: Mapping[str, Any], settings: Mapping[str, Any], *, over: bool
 ) -> None:
-    """Refuses a pipeline whose frozen reference is not the run's, and where the run starts over (`over`) weights that it did not
-    begin with. That happens when a cell is interrupted and run again on the engine in memory."""
+    """Raise `RunError` for a pipeline that holds other weights than the run began with, as when an interrupted cell is
+    run again on the engine in memory.
+
+    The frozen references are always compared; the learners' weights where the run starts `over`.
+    """
     began = old["began"]
     in_files = not (any(began["versions"].values()) or began.get("in_memory"))
     wrong = _other_references(old, settings)
@@ -342,7 +371,9 @@ _KEPT = "weights that no file had"
 
 
 def _frozen(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The frozen models of a recorded pipeline, by stage and argument: the checksum of their files, where that is known."""
+    """Return the frozen models of a recorded pipeline: `stage.argument` → the crc32 of the model's files, None where it
+    is unknown.
+    """
     every = (
         (f"{record['name']}.{key}", value)
         for record in settings.get("pipeline", [])

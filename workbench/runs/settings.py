@@ -153,7 +153,9 @@ class TrainSettings(Settings):
         require(often, "stop_when", expected="validations between steps", found="test_freq=0", do=do)
 
     def planned(self, rows: Rows) -> Plan:
-        """The settings of a training on these rows, with what they leave to the environment: a job's folder, its `resume`."""
+        """Complete the settings for a training on `rows`: steps from epochs, the run folder, and what a job's
+        environment sets.
+        """
         steps, run = self.steps, self.run
         if self.epochs is not None:
             steps = max(1, round(self.epochs * (len(rows) // self.batch_size)))
@@ -171,7 +173,7 @@ class TrainSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(TrainSettings):
-    """The settings of a training, with nothing left open."""
+    """The settings of one training, complete: steps instead of epochs, and a run folder, a way to resume and trackers."""
 
     steps: int
     run: Path
@@ -179,7 +181,9 @@ class Plan(TrainSettings):
     trackers: Sequence[str] = ()
 
     def record(self) -> dict[str, Any]:
-        """The settings as the plain values of settings.json; those of a stream, and of goals, only where they have an effect."""
+        """Return the settings as plain values for settings.json. Those of a stream, of goals and of `break_if` are left
+        out where unused.
+        """
         without = {"epochs", "run", "eval_rows", "resume", "allow_changes", "display", "observers", "health"}
         without |= set() if self.max_lag else {"max_lag", "stale"}
         without |= set() if self.save_best is not None else {"save_best"}
@@ -189,14 +193,18 @@ class Plan(TrainSettings):
         return {name: value for name, value in values.items() if name not in without}
 
     def due(self, every: int, step: int) -> str:
-        """Why an action due every `every` steps (0: never) and after the last one is due at `step`, in words; else ''."""
+        """Return in words why an action is due at `step`: `every 10 steps`, `the last step`, or "" where it is not due
+        (`every=0`: only after the last step).
+        """
         if every > 0 and step % every == 0:
             return f"every {every} steps" if every > 1 else "every step"
         return "the last step" if step == self.steps else ""
 
 
 def resolved(pipeline: Pipeline, rows: Rows, plan: Plan, prompts: Mapping[str, int]) -> dict[str, Any]:
-    """Describe all settings of a run as plain values for settings.json; `prompts` are lengths that `preflight` measured."""
+    """Describe all settings of a run as plain values for settings.json; `prompts` are the prompt lengths that
+    `preflight` measured.
+    """
     held_out = plan.eval_rows
     described = {stage.name: describe_settings(stage) for stage in pipeline}
     stages = {name: settings for name, (settings, _) in described.items()}
@@ -227,8 +235,11 @@ def resolved(pipeline: Pipeline, rows: Rows, plan: Plan, prompts: Mapping[str, i
 def with_history(
     settings: Mapping[str, Any], old: Mapping[str, Any] | None, step: int, changes: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the settings with a `history`, one entry for each start of the run: its first `step`, the changed settings and
-    the code's versions. `old` is the present settings.json."""
+    """Return the settings with a further entry in `history`: the first step of this start, the changed settings, and
+    the code's versions.
+
+    `old` is the present settings.json, whose history goes on.
+    """
     entry = {"at": time.strftime("%Y-%m-%d %H:%M:%S"), "from_step": step, "changes": list(changes)}
     entry |= {name: settings[name] for name in ("code", "versions")}
     there = old or {}
@@ -236,7 +247,7 @@ def with_history(
 
 
 def code_revision() -> str | None:
-    """The git commit of the package's folder, with `+changes` where files differ; None outside git."""
+    """Return the git commit of the package's folder, with `+changes` where files differ from it; None outside git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+changes", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -251,7 +262,7 @@ def code_revision() -> str | None:
 def described_engines(pipeline: Pipeline) -> dict[str, Any]:
     """Describe the engines: role → settings, with a crc32 over the files of the model that the engine was loaded from.
 
-    A resumed run makes the frozen reference from the same files.
+    A resumed run compares the crc32, because it makes the frozen reference from the same files.
     """
     records = {}
     for role, learner in pipeline.learners().items():
@@ -263,7 +274,7 @@ def described_engines(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def files_crc32(model: Path) -> int:
-    """One crc32 over the names and contents of a model folder's weight, config and tokenizer files."""
+    """Compute one crc32 over the names and contents of a model folder's weight, config and tokenizer files."""
     value = 0
     for path in model_files(model):
         value = crc32_of(path, zlib.crc32(path.name.encode(), value))
@@ -271,7 +282,9 @@ def files_crc32(model: Path) -> int:
 
 
 def _with_files(records: list[dict[str, Any]], engines: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Adds the crc32 of their files to frozen models, so that a replay does not use others."""
+    """Add to the records of frozen models the crc32 of their files, by which a replay checks that it uses the same
+    files.
+    """
     known = {record["path"]: record["files_crc32"] for record in engines.values() if "files_crc32" in record}
     for record in records:
         for value in record["arguments"].values():
@@ -283,7 +296,7 @@ def _with_files(records: list[dict[str, Any]], engines: Mapping[str, Any]) -> li
 
 
 def first_seen(pipeline: Pipeline) -> dict[str, int]:
-    """The learners' versions, by role, when this process first used the pipeline in a run.
+    """Return the learners' versions, by role, at the time when this process first used the pipeline in a run.
 
     The pipeline's frozen reference was made from these weights or earlier ones, never from later ones.
     """
@@ -292,8 +305,12 @@ def first_seen(pipeline: Pipeline) -> dict[str, int]:
 
 
 def in_memory(pipeline: Pipeline) -> dict[str, Any]:
-    """The models of a pipeline whose weights no file has, by the names under which a checkpoint of step 0 keeps them:
-    learners by role, and frozen ones such as a reference that was made of a policy in training."""
+    """Return the models of a pipeline whose weights are in no file, by the names under which the checkpoint of step 0
+    keeps them.
+
+    They are learners, by role, and frozen models, such as a reference made from a policy that was already being
+    trained.
+    """
     arguments = [model for stage in pipeline for model in getattr(stage, "made_with", {}).values()]
     frozen = {
         id(model): model for model in arguments if isinstance(model, FromFiles) and not isinstance(model, Learner)
@@ -364,7 +381,9 @@ def written_down(pipeline: Pipeline) -> list[dict[str, Any]]:
 
 
 def _argument(stage: Any, name: str, value: Any, roles: Mapping[int, str]) -> Any:
-    """One argument of a stage; of a policy's stage the stage inside as its class and arguments."""
+    """Describe one argument of a stage as a plain value. A stage that is itself an argument is described by class and
+    arguments.
+    """
     if not (isinstance(stage, OfPolicy) and name == "stage" and type(value).__module__.startswith(OURS)):
         return _plain(value, roles)
     made = {key: _argument(value, key, one, roles) for key, one in value.made_with.items()}
@@ -372,12 +391,14 @@ def _argument(stage: Any, name: str, value: Any, roles: Mapping[int, str]) -> An
 
 
 def _own_class(stage: Any) -> dict[str, Any]:
-    """Name and source text's crc32 of a class that is not of this package, by which a replay recognises it."""
+    """Describe a class from outside this package by name and source crc32, as a replay recognises it; {} for a class of
+    the package.
+    """
     return {"own": crc_of_class(type(stage))} if foreign_class(stage) else {}
 
 
 def crc_of_class(kind: type) -> list[Any]:
-    """[name, crc32 of the source text] of a class; None in place of a text that cannot be read."""
+    """Return [name, crc32 of the source text] of a class; the crc32 is None where the text cannot be read."""
     text = source_of(kind)
     return [kind.__name__, None if text is None else zlib.crc32(text.encode())]
 
@@ -395,18 +416,22 @@ def _plain(value: Any, roles: Mapping[int, str]) -> Any:
         return {word: type(value).__name__, WORDS[word]: given}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"mapping": {key: _plain(part, roles) for key, part in value.items()}}
-    return _reward(value) if isinstance(value, BaseReward) else _named(value)
+    return _reward(value) if isinstance(value, BaseReward) else _record_by_name(value)
 
 
 def _model(value: Any, name: str) -> dict[str, Any]:
-    """A record of a learner by its role, or of a frozen model that a checkpoint of step 0 keeps under a name."""
+    """Describe a learner by its role, or a frozen model by its settings and the name under which the checkpoint of step
+    0 keeps it.
+    """
     if not name.startswith(_FROZEN):
         return {"engine": name}
     return {"frozen": {key: one for key, one in value.describe().items() if key != "as_loaded"} | {"kept": name}}
 
 
-def _named(value: Any) -> dict[str, Any]:
-    """A record of a frozen model that is as it was loaded, or of a function of this package; of anything else the name."""
+def _record_by_name(value: Any) -> dict[str, Any]:
+    """Describe an unchanged frozen model by its settings, a function of this package by its place, and anything else by
+    its name.
+    """
     frozen: dict[str, Any] = value.describe() if isinstance(value, Described) else {}
     if frozen.get("as_loaded"):
         return {"frozen": {key: one for key, one in frozen.items() if key != "as_loaded"}}
@@ -419,7 +444,9 @@ def _named(value: Any) -> dict[str, Any]:
 
 
 def _reward(value: BaseReward) -> dict[str, Any]:
-    """A record of a reward: its name, and the place of a function of this package, by which a resumed run recognises it."""
+    """Describe a reward by its name, or by settings from which it can be made again. A function of this package has its
+    place, by which a resumed run recognises it.
+    """
     if value.name == "by data_source":
         return {"reward": value.settings()}
     if value.block is not None:
@@ -429,6 +456,6 @@ def _reward(value: BaseReward) -> dict[str, Any]:
 
 
 def place_of(value: Any) -> str | None:
-    """`module:name` of a function of this package, else None."""
+    """Return `module:name` of a function of this package, else None."""
     module, name = getattr(value, "__module__", "") or "", getattr(value, "__qualname__", "")
     return f"{module}:{name}" if callable(value) and name and module.startswith(OURS) else None

@@ -55,7 +55,10 @@ _KINDS: dict[str, type[Metric]] = {one.__name__: one for one in (Mean, Max, Min,
 
 
 def room(waiting: int, step: int, newest: int, size: int) -> int:
-    """How many further prompts may begin, with deadline `newest`, where `waiting` groups are out before step `step`.
+    """Return how many more prompts may begin with the deadline step `newest`, when `waiting` groups are unused before
+    step `step`.
+
+    Each step takes `size` groups, so that (newest - step + 1) · size can still be taken in time.
 
     >>> room(0, step=1, newest=2, size=4), room(8, step=1, newest=2, size=4)
     (8, 0)
@@ -64,10 +67,12 @@ def room(waiting: int, step: int, newest: int, size: int) -> int:
 
 
 def chosen(finished: Sequence[int], waiting: Sequence[int], step: int, size: int) -> list[int] | None:
-    """The places in `finished` of the `size` groups that step `step` takes, the earliest deadlines first.
+    """Choose the `size` groups that step `step` takes, those with the earliest deadlines; returns their places in
+    `finished`.
 
-    `finished` and `waiting` are deadlines: of the finished groups, and of all that are out. None where there are too few, or
-    where the steps up to some deadline could not take what would be left for them.
+    `finished` and `waiting` are deadlines, as step numbers: of the finished groups, and of all groups not yet used.
+    Returns None where too few are finished, or where taking these would leave more groups than the steps up to some
+    deadline can take.
 
     >>> chosen([3, 2, 3], waiting=[3, 2, 3, 2], step=1, size=2)
     [1, 0]
@@ -87,7 +92,7 @@ def chosen(finished: Sequence[int], waiting: Sequence[int], step: int, size: int
 
 @dataclass(eq=False)
 class Group:
-    """One prompt of the data's order and its responses."""
+    """One prompt of the data's order in a stream, with its responses, their scores and its metrics."""
 
     place: int
     """Its number in the order, from 0."""
@@ -112,7 +117,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a checkpoint holds of a stream: finished groups, and the numbers of those to be drawn again."""
+    """What a checkpoint holds of a stream: the finished groups that no step has used, and the numbers of the prompts to
+    draw again.
+    """
 
     next: int
     """Number of the next prompt in the order that has not begun."""
@@ -121,7 +128,9 @@ class Waiting:
     groups: Sequence[Group]
 
     def save(self, path: Path) -> None:
-        """Write `stream.json` and, where groups wait, their prompts and rows to a new folder."""
+        """Write `stream.json` to a new folder, and with it the prompts and rows of the waiting groups, if there are
+        any.
+        """
         path.mkdir(parents=True)
         records = [
             {
@@ -137,17 +146,17 @@ class Waiting:
         ]
         write_json(path / "stream.json", {"next": self.next, "again": list(self.again.items()), "groups": records})
         if self.groups:
-            _together([group.start for group in self.groups]).save(path / "start")
-            joined(_alike([_scored(group) for group in self.groups])).save(path / "rows")
+            _join_prompts([group.start for group in self.groups]).save(path / "start")
+            joined(_with_token_versions([_scored(group) for group in self.groups])).save(path / "rows")
 
     @classmethod
     def load(cls, path: Path) -> Waiting:
-        """Read what `save` wrote, into memory. Raises `RunError` for a folder of another kind."""
+        """Read a folder that `save` wrote into memory. Raises `RunError` where the folder holds no stream."""
         if not (path / "stream.json").is_file():
-            raise RunError(f"no stream in {path}", found="rows of ahead=1", do="resume with the run's own settings")
+            raise RunError(f"no stream in {path}", found="rows of ahead=1", do="resume with ahead=1, as the run began")
         record, groups = json.loads((path / "stream.json").read_text()), []
         if record["groups"]:
-            start, rows = (_read(path / name) for name in ("start", "rows"))
+            start, rows = (_load_in_memory(path / name) for name in ("start", "rows"))
             uids, prompts = list(rows["uid"]), list(start["uid"])
             for entry in record["groups"]:
                 chosen_rows = torch.tensor([uid == entry["uid"] for uid in uids])
@@ -162,7 +171,7 @@ class Waiting:
 
 
 class Stream:
-    """Draws the groups of a training's data order while it goes on, and gives each step its rows."""
+    """Samples the groups of a training's data order in threads while the policy learns, and gives each step its rows."""
 
     def __init__(
         self,
@@ -176,8 +185,11 @@ class Stream:
         stale: str = "keep",
         pending: Path | None = None,
     ) -> None:
-        """`batch_of(step)` returns the `size` prompts of the order's part `step`; nothing is drawn beyond step `last`. `done`
-        steps were done before, and `pending` is what their checkpoint holds. Raises `SettingError` as `sampler_of`."""
+        """Prepare the stream; sampling begins with the first `take`. Raises `SettingError` as `sampler_of` does.
+
+        `batch_of(step)` returns the `size` prompts of a step in the data's order; prompts of steps after `last` are not
+        drawn. `done` steps were done before, and `pending` is the folder in which their checkpoint saved the stream.
+        """
         self._engine: Any = sampler_of(pipeline, f"max_lag={max_lag}")
         self._rollout, self._reward = streamed(pipeline)
         self._batch_of = functools.lru_cache(maxsize=max_lag + 3)(batch_of)
@@ -202,22 +214,25 @@ class Stream:
     # --- the loop's side ------------------------------------------------------------------------
 
     def take(self, batch: DataProto) -> Trace:
-        """Return the trace of the rollout, and of the reward, of as many groups as the step's `batch` has prompts.
+        """Return the trace of the rollout and the reward of one step, with as many groups as the step's `batch` has
+        prompts.
 
-        Waits until they are finished. The same step again, after workers were lost, gets the same rows. Raises what drawing
-        raised, and `VersionMismatch` where a row is too old.
+        Waits until they are finished. Called again for the same step, after workers were lost, it returns the same
+        rows. Raises what sampling raised, and `VersionMismatch` where a row is older than `max_lag` allows.
         """
         step = int(batch.meta_info["step"])
         if self._taken[0] != step:
             self._taken = self._waited(step)
         if self._trace is None:
-            groups, waited, told = self._taken[1:]
-            self._trace = self._made(batch, sorted(groups, key=lambda one: one.place), waited, dict(told))
+            groups, waited, stream_metrics = self._taken[1:]
+            self._trace = self._made(batch, sorted(groups, key=lambda one: one.place), waited, dict(stream_metrics))
         self._check(self._trace, step)
         return self._trace
 
     def _waited(self, step: int) -> tuple[int, list[Group], float, dict[str, float]]:
-        """Wait for a step's groups: the step, its groups, the seconds waited, and what has been counted since the step before."""
+        """Wait for the groups of a step, and return (step, groups, seconds waited, the stream's metrics since the step
+        before).
+        """
         began = time.perf_counter()
         self._open(step)
         with self._turn:
@@ -233,29 +248,32 @@ class Stream:
             counts |= {"groups": len(groups), "buffer": len(self._finished), "under_way": len(self._under_way)}
             idle, self._idle = self._idle, 0.0
             waited = time.perf_counter() - began
-            told = {f"streaming/{name}": float(value) for name, value in counts.items()}
-            told |= {"timing_s/trainer_wait": waited, "timing_s/sampler_wait": idle}
-            return step, groups, waited, told
+            stream_metrics = {f"streaming/{name}": float(value) for name, value in counts.items()}
+            stream_metrics |= {"timing_s/trainer_wait": waited, "timing_s/sampler_wait": idle}
+            return step, groups, waited, stream_metrics
 
     def learnt(self, step: int) -> None:
-        """After a step's update: give the sampler the new weights, and let further prompts begin.
+        """After a step's update, give the sampler the new weights and let further prompts begin.
 
-        A sampler that would first have to finish what is out keeps its weights, as long as they are less than k updates old.
+        A sampler that has to finish its responses before it can change weights keeps its weights while they are less
+        than `max_lag` updates old.
         """
         if step < self._last and self._flow is not None and (not self._flow.waits or step - self._fresh >= self._lag):
             self._renew(step)
 
     def settle(self, step: int) -> AbstractContextManager[Any]:
-        """Give the sampler the weights after `step`, for a validation; the context manager keeps the reward to it alone."""
+        """Give the sampler the weights after `step` for a validation; within the returned context manager no group is
+        scored.
+        """
         if self._flow is not None:
             self._renew(step)
         return self.judging
 
     def lost(self, step: int) -> None:
-        """Nothing has to be drawn again by weights that are gone: what failed begins anew in the next `take`."""
+        """Called after workers were lost. Does nothing here: groups that failed begin anew in the next `take`."""
 
     def pending(self, after: int) -> Waiting:
-        """What a checkpoint after step `after` holds."""
+        """Return what a checkpoint after step `after` has to hold of the stream."""
         with self._turn:
             taken = self._taken[1] if self._taken[0] == after + 1 else []
             failed = {group.place: group.tries for group, _ in self._failed}
@@ -265,7 +283,9 @@ class Stream:
             return Waiting(self._next, again | late, [*kept, *taken])
 
     def close(self, after: int = 0, patience: float | None = None) -> str:
-        """End drawing; what was under way stays noted for `pending`. May be called twice."""
+        """End sampling; the prompts under way stay noted for `pending`. May be called twice. The arguments are not
+        used.
+        """
         with self._turn:
             self._closed = True
             for group in self._under_way.values():
@@ -279,7 +299,7 @@ class Stream:
     # --- inside ---------------------------------------------------------------------------------
 
     def _open(self, step: int) -> None:
-        """Begin with the first step; after a loss let the sampler have the learner's weights again."""
+        """Connect to the sampler before the first step; after a loss of workers, send it the learner's weights again."""
         if self._flow is None:
             self._flow = self._engine.flow(self._size * (self._rollout.group_size + self._rollout.greedy_baseline))
             self._fresh = step - 1
@@ -296,7 +316,9 @@ class Stream:
                 self._fill()
 
     def _fill(self) -> None:
-        """Begin as many prompts as may: those to be drawn again first, then in the data's order."""
+        """Begin as many prompts as the lag allows: first those to be drawn again, then the next ones in the data's
+        order.
+        """
         if self._closed:
             return
         free = MOST_GROUPS - len(self._under_way)
@@ -319,14 +341,16 @@ class Stream:
         in_thread("workbench-stream", runtime.releasing_team(functools.partial(self._drawn, group)))
 
     def _watch_idle(self) -> None:
-        """Count the seconds in which nothing is under way, while steps are still to come."""
+        """Count the seconds in which the sampler has nothing to do although steps are still to come."""
         now = time.perf_counter()
         if self._idle_since is not None:
             self._idle += now - self._idle_since
         self._idle_since = None if self._under_way or self._next >= self._last * self._size else now
 
     def _drawn(self, group: Group) -> None:
-        """In a thread: sample one group and score it."""
+        """In a thread: sample the responses of one group, score them, and put the group among the finished or the
+        failed ones.
+        """
         error: BaseException | None = None
         try:
             assert self._flow is not None
@@ -354,14 +378,16 @@ class Stream:
             self._turn.notify_all()
 
     def _judged(self, reward: Reward, batch: DataProto) -> list[Score]:
-        """The scores of one group's rows, or episodes."""
+        """Score one group's rows or, for a reward of whole episodes, its episodes."""
         function, rows = reward.function, whole_episodes(batch) if reward.sessions else batch
         with self.judging, boundary(f"stage {reward.name!r}"):
             function.check_signature(rows.columns)
             return function.judged(row_views(rows))
 
     def _choose(self, step: int) -> list[Group] | None:
-        """The groups that a step takes; None while it has to wait. Cancels what holds it up, where that was asked for."""
+        """Choose the groups that a step takes, or return None while it has to wait. With `stale="cancel"` it cancels
+        old groups that hold the step up. Raises the error of a group that failed.
+        """
         if self._failed:
             error = self._failed[0][1]
             self._again |= {group.place: group.tries for group, _ in self._failed}
@@ -388,18 +414,18 @@ class Stream:
         return group.born + self._lag + 1
 
     def _made(self, batch: DataProto, groups: list[Group], waited: float, stale_metrics: dict[str, float]) -> Trace:
-        """The phases of a step's rollout and reward, as if it had drawn these groups itself."""
+        """Build the trace of a step's rollout and reward from its groups, as if the step had sampled them itself."""
         meta = {"step": int(batch.meta_info["step"]), "epoch": batch.meta_info["epoch"]}
-        start = _signed(_together([group.start for group in groups]).with_meta(**meta), meta["step"])
+        start = _signed(_join_prompts([group.start for group in groups]).with_meta(**meta), meta["step"])
         parts = [_batch(group) for group in groups]
-        rolled = _signed(joined(_alike(_numbered(parts))).with_meta(**meta), meta["step"])
+        rolled = _signed(joined(_with_token_versions(_renumbered(parts))).with_meta(**meta), meta["step"])
         rows = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(part) for part in parts]))
         wrote = tuple(name for name in rolled.columns if name in self._rollout.writes or name not in start)
         settings, source = describe_settings(self._rollout)
         sampling, judging = (max(group.seconds[part] for group in groups) for part in (0, 1))
         sampling = max(sampling, waited - judging)
         stale_metrics |= {"timing_s/overlapped": sampling + judging - waited}
-        metrics = reduce([joined_metrics(group.metrics for group in groups)]) | _of_versions(rolled) | stale_metrics
+        metrics = reduce([joined_metrics(group.metrics for group in groups)]) | _version_metrics(rolled) | stale_metrics
         marked = {**settings, DRAWN: self._lag}
         what: dict[str, Any] = {"wrote": wrote, "metrics": metrics, "settings": marked, "source": source, "rows": rows}
         trace = Trace(start, (Phase(stage=self._rollout.name, batch=rolled, seconds=sampling, **what),))
@@ -419,7 +445,9 @@ class Stream:
 
 
 def streamed(pipeline: Pipeline) -> tuple[Any, Reward | None]:
-    """The stages of a pipeline that run group by group: its rollout, and a reward after it that needs no whole batch."""
+    """Return the stages of a pipeline that run group by group: the rollout, and the reward after it unless that scores
+    whole batches.
+    """
     stages = list(pipeline)
     reward = stages[1] if len(stages) > 1 and isinstance(stages[1], Reward) else None
     if reward is not None and getattr(reward.function, "per", "row") == "batch":
@@ -428,7 +456,9 @@ def streamed(pipeline: Pipeline) -> tuple[Any, Reward | None]:
 
 
 def _one_at_a_time(reward: Reward | None) -> bool:
-    """Whether a reward is a function of this process that is not async: it need not be ready for several threads."""
+    """Return whether a reward is a plain function of this process that is not async, so that two threads must not call
+    it at once.
+    """
     function = None if reward is None else reward.function
     return bool(getattr(function, "in_process", False)) and not inspect.iscoroutinefunction(
         getattr(function, "function", None)
@@ -441,45 +471,47 @@ def _batch(group: Group) -> DataProto:
 
 
 def _scored(group: Group) -> DataProto:
-    """A group's rows with their scores as a column."""
+    """Return a group's rows with their scores as a column `score`."""
     batch = _batch(group)
     each = group.scores if len(group.scores) == len(batch) else of_rows(batch, group.scores)
     return batch.with_columns({"score": list(each)}) if group.scores else batch
 
 
 def _of_episodes(batch: DataProto) -> list[Score]:
-    """The scores of a batch's episodes, each of which is on all of its rows."""
+    """Return one score for each episode of a batch; every row of an episode carries the episode's score."""
     return [score for score, last in zip(batch["score"], is_last(batch).tolist(), strict=True) if last]
 
 
-def _read(folder: Path) -> DataProto:
-    """A saved batch with all its columns in memory."""
+def _load_in_memory(folder: Path) -> DataProto:
+    """Load a saved batch with all its columns in memory."""
     batch = DataProto.load(folder)
     return DataProto(*apart({name: batch[name] for name in batch.columns}), batch.meta_info, origins=batch.origins)
 
 
-def _together(starts: Sequence[DataProto]) -> DataProto:
-    """Prompts of several parts of the order as one batch; `meta_info` is the first one's."""
+def _join_prompts(starts: Sequence[DataProto]) -> DataProto:
+    """Join prompts of several steps of the data's order into one batch, with the `meta_info` of the first."""
     return DataProto.concat([one.with_meta(**starts[0].meta_info) for one in starts])
 
 
-def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
-    """Batches to join: each has the column `token_versions`."""
+def _with_token_versions(parts: Sequence[DataProto]) -> list[DataProto]:
+    """Give every batch the column `token_versions`, so that the batches can be joined; it defaults to the row's
+    `policy_version`.
+    """
     return [
         part
         if TOKEN_VERSIONS in part
-        else part.with_columns({TOKEN_VERSIONS: part["policy_version"][:, None] * _own(part)})
+        else part.with_columns({TOKEN_VERSIONS: part["policy_version"][:, None] * _response_tokens(part)})
         for part in parts
     ]
 
 
-def _own(batch: DataProto) -> torch.Tensor:
-    """[B, T] int64: 1 on the tokens of the responses, 0 on padding."""
+def _response_tokens(batch: DataProto) -> torch.Tensor:
+    """Return [B, T] int64: 1 on the tokens of the responses, 0 on padding."""
     return batch["attention_mask"][:, -batch["responses"].shape[1] :]
 
 
-def _numbered(parts: Sequence[DataProto]) -> list[DataProto]:
-    """Batches whose episodes are numbered on through all of them, where an episode may be several rows."""
+def _renumbered(parts: Sequence[DataProto]) -> list[DataProto]:
+    """Renumber the episodes of several batches so that numbers stay unique when the batches are joined."""
     if not any(SESSION in part for part in parts):
         return list(parts)
     renumbered, first = [], 0
@@ -491,7 +523,7 @@ def _numbered(parts: Sequence[DataProto]) -> list[DataProto]:
 
 
 def _signed(batch: DataProto, step: int) -> DataProto:
-    """The batch with its columns signed as of this step, and by the newest of the weights that wrote them."""
+    """Return the batch with its columns' origins set to this step and to the newest weights that wrote a token."""
     newest = int(batch["policy_version"].max()) if "policy_version" in batch else None
     if TOKEN_VERSIONS in batch:
         newest = int(batch[TOKEN_VERSIONS].max())
@@ -504,8 +536,8 @@ def _signed(batch: DataProto, step: int) -> DataProto:
     return DataProto(*apart({name: batch[name] for name in batch.columns}), batch.meta_info, origins=origins)
 
 
-def _of_versions(batch: DataProto) -> dict[str, float]:
-    """The share of rows whose tokens were written by weights of several versions."""
-    own, versions = _own(batch).bool(), batch[TOKEN_VERSIONS]
+def _version_metrics(batch: DataProto) -> dict[str, float]:
+    """Compute `streaming/several_versions`: the share of rows whose tokens were written by weights of several versions."""
+    own, versions = _response_tokens(batch).bool(), batch[TOKEN_VERSIONS]
     moved = ((versions != batch["policy_version"][:, None]) & own).any(-1)
     return {"streaming/several_versions": float(moved.double().mean())} if len(batch) else {}

@@ -23,7 +23,9 @@ SEEN = 64
 
 @dataclass(frozen=True)
 class Symptom:
-    """One thing that looks wrong in a run's metrics."""
+    """One problem seen in a run's metrics, such as "entropy has collapsed": the numbers, since which step, and what to
+    try.
+    """
 
     name: str
     found: str
@@ -40,9 +42,10 @@ class Symptom:
 
 
 def symptoms(rows: Rows, batch: Any = None) -> list[Symptom]:
-    """List what looks wrong in metrics rows (`run.rows`), the worst first; `batch`, the last recorded one, shows causes.
+    """List the problems that show in metrics rows (`run.rows`), the worst first; `batch`, the last recorded one, shows
+    causes.
 
-    Fewer than three steps, and metrics that a run does not have, are not checked.
+    Fewer than three steps are not checked, nor are metrics that a run does not have.
     """
     steps = [row for row in rows if row[STEP] > 0]
     if len(steps) < 3:
@@ -64,7 +67,9 @@ def _last(rows: Rows, name: str) -> float | None:
 
 
 def _cut(rows: Rows) -> float:
-    """The share of responses that were cut off."""
+    """Return the share of responses that were cut off at the token limit, averaged over the last steps; 0 where it is
+    not measured.
+    """
     return _last(rows, "response/cut_ratio") or 0.0
 
 
@@ -99,7 +104,9 @@ def _causes(batch: Any) -> Iterator[str]:
 
 
 def _above(name: str, metrics: Sequence[str], limit: float, found: str, do: str) -> Check:
-    """A check that the recent mean of each metric is not above a limit; `found` is formatted with `metric` and `value`."""
+    """Make a check that the recent mean of each metric is at most `limit`; `found` is a text to be formatted with
+    `metric` and `value`.
+    """
 
     def check(rows: Rows, _: Any) -> Iterator[Symptom]:
         for metric in metrics:
@@ -172,7 +179,7 @@ _NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_l
 
 
 def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
-    """NaN and infinities are null in a run's rows."""
+    """Find the steps in which a metric was NaN or infinite; such a value is stored as null in a run's rows."""
     every = {int(row[STEP]): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
     if steps := tuple(step for step, names in every.items() if names):
         found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
@@ -214,11 +221,12 @@ CHECKS: tuple[Check, ...] = (
 
 
 class Watch:
-    """Follows a run's rows as they come: `look` returns the symptoms that begin with a row, `marks` all that were seen.
+    """Follows a run's rows as they come: `look` returns the symptoms that begin with a row, `marks` all symptoms seen
+    so far.
 
-    Each check reads the first rows and the last `SEEN`. `rows` are the earlier rows of a resumed run; they are checked at
-    up to `looks` evenly spaced rows, the last included, so that symptoms begun there are not reported again. NaN and
-    infinities must be None in rows (`folder.strict`).
+    Each check reads the first rows and the last `SEEN`. `rows` are the earlier rows of a resumed run. They are checked
+    at up to `looks` evenly spaced rows and at the last one, so that symptoms that began there are not reported again.
+    NaN and infinities must be None in rows (`folder.strict`).
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), looks: int = LOOKS) -> None:
@@ -251,8 +259,9 @@ class Watch:
 
     @property
     def marks(self) -> list[Symptom]:
-        """All symptoms seen so far, in order, `since` the step where each was first seen; one that is over is marked with
-        "(gone by now)"."""
+        """All symptoms seen so far, in order; `since` is the step where each was first seen. A symptom that has ended
+        is marked "(gone by now)".
+        """
         return [
             one if one.steps or name in self._there else replace(one, found=f"{one.found} (gone by now)")
             for name, one in self._seen.items()
@@ -260,7 +269,9 @@ class Watch:
 
 
 def shown_by(rows: Rows, batch: Any = None) -> list[Symptom]:
-    """The symptoms in the last rows of a run, `since` the step where each was first seen; `batch` as in `symptoms`."""
+    """List the symptoms in the last rows of a run, with `since` the step where each was first seen; `batch` as in
+    `symptoms`.
+    """
     since = {one.name: one.since for one in Watch(rows).marks}
     return [replace(one, since=since.get(one.name, one.since)) for one in symptoms(rows, batch)]
 

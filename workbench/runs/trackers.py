@@ -30,7 +30,7 @@ _SHOWN = ("prompt", "response", "score", "score/status", "score/why", "data_sour
 
 @dataclass(frozen=True)
 class Tracker:
-    """A metrics logger, such as TensorBoard, as functions."""
+    """A metrics logger, such as TensorBoard, as three functions: log metrics, close, log a table of samples."""
 
     log: Callable[[Mapping[str, float], int], None]
     """Writes the metrics of a step."""
@@ -41,7 +41,7 @@ class Tracker:
 
 
 def _console(run: Path, project: str, experiment: str) -> Tracker:
-    """A line of all metrics per step, on standard output."""
+    """Open the tracker that prints one line of all metrics per step on standard output."""
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         shown = (f"{name}:{value:.5g}" for name, value in metrics.items() if name != STEP)
@@ -52,12 +52,14 @@ def _console(run: Path, project: str, experiment: str) -> Tracker:
 
 
 def _jsonl(run: Path, project: str, experiment: str) -> Tracker:
-    """The run folder's metrics.jsonl, which every run has: the name asks for nothing more."""
+    """Open a tracker that does nothing: every run writes metrics.jsonl anyway."""
     return Tracker(lambda metrics, step: None)
 
 
 def _tensorboard(run: Path, project: str, experiment: str) -> Tracker:
-    """An event file; a resumed run gets a new folder, into which its earlier rows are written again. NaN is left out."""
+    """Open a TensorBoard event file in the run folder. A resumed run gets a new one, with its earlier rows written
+    again. NaN is left out.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(run / "tensorboard"))
@@ -72,7 +74,7 @@ def _tensorboard(run: Path, project: str, experiment: str) -> Tracker:
 
 
 def _wandb(run: Path, project: str, experiment: str) -> Tracker:
-    """Weights & Biases, in the mode that its own environment variables say; samples as its tables."""
+    """Open a Weights & Biases run, in the mode that its environment variables set; samples become its tables."""
     import wandb
 
     opened: Any = wandb.init(project=project, name=experiment, dir=str(run), reinit="finish_previous")
@@ -85,8 +87,10 @@ def _wandb(run: Path, project: str, experiment: str) -> Tracker:
 
 
 def _mlflow(run: Path, project: str, experiment: str) -> Tracker:
-    """MLflow, at the tracking address that its own environment variables say; it allows few signs in names. Samples are
-    artifacts that it shows as tables."""
+    """Open an MLflow run, at the tracking address that its environment variables set.
+
+    Signs that MLflow does not allow in names of metrics become `_`. Samples are artifacts that it shows as tables.
+    """
     import mlflow
 
     mlflow.set_experiment(project)
@@ -141,7 +145,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def shown_samples(samples: Table) -> dict[str, list[Any]]:
-    """What trackers get of a table of samples: its first rows and main columns, each prompt as its last message's text."""
+    """Select what trackers show of a table of samples: its first 64 rows and main columns, each prompt as its last
+    message's text.
+    """
     kept = {name: list(samples[name][:TABLE_ROWS]) for name in _SHOWN if name in samples}
     return {**kept, "prompt": [str(chat[-1].get("content")) if chat else "" for chat in kept["prompt"]]}
 
@@ -166,7 +172,7 @@ def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
 
 
 def append_line(line: str) -> None:
-    """Append a line to the progress file that `run_notebook` reads; does nothing without `WORKBENCH_PROGRESS`."""
+    """Append a line to the progress file that `run_notebook` reads. Does nothing where `WORKBENCH_PROGRESS` is not set."""
     if path := os.environ.get("WORKBENCH_PROGRESS"):
         with contextlib.suppress(OSError), open(path, "a") as file:  # a full /tmp ends no run
             file.write(line + "\n")

@@ -29,7 +29,7 @@ from workbench.steps.trace import Phase, Trace, perform
 
 @dataclass(frozen=True)
 class Update:
-    """A recorded step: all that its update stages need to run again."""
+    """A recorded training step: everything that its update stages need to run again."""
 
     step: int
     start: DataProto
@@ -63,7 +63,9 @@ def write(folder: Path, step: int, trace: Trace, pipeline: Pipeline) -> Path:
 
 
 def _narrow(columns: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The columns with integers in as few bytes as their values need, and the dtypes that they had."""
+    """Store each integer column in the smallest of uint8, int32 and int64 that holds its values; returns the columns,
+    and the names of their original dtypes.
+    """
     kinds = {name: str(values.dtype).removeprefix("torch.") for name, values in columns.items()}
     narrowed = dict(columns)
     for name, values in columns.items():
@@ -83,7 +85,9 @@ def steps(folder: Path) -> list[int]:
 
 
 def read(folder: Path, step: int) -> Update:
-    """Read and verify the recorded update of a step. Raises `CheckpointError` naming a file that is missing or changed."""
+    """Read and verify the recorded update of a step. Raises `CheckpointError`, which names the file, where one is
+    missing or changed.
+    """
     path = step_folder(folder, step)
     what = f"the recorded update of step {step}"
     if not (path / "update.json").is_file():
@@ -100,22 +104,26 @@ def read(folder: Path, step: int) -> Update:
 
 
 def apply(pipeline: Pipeline, update: Update, inputs: DataProto | None = None) -> list[Phase]:
-    """Run only the update stages, on a recorded step's inputs or on `inputs` instead; returns their phases."""
+    """Run only the update stages of a pipeline, on a recorded step's inputs or on `inputs` instead; returns their
+    phases.
+    """
     batch = update.inputs if inputs is None else inputs
     return [perform(stage, batch) for stage in pipeline if stage.updates]
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read `update.json` of a record's folder. Raises `CheckpointError` for another format."""
+    """Read `update.json` from a recorded update's folder. Raises `CheckpointError` where its format is not known."""
     record: dict[str, Any] = read_json(path / "update.json", "choose another step")
     check_format(record.get("format"), f"the recorded update {path.name}", CheckpointError)
     return record
 
 
 def prune(folder: Path, oldest_checkpoint: int, limit: int, sizes: dict[int, int] | None = None) -> None:
-    """Delete recorded updates before the oldest kept checkpoint, and the oldest while all together exceed `limit` bytes.
+    """Delete recorded updates up to the oldest kept checkpoint, and further the oldest ones while all together exceed
+    `limit` bytes.
 
-    `sizes` (step → bytes) is a cache that this fills: a writer that calls this every step measures each step once.
+    `sizes` (step → bytes) is a cache that this function fills, so that a writer that calls it every step measures each
+    step once.
     """
     sizes = {} if sizes is None else sizes
     held = 0

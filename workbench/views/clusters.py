@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def _labels(nodes: Sequence[Node]) -> dict[str, str]:
-    """Node id → its host name, with the end of the id where nodes share one."""
+    """Map each node's id to its host name, with the end of the id where several nodes have the same host name."""
     hosts = [node.host for node in nodes]
     return {node.id: node.host if hosts.count(node.host) == 1 else f"{node.host}/{node.id[-6:]}" for node in nodes}
 
 
 def cluster(cluster: Cluster) -> doc.Part:
-    """The view of a `Cluster`: its title, this session's pools and groups of workers, notes."""
+    """Build the display of a `Cluster`: its title, this session's pools and groups of workers, notes."""
     known = cluster.environment.variables or cluster.environment.ray
     pairs = [("environment", repr(cluster.environment))] if known else []
     pairs += [("pool", repr(pool)) for pool in cluster.pools.values()]
@@ -53,7 +53,7 @@ _BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px"
 
 
 def plan(plan: Plan) -> doc.Part:
-    """The view of a `Plan`: a frame for each node with the processes placed on it, coloured by pool in HTML."""
+    """Build the display of a `Plan`: a frame for each node with the processes placed on it, coloured by pool in HTML."""
     each = f"{plan.cpus:g} CPUs" + (f" and {plan.gpus:g} GPUs" if plan.gpus else "")
     title = f"Plan: {len(plan.seats)} processes with {each} each on {len(plan.nodes)} nodes; nothing has started"
     styles = {name: f"{_BOX};background:rgba({rgb},0.3)" for name, rgb in zip(plan.spec, cycle(_COLOURS), strict=False)}
@@ -70,7 +70,7 @@ def plan(plan: Plan) -> doc.Part:
         ]
         head = doc.bold(labels[node.id]), doc.BREAK, doc.small(has), doc.BREAK
         frames.append(doc.line(head, boxes or "nobody", style=_FRAME))
-    roles = [f"{name}: {', '.join(said)}" for name, said in plan.roles.items()]
+    roles = [f"{name}: {', '.join(tasks)}" for name, tasks in plan.roles.items()]
     return doc.line(doc.bold(title)), doc.Either(lines, (doc.line(frames), roles))
 
 
@@ -92,7 +92,9 @@ _WORKERS = ("group", "rank", "pid", "host", "pool", "GPUs", "memory", "GPU memor
 
 
 def status(status: Status) -> doc.Part:
-    """The view of a cluster's `Status`: tables of nodes, pools, workers and running calls; usage is bars in HTML."""
+    """Build the display of a cluster's `Status`: tables of nodes, pools, workers and running calls; usage is bars in
+    HTML.
+    """
     at = f", {datetime.fromtimestamp(status.at, UTC):%Y-%m-%d %H:%M:%S} UTC" if status.at else ""
     pools = [[name, str(size), where] for name, size, where in status.pools]
     calls = [[one.method, one.group, one.stage or "–", f"{one.seconds:.0f} s"] for one in status.calls]
@@ -122,9 +124,9 @@ def _nodes(nodes: Sequence[Node]) -> list[list[doc.Part]]:
 
 
 def _used(used: int, total: int, most: float) -> doc.Part:
-    """A bar of bytes in use, red from `most` of the whole on."""
-    said = f"{gib(used)} of {gib(total)}"
-    return doc.bar(used / total, said, used < most * total) if total else said
+    """Return a bar of the bytes in use, red where they are more than the share `most` of the whole."""
+    text = f"{gib(used)} of {gib(total)}"
+    return doc.bar(used / total, text, used < most * total) if total else text
 
 
 def _workers(status: Status) -> list[list[doc.Part]]:
@@ -140,7 +142,7 @@ def _workers(status: Status) -> list[list[doc.Part]]:
 
 
 def logs(logs: Logs) -> doc.Part:
-    """The view of `Logs`: each worker's lines under its name; in HTML folded, unless there is only one worker."""
+    """Build the display of `Logs`: each worker's lines under its name; in HTML folded, unless there is only one worker."""
     lines = [[f"--- {where}", *(text.splitlines() or ["(it wrote nothing)"])] for where, text in logs.parts]
     alone = len(logs.parts) == 1
     folds = [doc.Fold(f"{where}: {len(text.splitlines())} lines", doc.block(text), alone) for where, text in logs.parts]
@@ -148,13 +150,13 @@ def logs(logs: Logs) -> doc.Part:
 
 
 def profile(profile: Profile) -> doc.Part:
-    """The view of a `Profile`: the trace files that the profiler wrote, one per line."""
+    """Build the display of a `Profile`: the trace files that the profiler wrote, one per line."""
     when = f"of steps {', '.join(map(str, sorted(profile.steps)))}" if profile.steps else "of a block"
     return doc.line(doc.bold(f"Profile {when}, {len(profile.files)} traces")), [str(file) for file in profile.files]
 
 
 def group(workers: RayRanks) -> doc.Part:
-    """The view of a group of Ray workers: its state, and for each worker rank, pid, host and GPUs."""
+    """Build the display of a group of Ray workers: its state, and for each worker rank, pid, host and GPUs."""
     pool = f" on pool {workers.pool.name!r}" if workers.pool is not None else ""
     title = f"Group {workers.name!r}: {workers.size} workers{pool}, {', '.join(workers.out) or 'idle'}"
     if workers.closed is not None:
@@ -164,7 +166,9 @@ def group(workers: RayRanks) -> doc.Part:
 
 
 def fit(fit: Fit) -> doc.Part:
-    """The view of a `Fit`: whether a placement fits in memory, the bytes of each phase, role and kind, and what would help."""
+    """Build the display of a `Fit`: whether a placement fits in memory, the bytes of each phase, role and kind, and
+    what would help.
+    """
     rows, verdict = list[list[doc.Part]](), "fits" if fit.fits else "does not fit"
     where, room = fit.placement, max(fit.available, 1)
     for phase in fit.phases:
@@ -187,8 +191,8 @@ def fit(fit: Fit) -> doc.Part:
         doc.Table(["phase", "role", "what", "bytes a process"], rows),
     ]
     if not fit:
-        told = [[one.name, f"{'−' if one.saved >= 0 else '+'}{gib(abs(one.saved))}", one.cost] for one in fit.choices]
-        lines.append(doc.Table(["what would help", "in the fullest phase", "cost"], told))
+        rated = [[one.name, f"{'−' if one.saved >= 0 else '+'}{gib(abs(one.saved))}", one.cost] for one in fit.choices]
+        lines.append(doc.Table(["what would help", "in the fullest phase", "cost"], rated))
         lines.append(doc.line(f"  this fits: {fit.advice}" if fit.advice else "  no setting makes it fit: more GPUs"))
     return tuple(lines)
 
@@ -209,8 +213,9 @@ _FAILED, _STAGE, _ANSWERED = "#c8553d", "#9aa3ad", "#4c9f70"
 
 
 def timeline(timeline: Timeline) -> doc.Part:
-    """The view of a `Timeline`: a lane of calls for each worker, with seconds per method, and one for each sampler's requests,
-    with their waits; in HTML a picture."""
+    """Build the display of a `Timeline`: for each worker a lane of its calls with seconds per method, and for each
+    sampler a lane of its requests with their waits; in HTML a picture.
+    """
     if not len(timeline) and not timeline.requests:
         return doc.line(doc.bold("Timeline: nothing has run"))
     whole, lanes, stages = _times(timeline)
@@ -218,7 +223,7 @@ def timeline(timeline: Timeline) -> doc.Part:
     width = max(len(name) for name in (*lanes, *requests))
     drawn = [(name, _lane(spans, whole), _totals(spans)) for name, spans in lanes.items()]
     drawn += [(name, _levels(found, timeline.start, whole), _waits(found)) for name, found in requests.items()]
-    lines = [f"  {name.ljust(width)} │{lane}│ {said}" for name, lane, said in drawn]
+    lines = [f"  {name.ljust(width)} │{lane}│ {totals}" for name, lane, totals in drawn]
     lines += [f"  stages: {_totals(span for spans in stages.values() for span in spans)}"] if stages else []
     counts = [doc.counted(len(timeline), "call")] if len(timeline) or not timeline.requests else []
     counts += [doc.counted(len(timeline.requests), "request")] if timeline.requests else []
@@ -232,7 +237,7 @@ def _lane(spans: Iterable[Span], whole: float) -> str:
 
 
 def _counts(spans: Iterable[tuple[float, float]], whole: float) -> list[int]:
-    """How many of the (began, ended) are open at each of `LANE` moments."""
+    """Count how many of the (began, ended) intervals are open at each of `LANE` evenly spaced moments."""
     counts = [0] * LANE
     for began, ended in spans:
         first = min(int(began / whole * LANE), LANE - 1)
@@ -252,7 +257,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def _by_sampler(timeline: Timeline) -> dict[str, list[Asked]]:
-    """`requests to <sampler>` → its requests."""
+    """Group a timeline's requests by sampler: `requests to <sampler>` → its requests."""
     queues: dict[str, list[Asked]] = defaultdict(list)
     for one in timeline.requests:
         queues[f"requests to {one.queue}"].append(one)
@@ -260,13 +265,15 @@ def _by_sampler(timeline: Timeline) -> dict[str, list[Asked]]:
 
 
 def _levels(requests: Sequence[Asked], start: float, whole: float) -> str:
-    """How many requests are open at each of `LANE` moments, as blocks of that height."""
+    """Draw how many requests are open at each of `LANE` moments, as blocks of that height."""
     counts = _counts(((one.asked - start, (one.ended or start) - start) for one in requests), whole)
     return "".join(_LEVELS[-(-8 * count // max(*counts, 1))] for count in counts)
 
 
 def _waits(requests: Sequence[Asked]) -> str:
-    """Medians of the parts of a request's time that its sampler says, in words."""
+    """Describe the medians of the parts of a request's time, as far as the sampler reports them: waiting, first token,
+    answer.
+    """
     parts = {
         "waits": [r.began - r.asked for r in requests if r.began is not None],
         "first token": [r.first - r.asked for r in requests if r.first is not None],
@@ -279,7 +286,7 @@ def _waits(requests: Sequence[Asked]) -> str:
 
 
 def _times(timeline: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, list[Span]]]:
-    """(seconds of the whole, worker → its calls, stage → its times)."""
+    """Return (seconds of the whole timeline, worker → its calls, stage → its times)."""
     start = timeline.start
     lanes: dict[tuple[str, int], list[Span]] = defaultdict(list)
     stages: dict[str, list[Span]] = defaultdict(list)
@@ -297,7 +304,7 @@ def _times(timeline: Timeline) -> tuple[float, dict[str, list[Span]], dict[str, 
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """A figure of worker calls over time: a row per stage, then per worker; colours are methods, red edges failed calls."""
+    """Draw a timeline as a figure: a row per stage, then one per worker; colours are methods, red edges failed calls."""
     from matplotlib.patches import Patch
 
     whole, lanes, stages = _times(timeline)
@@ -330,7 +337,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    """A row for each name, the first on top."""
+    """Label a row for each name, the first on top."""
     axes.set_yticks(range(len(names)), [label(name, 30) for name in names], fontsize=8, parse_math=False)
     axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.set_axisbelow(True)
@@ -338,7 +345,7 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _concurrency(axes: Axes, row: int, requests: Sequence[Asked], start: float) -> None:
-    """How many requests are open over time, as a filled step of at most one row's height, those that still wait above."""
+    """Draw the number of open requests over time as a filled step of one row's height, those that still wait on top."""
     changes: list[tuple[float, int, int]] = []
     for request in requests:
         begun = request.asked if request.began is None else request.began
@@ -362,7 +369,7 @@ def _bars(axes: Axes, row: int, spans: Sequence[Span], colours: dict[str, str]) 
 
 
 def _merged(spans: Sequence[Span], whole: float) -> list[Span]:
-    """Join bars that the eye could not tell apart."""
+    """Join neighbouring bars that are too close to be seen apart."""
     bars: list[Span] = []
     for name, began, ended in spans:
         if bars and bars[-1][0] == name and began - bars[-1][2] < whole / FINE:
@@ -381,7 +388,7 @@ REPLICAS = 3
 
 
 def simulation(simulation: Simulation) -> doc.Part:
-    """The view of a `Simulation`: a row for each layout, and what its parts do in the first steps."""
+    """Build the display of a `Simulation`: a table row for each layout, and what its parts do in the first steps."""
     rows = [[str(row["layout"]), *map(_cell, list(row.items())[1:])] for row in simulation.table()]
     header = [*(name for name in simulation.table()[0] if name != "layout")]
     lines: list[str] = []
@@ -407,7 +414,7 @@ def _cell(pair: tuple[str, float | None]) -> doc.Part:
 
 
 def _lanes(result: Simulated) -> tuple[dict[str, list[Span]], float]:
-    """(lane → its stretches of the first steps, the seconds of these)."""
+    """Return (lane → its stretches in the first steps, the seconds that these steps take)."""
     learnt = result.spans.get("learner", [])
     whole = max(learnt[min(STEPS, len(learnt)) - 1][2] if learnt else result.whole, 1e-9)
     kept = {name: spans for name, spans in result.spans.items() if spans and _drawn(name)}
@@ -421,7 +428,9 @@ def _drawn(lane: str) -> bool:
 
 
 def simulation_figure(simulation: Simulation) -> Figure:
-    """A figure with a chart for each layout on one axis of time: samplers, rewards, learner and pushes in the first steps."""
+    """Draw a simulation as a figure: for each layout a chart of samplers, rewards, learner and pushes, all on one axis
+    of time.
+    """
     simulated = [(result, *_lanes(result)) for result in simulation.results]
     rows = sum(len(lanes) + 1.6 for _, lanes, _ in simulated)
     figure = cell_figure(10.5, 0.27 * rows + 0.6, layout="constrained")

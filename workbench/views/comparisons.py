@@ -42,7 +42,7 @@ def _sides(pair: tuple[float, float] | None) -> str:
 
 
 def comparison(diff: Comparison) -> doc.Part:
-    """The view of a `Comparison` of two traces: main metrics, changed rows (sign flips first), what differs."""
+    """Build the display of a `Comparison` of two traces: main metrics, changed rows (sign flips first), what differs."""
     if diff.identical:
         return doc.Either("Comparison: nothing differs", "Nothing differs.")
     main = {key: pair for key in WORDS if (pair := diff.metrics.get(key))}
@@ -66,7 +66,9 @@ def comparison(diff: Comparison) -> doc.Part:
 
 
 def _full(diff: Comparison, rows: Sequence[int]) -> list[doc.Part]:
-    """What both sides said in each row and how it was judged; and the tokens with the numbers of both, of the first rows."""
+    """Show both sides' response and score for each row in full; for the first rows also the tokens with both sides'
+    numbers.
+    """
     first, second = diff.traces
     both, left, parts = [first.batch, second.batch], _TOKENS, list[doc.Part]()
     known = all({"responses", "input_ids", "attention_mask"} <= set(batch.columns) for batch in both)
@@ -79,7 +81,7 @@ def _full(diff: Comparison, rows: Sequence[int]) -> list[doc.Part]:
 
 
 def metrics_beside(first: Mapping[str, float], second: Mapping[str, float]) -> doc.Part:
-    """The metrics of two steps that have other rows, the main ones in sight."""
+    """Show the metrics of two steps that have different rows; the main ones first, the others folded."""
     lines = [[WORDS.get(key, key), *map(doc.number, pair), _change(*pair)] for key, pair in _pairs(first, second)]
     main = sum(key in WORDS for key, _ in _pairs(first, second))
     header = ["metric", "first", "second", "change"]
@@ -88,14 +90,14 @@ def metrics_beside(first: Mapping[str, float], second: Mapping[str, float]) -> d
 
 
 def _pairs(first: Mapping[str, float], second: Mapping[str, float]) -> list[tuple[str, tuple[float, float]]]:
-    """The metrics that both have, those that have words first."""
+    """Return the metrics that both sides have as (name, (first, second)), the main ones first."""
     names = [name for name in WORDS if name in first and name in second]
     names += [name for name in first if name in second and name not in WORDS]
     return [(name, (first[name], second[name])) for name in names]
 
 
 def _others(diff: Comparison) -> doc.Part:
-    """Columns and metrics that differ; in a terminal at most eight metrics that are not among the main ones."""
+    """Show the columns and metrics that differ; in a terminal at most eight metrics besides the main ones."""
     columns = [[one.name, str(one.rows), doc.number(one.largest)] for one in diff.columns]
     metrics = [[key, *map(doc.number, pair)] for key, pair in diff.metrics.items()]
     text = [[f"column {name}", f"{rows} rows" + f", by up to {by}" * (by != "–")] for name, rows, by in columns]
@@ -115,7 +117,7 @@ def _title(diff: Comparison) -> str:
 
 
 def _reused(diff: Comparison) -> str:
-    """Which phases of the second trace were reused from the first."""
+    """Say which phases of the second trace were reused from the first; "" for none."""
     first, second = diff.traces
     names = [phase.stage for phase in second if phase.reused or any(phase is one for one in first)]
     return f"not run again: {', '.join(names)}" if names else ""
@@ -128,12 +130,12 @@ def _change(a: float, b: float) -> str:
 def _row_line(diff: Comparison, row: RowChange) -> str:
     flip = "sign flipped" if row.flipped else ""
     text = _one_line(object_at(diff.traces[0].batch, "response_text", row.row) or "", 40)
-    said = f"  row {row.row:<4} reward {_sides(row.reward):<10} advantage {_sides(row.advantage)}  {flip}"
-    return f"{said}{'  ' * bool(flip and text)}{text}".rstrip()
+    line = f"  row {row.row:<4} reward {_sides(row.reward):<10} advantage {_sides(row.advantage)}  {flip}"
+    return f"{line}{'  ' * bool(flip and text)}{text}".rstrip()
 
 
 def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
-    """A line a row: its response, the reward on both sides, the advantages as bars on one scale."""
+    """Show one line per changed row: its response, the reward on both sides, and the advantages as bars on one scale."""
     most = max((abs(value) for row in rows for value in row.advantage or ()), default=0.0)
     lines = list[list[doc.Part]]()
     for row in rows:
@@ -149,7 +151,7 @@ def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
 
 
 def _responses(batches: Sequence[DataProto], row: int) -> doc.Part:
-    """One line of a row's response, and a second where the sides' differ; on hover the prompt's last question."""
+    """Show the start of a row's response, of both sides where they differ; on hover the prompt's last question."""
     prompt = doc.cut(question(object_at(batches[0], "raw_prompt", row)), 400)
     texts = dict.fromkeys(object_at(batch, "response_text", row) for batch in batches)
     lines = [_one_line(text, _LINE) for text in texts if isinstance(text, str)]
@@ -161,7 +163,7 @@ def _one_line(text: object, limit: int) -> str:
 
 
 def _bar(value: float, most: float) -> doc.Part:
-    """A number over a bar from the middle: to the right and green above 0, to the left and red below."""
+    """Show a number over a bar from the middle: to the right and green above 0, to the left and red below."""
     if value != value or not most or not math.isfinite(value / most):
         return doc.number(value)
     end, rgb = 50 + 50 * value / most, "46,160,67" if value > 0 else "207,80,60"
@@ -179,7 +181,9 @@ _MARK = "background:rgba(207,80,60,0.30)"
 
 
 def divergence(diff: Divergence) -> doc.Part:
-    """The view of a `Divergence`: where two traces first differ, tokens around it, later differences, possible causes."""
+    """Build the display of a `Divergence`: where two traces first differ, tokens around it, later differences, possible
+    causes.
+    """
     later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in diff.later]
     following = f"what differs from there on: {len(later)}"
     table = doc.Table(["phase", "column", "by"], later, most=len(later))
@@ -208,7 +212,9 @@ def _tokens(beside: Sequence[Beside]) -> doc.Part:
 
 
 def title(diff: Divergence) -> str:
-    """A `Divergence` in one line: `first divergence: phase …, column …, row 3 (uid …), token 17: -0.42 against -0.41`."""
+    """Return a `Divergence` in one line: `first divergence: phase …, column …, row 3 (uid …), token 17: -0.42 against
+    -0.41`.
+    """
     kinds = zip(diff.compared, ("phase", "column", "metric"), strict=True)
     amount = ", ".join(doc.counted(count, word) for count, word in kinds if count)
     if diff.identical:
@@ -249,7 +255,7 @@ def _what(diff: Divergence) -> str:
 
 
 def apart(first: Any, second: Any) -> tuple[str, str]:
-    """Two values as text; floats have the fewest digits (at least four) in which they differ."""
+    """Format two values; floats get the fewest digits (at least four) in which they differ."""
     if isinstance(first, float) and isinstance(second, float):
         pairs = [(f"{first:.{digits}g}", f"{second:.{digits}g}") for digits in range(4, 18)]
         return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
@@ -288,7 +294,9 @@ def _extent(spread: Spread) -> str:
 
 
 def what_if(result: WhatIf) -> doc.Part:
-    """The view of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ most."""
+    """Build the display of a `WhatIf`: metrics of the actual and the changed update, their cosine, the rows that differ
+    most.
+    """
     text, page = list[list[doc.Part]](), list[list[doc.Part]]()
     sums = result.difference.sum(-1).tolist()
     means = None
@@ -315,7 +323,7 @@ def what_if(result: WhatIf) -> doc.Part:
 
 
 def _both(result: WhatIf) -> list[list[str]]:
-    """(what, as it is, otherwise): the last update's metrics, then the probe."""
+    """Return table rows (what, actual, changed): the metrics of the last update on both sides, then the held-out probe."""
     sides = result.actual, result.other
     rows = [["updates", *(str(len(side.metrics)) for side in sides)]]
     names = dict.fromkeys(name for side in sides for name in side.metrics[-1])
@@ -343,11 +351,11 @@ ESTIMATORS: Mapping[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.DataFrame:
-    """The advantages of every estimator on one batch: a DataFrame with a line for each row.
+    """Compute the advantages of every estimator on one batch: a DataFrame with a line for each row.
 
-    Columns: group, reward, tokens, and for each estimator the mean advantage of the row's tokens. Estimators whose inputs
-    the batch lacks (values, a greedy baseline, Σπ²) are left out, as is maxrl for rewards below 0; they raise
-    `PipelineError` if `names` has them.
+    Columns: group, reward, tokens, and for each estimator the mean advantage of the row's tokens. Estimators whose
+    inputs the batch lacks (values, a greedy baseline, Σπ²) are left out, as is maxrl for rewards below 0; if `names`
+    has one of them, `PipelineError` is raised.
 
     Example:
         >>> wb.views.advantage_figure(wb.views.advantage_table(batch, ["grpo", "rloo"]))  # doctest: +SKIP
@@ -373,7 +381,7 @@ def advantage_table(batch: DataProto, names: Sequence[str] | None = None) -> pd.
 
 
 def advantage_figure(frame: pd.DataFrame) -> Figure:
-    """Draw an `advantage_table` as a heat map: one row per estimator, scaled by its own largest advantage.
+    """Draw an `advantage_table` as a heat map: one row per estimator, scaled by the estimator's largest advantage.
 
     Red is negative, blue positive, white 0. Samples are sorted by group, and in a group by reward, the best first.
     """
@@ -394,15 +402,15 @@ def advantage_figure(frame: pd.DataFrame) -> Figure:
     return figure
 
 
-def what_if_table(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
-    """Several results of `what_if` by name as a DataFrame, one line for each.
+def what_if_table(results: Mapping[str, WhatIf]) -> pd.DataFrame:
+    """Compare several results of `what_if`, given by name, in a DataFrame with one line for each.
 
     Columns: the cosine to the actual update, how far the weights moved (`way`, L2), the metrics of the last update.
     """
     import pandas as pd
 
     lines = {}
-    for name, result in asked.items():
+    for name, result in results.items():
         last = result.other.metrics[-1]
         lines[name] = {
             "cosine": result.cosine,
@@ -418,13 +426,13 @@ def what_if_table(asked: Mapping[str, WhatIf]) -> pd.DataFrame:
 
 
 def what_if_figure(
-    asked: Mapping[str, WhatIf], keys: Sequence[str] = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm")
+    results: Mapping[str, WhatIf], keys: Sequence[str] = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm")
 ) -> Figure:
     """Draw `keys` over the scratch updates of several results of `what_if`: a plot per metric, a curve per result."""
     figure = cell_figure(10, 2.6, layout="constrained")
     grid = figure.subplots(1, len(keys), squeeze=False)[0]
     for axes, key in zip(grid, keys, strict=True):
-        for name, made in asked.items():
+        for name, made in results.items():
             values = [metrics.get(key) for metrics in made.other.metrics]
             axes.plot(range(1, len(values) + 1), values, marker=".", linewidth=1.2, label=name)
         axes.set_title(key, fontsize=9, loc="left")
@@ -455,7 +463,7 @@ def values_figure(batch: DataProto, rows: int = 24) -> Figure:
 
 
 def audit(audit: Audit) -> doc.Part:
-    """The view of an `Audit`: how much agrees, what disagrees and where, what was not recomputed and why."""
+    """Build the display of an `Audit`: how much agrees, what disagrees and where, what was not recomputed and why."""
     rows = [[str(row.step), row.stage, row.name, row.place, row.numbers, row.formula] for row in audit.disagreements]
     header = ["step", "stage", "name", "where", "recorded and recomputed", "formula"]
     why: dict[str, list[str]] = {}
@@ -476,7 +484,9 @@ def audit(audit: Audit) -> doc.Part:
 
 
 def diagnosis(diagnosis: Diagnosis) -> doc.Part:
-    """The view of a `Diagnosis`: cause, how sure, numbers, the line to look with, what to turn; what was looked at."""
+    """Build the display of a `Diagnosis`: for each cause how sure it is, the numbers, the line to look with, and what
+    to change.
+    """
     head = "Nothing found." if not diagnosis.findings else doc.counted(len(diagnosis.findings), "finding")
     text = [
         [

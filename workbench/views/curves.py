@@ -54,7 +54,9 @@ _PHASES = (
 
 @dataclass(frozen=True)
 class Look:
-    """The style of a plot: sizes in points, and the weight of the past in the running mean (0: the values themselves)."""
+    """The style of a plot: sizes in points, and the weight of the past in the running mean (0 draws the values
+    themselves).
+    """
 
     line: float = 1.8
     faint: float = 1.0
@@ -64,7 +66,7 @@ class Look:
 
 
 class Plotted(NamedTuple):
-    """What `draw` put into one plot: legend entries, the last value, and whether phases are stacked."""
+    """What `draw` drew into one plot: its legend entries, the last value, and whether phases are stacked."""
 
     key: dict[str, Any]
     """Words for a line, a band or a dot → one such artist; empty where nothing is recorded."""
@@ -95,7 +97,9 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
 
 
 def _curves(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look) -> Plotted:
-    """Draw those metrics of a plot that any run has, and scale it; whole steps where phases cannot be stacked."""
+    """Draw those metrics of a plot that any run has, and scale the plot; with several runs whole steps in place of
+    stacked phases.
+    """
     drawn = [name for name in lines_of(wanted, runs) if name != HELD_OUT or name in wanted]
     key: dict[str, Any] = {}
     for name, dashes in zip(drawn, cycle(_DASHES), strict=False):
@@ -113,9 +117,11 @@ def _curves(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Loo
 
 
 def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
-    """Scale the plot of a single curve, draw the spread recorded beside its `x/mean`, `x/std` or else `x/min` and `x/max`.
+    """Scale the plot of a single curve, and draw the spread recorded beside `x/mean`: `x/std`, or else `x/min` and
+    `x/max`.
 
-    Returns {what the band is: the band}. The axis fits the means: a wide band has at most three quarters of the height.
+    Returns {words for the band: the band}. The axis fits the means: a wide band gets at most three quarters of the
+    height.
     """
     stem = name.removesuffix("mean")
     mean, deviation, lowest, highest = (run.column(stem + of) for of in ("mean", "std", "min", "max"))
@@ -140,7 +146,7 @@ def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
 
 
 def _curve(axes: Axes, run: Series, name: str, dashes: Any, look: Look, *, faint: bool) -> Any:
-    """One metric of one run: the step's own numbers faint, their running mean strong."""
+    """Draw one metric of one run: each step's number faint, the running mean strong."""
     steps, values = run.points(name)
     if faint:
         axes.plot(*thin(steps, values), color=run.colour, alpha=0.28, linewidth=look.faint)
@@ -152,7 +158,7 @@ def _curve(axes: Axes, run: Series, name: str, dashes: Any, look: Look, *, faint
 
 
 def _held_out(axes: Axes, run: Series, look: Look) -> Any:
-    """Held-out means and their 95 % intervals; one prompt has a mean and no interval."""
+    """Draw held-out means with their 95 % intervals; the mean of a single prompt has no interval."""
     means = run.column("val/reward")
     there = np.isfinite(means)
     means = means[there]
@@ -165,7 +171,7 @@ def _held_out(axes: Axes, run: Series, look: Look) -> Any:
 
 
 def _scale(axes: Axes, low: float, high: float) -> None:
-    """Start the axis at 0 where the numbers come near it; a constant gets ±10 %, not digits of noise."""
+    """Set the y axis: from 0 where the numbers come near it; around a constant ±10 %, so that noise is not enlarged."""
     if low == high:
         low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 0.1)
     if 0 <= low <= high / 2:
@@ -175,7 +181,7 @@ def _scale(axes: Axes, low: float, high: float) -> None:
 
 
 def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
-    """One run: its phases over each other, the first at the bottom, each named at its end in its own colour."""
+    """Draw one run's phases stacked, the first at the bottom, each named at its end in its colour."""
     names = run.phases()
     numbers = np.stack([np.nan_to_num(run.column(f"timing_s/{name}")) for name in names])
     there: Array = np.asarray(numbers.any(0))
@@ -200,7 +206,7 @@ def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
 
 
 def _name_phases(axes: Axes, names: Sequence[str], ends: Array, colours: Sequence[str], look: Look) -> None:
-    """Write each area's name and seconds beside it, pushed apart where they would overlap."""
+    """Write each phase's name and seconds beside its area, moved apart where they would overlap."""
     bottom, top = axes.get_ylim()
     centres = (np.cumsum(ends) - ends / 2 - bottom) / (top - bottom)
     figure: Any = axes.get_figure(root=True)
@@ -246,13 +252,16 @@ def bare(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
 
 
 def recorded(runs: Sequence[Series], wanted: Sequence[str]) -> bool:
-    """Whether a plot of these metrics would show anything."""
+    """Return whether any run has a number for one of these metrics, so that their plot would not be empty."""
     return bool(lines_of(wanted, runs))
 
 
 def lines_of(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
-    """The metrics of a plot that any run has a number for: of a single run each phase by name, of several the whole step;
-    beside the batch's rewards the held-out ones."""
+    """Return the metrics of a plot that any run has a number for.
+
+    `timing_s/*` stands for each phase of a single run, and for the whole step of several runs. Held-out rewards are
+    added to the batch's rewards.
+    """
     phases = [f"timing_s/{phase}" for phase in runs[0].phases()] if len(runs) == 1 else []
     names = [one for name in wanted for one in (phases or ["timing_s/step"] if name == PHASES else [name])]
     names += [HELD_OUT] if "critic/score/mean" in wanted and HELD_OUT not in names else []
@@ -260,7 +269,9 @@ def lines_of(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
 
 
 def _free_corner(axes: Axes, below: bool) -> Any:
-    """The corner with the fewest points of the lines, rather a lower one if `below`, since marks have numbers at the top."""
+    """Return the corner of a plot with the fewest points of its lines; `below` prefers a lower one, because marks have
+    numbers on top.
+    """
     # matplotlib's own "best" takes as long as drawing all lines
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     points = np.concatenate([np.asarray(line.get_xydata(), dtype=float) for line in axes.lines])
@@ -275,7 +286,9 @@ def _free_corner(axes: Axes, below: bool) -> Any:
 
 
 def legend(owner: Any, handles: Iterable[Any], names: Sequence[str], **options: Any) -> None:
-    """Draw a legend, names as they are: matplotlib reads `$` as mathematics and drops names that start with `_`."""
+    """Draw a legend with the names unchanged: matplotlib would read `$` as mathematics and drop names that start with
+    `_`.
+    """
     drawn = owner.legend(list(handles), ["·"] * len(names), **options)
     for text, name in zip(drawn.get_texts(), names, strict=True):
         text.set_parse_math(False)
@@ -323,13 +336,15 @@ class Series:
         return self.steps[there], values[there]
 
     def names(self) -> list[str]:
-        """The names in the run's rows, in the order in which they come."""
+        """Return the names of the metrics in the run's rows, in the order in which they first occur."""
         # one may come late (a critic's warm-up), but not for one step in hundreds
         some = [*self.rows[:: max(len(self.rows) // 200, 1)], *self.rows[-1:]]
         return list(dict.fromkeys(name for row in some for name in row))
 
     def phases(self) -> list[str]:
-        """The training phases whose seconds (`timing_s/<phase>`) the run records, in the order in which they run."""
+        """Return the training phases whose seconds (`timing_s/<phase>`) the run records, in the order in which they
+        run.
+        """
         names = [name for name in self.names() if name.startswith("timing_s/")]
         found = [name.removeprefix("timing_s/") for name in names]
         own = [name for name in found if "/" not in name and name not in _NO_PHASE and _TWICE.get(name) not in found]
@@ -337,7 +352,7 @@ class Series:
 
 
 def colour(place: int) -> str:
-    """The colour of the n-th run or phase: eight colours, then the same eight paler, then paler still."""
+    """Return the colour of the n-th run or phase: eight colours, then the same eight paler, then paler still."""
     base = _COLOURS[place % len(_COLOURS)]
     white = (place // len(_COLOURS)) % 3 * 0.33
     parts = [int(base[start : start + 2], 16) for start in (1, 3, 5)]
@@ -345,23 +360,28 @@ def colour(place: int) -> str:
 
 
 def label(text: object, limit: int = 60) -> str:
-    """A name for a picture: on one line, invisible characters made visible, cut to `limit` characters.
+    """Make a text usable as a name in a picture: on one line, invisible characters made visible, cut to `limit`
+    characters.
 
-    Pass it to artists with `parse_math=False`: a `$` in it is a dollar.
+    Pass it to artists with `parse_math=False`, because a `$` in it is a dollar.
     """
     seen = plain(str(text).encode("utf-8", "backslashreplace").decode())
     return cut(seen.replace("\n", "\\n").replace("\t", "\\t"), limit)
 
 
 def smooth(values: Iterable[float], weight: float = 0.7) -> Array:
-    """A running mean, unbiased from the start: Σ wⁱ·v / Σ wⁱ over the past; `weight` 0 gives the values themselves."""
+    """Compute a running mean, unbiased from the start: Σ wⁱ·v / Σ wⁱ over the past; `weight` 0 gives the values
+    themselves.
+    """
     import pandas as pd
 
     return pd.Series(values, dtype=float).ewm(alpha=1 - weight).mean().to_numpy()
 
 
 def thin(steps: Array, values: Array, bins: int = BINS) -> tuple[Array, Array]:
-    """Thin a curve to at most 2·`bins` + 2 points that look the same: lowest and highest of each stretch, and both ends."""
+    """Thin a curve to at most 2·`bins` + 2 points that look the same: lowest and highest of each stretch, and both
+    ends.
+    """
     if len(values) <= 2 * bins + 2:
         return steps, values
     edges = np.linspace(0, len(values), bins + 1).astype(int)
@@ -374,18 +394,22 @@ def thin(steps: Array, values: Array, bins: int = BINS) -> tuple[Array, Array]:
 
 
 def stretches(length: int) -> Array:
-    """The indices at which the (at most `BINS`) equal stretches of a column of `length` values begin, [≤ BINS] int64."""
+    """Return the indices at which the (at most `BINS`) equal stretches of a column of `length` values begin, [≤ BINS]
+    int64.
+    """
     return np.unique(np.linspace(0, length, BINS + 1).astype(int)[:-1])
 
 
 def memory(runs: Sequence[Series]) -> float:
-    """The weight of the past in a running mean: 0.7, and in long runs higher, so that it spans a fiftieth of the steps."""
+    """Return the weight of the past in a running mean: 0.7, and more in long runs, so that it spans a fiftieth of the
+    steps.
+    """
     longest = max((len(run.steps) for run in runs), default=0)
     return max(0.7, 1 - 50 / max(longest, 1))
 
 
 def span_of(runs: Sequence[Series]) -> tuple[float, float]:
-    """The limits of the step axis: first and last step of all runs, with a margin; the same for every plot."""
+    """Return the limits of the step axis that all plots share: first and last step of all runs, with a margin."""
     steps = np.concatenate([run.steps for run in runs])
     low, high = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 0.0)
     margin = max(0.02 * (high - low), 0.5)
@@ -393,7 +417,7 @@ def span_of(runs: Sequence[Series]) -> tuple[float, float]:
 
 
 def number_text(value: float, place: int | None = None) -> str:
-    """A number as an axis label, in three digits and as short as possible: 0.25, 12, 2.05e-4."""
+    """Format a number as an axis label, in three digits and as short as possible: 0.25, 12, 2.05e-4."""
     if value and abs(value) < 1e-3:
         digits, power = f"{value:.2e}".split("e")
         return f"{float(digits):g}e{int(power)}"
@@ -444,11 +468,12 @@ def panel(
     marks: Sequence[Symptom] | None = None,
     empty: bool = True,
 ) -> Figure:
-    """Draw metrics over training steps: one small plot for each title of `keys` (default: `PANEL`), three or four to a row.
+    """Draw metrics over training steps: one small plot for each title of `keys` (default: `PANEL`), three or four to a
+    row.
 
-    A faint line is the step's own number, the strong one its running mean; the band is the spread within the step's batch
-    (`x/std`, else `x/min` to `x/max` beside `x/mean`); dots in the reward are held-out means (`val/reward`) with their
-    95 % interval. A metric that is missing, NaN or infinite at a step has no point there.
+    A faint line is the step's own number, the strong one its running mean; the band is the spread within the step's
+    batch (`x/std`, else `x/min` to `x/max` beside `x/mean`); dots in the reward are held-out means (`val/reward`) with
+    their 95 % interval. A metric that is missing, NaN or infinite at a step has no point there.
 
     Args:
         metrics: the rows of a run's `metrics.jsonl`, or a DataFrame of them.
@@ -481,14 +506,14 @@ def panel(
 def series(
     name: str, metrics: Rows | pd.DataFrame, others: Mapping[str, Rows | pd.DataFrame] | None = None
 ) -> list[Series]:
-    """The runs as columns: the first is called `name`, and each has a colour of its own."""
+    """Make a `Series` of each run, each with a different colour; the first is called `name`."""
     tables: list[tuple[str, Any]] = [(name, metrics), *(others or {}).items()]
     rows = [table.to_dict("records") if hasattr(table, "to_dict") else table for _, table in tables]
     return [Series(one, rows[place], colour(place)) for place, (one, _) in enumerate(tables)]
 
 
 def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
-    """Write the last value of the only curve above a plot, or that nothing is recorded."""
+    """Write the last value of a plot's only curve above it, or in an empty plot that nothing is recorded."""
     if not plotted.key:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
         axes.tick_params(labelleft=False)
@@ -503,7 +528,7 @@ def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
 
 
 class Live(Shown):
-    """What a figure has beside matplotlib's: `plots`, from which its widget draws the same curves; None has no widget."""
+    """Base of figures that may have a widget: `plots` has the curves for the widget; with None there is no widget."""
 
     plots: Any = None
     alone = False
@@ -516,7 +541,7 @@ class Live(Shown):
 
 
 def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any) -> Figure:
-    """A matplotlib `Figure` of this size in inches that a notebook shows as a PNG, although pyplot is not imported."""
+    """Make a matplotlib `Figure` of this size in inches that a notebook shows as a PNG although pyplot is not imported."""
     from matplotlib.figure import Figure
 
     class Shown(Figure, Live):  # its name stands in the text form
@@ -529,9 +554,10 @@ def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any
 def _figure(
     plots: int, *, runs: Sequence[Series], title: str | None, marks: Sequence[Symptom]
 ) -> tuple[Figure, list[Axes]]:
-    """A figure for so many plots, and the plots; with a legend for `runs`, and a line of text for each mark.
+    """Make a figure for a number of plots, with room for a legend of `runs` and a line of text for each mark; returns
+    it and its plots.
 
-    Margins are set in inches: matplotlib's own layout engines draw everything twice.
+    Margins are set in inches, because matplotlib's layout engines draw everything twice.
     """
     columns = 4 if plots in (7, 8) or plots > 9 else 3
     lines = max(math.ceil(plots / columns), 1)
@@ -615,8 +641,8 @@ def figure(
 ) -> Figure:
     """Draw curves for a paper, and write them to a file where `path` is given.
 
-    Text is 7 and 8 points, sans-serif; there is no title, since a paper has a caption. Raises `SettingError` for a
-    name that no run has, before anything is written. `metrics` and `marks` are those of `panel`.
+    Text is 7 and 8 points, sans-serif; there is no title, since a paper has a caption. Raises `SettingError` for a name
+    that no run has, before anything is written. `metrics` and `marks` are those of `panel`.
 
     Args:
         keys: titles of the panel (`reward`, `KL`, …), metrics or patterns (`critic/*`), or words on the axis → metrics.
@@ -634,7 +660,7 @@ def figure(
         what = "smooth is the weight of the past in a running mean"
         raise SettingError(what, expected="0 ≤ smooth < 1", found=smooth)
     runs = series(name, metrics, others)
-    plots = asked(keys, runs)
+    plots = pick(keys, runs)
     inches = _width(width)
     columns = 1 if inches < 5 else {2: 2, 4: 2}.get(len(plots), min(len(plots), 3))
     lines = math.ceil(len(plots) / columns)
@@ -668,12 +694,12 @@ def _width(width: str | float) -> float:
         raise SettingError(unknown("figure width", width, [*WIDTHS, "a number of inches"]))
     inches = WIDTHS[width] if isinstance(width, str) else float(width)
     if not 1 <= inches <= 40:
-        raise SettingError("the width is in inches", expected="1 to 40, 'column' or 'page'", found=width)
+        raise SettingError("width of a figure", expected="1 to 40 inches, 'column' or 'page'", found=width)
     return inches
 
 
-def asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
-    """Words on the axis → metrics, all of which some run has.
+def pick(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
+    """Turn the requested plots into words on the axis → metrics, all of which some run has.
 
     A key is a title of `PANEL` (also without its unit), a metric, or a pattern of metrics such as `critic/*`. Raises
     `SettingError` for a key that nothing is recorded for.
@@ -687,7 +713,7 @@ def asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequenc
             title = short.get(key, key)
             plots |= {title: PANEL[title]} if title in PANEL else _matching(key, runs)
     if not plots:
-        raise SettingError("a figure needs a plot: keys", expected="at least one title or metric", found=list(keys))
+        raise SettingError("argument keys of a figure", expected="at least one title or metric", found=list(keys))
     for words, wanted in plots.items():
         if not recorded(runs, wanted):
             raise SettingError(_not_there(words, runs))
@@ -695,7 +721,7 @@ def asked(keys: Mapping[str, Sequence[str]] | Sequence[str] | str, runs: Sequenc
 
 
 def _matching(key: str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
-    """A plot of its own for a metric, or for each one that a pattern matches; the key itself where it is no pattern."""
+    """Return one plot for a metric, or for each metric that a pattern matches; the key itself where it matches nothing."""
     if key == PHASES or recorded(runs, [key]) or not set(key) & set("*?["):
         return {key: (key,)}
     names = dict.fromkeys(name for run in runs for name in run.names())
@@ -704,7 +730,7 @@ def _matching(key: str, runs: Sequence[Series]) -> dict[str, Sequence[str]]:
 
 
 def _not_there(key: str, runs: Sequence[Series]) -> str:
-    """The error text for a plot that nothing is recorded for: the nearest name first, and how the names begin."""
+    """Make the error text for a plot that nothing is recorded for: the nearest name, and how the names begin."""
     titles = [title for title in PANEL if recorded(runs, PANEL[title])]
     names = list(dict.fromkeys(name for run in runs for name in run.names()))
     close = nearest(key, [*titles, *(title.split(" (")[0] for title in titles), *names])
@@ -715,7 +741,8 @@ def _not_there(key: str, runs: Sequence[Series]) -> str:
 
 
 def save_figure(made: Figure, path: str | Path, *, dpi: float = 300) -> Path:
-    """Write a figure to a `pdf`, `svg` or `png` file (`dpi` dots an inch), whole or not at all. Returns the path.
+    """Write a figure to a `pdf`, `svg` or `png` file (`dpi` dots an inch), completely or not at all, and return the
+    path.
 
     Fonts are embedded as TrueType in a PDF, and are outlines in an SVG, so that it looks the same everywhere. Raises
     `SettingError` for another suffix, `OSError` where the file cannot be written.

@@ -22,7 +22,9 @@ _CELL_STYLE = "padding:2px 8px;text-align:left;vertical-align:top"
 
 @dataclass(frozen=True)
 class Span:
-    """Content of an HTML element `tag`, with a CSS style, a title on hover and other attributes; plain text in a terminal."""
+    """Content in an HTML element `tag`, with a CSS style, a title on hover and other attributes; only its text in a
+    terminal.
+    """
 
     part: Part
     style: str = ""
@@ -33,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Image:
-    """A PNG picture, shown in HTML only; `png` is called when the HTML is made."""
+    """A PNG picture, shown only in HTML; `png` is called when the HTML is made."""
 
     png: Callable[[], bytes]
     title: str = ""
@@ -43,7 +45,8 @@ class Image:
 class Table:
     """A table: rows of cells under a header. In a terminal the columns are aligned, to the right if `right`.
 
-    A table without rows shows nothing. Of more than `most` rows the first are shown, and a line says how many are left out.
+    A table without rows shows nothing. Of more than `most` rows the first ones are shown, and a line says how many are
+    left out.
     """
 
     header: Sequence[str]
@@ -63,7 +66,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Either:
-    """Content that differs between the forms: `text` for a terminal, `page` for HTML; either may be empty."""
+    """Content that differs between the two forms: `text` for a terminal, `page` for HTML. Either may be empty."""
 
     text: Part = ()
     page: Part = ()
@@ -77,50 +80,50 @@ BREAK, RULE = Span(" ", tag="br"), Span(" ", tag="hr")
 
 
 def line(*parts: Part, style: str = "", title: str = "") -> Span:
-    """A line of its own (HTML `div`) with the parts side by side, a CSS style and a title on hover."""
+    """Make a separate line (HTML `div`) of parts side by side, with a CSS style and a title on hover."""
     return Span(parts, style, "div", title)
 
 
 def bold(*parts: Part, style: str = "", title: str = "") -> Span:
-    """Parts in bold."""
+    """Make parts bold."""
     return Span(parts, style, "b", title)
 
 
 def small(*parts: Part) -> Span:
-    """Parts in small print."""
+    """Make parts small."""
     return Span(parts, tag="small")
 
 
 def faint(*parts: Part) -> Span:
-    """Parts in a paler colour."""
+    """Make parts paler."""
     return Span(parts, "opacity:0.65")
 
 
 def wrapped(*parts: Part, style: str = "") -> Span:
-    """A block of monospaced text that keeps its line ends and wraps; parts of it may be styled spans."""
+    """Make a block of monospaced text that keeps its line ends and wraps; parts of it may be styled spans."""
     return Span(parts, f"{_WRAPPED};{style}", "div")
 
 
 def block(text: object) -> Span:
-    """A block of monospaced text that keeps its line ends and wraps."""
+    """Make a block of monospaced text that keeps its line ends and wraps."""
     return wrapped(str(text), style="margin:2px 0")
 
 
 def bar(share: float, text: str, good: bool = True) -> Span:
-    """The `text`; in HTML over a bar filled to `share` (0 to 1), green if `good`, else red."""
+    """Show `text`; in HTML over a bar that is filled to `share` (0 to 1), green if `good`, else red."""
     percent, rgb = max(0.0, min(share, 1.0)) * 100, "46,160,67" if good else "207,80,60"
     over = f"rgba({rgb},0.35) {percent:.0f}%, rgba(128,128,128,0.08) {percent:.0f}%"
     return line(text, style=f"background:linear-gradient(90deg, {over});min-width:60px;padding:0 4px;border-radius:3px")
 
 
 def pairs(facts: Sequence[tuple[str, str]]) -> Either:
-    """(name, value) pairs of text: one per line in a terminal, a table in HTML."""
+    """Show (name, value) pairs of text: one per line in a terminal, a table in HTML."""
     rows: list[list[Part]] = [[faint(what), value] for what, value in facts]
     return Either([f"  {what}: {value}" for what, value in facts], Table((), rows, most=len(rows)))
 
 
 def stacked(parts: Sequence[Part]) -> Part:
-    """Parts one under another inside a line or a cell; side by side in a terminal."""
+    """Put parts under each other within a line or a cell; side by side in a terminal."""
     return [(BREAK, part) if place else part for place, part in enumerate(parts)]
 
 
@@ -144,7 +147,7 @@ def _flat(part: Part) -> list[str | Node]:
 
 
 def _lines(part: Part) -> list[str]:
-    """Lines for a terminal, not yet plain."""
+    """Return a document's lines for a terminal, before control characters are made visible."""
     return [line for one in _flat(part) for line in ([one] if isinstance(one, str) else _text_lines(one))]
 
 
@@ -156,8 +159,8 @@ def _text_lines(node: Node) -> list[str]:
             return _columns(node)
         case Fold(summary, part, opened):
             return [summary, *_lines(part)] if opened else []
-        case Either(said):
-            return _lines(said)
+        case Either(part):
+            return _lines(part)
     return []
 
 
@@ -169,7 +172,7 @@ def _columns(table: Table) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
     aligned = str.rjust if table.right else str.ljust
     padded = [[*map(aligned, row, widths), row[-1]] for row in cells]
-    return [f"  {'  '.join(row)}".rstrip() for row in padded] + [f"  {said}" for said in _left(table)]
+    return [f"  {'  '.join(row)}".rstrip() for row in padded] + [f"  {note}" for note in _left(table)]
 
 
 def _left(table: Table) -> list[str]:
@@ -187,8 +190,8 @@ def _element(node: Node) -> str:
                 ("title", escape(title)),
                 *((name, escape(value)) for name, value in attributes),
             )
-            given = "".join(f' {name}="{value}"' for name, value in options if value)
-            return f"<{tag}{given}>{_inline(part)}</{tag}>"
+            attached = "".join(f' {name}="{value}"' for name, value in options if value)
+            return f"<{tag}{attached}>{_inline(part)}</{tag}>"
         case Image(png, title):
             data = base64.b64encode(png()).decode()
             return f'<img src="data:image/png;base64,{data}" title="{escape(title)}" style="max-width:100%">'
@@ -215,18 +218,20 @@ def _cell(part: Part) -> str:
 
 
 class View(Shown):
-    """Base of the objects that functions of `workbench.views` return: `repr` is their text, a notebook shows their HTML."""
+    """Base of the objects that functions of `workbench.views` return: `repr` is their text, a notebook shows their
+    HTML.
+    """
 
     def document(self) -> Part:
-        """The view's content as a tree of parts, from which `text` and `html` are rendered."""
+        """Build the view's content as a tree of parts, from which `text` and `html` are rendered."""
         raise NotImplementedError(f"{type(self).__name__} has no method `document`")
 
     def text(self) -> str:
-        """The view as text, for a terminal."""
+        """Return the view as text, for a terminal."""
         return text(self.document())
 
     def html(self) -> str:
-        """The view as HTML, which is kept in an executed notebook."""
+        """Return the view as HTML, which is kept in an executed notebook."""
         return html(self.document())
 
     __repr__ = text
@@ -237,26 +242,26 @@ class View(Shown):
 
 
 def escape(text: object) -> str:
-    """Text as HTML: made `plain`, and markup escaped."""
+    """Turn a text into HTML: control characters are made visible, and markup is escaped."""
     return escape_markup(plain(str(text)))
 
 
 def number(value: Any, form: str = ".4g") -> str:
-    """A number as text, by default in four significant digits; `–` for None and NaN."""
+    """Format a number, by default with four significant digits; `–` for None and NaN."""
     return "–" if value is None or value != value else f"{value:{form}}"
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """A number with its noun: `1 row`, `2 rows`. `many` is the plural where it is not `one` with an s."""
+    """Format a number with its noun: `1 row`, `2 rows`. `many` is the plural where it is not `one` with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def cut(text: object, limit: int) -> str:
-    """A text cut to at most `limit` characters, the last of them `…` if it is cut."""
+    """Cut a text to at most `limit` characters; where it is cut the last one is `…`."""
     whole = str(text)
     return whole if len(whole) <= limit else whole[: limit - 1] + "…"
 
 
 def one_line(text: object, limit: int = 110) -> str:
-    """A text on one line: cut to `limit` characters, line ends and control characters made visible."""
+    """Put a text on one line: cut to `limit` characters, line ends and control characters made visible."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(text)[:limit])

@@ -41,8 +41,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 class History(doc.View):
     """The samples of one prompt at each step of a run that kept them; made by `run.history(uid)`.
 
-    A uid is one draw of a row of the data: in the next epoch the row has another. So draws are joined by the row itself, which
-    is its messages and its truth.
+    A uid names one draw of a data row, and the next epoch draws the row under another uid. All draws of a row are
+    therefore joined by the row's content: its messages and its truth.
     """
 
     def __init__(self, prompt: str, truth: Any, frame: pd.DataFrame, note: str) -> None:
@@ -50,8 +50,10 @@ class History(doc.View):
         self._frame, self._said = frame, note
 
     def to_pandas(self) -> pd.DataFrame:
-        """A DataFrame with a line a sample: step, kind (`training`, `held-out`, `held-out, greedy`), uid, row, and the columns
-        of a samples table; `left_out` is why a sample was dropped from its step, and its row is then None."""
+        """Return a DataFrame with one line per sample: step, kind (`training`, `held-out`, `held-out, greedy`), uid,
+        row, and the columns of a samples table. `left_out` is why a sample was dropped from its step; its row is then
+        None.
+        """
         return self._frame
 
     @property
@@ -60,9 +62,11 @@ class History(doc.View):
         return sorted(set(self._frame["step"]))
 
     def diff(self, step: int, other: int, which: str = "best") -> SideBySide:
-        """The `best` (or `worst`) response of one step beside that of another. Raises `RunError` for a step without samples."""
+        """Compare the `best` (or `worst`) response of one step with that of another. Raises `RunError` for a step
+        without samples.
+        """
         if which not in ("best", "worst"):
-            raise RunError(f"a response to compare: {which!r}", expected="'best' or 'worst'")
+            raise RunError("argument which of diff", expected="'best' or 'worst'", found=repr(which))
         lines = [line for line in self._drawn() if line.step in (step, other)]
         for wanted in (step, other):
             if all(line.step != wanted for line in lines):
@@ -75,7 +79,9 @@ class History(doc.View):
         return [_Drawn.of(step, kind, rows) for (step, kind), rows in frame.groupby(["step", "kind"], sort=True)]
 
     def document(self) -> doc.Part:
-        """The view's content: a line for each step with its mean reward, best and worst response; in HTML what changed."""
+        """Build the display: a line for each step with its mean reward, best and worst response; in HTML also what
+        changed.
+        """
         drawn = self._drawn()
         shown, trend = drawn[-_LINES:], _trend([line.mean for line in drawn if line.kind != GREEDY])
         truth = [] if self.truth is None else [f"  truth: {doc.one_line(self.truth, 200)}"]
@@ -106,14 +112,14 @@ class History(doc.View):
                 doc.BREAK,
                 doc.small(f"{line.kind}, {doc.counted(len(line.rows), 'sample')}"),
             )
-            rows.append([name, mean, doc.stacked([_answer(said, row) for said, row in line.ends()]), changed])
+            rows.append([name, mean, doc.stacked([_answer(reward, row) for reward, row in line.ends()]), changed])
         return doc.Table(
             ["step", "mean reward", "best and worst response", "the best one, changed"], rows, most=len(rows)
         )
 
 
 class _Drawn(NamedTuple):
-    """The samples of a prompt at one step."""
+    """The samples of one prompt at one step, with their mean reward and the best and worst of them."""
 
     step: int
     kind: str
@@ -130,14 +136,14 @@ class _Drawn(NamedTuple):
         return cls(step, kind, rows, float(reward.mean()), rows.loc[reward.idxmax()], rows.loc[reward.idxmin()])
 
     def ends(self) -> list[tuple[str, Any]]:
-        """The best and the worst sample, each with its reward in words; one where all say the same."""
+        """Return the best and the worst sample, each with its reward as text; only one where their responses are equal."""
         ends = [self.best] if self.best["response"] == self.worst["response"] else [self.best, self.worst]
         return [(doc.number(row.get("reward"), "g"), row) for row in ends]
 
     def lines(self) -> list[str]:
-        """The step in text."""
-        said = f"  step {self.step:<5} {doc.number(self.mean, '.3g'):>6}  {self.kind}, {doc.counted(len(self.rows), 'sample')}"
-        return [said, *(f"    {name:>5}{_why(row)} → {doc.one_line(row['response'])}" for name, row in self.ends())]
+        """Return the step as lines of text."""
+        head = f"  step {self.step:<5} {doc.number(self.mean, '.3g'):>6}  {self.kind}, {doc.counted(len(self.rows), 'sample')}"
+        return [head, *(f"    {name:>5}{_why(row)} → {doc.one_line(row['response'])}" for name, row in self.ends())]
 
 
 def _answer(reward: str, row: Any) -> doc.Part:
@@ -157,7 +163,7 @@ def _changed(before: _Drawn, now: _Drawn) -> doc.Part:
 
 
 def _trend(means: Sequence[float]) -> str:
-    """`mean reward 0.25 → 0.75  ▁▃▆█`; empty where fewer than two steps have one."""
+    """Draw the mean rewards over the steps, `mean reward 0.25 → 0.75  ▁▃▆█`; "" where fewer than two steps have one."""
     known = [mean for mean in means if mean == mean]
     if len(known) < 2:
         return ""
@@ -170,7 +176,7 @@ def _trend(means: Sequence[float]) -> str:
 
 
 class _Row(NamedTuple):
-    """A row of the data, by what it is: its messages and its truth."""
+    """A data row, identified by its content: its messages and its truth."""
 
     messages: str
     truth: str
@@ -183,7 +189,7 @@ class _Row(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The samples of one step that are on disk."""
+    """The samples of one step that are on disk, and which data row each uid is a draw of."""
 
     step: int
     kind: str
@@ -194,7 +200,7 @@ class _Kept(NamedTuple):
 
 
 def run_history(run: Run, prompt: Any) -> History:
-    """One prompt through the steps of a run; the argument and errors are those of `Run.history`."""
+    """Collect one prompt's samples over the steps of a run; the argument and errors are those of `Run.history`."""
     import pandas as pd
 
     kept = list(_kept(run))
@@ -210,7 +216,9 @@ def run_history(run: Run, prompt: Any) -> History:
 
 
 def _kept(run: Run) -> Iterator[_Kept]:
-    """The samples of every recorded step, those that it dropped too, and of every validation, in the order of steps."""
+    """Yield the samples of every recorded step, also the dropped ones, and of every validation, in the order of the
+    steps.
+    """
     traces, held_out = run.traces, step_files(run.path / "val")
     recorded = list(traces)
     for step in sorted({*recorded, *held_out}):
@@ -240,7 +248,7 @@ def _of_batch(step: int, kind: str, batch: DataProto) -> _Kept:
 
 
 def _frame(step: _Kept, rows: Sequence[int]) -> pd.DataFrame:
-    """The samples table of some rows of a step, with the step, the kind, the row and the draw."""
+    """Make the samples table of some rows of a step, with step, kind, uid and row in front."""
     table = samples_table(some_rows(step.batch, rows)).drop(columns=["group", "step", OF_ROW], errors="ignore")
     numbers = [None] * len(rows) if LEFT_OUT in step.batch else list(rows)
     facts = {"step": step.step, "kind": step.kind, "uid": [step.uids[row] for row in rows], "row": numbers}
@@ -250,7 +258,7 @@ def _frame(step: _Kept, rows: Sequence[int]) -> pd.DataFrame:
 
 
 def _wanted(run: Run, prompt: Any, kept: Sequence[_Kept]) -> _Row:
-    """The row of the data that a uid, a prompt's text, or a sample is of."""
+    """Find the data row that `prompt` means: a uid, a prompt's text, or a sample."""
     every = list(dict.fromkeys(row for step in kept for row in step.draws.values()))
     if not every:
         do = "train with trace_freq=…, or with eval_rows=… and test_freq=…"
@@ -263,7 +271,7 @@ def _wanted(run: Run, prompt: Any, kept: Sequence[_Kept]) -> _Row:
 
 
 def _tests_of(prompt: Any, kept: Sequence[_Kept]) -> tuple[str, list[Callable[[_Row], bool]]]:
-    """What is asked for, in words, and how the row is known; the strictest way first."""
+    """Return the prompt in words, and tests that recognise its data row, the strictest first."""
     if isinstance(prompt, SampleCard):
         batch = prompt.index.batch
         row = _Row.of(*(object_at(batch, name, prompt.row) for name in ("raw_prompt", "reward_model", "uid")))
@@ -277,7 +285,7 @@ def _tests_of(prompt: Any, kept: Sequence[_Kept]) -> tuple[str, list[Callable[[_
 
 
 def _unfound(run: Run, wanted: str, rows: Sequence[_Row], draws: Mapping[Any, _Row], prompts: int) -> RunError:
-    """The error for a prompt that is not there, which names the nearest one, or that several rows of the data have."""
+    """Make the error for a prompt that is not there, which names the nearest one, or that fits several data rows."""
     those = f"{prompts} prompts that {run.path} has kept samples of"
     if rows:
         uids = [next(uid for uid, row in draws.items() if row == one) for one in rows[:4]]
@@ -291,7 +299,7 @@ def _unfound(run: Run, wanted: str, rows: Sequence[_Row], draws: Mapping[Any, _R
 
 
 def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
-    """Where the prompt was drawn, and of how many steps nothing is known."""
+    """Describe at which steps the prompt was drawn, and for how many steps no samples are kept."""
     recorded = {one.step for one in kept if one.kind == TRAINING}
     drawn = sorted(set(frame["step"][frame["kind"] == TRAINING]))
     held = sorted(set(frame["step"][frame["kind"] != TRAINING]))

@@ -30,7 +30,9 @@ _CONFIDENCE = {
 
 
 def judge_report(report: JudgeReport) -> doc.Part:
-    """The view of a `JudgeReport`: what it means, then its figures, tables, the drawing (HTML) and items that it got wrong."""
+    """Build the display of a `JudgeReport`: its verdict, then its figures, tables, drawing (HTML) and the items that it
+    judged wrongly.
+    """
     what = {"pairs": "pair", "grades": "graded answer", "choices": "choice"}[report.kind]
     seeds = f", {doc.counted(len(report.seeds), 'seed')}" if len(report.seeds) > 1 else ""
     title = f"{doc.one_line(report.judge, 160)} · {doc.counted(len(report), what)}{seeds}, {doc.counted(len(report.asked), 'verdict')}"
@@ -115,15 +117,17 @@ def _wrong(report: JudgeReport) -> doc.Part:
     for number, row in wrong.iterrows():
         item, mine = report.items[int(str(number))], [one for one in report.asked if one.item == number]
         answers = [(f"answer {place}", text) for place, text in enumerate(item.answers)]
-        said = [(f"seed {one.seed}, order {one.order}", one.output or one.why) for one in mine if one.output or one.why]
-        full = doc.Fold("answers and what the judge wrote", doc.pairs([("prompt", item.prompt), *answers, *said]))
+        says = [(f"seed {one.seed}, order {one.order}", one.output or one.why) for one in mine if one.output or one.why]
+        full = doc.Fold("answers and what the judge wrote", doc.pairs([("prompt", item.prompt), *answers, *says]))
         verdict = doc.cut(row["verdicts"], CUT)
         rows.append([doc.cut(row["id"], 60), (doc.cut(item.prompt, CUT), full), f"{row['truth']}", verdict])
     return doc.Table(["item", "prompt", "truth", "verdicts"], rows, most=_ROWS)
 
 
 def principles(search: Principles) -> doc.Part:
-    """The view of `Principles`: the kept ones, what they change on pairs of their own, and those that were not kept."""
+    """Build the display of `Principles`: those that were kept, how they change accuracy on other pairs, and those that
+    were dropped.
+    """
     kept = [candidate for candidate in search.candidates if candidate.kept]
     dropped = [candidate for candidate in search.candidates if not candidate.kept]
     parts = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(search.candidates), 'candidate')}"]
@@ -169,7 +173,7 @@ _BLUE, _PALE = "#0969da", "#b8c4d0"
 
 
 def judge_figure(report: JudgeReport) -> Figure:
-    """Draw a `JudgeReport`: accuracy against the constants, confusion (or length), calibration, categories."""
+    """Draw a `JudgeReport`: accuracy beside constant judges, confusion (or length), calibration, categories."""
     panels = [lambda axes: _bars(axes, _shares(report))]
     if not report.confusion.empty:
         panels.append(lambda axes: _matrix(axes, report))

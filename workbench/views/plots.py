@@ -17,11 +17,11 @@ from workbench.views.curves import (
     PANEL,
     Array,
     Series,
-    asked,
     colour,
     label,
     lines_of,
     memory,
+    pick,
     recorded,
     series,
 )
@@ -29,7 +29,7 @@ from workbench.views.samples import Samples, samples
 
 
 class Recorded(Protocol):
-    """What is read of a `Run`."""
+    """Protocol of what the plots read of a `Run`: its metrics rows and its traces."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
@@ -42,23 +42,27 @@ class Recorded(Protocol):
 
 @dataclass(frozen=True)
 class Plots:
-    """The curves of runs (name → run, the first one's symptoms are `marks`); `keys` as `views.figure` takes them."""
+    """The curves of several runs, name → run. `marks` are the symptoms of the first run; `keys` choose plots as in
+    `views.figure`.
+    """
 
     runs: Mapping[str, Recorded]
     keys: Sequence[str] = ()
     marks: Sequence[Symptom] = ()
 
     def columns(self, keys: Sequence[str] = ()) -> dict[str, Any]:
-        """All that is drawn, or the curves of other `keys`, for JSON: numbers have six digits, None is what is missing or not finite.
+        """Return everything to draw, or the curves of other `keys`, as JSON values: numbers with six digits, None where
+        missing or not finite.
 
-        `steps`: all runs' steps, ascending, [steps]. `runs`: name, colour, and the steps that have a trace. `plots`: title
-        and lines, of each its run (an index), words, colour, `dash` (an index), whether it is smoothed or only has dots,
-        and its values, [steps]. `marks`: the step and the text of each symptom. `smooth`: the weight that a slider has first.
+        `steps`: all runs' steps, ascending, [steps]. `runs`: name, colour, and the steps that have a trace. `plots`:
+        title and lines; each line has its run (an index), words, colour, `dash` (an index), whether it is smoothed or
+        only has dots, and its values, [steps]. `marks`: the step and the text of each symptom. `smooth`: the weight
+        with which a slider begins.
         """
         (name, first), *others = self.runs.items()
         curves = series(name, first.rows, {other: run.rows for other, run in others})
         chosen = keys or self.keys
-        plots = asked(chosen, curves) if chosen else {t: w for t, w in PANEL.items() if recorded(curves, w)}
+        plots = pick(chosen, curves) if chosen else {t: w for t, w in PANEL.items() if recorded(curves, w)}
         steps = np.unique(np.concatenate([run.steps for run in curves]))
         both = zip(curves, self.runs.values(), strict=True)
         return {
@@ -74,7 +78,7 @@ class Plots:
         }
 
     def samples(self, run: int, step: int) -> Samples:
-        """The samples that a run (an index) recorded in a step. Raises `RunError` where the step has no trace."""
+        """Return the samples that run number `run` recorded in a step. Raises `RunError` where the step has no trace."""
         traces = list(self.runs.values())[run].traces
         if step not in list(traces):  # `in` alone would open the trace
             there = sorted(traces, key=lambda one: (abs(one - step), one))
@@ -85,7 +89,7 @@ class Plots:
 
 
 def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[dict[str, Any]]:
-    """The lines of one plot; a single run's several metrics differ by colour, several runs' by dashes."""
+    """Return the lines of one plot. A single run's metrics differ by colour, those of several runs by dashes."""
     there, lines = lines_of(wanted, runs), []
     for place, name in enumerate(there):
         dots = name == HELD_OUT and len(there) > 1
@@ -104,7 +108,7 @@ def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[
 
 
 def _column(run: Series, name: str, steps: Array) -> list[float | None]:
-    """A metric at each of `steps`, [steps]; None where the run has no finite number."""
+    """Return a metric's value at each of `steps`, [steps]; None where the run has no finite number."""
     at, values = run.points(name)
     column: list[float | None] = [None] * len(steps)
     for index, value in zip(np.searchsorted(steps, at).tolist(), values.tolist(), strict=True):

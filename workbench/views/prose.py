@@ -42,9 +42,10 @@ _AS_TABLE = {"gather": "matrix", "multline": "matrix", "equation": "matrix"}
 
 
 def rendered(text: str, formulas: bool = True) -> doc.Part:
-    """A text drawn as Markdown, LaTeX and code; a terminal shows it as it was written, and so does a page what cannot be drawn.
+    """Draw a text as Markdown, LaTeX and code on a page. A terminal, and a page where it cannot be drawn, show it as it
+    was written.
 
-    `formulas=False` keeps formulas as LaTeX: a page's sanitiser that knows no MathML would leave `12` of one half.
+    `formulas=False` keeps formulas as LaTeX, for pages whose sanitiser removes MathML and would leave `12` of one half.
     """
     if len(text) > TEXT_LIMIT:
         note = f"of {len(text):,} characters: too long to be drawn, as it was written"
@@ -69,7 +70,7 @@ _INLINE: Mapping[str, tuple[str, str]] = {"strong": ("b", ""), "em": ("i", ""), 
 
 
 class _Page:
-    """One text's parts: `parse` finds its formulas and its Markdown, the rest turns nodes into parts."""
+    """Turns one text into parts of a document: finds its formulas, parses its Markdown, and converts the parsed nodes."""
 
     def __init__(self, text: str, formulas: bool) -> None:
         self.drawn, self.failed = formulas, 0
@@ -79,7 +80,7 @@ class _Page:
         self._text = _FORMULAS.sub(self._hold, re.sub("[\ue000\ue001]", "\ufffd", text))
 
     def parts(self) -> doc.Part:
-        """The whole text."""
+        """Return the parts of the whole text."""
         with optional("prose", "text with Markdown and formulas"):
             from markdown_it import MarkdownIt
             from markdown_it.tree import SyntaxTreeNode
@@ -102,7 +103,7 @@ class _Page:
         return f"\ue000{len(self._held) - 1}\ue001"
 
     def _written(self, text: str) -> str:
-        """A text with its formulas as they were written."""
+        """Put the formulas back into a text as they were written."""
         return _HELD.sub(lambda found: self._held[int(found[1])][0], text)
 
     # --- blocks and what stands in a line ---------------------------------------------------------
@@ -211,8 +212,8 @@ class _Page:
         except Exception as error:  # noqa: BLE001 - whatever the library makes of what a model wrote
             self.failed += 1
             self.lacking = error if isinstance(error, PackageMissing) else self.lacking
-            said = f"cannot be drawn: {first_line(error, 100) or type(error).__name__}"
-            return doc.Span(source, "border-bottom:2px dotted rgba(190,70,50,0.9)", title=said)
+            reason = f"cannot be drawn: {first_line(error, 100) or type(error).__name__}"
+            return doc.Span(source, "border-bottom:2px dotted rgba(190,70,50,0.9)", title=reason)
 
 
 TAGS = {
@@ -234,7 +235,9 @@ _LOOKS = {
 
 
 def formula(latex: str, block: bool = False) -> doc.Span:
-    """LaTeX as MathML, which browsers draw themselves. Raises whatever the parser raises, `ValueError` where it is too large."""
+    """Convert LaTeX to MathML, which browsers draw. Raises whatever the parser raises, and `ValueError` for a formula
+    that is too large.
+    """
     with optional("prose", "formulas"):
         from latex2mathml.converter import convert_to_element
 
@@ -249,15 +252,15 @@ def formula(latex: str, block: bool = False) -> doc.Span:
 
 def _mathml(element: Element, depth: int = 0) -> doc.Part:
     if depth > DEEPEST:
-        raise ValueError(f"more than {DEEPEST} parts in each other")
+        raise ValueError(f"a formula nested more than {DEEPEST} parts deep")
     attributes = tuple(
         (name, value) for name, value in element.attrib.items() if re.fullmatch(_VALUES.get(name, "(?!)"), value)
     )
     looks = ";".join(filter(None, (_LOOKS.get(f"{name}={value}") for name, value in element.attrib.items())))
     text = element.text or ""
-    said = unescape(text) if re.fullmatch(r"(&#x[0-9A-F]{5};)+", text) else text  # the library's names of signs
+    sign = unescape(text) if re.fullmatch(r"(&#x[0-9A-F]{5};)+", text) else text  # the library's names of signs
     tag = element.tag if element.tag in TAGS else "mrow"
-    return doc.Span([said, *(_mathml(one, depth + 1) for one in element)], looks, tag, attributes=attributes)
+    return doc.Span([sign, *(_mathml(one, depth + 1) for one in element)], looks, tag, attributes=attributes)
 
 
 # --- code -----------------------------------------------------------------------------------------
@@ -284,7 +287,9 @@ _COLOURS = (
 
 
 def coloured(code: str, language: str = "") -> doc.Part:
-    """Code as spans of its keywords, strings, numbers, comments and names; as it is for languages not in `LANGUAGES`."""
+    """Split code into spans of keywords, strings, numbers, comments and names; code in a language not in `LANGUAGES`
+    stays one text.
+    """
     name = _SHORT.get(language.lower(), language.lower())
     if name not in LANGUAGES:
         return code
@@ -292,7 +297,7 @@ def coloured(code: str, language: str = "") -> doc.Part:
         from pygments.lexers import get_lexer_by_name
 
     lexer: Any = get_lexer_by_name(name, stripnl=False, ensurenl=False)
-    return [_token(str(kind)[6:], said) for kind, said in lexer.get_tokens(code)]
+    return [_token(str(kind)[6:], piece) for kind, piece in lexer.get_tokens(code)]
 
 
 def _token(kind: str, text: str) -> doc.Part:

@@ -23,7 +23,7 @@ _EXTRA = 4000
 
 
 def score(score: Score) -> doc.Part:
-    """The view of a `Score`: one line in a terminal; in HTML a table, with extra values and traceback folded."""
+    """Build the display of a `Score`: one line in a terminal; in HTML a table, with extra values and traceback folded."""
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
     summary = f"Score({score}{f'; parts {parts}' if parts else ''})"
     facts = [("reward", f"{score.value:g}" if score.scored else "no judgement"), *verdict(score)]
@@ -32,7 +32,7 @@ def score(score: Score) -> doc.Part:
 
 
 def verdict(score: Score) -> list[tuple[str, str]]:
-    """The status, explanation, answer and parts of a score, as (name, text)."""
+    """Return the status, explanation, answer and parts of a score, as (name, text)."""
     facts = [("status", score.status.value)]
     facts += [("why", score.why)] if score.why else []
     facts += [("answer", score.answer)] if score.answer is not None else []
@@ -40,12 +40,12 @@ def verdict(score: Score) -> list[tuple[str, str]]:
 
 
 def traceback(score: Score) -> list[tuple[str, str]]:
-    """The traceback of a failed score as [("traceback", text)]; [] for any other score."""
+    """Return the traceback of a failed score as [("traceback", text)]; [] for any other score."""
     return [("traceback", score.error)] if score.error else []
 
 
 def extras(score: Score) -> list[tuple[str, str]]:
-    """The extra values that a scorer returned, as (name, text), long texts cut; lists and dicts have one line per item."""
+    """Return the extra values of a score as (name, text), long texts cut; lists and dicts have one line per item."""
     return [(name, _shown(value)) for name, value in score.extra.items()]
 
 
@@ -58,7 +58,7 @@ def _shown(value: Any) -> str:
 
 
 def question(chat: Any) -> str:
-    """The text of a chat's last user message; a prompt that is no chat, as text."""
+    """Return the text of a chat's last user message; a prompt that is not a chat is returned as text."""
     if not isinstance(chat, list) or not chat:
         return "" if chat is None else str(chat)
     users = [turn for turn in chat if turn.get("role") == "user"]
@@ -69,14 +69,16 @@ def question(chat: Any) -> str:
 
 
 def unfolding(prompt: str | None, response: str, *further: doc.Part) -> doc.Part:
-    """The start of a prompt, and the start of a response that unfolds to both in full and to `further` parts."""
+    """Show the start of a prompt, and the start of a response that unfolds to both in full and to `further` parts."""
     full: list[doc.Part] = [doc.block(prompt), doc.RULE] if prompt is not None else []
     start = response.replace("\n", " ⏎ ")[:CUT]
     return doc.cut(prompt or "", CUT), doc.Fold(start, [*full, doc.block(response), *further])
 
 
 def rubric(rubric: Rubric) -> doc.Part:
-    """The view of a `Rubric` or an `Ensemble`: its formula in one line; in HTML a table of its parts with weights and gates."""
+    """Build the display of a `Rubric` or an `Ensemble`: its formula in one line; in HTML a table of its parts with
+    weights and gates.
+    """
     terms = " + ".join(f"{rubric.weights[part]:g}·{part}" for part in rubric.parts if rubric.weights[part])
     gates = f", gated by {', '.join(f'{part} ≥ {low:g}' for part, low in rubric.gates.items())}" if rubric.gates else ""
     top = max((abs(weight) for weight in rubric.weights.values()), default=0.0) or 1.0
@@ -93,8 +95,8 @@ def rubric(rubric: Rubric) -> doc.Part:
     kind, combine = type(rubric).__name__, getattr(rubric, "combine", "")
     what = combine or ("weighted mean" if rubric.normalise else "weighted sum")
     title = doc.line(doc.bold(kind), f" · {what} of {len(rubric.parts)} parts")
-    said = f"{combine} of {', '.join(rubric.parts)}" if combine else f"{terms}{gates}"
-    return doc.Either(f"{kind}({said})", (title, doc.Table(["part", "weight", "gate", "scored by", ""], rows)))
+    formula = f"{combine} of {', '.join(rubric.parts)}" if combine else f"{terms}{gates}"
+    return doc.Either(f"{kind}({formula})", (title, doc.Table(["part", "weight", "gate", "scored by", ""], rows)))
 
 
 # --- a dry run --------------------------------------------------------------------------------
@@ -106,7 +108,9 @@ _COLOURS = ("rgba(9,105,218,0.28)", "rgba(191,135,0,0.32)", "rgba(130,80,223,0.2
 
 
 def dry_run(dry_run: DryRun) -> doc.Part:
-    """The view of a `DryRun`: numbers per scorer; in HTML also the rows that scorers disagree on, answers marked."""
+    """Build the display of a `DryRun`: numbers per scorer; in HTML also the rows that scorers disagree on, answers
+    marked.
+    """
     several, failures = len(dry_run.judged) > 1, list(dry_run.failures.iterrows())
     rows = list(dry_run.disagreements.index) if several else list(range(len(dry_run.rows)))
     what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
@@ -134,7 +138,9 @@ def dry_run(dry_run: DryRun) -> doc.Part:
 
 
 def reward(reward: Reward) -> doc.Part:
-    """The view of a `Reward`: where it runs and its policy, then each argument of its function and what fills it."""
+    """Build the display of a `Reward`: where it runs and its policy, then each argument of its function and what fills
+    it.
+    """
     where = "in this process" if reward.in_process else f"{reward.workers} workers, {reward.timeout:g} s a row"
     line = f"Reward({reward.name}: one call per {reward.per}, {where}, on failure {reward.on_failure}"
     return doc.Either(
@@ -151,9 +157,9 @@ def _scorers(dry_run: DryRun) -> doc.Part:
         counts = [f"{int(numbers[key])}" for key in (*statuses, "extracted")]
         bar = doc.bar(abs(mean), f"{mean:.3f}", mean >= 0) if mean == mean else "–"
         rows.append([doc.Span(str(name), f"background:{colour};padding:0 4px"), bar, *counts, *times])
-        said = [f"mean {mean:.3f}", f"{int(numbers['judged'])} judged"]
-        said += [f"{int(numbers[key])} {key}" for key in ("infra_error", "counted", "not_applicable") if key in frame]
-        lines.append(f"  {name!s:<20} {', '.join(said)}, median {times[0]}, longest {times[1]}")
+        parts = [f"mean {mean:.3f}", f"{int(numbers['judged'])} judged"]
+        parts += [f"{int(numbers[key])} {key}" for key in ("infra_error", "counted", "not_applicable") if key in frame]
+        lines.append(f"  {name!s:<20} {', '.join(parts)}, median {times[0]}, longest {times[1]}")
     return doc.Either(lines, doc.Table(["scorer", "mean", *statuses, "extracted", "median", "longest"], rows))
 
 
@@ -180,7 +186,9 @@ def _verdict(name: str, judgement: Judged) -> doc.Part:
 
 
 def _marked(text: str, found: list[Any]) -> doc.Part:
-    """A response around the scorers' answers, each answer on its scorer's colour; the end of it where there is none."""
+    """Show a response around the scorers' answers, each on its scorer's colour; without an answer the end of the
+    response.
+    """
     coloured = [(one.span, colour) for one, colour in zip(found, cycle(_COLOURS), strict=False) if one.span]
     spans = sorted(coloured, key=lambda pair: pair[0])
     first = min((span[0] for span, _ in spans), default=len(text))
@@ -202,19 +210,21 @@ _PINS = 40
 
 
 def pin(pin: Pin) -> doc.Part:
-    """The view of a `Pin`: expected score, note, origin, and the start of the response; in HTML the rest is folded."""
-    said = [one for one in (f"expected {_expected(pin.expected)}", pin.note, _origin(pin)) if one]
-    text = ["  ".join([f"pin {pin.id}", *map(doc.one_line, said)]), f"  → {doc.one_line(pin.response)}"]
-    return doc.Either(text, (doc.line(doc.bold(f"pin {pin.id}"), " ", doc.cut(" · ".join(said), 600)), _kept(pin)))
+    """Build the display of a `Pin`: expected score, note, origin, and the start of the response; in HTML the rest is
+    folded.
+    """
+    facts = [one for one in (f"expected {_expected(pin.expected)}", pin.note, _origin(pin)) if one]
+    text = ["  ".join([f"pin {pin.id}", *map(doc.one_line, facts)]), f"  → {doc.one_line(pin.response)}"]
+    return doc.Either(text, (doc.line(doc.bold(f"pin {pin.id}"), " ", doc.cut(" · ".join(facts), 600)), _kept(pin)))
 
 
 def pins(pins: Pins) -> doc.Part:
-    """The view of `Pins`: for each pin its number, expected score, note, origin and start of the response."""
+    """Build the display of `Pins`: for each pin its number, expected score, note, origin and start of the response."""
     lines, rows = list[str](), list[list[doc.Part]]()
     for place, pin in enumerate(pins):
         expected, origin = _expected(pin.expected), _origin(pin)
-        said = [f"{place:4d}  {pin.id}  expected {expected}", doc.one_line(pin.note), doc.one_line(origin)]
-        lines += ["  ".join(filter(None, said)), f"      → {doc.one_line(pin.response)}"]
+        head = [f"{place:4d}  {pin.id}  expected {expected}", doc.one_line(pin.note), doc.one_line(origin)]
+        lines += ["  ".join(filter(None, head)), f"      → {doc.one_line(pin.response)}"]
         truth = doc.cut(pin.ground_truth, 60) if pin.ground_truth is not None else ""
         further = doc.bold(expected), truth, doc.cut(pin.note, 400), doc.small(doc.cut(origin, 160))
         rows.append([_name(place, pin), _kept(pin), *further])
@@ -227,7 +237,7 @@ def pins(pins: Pins) -> doc.Part:
 
 
 def pin_check(check: PinCheck) -> doc.Part:
-    """The view of a `PinCheck`: how many pins got their expected score, then each that did not, and why."""
+    """Build the display of a `PinCheck`: how many pins got their expected score, then each that did not, and why."""
     lines: list[str] = []
     for case in check.failed[:_PINS]:
         lines.append(f"  pin {case.number} ({case.pin.id}): expected {_expected(case.pin.expected)}, got {_got(case)}")
@@ -269,7 +279,7 @@ def _got(result: Checked) -> str:
 
 
 def _expected(value: Any) -> str:
-    """A score in at most nine digits; 'unscored' as it is."""
+    """Format a score with at most nine digits; the text 'unscored' is returned unchanged."""
     return value if isinstance(value, str) else f"{value:.9g}"
 
 

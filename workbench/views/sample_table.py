@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def batch_of(thing: Any) -> DataProto:
-    """The batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself; `TypeError` for anything else."""
+    """Return the batch of a trace, phase, stepper, dry run or run (its last trace), or a batch itself. Raises
+    `TypeError` for others.
+    """
     if isinstance(thing, DataProto):
         return thing
     traces = getattr(thing, "traces", None)
@@ -46,12 +48,16 @@ def batch_of(thing: Any) -> DataProto:
 
 
 def object_at(batch: DataProto, name: str, row: int) -> Any:
-    """The value of an object column in one row; None where there is no such column. Other rows are not read from disk."""
+    """Return the value of an object column in one row, without reading other rows from disk; None where there is no
+    such column.
+    """
     return batch.non_tensor_batch.part(name, row, row + 1)[0] if name in batch.non_tensor_batch else None
 
 
 def some_rows(batch: DataProto, rows: Sequence[int]) -> DataProto:
-    """Some rows, with the columns that a samples table is made of. Of columns on disk only few rows are read, where they are few."""
+    """Select some rows, with only the columns that a samples table is made of. Few rows of a batch on disk are read
+    without the others.
+    """
     names = [name for name in batch.columns if name in _SOURCES or name.startswith(REWARD_PREFIX)]
     spans = [[*span] for _, span in groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0])]
     ends = [(span[0][1], span[-1][1] + 1) for span in spans]
@@ -67,12 +73,12 @@ def some_rows(batch: DataProto, rows: Sequence[int]) -> DataProto:
 
 
 def samples_table(batch: DataProto) -> pd.DataFrame:
-    """The samples of a batch as a DataFrame, one line per row.
+    """Make a DataFrame of a batch's samples, one line per row.
 
     Columns: group, prompt (its last user text), response, truth, reward and its parts, answer, status, why, advantage
-    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended); where
-    episodes are several rows also episode, sequence (from 1) and sequences (how many the episode has); of several policies
-    the row's policy.
+    (mean over the response's tokens), sampler_logprob_diff, tokens (their number), finish (why sampling ended). Where
+    episodes are several rows, also episode, sequence (from 1) and sequences (how many the episode has); with several
+    policies the row's policy.
 
     A row that was not scored has no reward (NaN). What the batch does not have (yet) is left out. Columns on disk are
     read, and not kept in memory.
@@ -105,7 +111,9 @@ def samples_table(batch: DataProto) -> pd.DataFrame:
 
 
 def _of_episodes(batch: DataProto) -> dict[str, Any]:
-    """Of rows that are sequences of episodes: the episode's number, the sequence's from 1, and how many there are."""
+    """Number the sequences of episodes: for each row the episode's number, the sequence's from 1, and how many the
+    episode has.
+    """
     columns = {name: np.zeros(len(batch), dtype=int) for name in ("episode", "sequence", "sequences")}
     for number, rows in enumerate(episodes(batch)):
         for place, row in enumerate(rows, 1):
@@ -171,8 +179,11 @@ class Left(NamedTuple):
 
 
 def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) -> list[Left]:
-    """The rows that were left out of a step: dropped ones by its trace, if `thing` has one, others by its last `batch`, whose
-    samples table may be given."""
+    """Return the rows that were left out of a step: dropped ones, found in the trace of `thing`, and untrained ones of
+    its last `batch`.
+
+    `frame` is the batch's samples table, if it was made already.
+    """
     gone = dropped(thing)
     if frame is None:
         frame = samples_table(
@@ -183,16 +194,18 @@ def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) ->
 
 
 def dropped(thing: Any) -> list[Left]:
-    """The rows that were in the step and are so no more, by its trace; none of a thing without one."""
+    """Return the rows that a phase removed from the step, found in the trace of `thing`; [] where it has no trace."""
     trace = _trace(thing)
     return [one for phase in trace for one in _dropped(phase, trace.before(phase.stage))] if trace is not None else []
 
 
 def counted_reasons(whys: Iterable[str]) -> str:
-    """`12 rows left out: 8 × all samples of its prompt have one reward, 4 × infra error`; empty where there are none."""
+    """Summarise reasons: `12 rows left out: 8 × all samples of its prompt have one reward, 4 × infra error`; "" for
+    none.
+    """
     kinds = Counter(why.partition(": ")[0] for why in whys)
-    told = ", ".join(f"{number} × {kind}" for kind, number in kinds.most_common())
-    return f"{kinds.total()} row{'s' * (kinds.total() != 1)} left out: {told}" if kinds else ""
+    summary = ", ".join(f"{number} × {kind}" for kind, number in kinds.most_common())
+    return f"{kinds.total()} row{'s' * (kinds.total() != 1)} left out: {summary}" if kinds else ""
 
 
 def _trace(thing: Any) -> Trace | None:
@@ -202,7 +215,9 @@ def _trace(thing: Any) -> Trace | None:
 
 
 def _dropped(phase: Phase, before: DataProto) -> list[Left]:
-    """The rows that a phase left out: as it recorded them, else those of the batch before it that are in the one after it no more."""
+    """Return the rows that a phase removed: as it recorded them, else those of the batch before it that the batch after
+    it lacks.
+    """
     if phase.dropped is not None:
         rows = list(range(len(phase.dropped)))
         return [Left(phase.dropped, rows, [str(why) for why in phase.dropped[LEFT_OUT]], False)]
@@ -223,7 +238,7 @@ def _dropped(phase: Phase, before: DataProto) -> list[Left]:
 
 
 def _untrained(batch: DataProto, frame: pd.DataFrame) -> dict[int, str]:
-    """Row → why it is not trained on, or was not judged as it should have been."""
+    """Map each row that is not trained on, or was not scored as it should have been, to the reason."""
     reasons: dict[int, str] = {}
     if "agent_extra" in batch:
         for row, extra in enumerate(batch.non_tensor_batch.passing("agent_extra")):
@@ -245,9 +260,11 @@ def _untrained(batch: DataProto, frame: pd.DataFrame) -> dict[int, str]:
 
 
 def gathered(groups: Sequence[Left], most: int | None = None) -> DataProto:
-    """The rows left out (or the first `most`) as one batch: texts, scores, numbers of tokens, and the reason (`left_out`).
+    """Join the left-out rows (or the first `most`) into one batch: texts, scores, numbers of tokens, and the reason
+    (`left_out`).
 
-    `of_row` is a row's number where it is among the step's rows all the same. What only some have is None or NaN in others.
+    `of_row` is a row's number where it is still among the step's rows. A column that only some rows have is None or NaN
+    in others.
     """
     parts, left = list[DataProto](), most
     for group in groups:
@@ -287,7 +304,7 @@ _FACTS = ("reward", "status", "why", "answer", "truth", "advantage", "tokens", "
 
 
 def words(first: str, second: str) -> doc.Part:
-    """A text turned into another: what was left out is struck through, what is new is marked."""
+    """Show how one text becomes another: removed words are struck through, new ones are marked."""
     for pattern in (r"\s+|[^\s\w]|\w+", r"[^\n]*\n?"):
         old, two = (re.findall(pattern, text) for text in (first, second))
         steps = SequenceMatcher(None, old, two, autojunk=False).get_opcodes()
@@ -305,9 +322,11 @@ def words(first: str, second: str) -> doc.Part:
 
 
 class SideBySide(doc.View):
-    """Two samples: a line for each number or word of their scores, those that differ in bold, and the text difference.
+    """Two samples compared: a line for each number or word of their scores, differing ones in bold, and the difference
+    of the texts.
 
-    Each side is a name and a line of a samples table (`samples(x).frame.loc[7]`). `brief`: only lines that differ, shorter texts.
+    Each side is a name and a line of a samples table (`samples(x).frame.loc[7]`). `brief` shows only lines that differ,
+    and shorter texts.
     """
 
     def __init__(self, first: tuple[str, Any], second: tuple[str, Any], *, brief: bool = False) -> None:
@@ -315,7 +334,7 @@ class SideBySide(doc.View):
         self.names, self.rows = (first[0], second[0]), (first[1], second[1])
 
     def document(self) -> doc.Part:
-        """The view's content."""
+        """Build the display."""
         one, two = (_facts(row) for row in self.rows)
         names = sorted({*one, *two}, key=lambda name: (_FACTS.index(name.partition("/")[0]), name))
         facts = [(name, one.get(name, "–"), two.get(name, "–")) for name in names]
@@ -330,7 +349,7 @@ class SideBySide(doc.View):
 
 
 def _facts(row: Any) -> dict[str, str]:
-    """What is known of a sample, as text: names of columns of a samples table, reward parts among them."""
+    """Return what is known of a sample as text, by columns of a samples table, reward parts included."""
     known = {name: row[name] for name in row.index if name.partition("/")[0] in _FACTS}
     return {
         name: _cell_text(value) for name, value in known.items() if value is not None and value == value and value != ""
@@ -342,23 +361,25 @@ def _cell_text(value: Any) -> str:
 
 
 def difference(frame: pd.DataFrame, row: int, other: int) -> SideBySide:
-    """Two samples of one batch, from its samples table."""
+    """Compare two samples of one batch, from its samples table."""
     return SideBySide(*((f"row {one}", frame.iloc[one]) for one in (row, other)))
 
 
 def same_row(batch: DataProto, row: int, other: Any) -> SideBySide:
-    """A sample, and the same row of another trace, stepper or batch. Raises `BatchError` where that row is another prompt's."""
+    """Compare a sample with the same row of another trace, stepper or batch. Raises `BatchError` where that row has
+    another prompt.
+    """
     there = batch_of(other)
     one, two = (object_at(each, "uid", row) if row < len(each) else None for each in (batch, there))
     if row >= len(there) or one != two:
         expected, found = f"a sample of prompt {one}", f"{len(there)} rows" if row >= len(there) else f"prompt {two}"
-        raise BatchError(f"row {row} of the other side", expected=expected, found=found)
+        raise BatchError(f"row {row} of the batch to compare with", expected=expected, found=found)
     first, second = (samples_table(some_rows(each, [row])).iloc[0] for each in (batch, there))
     return SideBySide((f"row {row}", first), ("the other side", second))
 
 
 def compared_row(comparison: Comparison, row: int, *, brief: bool = False) -> SideBySide:
-    """The view of one row on both sides of a `Comparison`. Raises `IndexError` for a row that does not exist."""
+    """Compare one row on both sides of a `Comparison`. Raises `IndexError` for a row that does not exist."""
     batches = [trace.batch for trace in comparison.traces]
     if not 0 <= row < len(batches[0]):
         raise IndexError(f"row {row} does not exist: this comparison has rows 0 to {len(batches[0]) - 1}")

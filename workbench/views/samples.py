@@ -34,7 +34,7 @@ _BINS = 12
 class SampleIndex:
     """The table of a batch's samples, made once, with its orders, filters and search.
 
-    10,000 rows are sorted or filtered in milliseconds; a first search of their texts takes some tens of them.
+    Sorting or filtering 10,000 rows takes milliseconds, the first search of their texts some tens of milliseconds.
     """
 
     def __init__(self, batch: DataProto) -> None:
@@ -55,10 +55,11 @@ class SampleIndex:
 
     @cached_property
     def headline(self) -> str:
-        """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups have equal rewards`; empty before the reward.
+        """The batch in words: `64 samples · 24 right · 40 no answer · 3 of 8 groups have equal rewards`; "" before the
+        reward stage.
 
-        Right are samples of reward 1 where all rewards are 0 or 1; of other rewards their mean and range are told. A group
-        says nothing where its scored samples have one reward.
+        Where all rewards are 0 or 1, samples of reward 1 count as right; else the rewards' mean and range are shown. A
+        group counts as equal where its scored samples all have one reward.
         """
         frame = self._once
         if "reward" not in frame or not len(frame):
@@ -80,7 +81,9 @@ class SampleIndex:
 
     @cached_property
     def bins(self) -> list[tuple[float, float, int]]:
-        """A histogram of the rewards: (lowest, highest, how many). One bin a value where there are few, else `_BINS` equal ones."""
+        """A histogram of the rewards as (lowest, highest, count): one bin for each value where there are few values,
+        else `_BINS` equal ones.
+        """
         reward = self._once["reward"].dropna() if "reward" in self.frame else ()
         if not len(reward):
             return []
@@ -92,7 +95,7 @@ class SampleIndex:
 
     @property
     def _once(self) -> pd.DataFrame:
-        """The rows that stand for an episode each: the last of its sequences."""
+        """One row for each episode: the last of its sequences."""
         return self.frame[self.frame["sequence"] == self.frame["sequences"]] if "sequence" in self.frame else self.frame
 
     @cached_property
@@ -103,19 +106,21 @@ class SampleIndex:
 
     @cached_property
     def surprise(self) -> np.ndarray:
-        """How far each reward is from the mean of its prompt's other samples, [B] float64; NaN where there is none."""
+        """How far each reward is from the mean reward of its prompt's other samples, [B] float64; NaN where there is
+        none.
+        """
         if "reward" not in self.frame:
             return np.full(len(self.frame), np.nan)
         reward = self.frame["reward"]
         once = self.frame.index.isin(self._once.index)
-        given = {"reward": reward.fillna(0.0) * once, "counted": (reward.notna() & once).astype(float)}
-        rows = self.frame.assign(**given).groupby("group")
+        extra = {"reward": reward.fillna(0.0) * once, "counted": (reward.notna() & once).astype(float)}
+        rows = self.frame.assign(**extra).groupby("group")
         others = rows["counted"].transform("sum") - 1
         mean = (rows["reward"].transform("sum") - reward) / others.where(others > 0)
         return (reward - mean).abs().to_numpy()
 
     def select(self, order: str, *, where: Where = None, search: str = "", by_group: bool = False) -> np.ndarray:
-        """The numbers of the rows that pass the filters, in order; arguments and errors are those of `samples`."""
+        """Return the numbers of the rows that pass the filters, in order; arguments and errors are those of `samples`."""
         rows = np.flatnonzero(self._kept(where, search))
         rank = self._rank(order)[rows]
         if by_group:
@@ -139,7 +144,9 @@ class SampleIndex:
         return kept
 
     def _rank(self, order: str) -> np.ndarray:
-        """A number for each row, the smallest first; `worst` begins with rows whose scoring failed, unscored rows are last."""
+        """Return a sort key for each row, the smallest first. `worst` begins with rows whose scoring failed; unscored
+        rows come last.
+        """
         if order in ("worst", "best") and "reward" in self.frame:
             sign = 1 if order == "worst" else -1
             rank = (sign * self.frame["reward"]).fillna(float("inf"))
@@ -177,13 +184,15 @@ def _matching(column: pd.Series, wanted: Any) -> np.ndarray:
 
 
 def _tokens(row: Any) -> tuple[str, str]:
-    """(number of tokens, finish reason) of a response, each "" where it is not known."""
+    """Return (number of tokens, finish reason) of a response as text; "" where one is not known."""
     number = row.get("tokens")
     return str(int(number)) if number is not None and number == number else "", row.get("finish") or ""
 
 
 def group_line(index: SampleIndex, group: int) -> str:
-    """A group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7` (the range of advantages)."""
+    """Describe a group in one line: `8 samples, mean reward 0.25, deviation 0.46, advantages over 2.7` (the range of
+    advantages).
+    """
     numbers = index.groups.loc[group]
     parts = [f"{int(numbers['samples'])} samples"]
     if "mean" in numbers:
@@ -229,7 +238,7 @@ class Samples(doc.View):
         """Row numbers that pass the filters, in order; in a live notebook those that the table shows."""
 
     def choose(self, columns: Sequence[str]) -> None:
-        """Show these columns, here and in the views that this process makes later; none: the usual ones."""
+        """Show these columns, here and in views that this process makes later; [] shows the usual ones."""
         self.columns = type(self).remembered = list(columns) or None
 
     @property
@@ -243,14 +252,17 @@ class Samples(doc.View):
         return self.index.frame.iloc[self.selected]
 
     def to_pandas(self) -> pd.DataFrame:
-        """The selected samples as a DataFrame, indexed by row: all that pass the filters, in order, also those of a live table."""
+        """Return the samples that pass the filters, in order, as a DataFrame indexed by row; for a live table as it is
+        filtered now.
+        """
         return self.frame
 
     @cached_property
     def left_out(self) -> Samples | None:
-        """The step's rows that were filtered out, rejected, not scored or failed, each with the reason; None where there are none.
+        """The step's rows that were filtered out, rejected, not scored or failed, each with the reason; None where
+        there are none.
 
-        The column `left_out` is the reason, `of_row` the row's number where it is among the samples all the same.
+        The column `left_out` is the reason; `of_row` is the row's number where it is still among the samples.
         """
         left = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
         if not left:
@@ -260,18 +272,20 @@ class Samples(doc.View):
         return made
 
     def pictures(self, row: Any) -> list[Picture]:
-        """The pictures of a row's prompt."""
+        """Return the pictures of a row's prompt."""
         return object_at(self.index.batch, IMAGES, row) or []
 
     def row(self, number: int, rendered: bool = False, formulas: bool = False) -> SampleCard:
-        """One sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not exist.
+        """Show one sample in full, with the other samples of its prompt. Raises `IndexError` for a row that does not
+        exist.
 
-        `rendered` draws its texts as Markdown and code, and with `formulas` LaTeX as MathML, which only a trusted page keeps.
+        `rendered` draws its texts as Markdown and code, and with `formulas` LaTeX as MathML, which only a trusted page
+        keeps.
         """
         return SampleCard(self.index, number, rendered, formulas)
 
     def document(self) -> doc.Part:
-        """The view's content: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
+        """Build the display: the first `rows` samples, three lines each; in HTML tables, one per group if `by_group`."""
         frame = self.frame.head(self.rows)
         more = [name for name in self.columns or () if name not in _TOLD]
         lines = [text for row, values in frame.iterrows() for text in _row_lines(row, values, self.pictures(row), more)]
@@ -310,8 +324,8 @@ class Samples(doc.View):
     def _over(self, group: int) -> doc.Part:
         numbers = self.index.groups.loc[group]
         prompt = (doc.BREAK, doc.cut(numbers["prompt"], 4 * CUT)) if "prompt" in numbers else ()
-        said = f" · {group_line(self.index, group)}"
-        return doc.line(doc.bold(f"group {group}"), said, prompt, style="margin-top:8px")
+        summary = f" · {group_line(self.index, group)}"
+        return doc.line(doc.bold(f"group {group}"), summary, prompt, style="margin-top:8px")
 
     def _cells(self, number: Any, row: Any, top: float) -> list[doc.Part]:
         prompt = row.get("prompt")
@@ -328,7 +342,7 @@ class Samples(doc.View):
 
 
 def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
-    """One cell of a table of chosen columns: rewards as bars up to `top`, texts that unfold, numbers short."""
+    """Make one cell of a table with chosen columns: rewards as bars up to `top`, texts that unfold, short numbers."""
     value = number if name == "row" else row[name]
     if value is None or value != value:
         return "–"
@@ -343,13 +357,13 @@ def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
 
 
 def counted_pictures(seen: Sequence[Picture]) -> str:
-    """`1 picture 64×48`, `2 pictures 64×48, 32×32`."""
+    """Describe pictures: `1 picture 64×48`, `2 pictures 64×48, 32×32`."""
     sizes = ", ".join(f"{one.width}×{one.height}" for one in seen)
     return f"{len(seen)} picture{'s' * (len(seen) > 1)} {sizes}"
 
 
 def thumbnails(seen: Sequence[Picture]) -> doc.Part:
-    """Small copies of the first pictures of a prompt, in HTML; nothing in a terminal."""
+    """Show small copies of the first pictures of a prompt, in HTML; nothing in a terminal."""
     shown = [doc.Image(one.thumbnail, f"{one.width}×{one.height}") for one in seen[:_THUMBNAILS]]
     return [*shown, doc.BREAK] if shown else ()
 
@@ -379,7 +393,7 @@ def _row_lines(number: Any, row: Any, seen: Sequence[Picture], more: Sequence[st
 
 
 def _place(row: Any) -> list[str]:
-    """The row's group, and which sequence of which episode it is, where episodes are several rows."""
+    """Describe the row's group, and where episodes are several rows its episode and sequence."""
     parts = [f"group\u00a0{int(row['group'])}", *([f"policy {row['policy']}"] if "policy" in row else [])]
     if "sequence" not in row:
         return parts
@@ -421,8 +435,8 @@ def samples(
     columns: Sequence[str] | None = None,
     against: Any = None,
 ) -> Samples:
-    """Show samples of a batch, trace, stepper or run as a table: `.to_pandas()` is the DataFrame, `.row(7)` one sample in
-    full, `.left_out` the rows that were filtered out, rejected or failed.
+    """Show samples of a batch, trace, stepper or run as a table: `.to_pandas()` is the DataFrame, `.row(7)` one sample
+    in full, `.left_out` the rows that were filtered out, rejected or failed.
 
     Args:
         rows: how many samples are shown; `.frame` has all.
@@ -444,10 +458,10 @@ def samples(
 
 
 def groups(thing: Any) -> pd.DataFrame:
-    """A DataFrame with a line for each prompt of a batch, trace, stepper or run.
+    """Summarise each prompt of a batch, trace, stepper or run in a DataFrame, one line per prompt.
 
-    Columns: its samples, how many were scored; mean, deviation (n−1), worst and best of their rewards; the range of their
-    advantages (`spread`). A group without a spread teaches GRPO nothing. Prompts are cut to one line.
+    Columns: number of samples, how many were scored; mean, deviation (n−1), worst and best of their rewards; the range
+    of their advantages (`spread`). A group without a spread teaches GRPO nothing. Prompts are cut to one line.
     """
     frame = SampleIndex(batch_of(thing)).groups
     return frame.assign(prompt=list(map(doc.one_line, frame["prompt"]))) if "prompt" in frame else frame
@@ -481,7 +495,7 @@ class SampleCard(doc.View):
         return [int(row) for row in others.index]
 
     def facts(self) -> list[tuple[str, str]]:
-        """The sample's reward, score, truth, advantage and token count, as (name, text)."""
+        """Return the sample's reward, score, truth, advantage and token count, as (name, text)."""
         row, score = self.values, self.score
         reward = row.get("reward")
         facts = [] if reward is None else [("reward", f"{reward:g}" if reward == reward else "not scored")]
@@ -494,18 +508,20 @@ class SampleCard(doc.View):
         return facts + ([("scored in", f"{score.seconds:.3g} s")] if score is not None and score.seconds else [])
 
     def pieces(self) -> tuple[str, str, str]:
-        """The response before, inside and after the extracted answer; all of it comes first where none was found."""
+        """Split the response into (before, extracted answer, after); all of it is in the first part where no answer was
+        found.
+        """
         text = _response(self.values)
         whole = len(text), len(text)
         first, end = span_of(self.score.answer if self.score is not None else None, text) or whole
         return text[:first], text[first:end], text[end:]
 
     def more(self) -> list[tuple[str, str]]:
-        """The scorer's traceback, if it failed, and its extra values, as (name, text)."""
+        """Return the scorer's traceback, if it failed, and its extra values, as (name, text)."""
         return [*traceback(self.score), *extras(self.score)] if self.score is not None else []
 
     def document(self) -> doc.Part:
-        """The view's content: prompt, response with its answer marked, score; in HTML also the prompt's other samples."""
+        """Build the display: prompt, response with its answer marked, score; in HTML also the prompt's other samples."""
         group, name = int(self.values["group"]), f"row {self.row}"
         numbers = group_line(self.index, group)
         before, marked, after = self.pieces()
@@ -531,14 +547,16 @@ class SampleCard(doc.View):
         return doc.Either(text, [*page, lambda: self._others(numbers)])
 
     def _shown(self, text: str, plain: doc.Part = ()) -> doc.Part:
-        """A text as Markdown, LaTeX and code, or as it was written: as the parts `plain` where there are some."""
+        """Show a text as Markdown, LaTeX and code if `rendered` is set; else as it was written, by the parts `plain` if
+        there are some.
+        """
         return rendered(text, self.formulas) if self.rendered else doc.wrapped(plain or text, style="margin:2px 0")
 
     def _others(self, numbers: str) -> doc.Part:
         cells: list[list[doc.Part]] = []
         for row, one in self.index.frame.loc[self.siblings].iterrows():
-            said = [doc.number(one.get("reward"), "g"), doc.number(one.get("advantage"), "+.3f")]
-            cells.append([str(row), *said, unfolding(None, _response(one))])
+            values = [doc.number(one.get("reward"), "g"), doc.number(one.get("advantage"), "+.3f")]
+            cells.append([str(row), *values, unfolding(None, _response(one))])
         table = doc.Table(["row", "reward", "advantage", "response"], cells, most=_SIBLINGS)
         return doc.Fold(f"the prompt's other samples ({numbers})", table, opened=True) if cells else ()
 
@@ -548,5 +566,5 @@ def _label(name: str) -> doc.Part:
 
 
 def evaluation(evaluation: Evaluation) -> doc.Part:
-    """The view of an `Evaluation`: its numbers, and the six worst samples."""
+    """Build the display of an `Evaluation`: its numbers, and the six worst samples."""
     return doc.line(doc.bold(repr(evaluation))), lambda: samples(evaluation.batch, rows=6).document()

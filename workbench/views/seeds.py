@@ -25,7 +25,7 @@ Curve: TypeAlias = "dict[int, float]"
 
 
 class Interval(NamedTuple):
-    """A mean over seeds with its 95 % interval of Student's t; an interval of NaN where there is one seed only."""
+    """A mean over seeds with its 95 % interval by Student's t; low and high are NaN for a single seed."""
 
     mean: float
     low: float
@@ -35,7 +35,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Seeds(doc.View):
-    """Result of `views.seeds`."""
+    """Result of `views.seeds`: the curves of one metric, by setting and seed."""
 
     metric: str
     last: int
@@ -44,21 +44,25 @@ class Seeds(doc.View):
     """Name → seed → step → value."""
 
     def values(self, name: str) -> dict[int, float]:
-        """Seed → mean of the metric over the run's last steps."""
+        """Return seed → mean of the metric over the run's last steps."""
         return {
             seed: fmean([curve[step] for step in sorted(curve)[-self.last :]])
             for seed, curve in self.curves[name].items()
         }
 
     def difference(self, name: str, base: str) -> Interval | None:
-        """`name` − `base`, seed by seed; None where they have no seed in common."""
+        """Compute the mean difference `name` − `base` over the seeds that both have, with its interval; None without a
+        common seed.
+        """
         one, other = self.values(name), self.values(base)
         both = sorted(set(one) & set(other))
         return interval([one[seed] - other[seed] for seed in both]) if both else None
 
     @property
     def table(self) -> pd.DataFrame:
-        """A line for each name: seeds, mean, low, high; difference to the first name by seed, its low and high, its seeds."""
+        """A DataFrame with a line for each name: seeds, mean, low, high; the difference to the first name by seed, its
+        interval and its seeds.
+        """
         import pandas as pd
 
         base, lines = next(iter(self.curves)), {}
@@ -73,7 +77,9 @@ class Seeds(doc.View):
         return pd.DataFrame.from_dict(lines, orient="index")
 
     def figure(self) -> Figure:
-        """A line of the mean over seeds for each name, in a band of its 95 % intervals; thin lines where there is one seed."""
+        """Draw for each name the mean over seeds as a line, in a band of its 95 % intervals; only the line for a single
+        seed.
+        """
         figure = cell_figure(7, 3.4, layout="constrained")
         axes = figure.subplots()
         steps = [step for seeds_ in self.curves.values() for curve in seeds_.values() for step in curve]
@@ -93,7 +99,7 @@ class Seeds(doc.View):
         return figure
 
     def document(self) -> doc.Part:
-        """The view's content: the table, what it says, and in HTML the figure."""
+        """Build the display: the table, a sentence on how to read it, and in HTML the figure."""
         base, rows = next(iter(self.curves)), list[list[doc.Part]]()
         for name, row in self.table.iterrows():
             pairs = int(row["common seeds"])
@@ -114,10 +120,11 @@ class Seeds(doc.View):
 def seeds(
     groups: Mapping[str, Sequence[Run | str | Path]], metric: str = "critic/score/mean", *, last: int = 5
 ) -> Seeds:
-    """Compare settings over seeds: name → runs (or their folders) that differ in the seed alone.
+    """Compare settings over seeds: name → runs (or their folders) that differ only in the seed.
 
-    Shown are each name's mean of the metric over the `last` steps, with its 95 % interval over seeds, and the difference
-    to the first name, taken seed by seed; `.figure()` draws the curves with bands, `.table` is a DataFrame.
+    Shown are each name's mean of the metric over the `last` steps, with its 95 % interval over seeds, and the
+    difference to the first name, computed seed by seed; `.figure()` draws the curves with bands, `.table` is a
+    DataFrame.
 
     Raises `SettingError` where a name has no run or two of one seed, or a run lacks the metric.
 
@@ -125,9 +132,9 @@ def seeds(
         >>> wb.views.seeds({"grpo": ["runs/g0", "runs/g1"], "rloo": ["runs/r0", "runs/r1"]})  # doctest: +SKIP
     """
     if last < 1:
-        raise SettingError("last is a number of steps", expected="≥ 1", found=last)
+        raise SettingError("argument last of seeds", expected="≥ 1 steps", found=last)
     if not groups or not all(groups.values()):
-        raise SettingError("nothing to compare", expected="name → one run or more", found=dict(groups))
+        raise SettingError("seeds has nothing to compare", expected="name → one run or more", found=dict(groups))
     return Seeds(metric, last, {name: _curves(name, runs, metric) for name, runs in groups.items()})
 
 
@@ -147,7 +154,7 @@ def _curves(name: str, runs: Sequence[Run | str | Path], metric: str) -> dict[in
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of values of independent seeds with its 95 % interval: mean ± t · s/√n, s with n − 1."""
+    """Compute the mean of independent values with its 95 % interval: mean ± t · s/√n, s with n − 1."""
     mean, number = fmean(values), len(values)
     half = t95(number - 1) * stdev(values) / sqrt(number) if number > 1 else float("nan")
     return Interval(mean, mean - half, mean + half, number)

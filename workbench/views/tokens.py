@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that each token has (log-prob, advantage, …): the columns it is computed from, and how it is coloured."""
+    """A kind of number that each token has (log-prob, advantage, …): the columns it is computed from, and how it is
+    coloured.
+    """
 
     name: str
     what: str
@@ -49,7 +51,9 @@ class Quantity:
     """The lowest values have the strongest colour."""
 
     def read(self, part: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
-        """One row's values of the quantity, [T], or None without its columns; `part(name)` is a column's [T] or None."""
+        """Return one row's values of the quantity, [T], or None where its columns are missing; `part(name)` returns a
+        column's [T] or None.
+        """
         columns = [column for column in map(part, self.columns) if column is not None]
         if self.make is None or len(columns) < len(self.columns):
             return columns[0] if columns and self.make is None else None
@@ -81,10 +85,11 @@ _SHOWN_ALREADY = {"responses", *(column for one in QUANTITIES.values() for colum
 
 
 class TokenRow:
-    """One row's response tokens: texts, ids, which of them the model sampled, and every number that the batch has for them.
+    """One row's response tokens: texts, ids, which of them the model sampled, and every number that the batch has for
+    them.
 
-    Of a batch on disk only this row is read. Raises `IndexError` for a row that does not exist, and `ValueError` where the
-    batch has no token ids.
+    Of a batch on disk only this row is read. Raises `IndexError` for a row that does not exist, and `ValueError` where
+    the batch has no token ids.
     """
 
     def __init__(self, thing: Any, row: int, tokenizer: Any = None) -> None:
@@ -124,14 +129,18 @@ class TokenRow:
         return {name: value[: self.length].double().tolist() for name, value in values.items() if value is not None}
 
     def quantity(self, name: str) -> Quantity:
-        """The description of a per-token quantity by its name. Raises `ValueError` for one that this row does not have."""
+        """Return the description of a per-token quantity by its name. Raises `ValueError` for one that this row does
+        not have.
+        """
         if name not in self.values:
             raise ValueError(unknown(f"per-token quantity of row {self.row}", name, self.values))
         return QUANTITIES.get(name) or Quantity(name, name, (name,), centre=0.0)
 
 
 def _tokenizer_of(thing: Any, batch: DataProto) -> Any:
-    """That of the model in the batch's `meta_info`, if its folder exists; else a stepper's, for which no engine is opened."""
+    """Find the tokenizer of the model in the batch's `meta_info`, if its folder exists; else a stepper's, without
+    opening an engine.
+    """
     path = batch.meta_info.get("model")
     tokenizer = open_tokenizer(path) if isinstance(path, str) else None
     for stage in getattr(thing, "pipeline", None) or ():
@@ -142,7 +151,9 @@ def _tokenizer_of(thing: Any, batch: DataProto) -> Any:
 
 
 def span_of_values(quantity: Quantity, rows: list[list[float]]) -> tuple[float, float]:
-    """The range (low, high) of a quantity's colours: that of the values, made symmetric about a centre; low < high."""
+    """Return the range (low, high) of a quantity's colours: that of its values, symmetric about the centre if it has
+    one; low < high.
+    """
     values = [value for row in rows for value in row if math.isfinite(value)] or [0.0]
     low, high = min(values), max(values)
     if quantity.centre is not None:
@@ -152,7 +163,7 @@ def span_of_values(quantity: Quantity, rows: list[list[float]]) -> tuple[float, 
 
 
 def stops(quantity: Quantity, span: tuple[float, float]) -> list[str]:
-    """The CSS colours of a quantity's lowest, middle and highest value, for a legend."""
+    """Return the CSS colours of a quantity's lowest, middle and highest value, for a legend."""
     low, high = span
     middle = (low + high) / 2 if quantity.centre is None else quantity.centre
     return [colour_of(value, quantity, span) for value in (low, middle, high)]
@@ -162,7 +173,9 @@ UP, DOWN, ONE_WAY = (46, 160, 67), (207, 80, 60), (130, 80, 223)
 
 
 def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> str:
-    """A value's translucent CSS colour: green above the quantity's centre, red below; violet where it has no centre."""
+    """Return a value's translucent CSS colour: green above the quantity's centre, red below; violet where it has no
+    centre.
+    """
     if not math.isfinite(value):
         return "rgba(255,0,255,0.6)"
     low, high = span
@@ -184,10 +197,10 @@ _LONGEST = 12
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token, special tokens included; `⟨id⟩` without a tokenizer.
+    """Return the text of each token, special tokens included; `⟨id⟩` without a tokenizer.
 
     A token that is a part of a character (byte-level vocabularies) has the empty text, and the token that ends the
-    character has all of it; bytes that never become one have the replacement character.
+    character has all of it; bytes that never become a character have the replacement character.
     """
     if tokenizer is None:
         return [f"⟨{number}⟩" for number in ids]
@@ -207,7 +220,9 @@ def _decoded(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _step_by_step(tokenizer: Any, ids: list[int]) -> list[str]:
-    """What each token adds to the text before it: for vocabularies in which that depends on what came before."""
+    """Return what each token adds to the text before it, for vocabularies in which a token's text depends on the tokens
+    before.
+    """
     texts: list[str] = []
     begin = done = 0  # decoding from `begin`, everything before `done` has been given out
     known = ""
@@ -235,7 +250,9 @@ BOX = "white-space:pre-wrap;word-break:break-word;font-family:monospace;line-hei
 
 
 class Tokens(doc.View):
-    """The view that `tokens(batch, row)` returns; in a live notebook another quantity can be chosen to colour by."""
+    """A row's tokens, coloured by a number that each has; in a live notebook another quantity can be chosen.
+    `tokens(batch, row)` makes it.
+    """
 
     def __init__(self, rows: list[TokenRow], labels: list[str], colour: str | None) -> None:
         self.rows, self.labels = rows, labels
@@ -250,14 +267,18 @@ class Tokens(doc.View):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each response token of the first shown row: `id`, `text`, `own` (sampled by the model), quantities."""
+        """A DataFrame with a line for each response token of the first row: `id`, `text`, `own` (sampled by the model),
+        quantities.
+        """
         import pandas as pd
 
         row = self.rows[0]
         return pd.DataFrame({"id": row.ids, "text": row.texts, "own": row.own, **row.values})
 
     def quantity(self, name: str | None = None) -> tuple[Quantity, tuple[float, float]]:
-        """The quantity `name` (default: the one that colours the tokens) and its range (low, high) over the shown rows."""
+        """Return the quantity `name` (default: the one that colours the tokens) and its range (low, high) over the
+        shown rows.
+        """
         name = name or self.colour
         having = [row for row in self.rows if name in row.values]
         quantity = (having or self.rows)[0].quantity(name)  # raises where no row has it
@@ -265,7 +286,7 @@ class Tokens(doc.View):
         return quantity, span_of_values(quantity, values)
 
     def document(self) -> doc.Part:
-        """The view's content: each shown row's tokens, in HTML coloured, in a terminal each with its number."""
+        """Build the display: each row's tokens, in HTML coloured, in a terminal each with its number."""
         quantity, span = self.quantity()
         lines: list[doc.Part] = [f"{self.colour}: {quantity.what}, {span[0]:.4g} to {span[1]:.4g}"]
         page: list[doc.Part] = [legend(quantity, span)]
@@ -276,7 +297,7 @@ class Tokens(doc.View):
 
 
 def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
-    """A legend: the quantity's name, what it is, and its colours with the numbers at both ends."""
+    """Build a legend: the quantity's name, what it is, and its colours with the numbers at both ends."""
     colours = f"linear-gradient(90deg, {', '.join(stops(quantity, span))})"
     swatch = doc.Span("", f"display:inline-block;width:140px;height:11px;border-radius:3px;background:{colours}")
     scale = f" \u00a0 {span[0]:.4g} ", swatch, f" {span[1]:.4g} \u00a0 "
@@ -304,7 +325,7 @@ def _row_page(row: TokenRow, quantity: Quantity, span: tuple[float, float]) -> d
 
 
 def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tuple[float, float]) -> doc.Part:
-    """The tokens at some indices of a row, coloured by a quantity, each with all its numbers on hover."""
+    """Show the tokens at some indices of a row, coloured by a quantity, each with all its numbers on hover."""
     return [_token(row, place, quantity, span) for place in places]
 
 
@@ -323,7 +344,7 @@ def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, flo
 
 
 def visible(text: str) -> str:
-    """A token's text with what is invisible made visible: `·` for an empty text, `⏎` at a line end."""
+    """Make invisible characters of a token's text visible: `·` for an empty text, `⏎` at a line end."""
     return "·" if text == "" else plain(text).replace("\n", "⏎\n")
 
 
@@ -336,7 +357,8 @@ def tokens(
     against_row: int | None = None,
     tokenizer: Any = None,
 ) -> Tokens:
-    """Show the tokens of one response of a batch, trace, stepper or run, coloured by a quantity; `.frame` has all numbers.
+    """Show the tokens of one response of a batch, trace, stepper or run, coloured by a quantity; `.frame` has all
+    numbers.
 
     Args:
         colour: one of `log_prob, ref_log_prob, kl, ratio, clipped, advantage, return, value, entropy, reward, mask,
@@ -346,8 +368,8 @@ def tokens(
         tokenizer: gives the texts; by default that of the model in the batch's `meta_info`, or a stepper's. Without one,
             ids are shown.
 
-    Raises `ValueError` for a quantity that the row does not have or a batch without token ids, `IndexError` for a row that
-    does not exist.
+    Raises `ValueError` for a quantity that the row does not have or a batch without token ids, `IndexError` for a row
+    that does not exist.
 
     Example:
         >>> wb.views.tokens(s, 3, "advantage", against_row=5)  # doctest: +SKIP
@@ -370,16 +392,16 @@ DRAWN = 20_000
 
 
 def sampler_logprob_diff(batch: DataProto) -> Figure:
-    """A picture of the difference between the sampler's and the trainer's log-probs of the same tokens.
+    """Draw how much the sampler's and the trainer's log-probs of the same tokens differ.
 
-    Left, a point for each response token: log-prob by the sampler (x) and by the trainer (y), in nats; on the line they
-    agree. Right, a histogram of the differences, a line for each policy version that sampled rows. Raises `BatchError`
-    where the batch lacks one of `rollout_log_probs`, `old_log_probs` and `response_mask`.
+    Left, a point for each response token: log-prob by the sampler (x) and by the trainer (y), in nats; points on the
+    line agree. Right, a histogram of the differences, a line for each policy version that sampled rows. Raises
+    `BatchError` where the batch lacks one of `rollout_log_probs`, `old_log_probs` and `response_mask`.
     """
     lacking = [name for name in ("rollout_log_probs", "old_log_probs", "response_mask") if name not in batch]
     if lacking:
         expected, found = "a batch with log-probs by sampler and trainer", f"no {', '.join(lacking)}"
-        raise BatchError("sampler_logprob_diff", expected=expected, found=found, do="run the step until 'old_log_prob'")
+        raise BatchError("a batch to draw", expected=expected, found=found, do="run the step until 'old_log_prob'")
     inside = batch["response_mask"].bool()
     sampled, scored = (batch[name].float()[inside] for name in ("rollout_log_probs", "old_log_probs"))
     gaps = scored - sampled
@@ -415,8 +437,8 @@ _OTHER = "rgba(128,128,128,0.5)"
 
 
 class TranscriptView(doc.View):
-    """The view that `transcript(batch, row)` returns: a row's prompt and turns, its tokens coloured, and those of the other
-    sequences of its episode.
+    """An episode turn by turn: prompt, turns with coloured tokens, and the episode's other sequences.
+    `transcript(batch, row)` makes it.
     """
 
     def __init__(self, tokens: Tokens, row: TokenRow, turns: Sequence[Turn], prompt: Sequence[Any]) -> None:
@@ -433,8 +455,11 @@ class TranscriptView(doc.View):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A line for each turn: role, text, indices of its first and last token, mask, calls, score, cut, edited; of an episode
-        of several sequences the turns of all, with `sequence`, from 1."""
+        """A DataFrame with a line for each turn: role, text, indices of its first and last token, mask, calls, score,
+        cut, edited.
+
+        For an episode of several sequences it has the turns of all, with the column `sequence`, from 1.
+        """
         import pandas as pd
 
         if len(self.sequences) > 1:
@@ -452,7 +477,9 @@ class TranscriptView(doc.View):
         return pd.DataFrame(rows).assign(mask=mask, calls=calls).reindex(columns=columns)
 
     def head(self) -> str:
-        """The transcript in one line: how many turns, calls and tokens, and how many of the tokens are the model's own."""
+        """Summarise the transcript in one line: how many turns, calls and tokens, and how many tokens are the model's
+        own.
+        """
         calls = sum(len(turn.calls) for turn in self.turns)
         edited = [str(place) for place, turn in enumerate(self.turns) if turn.edited]
         parts = [doc.counted(len(self.turns), "turn"), *([doc.counted(calls, "call")] if calls else [])]
@@ -461,7 +488,7 @@ class TranscriptView(doc.View):
         return " · ".join(parts)
 
     def document(self) -> doc.Part:
-        """The view's content: the prompt and the turns of each sequence, in HTML with coloured tokens."""
+        """Build the display: the prompt and the turns of each sequence, in HTML with coloured tokens."""
         return [
             one._alone(legend(*self.tokens.quantity()) if not place else ()) for place, one in enumerate(self.sequences)
         ]
@@ -508,11 +535,12 @@ def transcript(
     rendered: bool = False,
     formulas: bool = False,
 ) -> TranscriptView:
-    """Show the episode of one row of a batch, trace, stepper or run (or a stepped one) turn by turn, all of its sequences.
+    """Show one row's episode turn by turn, with all its sequences, from a batch, trace, stepper, run or stepped
+    episode.
 
     The tokens are coloured by `colour`, and have the same indices, as in `tokens`; a dotted underline means mask 0, not
-    sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. `rendered` draws the
-    texts as Markdown and code in place of tokens, and with `formulas` LaTeX as MathML. Raises as `tokens`.
+    sampled by the model. A row without `turns` is one turn of the model. `.frame` has a line per turn. `rendered` draws
+    the texts as Markdown and code in place of tokens, and with `formulas` LaTeX as MathML. Raises as `tokens` does.
 
     Example:
         >>> wb.views.transcript(s, 3, "advantage").frame  # doctest: +SKIP
@@ -539,7 +567,7 @@ def _sequence(shown: Tokens, row: TokenRow, *, prompted: bool) -> TranscriptView
 
 
 def episode(stepper: EpisodeStepper, rendered: bool = False, formulas: bool = False) -> doc.Part:
-    """The view of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
+    """Build the display of an `EpisodeStepper`: the transcript so far, and whose turn is next."""
     view = transcript(stepper.batch, 0, tokenizer=stepper.tokenizer, rendered=rendered, formulas=formulas)
     for number, one in enumerate(view.sequences, 1):
         several = f"episode {stepper.number}, sequence {number} of {len(view.sequences)}"
@@ -582,7 +610,7 @@ def _block(edge: str, title: doc.Part, body: doc.Part) -> doc.Part:
 
 
 def agent_loop(loop: AgentLoopBase) -> doc.Part:
-    """The view of an agent loop: its tools with their arguments, simulated users, parser and limits."""
+    """Build the display of an agent loop: its tools with their arguments, simulated users, parser and limits."""
     settings = dict(loop.describe())
     tools = [one.get("function", {}) for one in settings.pop("tools", [])]
     rows = [[one.get("name", ""), _arguments(one), doc.block(one.get("description", ""))] for one in tools]
@@ -610,13 +638,13 @@ _TURN_TEXT = 90
 
 
 def tree(tree: Tree) -> doc.Part:
-    """The view of a `Tree`: what each stretch of the recorded episode was worth, then all nodes."""
+    """Build the display of a `Tree`: what each stretch of the recorded episode was worth, then all nodes."""
     nodes = tree.nodes
     stretches = [
         [node.places, _turns_text(node), _number(before), _number(node.value), _signed(gained)]
         for node, before, gained in _gains(tree)
     ]
-    rewards = [float(one) for one, told in zip(tree.batch["reward"], tree.batch["scored"], strict=True) if told]
+    rewards = [float(one) for one, scored in zip(tree.batch["reward"], tree.batch["scored"], strict=True) if scored]
     low, high = min((*rewards, 0.0)), max((*rewards, 1.0))
     left = len(tree.leaves) - len(rewards)
     points = ", ".join(map(str, tree.points))
@@ -640,7 +668,7 @@ def tree(tree: Tree) -> doc.Part:
 
 
 def credit(tree: Tree) -> pd.DataFrame:
-    """What `Tree.credit` returns."""
+    """Make the DataFrame that `Tree.credit` returns: what each stretch of the recorded episode gained."""
     import pandas as pd
 
     lines = []
@@ -653,7 +681,7 @@ def credit(tree: Tree) -> pd.DataFrame:
 
 
 def frame(tree: Tree) -> pd.DataFrame:
-    """What `Tree.to_pandas` returns."""
+    """Make the DataFrame that `Tree.to_pandas` returns: one line for each node."""
     import pandas as pd
 
     rows = [
@@ -675,7 +703,7 @@ def frame(tree: Tree) -> pd.DataFrame:
 
 
 def _gains(tree: Tree) -> Iterator[tuple[TreeNode, Estimate, Estimate]]:
-    """(a stretch of the recorded episode, the value before it, what it gained)."""
+    """Yield (a stretch of the recorded episode, the value before it, what the stretch gained)."""
     for node in tree.nodes:
         if node.recorded and node.parent is not None:
             before = tree.value(node.first)
@@ -702,7 +730,9 @@ def _lines(nodes: Sequence[TreeNode], low: float, high: float) -> list[list[doc.
 
 
 def _alike(nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, int]]:
-    """The nodes with their leaves; continuations that say the same, and got the same reward, are one."""
+    """Return the nodes with their numbers of leaves; continuations with equal texts and equal rewards are joined into
+    one.
+    """
     groups: dict[object, tuple[TreeNode, int]] = {}
     for node in nodes:
         texts = tuple(turn.text for turn in node.turns)
@@ -713,7 +743,7 @@ def _alike(nodes: Sequence[TreeNode]) -> list[tuple[TreeNode, int]]:
 
 
 def _turns_text(node: TreeNode) -> doc.Part:
-    """What the node's turns say, the tools' paler."""
+    """Show the text of a node's turns, those of tools paler."""
     parts: list[doc.Part] = []
     for turn in node.turns:
         text = doc.one_line(" ".join(turn.text.split()), _TURN_TEXT)
@@ -727,7 +757,7 @@ def _number(estimate: Estimate) -> str:
 
 
 def _signed(estimate: Estimate) -> doc.Part:
-    """A difference with its sign; coloured where it is beyond two standard errors."""
+    """Format a difference with its sign, coloured where it is beyond two standard errors."""
     if math.isnan(estimate.mean):
         return "–"
     error = f" ± {estimate.error:.2g}" if estimate.error > 0 else ""

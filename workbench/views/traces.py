@@ -20,7 +20,7 @@ from workbench.runs.symptoms import Symptoms, Watch, shown_by
 from workbench.runs.trackers import KL
 from workbench.steps.stepper import outdated
 from workbench.views import document as doc
-from workbench.views.curves import WORDS, asked, figure, panel, series
+from workbench.views.curves import WORDS, figure, panel, pick, series
 from workbench.views.plots import Plots
 from workbench.views.sample_table import counted_reasons, gathered, left_out
 from workbench.views.samples import SampleIndex, samples
@@ -47,7 +47,7 @@ _LEFT = 8
 
 
 def kind_of(batch: DataProto, name: str) -> str:
-    """A column's dtype and shape as `f32[256,1024]` or `obj[256]`; no values are read from disk."""
+    """Return a column's dtype and shape as `f32[256,1024]` or `obj[256]`, without reading values from disk."""
     if name not in batch.batch:
         return f"obj[{len(batch)}]"
     raw: Any = batch.batch.raw()[name]
@@ -56,7 +56,7 @@ def kind_of(batch: DataProto, name: str) -> str:
 
 
 def preview(batch: DataProto, name: str) -> str:
-    """A column's first values as text: of its first row, or of the first rows where it has one value per row."""
+    """Return a column's first values as text: of its first row, or of the first rows where it has one value per row."""
     if not len(batch):
         return ""
     if name in batch.batch:
@@ -69,7 +69,7 @@ def preview(batch: DataProto, name: str) -> str:
 
 
 def _title(batch: DataProto) -> str:
-    """`DataProto of 64 rows (P=8 G=8 B=64 S=41 T=40)`: those of the house's letters that the batch shows."""
+    """Summarise a batch: `DataProto of 64 rows (P=8 G=8 B=64 S=41 T=40)`, with those shape letters that it shows."""
     sizes = {"B": len(batch)}
     if "uid" in batch and len(batch):
         prompts = len(set(batch["uid"]))
@@ -83,7 +83,9 @@ def _title(batch: DataProto) -> str:
 
 
 def batch(batch: DataProto) -> doc.Part:
-    """The view of a `DataProto`: each column's name, dtype, shape, writing stage and first values; its `meta_info`."""
+    """Build the display of a `DataProto`: each column's name, dtype, shape, writing stage and first values; its
+    `meta_info`.
+    """
     rows = []
     for name in batch.columns:
         origin, by = batch.origins.get(name), doc.Span("–")
@@ -103,16 +105,18 @@ def _named(name: str) -> doc.Part:
 
 
 def outcome(outcome: Outcome) -> doc.Part:
-    """The view of a stage's `Outcome`: the batch, and the stage's metrics."""
+    """Build the display of a stage's `Outcome`: the batch, and the stage's metrics."""
     metrics = [(name, doc.number(value)) for name, value in reduce([outcome.metrics]).items()]
     moved = doc.small(f"{len(outcome.rows)} rows made of the batch's") if outcome.rows is not None else ()
     title = f"{len(metrics)} metrics"
-    said = [title, *(f"  {name} {value}" for name, value in metrics)]
-    return batch(outcome.batch), doc.Either(said, (moved, doc.Fold(title, doc.pairs(metrics))))
+    lines = [title, *(f"  {name} {value}" for name, value in metrics)]
+    return batch(outcome.batch), doc.Either(lines, (moved, doc.Fold(title, doc.pairs(metrics))))
 
 
 def data(data: Rows | Report | Samples) -> doc.Part:
-    """The view of data `Rows`, of a `Report` on them, or of `Samples`: one fact per line, such as the number of rows and the columns."""
+    """Build the display of data `Rows`, of a `Report` on them, or of preference `Samples`: one fact per line, such as
+    the number of rows.
+    """
     return doc.pairs(data.lines())
 
 
@@ -138,10 +142,14 @@ _JUDGED = ("uid", SESSION, "reward", "scored", "score")
 
 
 def headline(phase: Phase) -> str:
-    """A phase in words, `64 samples · 24 right · 3 of 8 groups have equal rewards` or `0.3 gradient norm · 2.1% clipped`, with a
-    warning if nothing can be learned; its first metric where there are no words for it, and empty where it has none."""
-    told, metrics = _HEADLINES.get(phase.stage, ()), phase.metrics
-    parts = [form.format(metrics[key]) for key, form in told if key in metrics]
+    """Describe a phase in words: `64 samples · 24 right · 3 of 8 groups have equal rewards` or `0.3 gradient norm ·
+    2.1% clipped`.
+
+    It warns where nothing can be learned. A phase without words of its own shows its first metric, or "" where it has
+    none.
+    """
+    forms, metrics = _HEADLINES.get(phase.stage, ()), phase.metrics
+    parts = [form.format(metrics[key]) for key, form in forms if key in metrics]
     if "reward" in phase.wrote and "reward" in phase.batch.batch and (judged := _judged(phase.batch)):
         parts = [judged]
     elif not parts and metrics:
@@ -157,7 +165,9 @@ _words: WeakKeyDictionary[DataProto, str] = WeakKeyDictionary()
 
 
 def _judged(batch: DataProto) -> str:
-    """The words of the samples' table for a batch with rewards; only the columns for them are read, and once."""
+    """Describe the rewards of a batch in words, as the samples table does; only the columns needed are read, and only
+    once.
+    """
     if batch not in _words:
         kept = batch.without(*(name for name in batch.columns if name not in _JUDGED))
         if "score" in kept:
@@ -176,26 +186,27 @@ def _seconds(phase: Phase) -> str:
 
 
 def trace(trace: Trace) -> doc.Part:
-    """The view of a `Trace`: for each phase seconds, main metric and columns written, and which rows were left out; in HTML
-    also metrics and settings."""
+    """Build the display of a `Trace`: for each phase seconds, main metric and columns written, and which rows were left
+    out; in HTML also metrics and settings.
+    """
     step = f" of step {trace.step}" if trace.step is not None else ""
     title = f"Trace{step}: {len(trace)} phases, {len(trace.batch)} rows, {trace.metrics['timing_s/step']:.2f} s"
     if not (other := left_out(trace, trace.batch)):
         return doc.line(doc.bold(title)), phases(trace)
-    told = counted_reasons(why for one in other for why in one.why)
-    table = doc.Fold(told, lambda: samples(gathered(other, _LEFT), _LEFT, "index").document())
-    return doc.line(doc.bold(title)), phases(trace), doc.Either(f"{told}: wb.views.samples(trace).left_out", table)
+    summary = counted_reasons(why for one in other for why in one.why)
+    table = doc.Fold(summary, lambda: samples(gathered(other, _LEFT), _LEFT, "index").document())
+    return doc.line(doc.bold(title)), phases(trace), doc.Either(f"{summary}: wb.views.samples(trace).left_out", table)
 
 
 def phases(trace: Trace) -> doc.Part:
-    """The phases of a trace as a table: seconds, main metric, columns written."""
+    """Show the phases of a trace as a table: seconds, main metric, columns written."""
     text, page = list[list[doc.Part]](), list[list[doc.Part]]()
     for phase in trace:
         shown, folded = _apart(phase.wrote)
         wrote = ", ".join([*(f"{name} {kind_of(phase.batch, name)}" for name in shown), *_bookkeeping(folded)])
-        seconds, told, more = _seconds(phase), headline(phase), doc.line(_beneath(phase), style="white-space:nowrap")
-        text += [[phase.stage, seconds, told], ["", "", f"→ {wrote}"]]
-        page.append([doc.bold(phase.stage), seconds.replace(" ", "\u00a0"), told, wrote, more])
+        seconds, words, more = _seconds(phase), headline(phase), doc.line(_beneath(phase), style="white-space:nowrap")
+        text += [[phase.stage, seconds, words], ["", "", f"→ {wrote}"]]
+        page.append([doc.bold(phase.stage), seconds.replace(" ", "\u00a0"), words, wrote, more])
     return doc.Either(doc.Table([""] * 3, text), doc.Table(["phase", "time", "headline", "wrote", ""], page))
 
 
@@ -215,7 +226,7 @@ _STEP = "display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-
 
 
 class Chip(NamedTuple):
-    """A phase of a stepper in a row of them."""
+    """One phase in the row of phases that shows a stepper."""
 
     name: str
     mark: str
@@ -226,7 +237,7 @@ class Chip(NamedTuple):
 
 
 def chips(stepper: Stepper) -> list[Chip]:
-    """The phases of a stepper: done, next, to come."""
+    """Return the phases of a stepper as chips: done, next, to come."""
     done = [
         Chip(name, "●", _seconds(one), headline(one))
         for name, one in zip(stepper.pipeline.names, stepper.trace, strict=False)
@@ -236,8 +247,10 @@ def chips(stepper: Stepper) -> list[Chip]:
 
 
 def stepper(stepper: Stepper) -> doc.Part:
-    """The view of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote. Of a replayed step
-    also notes on what in it is recorded and which weights it has."""
+    """Build the display of a `Stepper`: its phases in a row (done, next, to come), and what the last one wrote.
+
+    For a replayed step also notes on what is recorded and which weights it has.
+    """
     strip, boxes = list[str](), list[doc.Part]()
     for place, chip in enumerate(chips(stepper)):
         strip.append(f"{chip.mark} {chip.name}")
@@ -249,9 +262,11 @@ def stepper(stepper: Stepper) -> doc.Part:
 
 
 def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
-    """What is under a stepper's phases: what the last one wrote, or the phase `shown`, which has run; the stepper stays."""
+    """Show what is under a stepper's phases: the columns that the last phase wrote, or the phase `shown`. The stepper
+    does not move.
+    """
     past, style = stepper.trace, "font-size:90%;opacity:0.75"
-    head = [doc.line(doc.bold(said)) for said in outdated(stepper.pipeline)]
+    head = [doc.line(doc.bold(note)) for note in outdated(stepper.pipeline)]
     prices = stepper.prices().items()
     head += [doc.line(f"the update keeps the weights of {role!r}: {price}") for role, price in prices if price]
     notes = [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in getattr(stepper, "notes", ())]
@@ -266,10 +281,12 @@ def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
 
 
 def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
-    """The view of a `Phase`: its main metric, and each column that it wrote; in HTML also its metrics and settings."""
-    told = headline(phase)
-    said = f"{phase.stage} ({_seconds(phase)}): {', '.join(filter(None, (told, 'wrote')))}"
-    title = doc.Either(said, doc.line(doc.bold(phase.stage), f" · {_seconds(phase)} · {told}"))
+    """Build the display of a `Phase`: its main metric, and each column that it wrote; in HTML also its metrics and
+    settings.
+    """
+    words = headline(phase)
+    text = f"{phase.stage} ({_seconds(phase)}): {', '.join(filter(None, (words, 'wrote')))}"
+    title = doc.Either(text, doc.line(doc.bold(phase.stage), f" · {_seconds(phase)} · {words}"))
     return title, fields(phase, before), doc.Either(page=_beneath(phase))
 
 
@@ -278,14 +295,16 @@ _ARROW = "display:inline-block;vertical-align:middle;font-size:80%;opacity:0.75;
 
 
 def pipeline(pipeline: Pipeline) -> doc.Part:
-    """The view of a `Pipeline`: its stages as boxes, between them the columns that one writes and a later one reads."""
+    """Build the display of a `Pipeline`: its stages as boxes, between them the columns that one writes and a later one
+    reads.
+    """
     stages = list(pipeline)
     boxes: list[doc.Part] = []
     for place, stage in enumerate(stages):
         colour = "rgba(207,120,40,0.22)" if stage.updates else "rgba(56,139,253,0.16)"
         moves = f"reads {', '.join(stage.reads)}; writes {', '.join(stage.writes)}"
-        said = doc.bold(stage.name), doc.BREAK, doc.small(type(stage).__name__)
-        boxes.append(doc.line(said, style=f"{_BOX};background:{colour}", title=moves))
+        name = doc.bold(stage.name), doc.BREAK, doc.small(type(stage).__name__)
+        boxes.append(doc.line(name, style=f"{_BOX};background:{colour}", title=moves))
         if place + 1 < len(stages):
             later = {name for stage in stages[place + 1 :] for name in stage.reads}
             used = [doc.cut(name, 40) for name in stage.writes if name in later]
@@ -314,8 +333,8 @@ _IDS = ("prompts", "responses", "input_ids", "position_ids")
 def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
     """Summarise a column: (rows that were read, `0.41 ± 0.49  [0, 1]`, a histogram of twelve characters).
 
-    Of per-token columns only response tokens count. Columns of ids have a range and no mean, columns of objects their most
-    common values. Nothing that is read stays in memory.
+    Of per-token columns only response tokens count. Columns of ids have a range and no mean, columns of objects their
+    most common values. Nothing that is read stays in memory.
     """
     if name not in batch.batch:
         shown = min(len(batch), 4096)
@@ -334,7 +353,7 @@ def field_of(batch: DataProto, name: str) -> tuple[int, str, str]:
 
 
 def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
-    """Evenly spaced ranges of rows with at most `ENOUGH` elements."""
+    """Return evenly spaced ranges of rows that together have at most `ENOUGH` elements."""
     if rows * width <= ENOUGH:
         return [(0, rows)] if rows else []
     pieces = min(_PIECES, rows)
@@ -343,7 +362,7 @@ def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
 
 
 def _values(batch: DataProto, name: str, start: int, stop: int) -> torch.Tensor:
-    """The values of some rows, flat float64; padding of response-shaped columns is left out."""
+    """Return the values of some rows, flat float64; padding of response-shaped columns is left out."""
     tensor = batch.batch.part(name, start, stop)
     column = declared(name)
     per_token = column is not None and column.dims == ("B", "T") and not name.endswith("mask")
@@ -353,7 +372,9 @@ def _values(batch: DataProto, name: str, start: int, stop: int) -> torch.Tensor:
 
 
 def spark(values: torch.Tensor, low: float, high: float) -> str:
-    """A histogram of values from `low` to `high` in twelve characters; a single full bar where all values are equal."""
+    """Draw a histogram of values from `low` to `high` in twelve characters; a single full bar where all values are
+    equal.
+    """
     if low == high:
         return _BLOCKS[-1]
     if not math.isfinite(high - low):
@@ -387,7 +408,9 @@ _BOOKKEEPING = frozenset((
 
 
 def _apart(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of columns to show, and those of bookkeeping to fold; a single one is not worth a fold."""
+    """Split names of columns into those to show and those of ids, masks and positions to fold; a single one is not
+    folded.
+    """
     folded = [name for name in names if name in _BOOKKEEPING]
     folded = folded if len(folded) > 1 else []
     return [name for name in names if name not in folded], folded
@@ -398,8 +421,10 @@ def _bookkeeping(folded: Sequence[str]) -> list[str]:
 
 
 def fields(phase: Phase, before: DataProto | None = None) -> doc.Part:
-    """A table of the columns that a phase wrote, with their kind and range, and the same of the batch `before` it; columns
-    of ids, masks and positions are folded."""
+    """Show a table of the columns that a phase wrote, with kind and range, and the same of the batch `before` it.
+
+    Columns of ids, masks and positions are folded.
+    """
     shown, folded = _apart(phase.wrote)
     names = f"  {', '.join(_bookkeeping(folded))}: {', '.join(folded)}"
     more = [
@@ -436,7 +461,9 @@ _REWARD = "critic/score/mean"
 
 
 def run(run: Run) -> doc.Part:
-    """The view of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the recorded steps."""
+    """Build the display of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the
+    recorded steps.
+    """
     rows = run.rows
     step = rows[-1][STEP] if rows else 0
     title = f"Run {run.address}: {run.state}, step {step} of {run.settings.get('train', {}).get('steps')}"
@@ -470,7 +497,7 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 def traces(traces: Traces) -> doc.Part:
-    """The view of a run's `Traces`: for each recorded step its main metrics, and why its trace was kept."""
+    """Build the display of a run's `Traces`: for each recorded step its main metrics, and why its trace was kept."""
     metrics = {row[STEP]: row for row in traces.rows}
     lines = []
     for step, kept in traces.reasons().items():
@@ -484,13 +511,15 @@ def traces(traces: Traces) -> doc.Part:
 
 
 def summary(summary: Summary) -> doc.Part:
-    """The view of a run's `Summary`: its main numbers in a line, in HTML as a table."""
-    said = "; ".join(f"{what} {value}" for what, value in summary.pairs())
-    return doc.Either(said or "no summary yet", doc.pairs(summary.pairs()))
+    """Build the display of a run's `Summary`: its main numbers in a line, in HTML as a table."""
+    text = "; ".join(f"{what} {value}" for what, value in summary.pairs())
+    return doc.Either(text or "no summary yet", doc.pairs(summary.pairs()))
 
 
 def symptoms(symptoms: Symptoms) -> doc.Part:
-    """The view of `Symptoms` of failing training: name, since which step, what was found, what people do about it."""
+    """Build the display of `Symptoms` of failing training: name, since which step, what was found, what people do about
+    it.
+    """
     if not symptoms:
         return "no symptoms"
     rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in symptoms]
@@ -499,12 +528,14 @@ def symptoms(symptoms: Symptoms) -> doc.Part:
 
 
 def preflight(preflight: Preflight) -> doc.Part:
-    """The view of a `Preflight`: what was checked before training, and what was found."""
+    """Build the display of a `Preflight`: what was checked before training, and what was found."""
     return doc.pairs(list(preflight.findings))
 
 
 def tuning(tuning: Tuning) -> doc.Part:
-    """The view of a `Tuning`: seconds and memory of each phase, the settings that were tried, and the lines to paste."""
+    """Build the display of a `Tuning`: seconds and memory of each phase, the settings that were tried, and the lines to
+    paste.
+    """
 
     def cells(seconds: float, host: int, device: int) -> list[str]:
         return [f"{seconds:.2f}", gib(host) if host else "–", gib(device) if device else "–"]
@@ -523,7 +554,9 @@ def tuning(tuning: Tuning) -> doc.Part:
 
 
 def counterfactual(trial: Counterfactual) -> doc.Part:
-    """The view of a `Counterfactual`: how far the weights differ, each step's metrics as they were → would have been."""
+    """Build the display of a `Counterfactual`: how far the weights differ, each step's metrics as they were → would
+    have been.
+    """
     moved = ", ".join(f"{role} by {share:.1%}" for role, share in trial.distance.items())
     title = (
         f"Step {trial.step} without {len(trial.left_out)} rows, the later updates as recorded to step {trial.until}: the final "
@@ -547,12 +580,14 @@ def _was_would(pair: tuple[float, float] | None) -> str:
 
 
 def run_curves(run: Run, *keys: str, marks: bool = True, others: Mapping[str, Run] | None = None) -> Figure:
-    """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step axis."""
+    """Draw a run's curves, with `others` over them: the panel, or plots of `keys`; `marks` shows symptoms on the step
+    axis.
+    """
     if not keys:
         drawn: Any = panel(run.rows, title=run.path.name, empty=False, **_beside(run, others, marks))
     else:
         several = series(run.path.name, run.rows, {name: other.rows for name, other in (others or {}).items()})
-        width = "page" if len(asked(keys, several)) > 2 else "column"
+        width = "page" if len(pick(keys, several)) > 2 else "column"
         drawn = run_figure(run, *keys, others=others, marks=marks, width=width)
     drawn.plots = Plots({run.path.name: run, **(others or {})}, keys, Watch(run.rows).marks if marks else ())
     return drawn
