@@ -318,7 +318,10 @@ def test_a_loop_that_asks_on_beyond_it_gets_nothing_once(made: dict[str, Any]) -
     found = play(Talker(), Short(made["own"], ["so it is "]), max_tokens=5000)
     assert len(found.prompt_ids) + len(found.response_ids) == Short.max_length
     Talker.heeds = False
-    with pytest.raises(DataError, match=r"row 0 \(uid u\): its agent loop samples on; .*end at finish_reason 'length'"):
+    with pytest.raises(
+        DataError,
+        match=r"row 0 \(uid u\): its agent loop samples on; .*end at finish_reason 'length'",
+    ):
         play(Talker(), Short(made["own"], ["so it is "]), max_tokens=5000)
     shorter = Short(made["own"], ["so"])
     shorter.max_length = 5
@@ -412,7 +415,7 @@ def test_a_row_may_have_some_of_the_tools(made: dict[str, Any]) -> None:
             r"row 0 \(uid u\): 'calculater' is not a tool .*did you mean 'calculator'",
         ),
         ({"tool_format": "react"}, "tool_format in tool_config of row 0 .*expected function_calling; found 'react'"),
-        ({"max_tool_calls": 5}, "'max_tool_calls' is not a key of it"),
+        ({"max_tool_calls": 5}, "'max_tool_calls' is not a key of tool_config"),
         ({"available_tools": "calculator"}, "expected a list of names; found 'calculator'"),
         (["calculator"], "tool_config of row 0 .*expected {available_tools"),
     ):

@@ -501,7 +501,7 @@ def test_what_a_loop_of_ones_own_must_return(engine: Any, rows: Any) -> None:
 
     with pytest.raises(
         ForeignError,
-        match=r"agent loop 'returns', row 0 \(uid .*\): expected an AgentLoopOutput, or a list of them; found N",
+        match=r"result of agent loop 'returns', row 0 \(uid .*\); expected an AgentLoopOutput, or a list of them; found N",
     ):
         rolled(None)
     with pytest.raises(

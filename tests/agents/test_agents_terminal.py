@@ -242,7 +242,7 @@ def test_rows_of_tasks_hide_the_tests_and_bad_tasks_are_named() -> None:
         ({"test_cmd": None}, "expected a shell command as one of test_command, test_cmd"),
         ({"test_cmd": "python -m t"}, "expected one with {test}"),
         ({"FAIL_TO_PASS": None}, "expected one without {test}"),
-        ({"test_files": None, "test_patch": "--- a"}, "tests that are a patch"),
+        ({"test_files": None, "test_patch": "--- a"}, "found a patch, test_patch"),
         ({"files": ["a.py"]}, "files of a terminal; expected relative path"),
         ({"FAIL_TO_PASS": "one"}, "expected JSON"),
     ):

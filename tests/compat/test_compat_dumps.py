@@ -110,12 +110,12 @@ def test_a_file_of_several_steps(tmp_path: Path) -> None:
     assert read_dump(write(tmp_path / "9.jsonl", lines), kind="verl")["step"].tolist() == [9, 9], (
         "the file's name says it"
     )
-    with pytest.raises(DataError, match=r"plain.jsonl:2: no step"):
+    with pytest.raises(DataError, match=r"plain.jsonl:2 has no step"):
         read_dump(write(tmp_path / "plain.jsonl", [{**lines[0], "step": 1}, lines[1]]))
     with pytest.raises(DataError, match="found no steps"):
         read_dump([{"prompt": "a", "response": "b"}], step=1)
     for wrong in ("one", 1.5, True, math.inf):
-        with pytest.raises(DataError, match="row 0: step; expected a whole number"):
+        with pytest.raises(DataError, match="step of row 0; expected a whole number"):
             read_dump([verl(wrong)])
 
 

@@ -151,7 +151,7 @@ def test_a_picture_that_is_none_is_refused_and_so_is_its_place_without_it(tmp_pa
     path = parquet([{**GOOD, "prompt": [{"role": "user", "content": "2+2?"}], "images": None}, row], tmp_path)
     with pytest.raises(DataError, match=r"picture 0 of column 'images' of row 1 of .*rows.parquet cannot be read"):
         wb.rows(path)
-    with pytest.raises(DataError, match=r"row 1 of .* has <image>, for its column 'images'"):
+    with pytest.raises(DataError, match=r"row 1 of .* has <image>, and its column 'images'"):
         wb.rows(path, without=["images"])
     told = parquet([{**GOOD, "prompt": "<image> is a tag of HTML", "reward_model": {"ground_truth": "1"}}], tmp_path)
     assert wb.rows(told)[0]["prompt"][0]["content"].startswith("<image>")

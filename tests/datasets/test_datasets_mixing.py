@@ -120,7 +120,7 @@ def test_a_part_that_ends_is_refused_before_the_run() -> None:
         ([1, -2], "2 finite"),
         ([1, True], "2 finite"),
         ([1, "2"], "2 finite"),
-        ({"a": 1, "c": 1}, "'b' on one side alone"),
+        ({"a": 1, "c": 1}, "'b' without its part"),
     ],
 )
 def test_wrong_weights_are_refused(weights: Any, match: str) -> None:

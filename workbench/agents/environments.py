@@ -242,9 +242,8 @@ class VerifiersInteraction(BaseInteraction):
             expected, do = "a MultiTurnEnv of verifiers' v0 interface", None
             if taskset_of(env) is not None:
                 do = f"this is of its v1 interface: {ENDPOINT}; or, where no harness is needed, reward=verifiers_reward(env)"
-            raise SettingError(
-                f"environment {type(env).__name__} has no {', '.join(missing)}", expected=expected, do=do
-            )
+            what = f"environment {type(env).__name__} has no {', '.join(missing)}"
+            raise SettingError(what, expected=expected, do=do)
         self.env = env
         self._instances: dict[str, Any] = {}
 
@@ -433,9 +432,8 @@ def taskset_rows(taskset: Any, number: int, data_source: str) -> list[dict[str, 
         chat = [dict(one) if isinstance(one, Mapping) else one.model_dump(exclude_none=True) for one in prompt or ()]
         if not chat:
             do = "it opens its conversations itself; " + ENDPOINT
-            raise DataError(
-                f"prompt of task {index} of {type(taskset).__name__}", expected="a text or messages", found=None, do=do
-            )
+            what = f"prompt of task {index} of {type(taskset).__name__}"
+            raise DataError(what, expected="a text or messages", found="none", do=do)
         if data.system_prompt and chat[0]["role"] != "system":
             chat = [{"role": "system", "content": data.system_prompt}, *chat]
         answer = getattr(data, "answer", None)
@@ -489,9 +487,8 @@ def _task_number(index: int, tasks: list[Any], coming: Iterator[Any]) -> Any:
         try:
             tasks.append(next(coming))
         except StopIteration:
-            raise DataError(
-                f"task {index} of the task set", expected=f"one of {len(tasks)} tasks", found=index
-            ) from None
+            what, expected = "number of a task in the task set", f"below {len(tasks)}, its number of tasks"
+            raise DataError(what, expected=expected, found=index) from None
     return tasks[index]
 
 

@@ -134,9 +134,8 @@ class Episode:
             return self.sampler
         if policy not in self.policies:
             do = "give the rollout its engine: policies={…}"
-            raise SettingError(
-                unknown("policy of this episode", policy, (*filter(None, [self.policy]), *self.policies)), do=do
-            )
+            known = (*filter(None, [self.policy]), *self.policies)
+            raise SettingError(unknown("policy of this episode", policy, known), do=do)
         return self.policies[policy]
 
     async def generate(
@@ -227,9 +226,8 @@ class Episode:
             what = f"row {self.row} (uid {self.uid}): an agent loop's output without response_logprobs"
             expected = "response ids that are the sampled ones, in order, where the mask is 1"
             do = "give `Sample.log_probs` of what was sampled, and 0.0 where the mask is 0"
-            raise DataError(
-                what, expected=expected, found=f"token {len(log_probs)} of {len(sampled)} was not sampled", do=do
-            )
+            found = f"token {len(log_probs)} of {len(sampled)}, which was not sampled"
+            raise DataError(what, expected=expected, found=found, do=do)
         drawn, by = iter(log_probs), iter(versions)
         filled = tuple(next(drawn) if own else 0.0 for own in output.response_mask)
         each = tuple(next(by) if own else output.version for own in output.response_mask)

@@ -143,7 +143,7 @@ def _from_servers(entry: Mapping[str, Any], config: Mapping[str, Any], folder: P
     settings = {**(entry.get("mcp") or {}), **(config.get("mcp") or {})}
     servers = settings.get("mcp_servers_config_path") or settings.get("mcpServers") or config.get("mcpServers")
     if servers is None:
-        raise SettingError("keys of mcp of a tool", expected="mcp_servers_config_path", found=sorted(settings))
+        raise SettingError("mcp settings of a tool", expected="mcp_servers_config_path", found=sorted(settings))
     if isinstance(servers, str):
         servers = folder / servers if (folder / servers).is_file() else Path(servers)
     timeout = float(config.get("timeout", 30.0))

@@ -130,7 +130,7 @@ class Harness(AgentLoopBase):
         """Play one row's episode; return its sequence, or a list of its sequences."""
         if self.episode.lock_step is not None:
             do = "leave deterministic=True out: the same harness gets the same tokens, barring float ties"
-            raise SettingError("rollout of a harness, deterministic=", expected="False", found="True", do=do)
+            raise SettingError("deterministic= of a rollout of a harness", expected="False", found="True", do=do)
         limits = Limits(self.max_assistant_turns, int(sampling_params["max_tokens"]))
         async with self._endpoints.open(self.episode.sampler, self._parser, self.model, self.max_concurrent) as room:
             sampling = SamplingSettings.from_parameters(sampling_params)
@@ -216,9 +216,8 @@ class Harness(AgentLoopBase):
                 *command, **streams, env=env, cwd=folder, start_new_session=True
             )
         except OSError as error:
-            raise SettingError(
-                "the harness's command", expected="a program that can be started", found=error
-            ) from error
+            what, expected = "the harness's command", "a program that can be started"
+            raise SettingError(what, expected=expected, found=error) from error
         try:
             code = await self._until(session, process.wait())
         except TimeoutError:

@@ -355,7 +355,7 @@ def _checked(name: str, answer: Any) -> UserReply:
         # 0 or 1, or numpy's bool, from a comparison, are clear; a text such as "False" is not
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
-            raise TypeError("not a tuple (stop, text, score, extra)")
+            raise TypeError("the answer is not a tuple (stop, text, score, extra)")
         number = None if score is None else _number(name, "the score", score)
         return UserReply(bool(stop), encodable(text), number, plain(extra or {}, describe))
     except (TypeError, ValueError, RecursionError, ForeignError) as cause:

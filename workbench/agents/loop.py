@@ -102,7 +102,7 @@ class AgentLoopBase(Remembering, Shown):
 
     @property
     def episode(self) -> Episode:
-        """The `Episode` of the row that is run. Raises `SettingError` on a loop that is not bound to one."""
+        """The `Episode` of the row that is being run. Raises `SettingError` on a loop that is not bound to one."""
         if self._episode is None:
             what = f"agent loop {self.name or type(self).__name__!r} is not bound to an episode"
             raise SettingError(what, do="run the copy that bound(Episode(…)) returns")

@@ -24,7 +24,7 @@ from uuid import UUID
 import torch
 
 from workbench.base.config import check_nesting
-from workbench.base.errors import DataError, ForeignError, SettingError, describe, message
+from workbench.base.errors import DataError, ForeignError, SettingError, describe
 from workbench.base.shown import encodable
 
 
@@ -83,7 +83,7 @@ class ToolCall:
 
     @property
     def ran(self) -> bool:
-        """Whether the call was answered: by the tool, by an error text, or by hand."""
+        """Whether the call got an answer: from the tool, as an error text, or written by hand."""
         return self.status not in ("ignored", "not run")
 
 
@@ -205,9 +205,8 @@ class AgentLoopOutput:
         ids, mask, log_probs = map(len, (self.response_ids, self.response_mask, self.response_logprobs or ()))
         if ids != mask or (recorded and ids != log_probs):
             found = f"{ids} response ids, {mask} mask values, {log_probs} log-probs"
-            raise DataError(
-                what, expected="response_ids, response_mask and response_logprobs of one length", found=found
-            )
+            expected = "response_ids, response_mask and response_logprobs of one length"
+            raise DataError(what, expected=expected, found=found)
         _check_each("response_mask", self.response_mask, lambda one: one in (0, 1), "0 or 1 for each response id")
         _check_each("response_logprobs", self.response_logprobs or (), _finite, "finite numbers")
 
@@ -248,9 +247,8 @@ def sequences(result: Any, place: str) -> Sequences:
     one or several outputs."""
     several = tuple(result) if isinstance(result, list | tuple) else (result,)
     if not several or not all(isinstance(one, AgentLoopOutput) for one in several):
-        raise ForeignError(
-            f"{place}: " + message("expected an AgentLoopOutput, or a list of them", found=describe(result))
-        )
+        expected = "an AgentLoopOutput, or a list of them"
+        raise ForeignError(f"result of {place}", expected=expected, found=describe(result))
     return several
 
 
@@ -406,6 +404,6 @@ def _name(key: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as a model reads it: a text as it is, anything else as JSON (`plain`)."""
+    """Write a value as the text that a model reads: a text as it is, anything else as JSON (see `plain`)."""
     found = plain(value)
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

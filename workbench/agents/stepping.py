@@ -551,9 +551,8 @@ class Tree(Shown):
         if turn not in self.points:
             expected = f"one of turns {', '.join(map(str, self.points))}"
             do = f"branch there, too: turns={sorted({*self.points, turn})}" if isinstance(turn, int) else None
-            raise PipelineError(
-                "this tree was not branched at that turn", expected=expected, found=describe(turn), do=do
-            )
+            what = "this tree of continuations was not branched at the turn"
+            raise PipelineError(what, expected=expected, found=describe(turn), do=do)
         return Estimate.of(self._rewards(self._drawn(turn)))
 
     @property

@@ -302,7 +302,7 @@ class ToolAgent(AgentLoopBase):
         terms = {str(key): value for key, value in config.items() if value is not None}
         for key in terms:
             if key not in ("available_tools", "tool_format"):
-                raise DataError(f"{what}: " + unknown("key of it", key, ("available_tools", "tool_format")))
+                raise DataError(f"{what}: " + unknown("key of tool_config", key, ("available_tools", "tool_format")))
         if terms.get("tool_format", self.format) != self.format:
             do = "give rows of the other format an agent of their own (agent_name)"
             raise DataError(f"tool_format in {what}", expected=self.format, found=describe(terms["tool_format"]), do=do)
@@ -311,9 +311,8 @@ class ToolAgent(AgentLoopBase):
             raise DataError(f"available_tools in {what}", expected="a list of names", found=describe(names))
         for name in (names := list(names)):
             if name not in self._box.tools:
-                raise DataError(
-                    f"available_tools in {what}: " + unknown("tool of the agent", str(name), self._box.tools)
-                )
+                why = unknown("tool of the agent", str(name), self._box.tools)
+                raise DataError(f"available_tools in {what}: {why}")
         return self._box.only(names)
 
     @property

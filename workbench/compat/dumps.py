@@ -34,8 +34,8 @@ _OBJECTS = ("data_source", "extra_info", "ability", "finish_reason")
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class Layout(NamedTuple):
-    """Names of the columns of one kind of dump, for each meaning the likeliest first."""
+class DumpLayout(NamedTuple):
+    """The column names of one kind of dump: for each meaning the names that it may have, likeliest first."""
 
     prompt: tuple[str, ...]
     response: tuple[str, ...]
@@ -44,18 +44,18 @@ class Layout(NamedTuple):
     """Columns that together identify the kind."""
 
 
-KINDS: Mapping[str, Layout] = {
-    "verl": Layout(("input",), ("output",), ("gts",), ("input", "output", "score")),
-    "trl": Layout(("prompt",), ("completion",), TRUTH, ("step", "prompt", "completion")),
-    "generations": Layout(PROMPT, ("responses",), TRUTH, ("responses",)),
-    "workbench": Layout(("prompt",), ("response",), (), ("prompt", "response", "score", "score/status", "uid")),
-    "table": Layout(PROMPT, RESPONSE, TRUTH, ()),
+KINDS: Mapping[str, DumpLayout] = {
+    "verl": DumpLayout(("input",), ("output",), ("gts",), ("input", "output", "score")),
+    "trl": DumpLayout(("prompt",), ("completion",), TRUTH, ("step", "prompt", "completion")),
+    "generations": DumpLayout(PROMPT, ("responses",), TRUTH, ("responses",)),
+    "workbench": DumpLayout(("prompt",), ("response",), (), ("prompt", "response", "score", "score/status", "uid")),
+    "table": DumpLayout(PROMPT, RESPONSE, TRUTH, ()),
 }
 """Kinds of dump that can be read, the most particular first."""
 
 
 class Record(NamedTuple):
-    """One record of a dump, its values plain."""
+    """One record of a dump: its plain values, and where it stands."""
 
     values: Mapping[str, Any]
     place: str
@@ -74,23 +74,24 @@ def read_dump(
     step: int | None = None,
     rewards: str | Sequence[str] | Mapping[str, float] | None = None,
 ) -> DataProto:
-    """A saved rollout as a batch of B rows, to look at (`views.samples`) and to score again (`rewards.dry_run`).
+    """Read a saved rollout as a batch of B rows, to look at (`views.samples`) and to score again (`rewards.dry_run`).
 
     `source` is a file, a folder or a pattern (`completions/*.parquet`), a DataFrame, or a list of dicts: verl's dump
     (`trainer.rollout_data_dir`: `<step>.jsonl`), verl's generations (a list `responses` per prompt: a row for each, and
-    the prompt is the group), TRL's (`completions_00001.parquet`), our own (`Evaluation.save`, a run's `val/`: each column
-    as it was), or any table whose columns have the names of `rewards.dry_run`. The kind is found by the columns, or given
-    as `kind` (`KINDS`). A folder may hold many steps: None reads all, `step=3` that one.
+    the prompt is the group), TRL's (`completions_00001.parquet`), workbench's (`Evaluation.save`, a run's `val/`: each
+    column as it was), or any table whose columns have the names of `rewards.dry_run`. The kind is recognised by the
+    columns, or passed as `kind` (`KINDS`). A folder may hold many steps: None reads all, `step=3` that one.
 
-    Columns: `response_text`, `uid` (same step and prompt: same group), and as far as the dump has them `raw_prompt`, `step`,
-    `reward`, `scored`, `reward/<part>`, `score`, `reward_model`, `data_source`, `extra_info`, `reward_extra/<name>`, `advantage` [B]
-    (one number per row), and every other column, as objects under its own name (`dump/<name>` where workbench declares
-    `<name>` otherwise). With a `tokenizer`: `responses`, `response_mask` [B, T], maybe not the ids that were sampled.
+    Columns: `response_text`, `uid` (same step and prompt: same group), and as far as the dump has them `raw_prompt`,
+    `step`, `reward`, `scored`, `reward/<part>`, `score`, `reward_model`, `data_source`, `extra_info`,
+    `reward_extra/<name>`, `advantage` [B] (one number per row), and every other column, as objects under its own name
+    (`dump/<name>` where workbench declares `<name>` otherwise). With a `tokenizer` also `responses`, `response_mask`
+    [B, T], which may differ from the ids that were sampled.
 
-    `rewards` names the columns whose sum is the reward, or gives each its weight. Without it the reward is `reward`, else
-    `score`, and for TRL the sum of its numeric columns before `advantage` (TRL's default weights).
-    A last line that is cut off, as of a file still being written, is left out and named in `meta_info["torn"]`.
-    Raises `DataError` for a damaged line, by file and line, and for columns of no known kind.
+    `rewards` names the columns whose sum is the reward, or maps each to its weight. Without it the reward is `reward`,
+    else `score`, and for TRL the sum of its numeric columns before `advantage` (TRL's default weights). A last line
+    that is cut off, as in a file still being written, is left out and named in `meta_info["torn"]`. Raises `DataError`
+    for a damaged line, by file and line, and for columns of no known kind.
 
     Example:
         >>> batch = wb.compat.read_dump("rollouts/", step=3)  # doctest: +SKIP
@@ -123,14 +124,14 @@ def read_dump(
 
 
 def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[Record], list[int]]:
-    """The records, those of one step where it is given, and their steps; [] where none has one.
+    """Return the records, or those of one `step`, and their steps; the steps are [] where no record has one.
 
-    Raises `DataError` where only some have one, and where none is of the step, with the steps that there are.
+    Raises `DataError` where only some records have a step, and where none is of `step`, with the steps that there are.
     """
     steps = [record.step for record in records if record.step is not None]
     if steps and len(steps) < len(records):
         without = next(record.place for record in records if record.step is None)
-        raise DataError(f"{without}: no step number", expected="one in every row, or in none")
+        raise DataError(f"{without} has no step number", expected="one in every row of the dump, or in none")
     if step is None:
         return records, steps
     if step not in steps:
@@ -140,17 +141,18 @@ def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[R
 
 
 def _named(source: Any) -> str:
-    """Where it came from, without the machine's own folders: it may end in a file that is shared."""
+    """Name the source of a dump without this machine's folders, as the name may end in a file that is shared."""
     return "/".join(Path(source).parts[-2:]) if isinstance(source, str | Path) else type(source).__name__
 
 
 def _own_name(name: str) -> str:
-    """A column's own name, where ours does not mean something else."""
+    """Return a column's own name, or `dump/<name>` where workbench's column of that name means something else."""
     return f"dump/{name}" if declared(name) and name not in _OBJECTS else name
 
 
 def _kind(records: Sequence[Record], kind: str | None) -> str:
-    """Raises `DataError` for an unknown kind, for records of no kind, and for files of several kinds."""
+    """Return the kind of a dump. Raises `DataError` for an unknown kind, for records of no kind, and for files of
+    several kinds."""
     if kind is not None:
         if kind not in KINDS:
             raise DataError(unknown("kind of dump", str(kind), KINDS))
@@ -177,7 +179,8 @@ def _detected(record: Record) -> str:
 
 
 def _one_per_response(records: Sequence[Record]) -> list[Record]:
-    """A record for each of a prompt's responses. Raises `DataError` for lists of other lengths than the first one's."""
+    """Split records into one for each of a prompt's responses. Raises `DataError` where prompts have different numbers
+    of responses."""
     split: list[Record] = []
     number = 0
     for prompt, record in enumerate(records):
@@ -195,7 +198,10 @@ def _one_per_response(records: Sequence[Record]) -> list[Record]:
 
 
 def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps: Sequence[int]) -> dict[str, Any]:
-    """Prompt, response, group and truth; takes what it uses out of the table, but a truth that rewards may ask for by name."""
+    """Make the columns of prompt, response, group and ground truth, and remove what they use from the table.
+
+    A ground truth stays in the table, as rewards may ask for it by its name.
+    """
     layout = KINDS[kind]
     responses = _take(table, layout.response)
     prompts = _take(table, layout.prompt)
@@ -220,7 +226,7 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
 
 
 def _uids(names: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> list[str]:
-    """The dump's own names of groups, else one for each prompt of a step."""
+    """Return the dump's names of groups, or else a hash for each prompt of a step."""
     if names and all(isinstance(value, str | int) for value in names):
         return [str(value) for value in names]
     texts = [one if isinstance(one, str) else json.dumps(one, sort_keys=True, default=str) for one in prompts]
@@ -229,8 +235,8 @@ def _uids(names: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) ->
     return [hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest() for key in keys]
 
 
-def _truths(table: dict[str, list[Any]], layout: Layout, places: Sequence[str]) -> list[dict[str, Any]]:
-    """`reward_model` as the dump has it, else made of its truths; [] where it has neither."""
+def _truths(table: dict[str, list[Any]], layout: DumpLayout, places: Sequence[str]) -> list[dict[str, Any]]:
+    """Return `reward_model` as the dump has it, or else made of its ground truths; [] where it has neither."""
     own = _objects(table.pop("reward_model", ()), "reward_model", places)
     if any(own):
         return [one or {"ground_truth": None} for one in own]
@@ -248,7 +254,7 @@ def _present(table: Mapping[str, list[Any]], name: str) -> bool:
 
 
 def _take(table: dict[str, list[Any]], names: Sequence[str]) -> list[Any]:
-    """The likeliest of these columns that says anything; [] where none does."""
+    """Remove and return the first of these columns that has a value in any row; [] where none has."""
     return next((table.pop(name) for name in names if _present(table, name)), [])
 
 
@@ -266,7 +272,7 @@ def _tokens(texts: Sequence[str], tokenizer: Any) -> dict[str, torch.Tensor]:
 
 
 def _as_written(table: dict[str, list[Any]], rows: int, named: str) -> dict[str, Any]:
-    """Scores, token ids and marks of a file of ours, as they were before it was written; takes them out of the table."""
+    """Restore the scores, token ids and marks of a file that workbench wrote, and remove them from the table."""
     parts = {name: table.pop(name) for name in list(table) if name.startswith(REWARD_PREFIX)}
     value, status, why, answer = (
         table.pop(name, [None] * rows) for name in ("score", "score/status", "score/why", "score/answer")
@@ -302,7 +308,7 @@ _Column = list[float]
 
 
 def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards: Any) -> dict[str, Any]:
-    """Total, parts, extras, advantage; takes what it uses out of the table."""
+    """Make the columns of reward, parts, extras and advantage, and remove what they use from the table."""
     gains = {name: column for name in _ADVANTAGE if (column := _numbers(table.get(name, ())))}
     advantage = next(iter(gains.values()), None)
     answers = table.get("answer", table.get("pred")) if kind == "verl" else None
@@ -325,7 +331,7 @@ def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards
 
 
 def _weights(table: Mapping[str, list[Any]], kind: str, rewards: Any) -> tuple[dict[str, float], dict[str, _Column]]:
-    """(column → weight in the total, column → its numbers for the total and every part)."""
+    """Return (column → its weight in the reward, column → its numbers, for the reward's columns and every part)."""
     numeric = {name: found for name, values in table.items() if (found := _numbers(values)) is not None}
     if isinstance(rewards, Mapping):
         weights = {name: float(weight) for name, weight in rewards.items()}
@@ -341,7 +347,8 @@ def _weights(table: Mapping[str, list[Any]], kind: str, rewards: Any) -> tuple[d
 
 
 def _usual(table: Mapping[str, list[Any]], kind: str, names: list[str]) -> tuple[dict[str, float], list[str]]:
-    """Weights, and columns that are the total or a part, where nobody says which."""
+    """Return the usual weights of a kind of dump, and its columns that are the reward or a part, where `rewards` is not
+    passed."""
     if kind == "trl":  # its reward functions stand before `advantage`
         before = list(itertools.takewhile(lambda name: name != "advantage", table))
         judges = [name for name in names if name in before and name not in TRUTH]
@@ -352,7 +359,7 @@ def _usual(table: Mapping[str, list[Any]], kind: str, names: list[str]) -> tuple
 
 
 def _numbers(values: Sequence[Any]) -> _Column | None:
-    """The numbers of a column; None for a column of something else, and for one without any number."""
+    """Return the numbers of a column; None for a column of other values, and for one without any number."""
     column: _Column = []
     for value in values:
         if not absent(value) and not isinstance(value, numbers.Real):
@@ -362,7 +369,7 @@ def _numbers(values: Sequence[Any]) -> _Column | None:
 
 
 def _float(value: Any) -> float:
-    """A number as float; integers beyond float64 are infinite."""
+    """Convert a number to float; integers beyond float64 become infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -370,7 +377,7 @@ def _float(value: Any) -> float:
 
 
 def _usable(value: float) -> bool:
-    """Whether it is a number that a reward can be: finite, as float32 too."""
+    """Return whether a number can be a reward: it is finite, also as float32."""
     return abs(value) <= _LARGEST
 
 
@@ -379,7 +386,8 @@ def _tensor(values: _Column) -> torch.Tensor:
 
 
 def _total(usable: Sequence[Any], parts: Mapping[str, _Column], weights: Mapping[str, float]) -> _Column:
-    """Each row's total over the functions that judged it, as TRL sums them; NaN where none did, or the row is not usable."""
+    """Return each row's weighted sum over the columns that have a number, as TRL sums them; NaN where none has, or the
+    row is not usable."""
     totals: _Column = []
     for row, one in enumerate(usable):
         judged = [parts[name][row] * weight for name, weight in weights.items() if not math.isnan(parts[name][row])]
@@ -394,7 +402,7 @@ def _scores(
     answers: Sequence[Any] | None,
     how: str,
 ) -> dict[str, Any]:
-    """`reward`, `scored` and `score` of rows with these totals."""
+    """Make the columns `reward`, `scored` and `score` of rows with these totals."""
     scores = []
     for row, value in enumerate(total):
         scored = _usable(value)
@@ -417,7 +425,7 @@ def _score_columns(scores: list[Score]) -> dict[str, Any]:
 
 
 def _how(weights: Mapping[str, float], total: _Column, advantage: _Column | None, uids: Sequence[str]) -> str:
-    """How a total of several columns was made, and whether the dump's advantages speak against it."""
+    """Describe how a reward of several columns was computed, and whether the dump's advantages contradict it."""
     if len(weights) < 2:
         return ""
     names = ", ".join(name if weight == 1 else f"{weight:g} × {name}" for name, weight in weights.items())
@@ -427,7 +435,8 @@ def _how(weights: Mapping[str, float], total: _Column, advantage: _Column | None
 
 
 def _contradicted(total: _Column, advantage: _Column, uids: Sequence[str]) -> bool:
-    """Whether a row of a group has the larger reward and the smaller advantage: no baseline or scale does that."""
+    """Return whether a row of a group has the larger reward and the smaller advantage, which no baseline or scale
+    explains."""
     rows = zip(uids, total, advantage, strict=True)
     known = sorted(row for row in rows if not math.isnan(row[1]) and not math.isnan(row[2]))
     return any(
@@ -443,7 +452,7 @@ _HALF_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Name → one plain value a record, None where a record has none."""
+    """Turn records into columns: name → one plain value per record, None where a record has none."""
     names = dict.fromkeys(name for record in records for name in record.values)
     if len(names) > _NAMES_LIMIT:
         raise DataError("number of columns in a dump", expected=f"at most {_NAMES_LIMIT} columns", found=len(names))
@@ -451,7 +460,8 @@ def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def read_records(source: Any, step: int | None = None) -> tuple[list[Record], list[str]]:
-    """Read a path, a pattern, a folder, a DataFrame or a list: (its records, the places of last lines that were cut off).
+    """Read a path, a pattern, a folder, a DataFrame or a list: (its records, the places of last lines that were cut
+    off).
 
     With `step`, files whose names have another step are left out. Raises `DataError` for what is not a record.
     """
@@ -460,7 +470,7 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
     if isinstance(source, list | tuple) and not (source and isinstance(source[0], str | Path)):
         return [_read(f"row {number}", record, 0, None) for number, record in enumerate(source)], torn
     if not isinstance(source, str | Path | list | tuple):
-        raise DataError("source", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
+        raise DataError("the dump", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
     records: list[Record] = []
     for number, path in enumerate(_files(source, step)):
         if path.suffix == ".jsonl" and path.is_file():
@@ -472,7 +482,8 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
 
 
 def _read(place: str, record: Any, file: int, named: int | None) -> Record:
-    """Raises `DataError` for what is no record, and for a step that is not a whole number."""
+    """Make the `Record` of one saved record. Raises `DataError` for what is no record, and for a step that is not a
+    whole number."""
     values = cells_of(record, place)
     value = values.get("step")
     if isinstance(value, str) and value.strip().isdecimal():  # TRL's tables for trackers
@@ -480,18 +491,19 @@ def _read(place: str, record: Any, file: int, named: int | None) -> Record:
     value = named if value is None else value
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if value is not None and not (real and abs(value) < 2**53 and value % 1 == 0):
-        raise DataError(f"{place}: step", expected="a whole number", found=describe(value))
+        raise DataError(f"step of {place}", expected="a whole number", found=describe(value))
     return Record(values, place, file, None if value is None else int(value))
 
 
 def _step_in(path: Path) -> int | None:
-    """3 for `3.jsonl` (verl), `completions_00003.parquet` (TRL) and `step_000003.parquet` (ours)."""
+    """Return the step in a file's name: 3 for `3.jsonl` (verl), `completions_00003.parquet` (TRL) and
+    `step_000003.parquet` (workbench)."""
     named = _STEP_IN_NAME.fullmatch(path.stem)
     return int(named[1]) if named else None
 
 
 def _files(source: Any, step: int | None) -> list[Path]:
-    """The files, by step where their names say it."""
+    """List the files of a source, sorted by the step in their names."""
     paths: list[Path] = []
     with boundary(f"looking for {describe(source)}", DataError):
         for given in [source] if isinstance(source, str | Path) else source:
@@ -516,7 +528,8 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
-    """(place, record) of each line. Python's writers put NaN and Infinity into their JSON, so these are read."""
+    """Read (place, record) of each line of a jsonl file. NaN and Infinity, which Python's JSON writers put there, are
+    read."""
     records = []
     for place, raw in files.raw_lines(path):
         try:

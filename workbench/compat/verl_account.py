@@ -309,7 +309,7 @@ ROOTS = ("reward", "reward_model", "custom_reward_function", "reward_manager", "
 
 
 class Entry(NamedTuple):
-    """A line of the table."""
+    """A line of the table of verl's settings: a key or pattern, its kind, its place here, a note and the default."""
 
     key: str
     kind: str
@@ -321,7 +321,7 @@ class Entry(NamedTuple):
 
 
 def keys(pattern: str) -> list[str]:
-    """`{a,b}.c` → `a.c`, `b.c`."""
+    """Expand the braces of a pattern: `{a,b}.c` → `a.c`, `b.c`."""
     parts = re.split(r"\{([^}]*)\}", pattern)
     choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
     return ["".join(chosen) for chosen in itertools.product(*choices)]
@@ -329,7 +329,7 @@ def keys(pattern: str) -> list[str]:
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
-    """The table's lines, in order; one for each key where the place has a `*`."""
+    """Return the lines of the table, in order; a line whose place has a `*` gives one entry for each key."""
     table = []
     for line in TABLE.strip().splitlines():
         pattern, kind, place, note, default = (*(cell.strip() for cell in line.split(" |")), "", "")[:5]
@@ -343,7 +343,7 @@ def entries() -> tuple[Entry, ...]:
 
 @functools.cache
 def _by_key() -> dict[str, Entry]:
-    """Key or pattern → the first line that has it, in the table's order."""
+    """Map each key or pattern to the first entry that has it, in the table's order."""
     every: dict[str, Entry] = {}
     for entry in entries():
         for key in keys(entry.key):
@@ -353,13 +353,13 @@ def _by_key() -> dict[str, Entry]:
 
 @functools.lru_cache(4096)
 def find(key: str) -> Entry | None:
-    """The line of the table for a key, by name before by pattern; None for an unknown one."""
+    """Return the table's entry for a key, by its name before by a pattern; None for an unknown key."""
     fitting = (entry for one, entry in _by_key().items() if "*" in one and fnmatch.fnmatchcase(key, one))
     return _by_key().get(key) or next(fitting, None)
 
 
 def known() -> list[str]:
-    """Every key that stands in the table by name."""
+    """List the keys that the table names without a pattern."""
     return [key for key in _by_key() if "*" not in key]
 
 
@@ -380,7 +380,7 @@ _CHOICES: Mapping[str, Iterable[str]] = {
 
 
 class Row(NamedTuple):
-    """What becomes of one setting."""
+    """What one setting of a verl command becomes here, and why."""
 
     key: str
     value: str
@@ -392,24 +392,24 @@ class Row(NamedTuple):
 
 
 def estimator(values: Mapping[str, Any]) -> str:
-    """The advantage estimator of settings, verl's default where they name none."""
+    """Return the advantage estimator that the settings name, or verl's default."""
     return str(values.get("algorithm.adv_estimator", DEFAULTS["algorithm.adv_estimator"]))
 
 
 def has_critic(values: Mapping[str, Any]) -> bool:
-    """Whether there is a critic: for `gae`, and where it is asked for."""
+    """Return whether the settings need a critic, which only the estimator `gae` does."""
     return estimator(values) == "gae"
 
 
 def has_turns(values: Mapping[str, Any]) -> bool:
-    """Whether episodes have several turns: asked for, by the loop's name, or by files of tools or users."""
+    """Return whether episodes have several turns: by a setting, by the loop's name, or by files of tools or users."""
     loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
     named = any(values.get(file) for file in _FILES)
     return loop.startswith("tool_agent") or bool(values.get(f"{_TURNS}.enable", named))
 
 
 def longest(values: Mapping[str, Any], part: str) -> Any:
-    """Tokens of the longest `prompt` or `response`: the sampler's own number, or else the data's."""
+    """Return the longest `prompt` or `response` in tokens: the sampler's setting, or else the data's."""
     key = f"data.max_{part}_length"
     return values.get(f"{_ROLLOUT}.{part}_length") or values.get(key) or DEFAULTS[key]
 
@@ -425,7 +425,8 @@ _SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
 
 
 def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under verl's own names of now: other spellings are replaced, a numeric `kl_penalty` is a coefficient."""
+    """Return the settings under verl's present names: other spellings are replaced, a numeric `kl_penalty` becomes a
+    coefficient."""
     values: dict[str, Any] = {}
     for key, value in settings.items():
         values[real(key)] = value
@@ -440,13 +441,14 @@ def canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def real(key: str) -> str:
-    """verl's own name of now for a key, or the key."""
+    """Return verl's present name of a key that the table lists as an alias; any other key unchanged."""
     entry = find(key)
     return entry.place if entry is not None and entry.kind == "alias" else key
 
 
 def account(command: Command) -> list[Row]:
-    """A row for every setting and for all else that a command has, those that contradict each other after them."""
+    """Return a row for every setting of a command and for every word that is no setting, then rows for settings that
+    contradict each other."""
     values = canonical(command.settings)
     rows = [_row(key, value, values) for key, value in command.settings.items()]
     rows += [Row(word, "", "—", "refused", why) for word, why in command.left_out.items()]
@@ -473,7 +475,7 @@ def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
 
 
 def _cannot_be(key: str, name: str, value: Any, entry: Entry) -> str:
-    """Why a value cannot be, where its key is known; "" where it can."""
+    """Return why a known key cannot have this value; "" where it can."""
     if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
         return "a variable that the text does not set: give the value"
     if name in _CHOICES and value is not None and value not in list(_CHOICES[name]):
@@ -482,7 +484,8 @@ def _cannot_be(key: str, name: str, value: Any, entry: Entry) -> str:
 
 
 def _unweighted(name: str, values: Mapping[str, Any]) -> str:
-    """Why the weights of the files cannot be, where `name` is theirs; "" where they can, or the files are `Rows` or unknown."""
+    """Return why the weights of the data files cannot be used, if `name` is their key; "" where they can, or the files
+    are unknown."""
     weights, files = values.get("data.dataset_weights"), values.get("data.train_files")
     if name != "data.dataset_weights" or weights is None:
         return ""
@@ -514,7 +517,7 @@ def _is_one_of(value: Any, words: tuple[str, ...]) -> bool:
 
 
 def _unread(key: str, value: Any) -> str:
-    """Why `reward_from` does not read a setting; "" where it does."""
+    """Return why `reward_from` cannot read a setting; "" where it can."""
     try:
         read_block({key: value})
     except SettingError as error:
@@ -523,7 +526,7 @@ def _unread(key: str, value: Any) -> str:
 
 
 def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
-    """Reward settings that cannot be honoured together, or not here."""
+    """Yield rows for reward settings that cannot be honoured together, or not on this machine."""
     block = reward_block(values)
     try:
         settings = read_block(block)
@@ -537,7 +540,7 @@ def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `reward_from` reads, by their dotted names."""
+    """Return the settings that `reward_from` reads, by their dotted names."""
     block = {key: value for key, value in values.items() if key.split(".")[0] in ROOTS and value is not None}
     # verl's `gdpo` is `naive` that keeps the parts of a score, as every manager here does
     block = {key: "naive" if value == "gdpo" else value for key, value in block.items()}
@@ -545,7 +548,7 @@ def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _together(values: Mapping[str, Any]) -> Iterator[Row]:
-    """Settings that contradict each other, or mean more together than alone."""
+    """Yield rows for settings that contradict each other, or that have another effect together than alone."""
     method, critic = estimator(values), values.get("critic.enable")
     in_reward = values.get("algorithm.use_kl_in_reward")
     both = "algorithm.adv_estimator + critic.enable"
@@ -564,12 +567,12 @@ def _together(values: Mapping[str, Any]) -> Iterator[Row]:
     if method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1:
         why = 'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'
         yield Row(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
-    yield from _named(values, method)
-    yield from _sizes(values)
+    yield from _unfitting_names(values, method)
+    yield from _unfitting_numbers(values)
 
 
-def _named(values: Mapping[str, Any], method: str) -> Iterator[Row]:
-    """Names that do not fit each other: of an estimator, a loop, one number under two names."""
+def _unfitting_names(values: Mapping[str, Any], method: str) -> Iterator[Row]:
+    """Yield rows for names that do not fit each other: of an estimator, of a loop, or one number under two names."""
     loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
     if loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False:
         why = "the loop's name counts, as in verl from 0.7 on: the tools run"
@@ -589,8 +592,8 @@ def _named(values: Mapping[str, Any], method: str) -> Iterator[Row]:
             yield Row(f"{place}.grad_clip + {place}.optim.clip_grad", f"{first}, {second}", "—", "refused", why)
 
 
-def _sizes(values: Mapping[str, Any]) -> Iterator[Row]:
-    """Numbers that do not fit each other."""
+def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield rows for numbers that do not fit each other, such as a mini-batch larger than the batch."""
     batch, mini = (values.get(key) for key in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"))
     batch = DEFAULTS["data.train_batch_size"] if batch is None else batch
     if _numbers(mini, batch) and mini > batch:
@@ -599,10 +602,8 @@ def _sizes(values: Mapping[str, Any]) -> Iterator[Row]:
     prompt, response = longest(values, "prompt"), longest(values, "response")
     room = values.get(f"{_ROLLOUT}.max_model_len")
     if _numbers(prompt, response, room) and prompt + response > room:
-        told = f"{room}, {prompt} + {response}"
-        yield Row(
-            f"{_ROLLOUT}.max_model_len + data.max_*_length", told, "—", "refused", "verl's sampler cuts responses there"
-        )
+        both, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
+        yield Row(both, f"{room}, {prompt} + {response}", "—", "refused", why)
     for place in (_ACTOR, "critic"):
         if all(values.get(f"{place}.{name}") for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")):
             yield Row(f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both")

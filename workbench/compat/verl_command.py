@@ -26,7 +26,7 @@ _NAMES = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.run_n
 
 
 class Command(NamedTuple):
-    """What was read of one command."""
+    """The settings that were read from one verl command, and the words that are no settings."""
 
     settings: dict[str, Any]
     """Dotted name → value, in the order in which they were written; of a name that stands twice the last."""
@@ -39,11 +39,12 @@ class Command(NamedTuple):
 
 
 def read_command(source: Any, *, command: int | None = None) -> Command:
-    """The settings of a verl command: `source` is a list of words, the path of a `.sh` or YAML file, their text, or a mapping.
+    """Read the settings of a verl command: `source` is a list of words, the path of a `.sh` or YAML file, their text,
+    or a mapping.
 
-    Of a shell text with several commands `command` names one, from 0. Nothing is run and no environment is read: variables
-    are those that the text assigns, `$HOME` is `~`, `"$@"` is left out. Raises `SettingError` for a text without a command,
-    for several of which none is chosen, and for a file that cannot be read.
+    Of a shell text with several commands `command` selects one, from 0. Nothing is run and no environment is read:
+    variables are those that the text assigns, `$HOME` is `~`, `"$@"` is left out. Raises `SettingError` for a text
+    without a command, for several of which none is selected, and for a file that cannot be read.
     """
     if isinstance(source, Mapping):
         return Command(_resolved(flat(source)), {}, "a mapping")
@@ -69,17 +70,17 @@ def _chosen(commands: list[list[str]], command: int | None, name: str) -> list[s
     if len(commands) > 1 and command is None:
         raise SettingError(f"{len(commands)} commands in {name}", do=f"choose one: command=0 … {len(commands) - 1}")
     if not 0 <= (command or 0) < len(commands):
-        raise SettingError("command", expected=f"0 to {len(commands) - 1}", found=command)
+        raise SettingError(f"command= for {name}", expected=f"0 to {len(commands) - 1}", found=command)
     return commands[command or 0]
 
 
 def _suffix(several: Sequence[Sequence[str]], chosen: Sequence[str], command: int | None) -> str:
-    """The chosen command's number, where another of the several names its run alike; else ""."""
-    return f"-{command}" if [_named(words) for words in several].count(_named(chosen)) > 1 else ""
+    """Return the selected command's number as a suffix, if another command gives its run the same name; else ""."""
+    return f"-{command}" if [_run_name(words) for words in several].count(_run_name(chosen)) > 1 else ""
 
 
-def _named(words: Sequence[str]) -> str | None:
-    """The value that names a command's run."""
+def _run_name(words: Sequence[str]) -> str | None:
+    """Return the value of the setting that names a command's run, such as `trainer.experiment_name`."""
     settings = dict(word.lstrip("+").partition("=")[::2] for word in words)
     return next((settings[name] for name in _NAMES if settings.get(name)), None)
 
@@ -92,7 +93,8 @@ def _text_of(path: Path) -> str:
 
 
 def leaves(block: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of nested settings, dotted names among them; an empty mapping is a value."""
+    """Yield (dotted name, value) of nested settings, which may have dotted names themselves; an empty mapping is a
+    value."""
     for key, value in block.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -101,12 +103,12 @@ def leaves(block: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def flat(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings as dotted names → values, of the type that their text has."""
+    """Flatten nested settings: dotted name → value, converted to the type that its text has."""
     return {key: _typed(value) for key, value in leaves(block)}
 
 
 def parsed(text: str) -> Any:
-    """The value of a hydra override: a number, a boolean, null, a list, a mapping, quoted text, or the text."""
+    """Parse the value of a hydra override: a number, a boolean, null, a list, a mapping, quoted text, or the text."""
     text = text.strip()
     if text[:1] in ("[", "{"):
         import yaml
@@ -124,7 +126,8 @@ def parsed(text: str) -> Any:
 
 
 def _typed(value: Any) -> Any:
-    """YAML leaves `1e-6` a text, and a shell everything."""
+    """Convert a text to the number, boolean, None or list that it stands for, as YAML leaves `1e-6` a text and a shell
+    every value."""
     if isinstance(value, list | tuple):
         return [_typed(one) for one in value]
     if not isinstance(value, str):
@@ -158,7 +161,7 @@ def _is_path(text: str) -> bool:
 
 
 def _overrides(words: Sequence[str]) -> list[str] | None:
-    """The words behind verl's entry point; those of a bare list of overrides; None for another command."""
+    """Return the words after verl's entry point, or those of a bare list of overrides; None for another command."""
     for place, word in enumerate(words):
         if _BEGINS.search(word):
             own = list(words[place + 1 :])
@@ -197,7 +200,7 @@ def _of_words(words: Sequence[str], folder: Path, name: str) -> Command:
 
 
 def _configured(options: Mapping[str, str], folder: Path, left: dict[str, str]) -> dict[str, Any]:
-    """The settings of the YAML file that hydra's options name, looked for beside the script and in this folder."""
+    """Read the YAML file that hydra's options name; it is looked for beside the script and in the working folder."""
     name = (options["--config-name"] or "ppo_trainer").removesuffix(".yaml")
     places = [root / options["--config-path"] / f"{name}.yaml" for root in (folder, Path())]
     for place in places:
@@ -211,13 +214,13 @@ def _configured(options: Mapping[str, str], folder: Path, left: dict[str, str]) 
 
 
 def _of_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A YAML file's settings over those of the files of its `defaults` that stand beside it; verl's own are its defaults."""
+    """Read a YAML file's settings, over those of the files in its `defaults` that stand beside it; verl's own files are
+    left out."""
     text = _text_of(path)
     block = _mapping(text)
     if block is None:
-        raise SettingError(
-            f"content of {str(path)!r}", expected="a YAML mapping of settings", found=describe(text[:60])
-        )
+        what, expected = f"content of {str(path)!r}", "a YAML mapping of settings"
+        raise SettingError(what, expected=expected, found=describe(text[:60]))
     below: dict[str, Any] = {}
     for entry in block.pop("defaults", None) or []:
         beside = path.parent / f"{entry}.yaml" if isinstance(entry, str) else path
@@ -238,7 +241,8 @@ def _mapping(text: str) -> dict[str, Any] | None:
 
 
 def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings of a YAML text, or of its lines `dotted.name: value` alone, and what the other lines are."""
+    """Read the settings of a YAML text, or only of its lines `dotted.name: value`: (settings, other line → why it is
+    left out)."""
     if (whole := _mapping(text)) is not None:
         return whole, {}
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
@@ -250,7 +254,8 @@ def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With interpolations filled in from the settings themselves; one whose place is not set is verl's default, and left out."""
+    """Fill in interpolations (`${data.x}`) from the settings; a setting whose interpolation names an unset key is left
+    out."""
     own = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
     found = {key: _filled(value, own) for key, value in own.items()}
     return {key: value for key, value in found.items() if value is not _UNSET}
@@ -278,7 +283,7 @@ _UNSET = object()
 
 
 def _statements(text: str) -> Iterator[list[str]]:
-    """The words of each statement, with variables and arrays as the text assigns them before it."""
+    """Yield the words of each statement of a shell text, with variables and arrays as the text assigns them before it."""
     shell = _Shell()
     for raw in _raw_statements(text):
         if (words := shell.read(raw)) is not None:
@@ -286,7 +291,10 @@ def _statements(text: str) -> Iterator[list[str]]:
 
 
 def _raw_statements(text: str) -> Iterator[list[str]]:
-    """Statements as raw words, quotes and all. A backslash before a comment goes on to the next line, as people write it."""
+    """Yield statements as raw words, with their quotes.
+
+    A backslash before a comment continues the line, as people write it.
+    """
     text = re.sub(r"\\[ \t]+#[^\n]*(?=\n|$)", r"\\", text.replace("\r\n", "\n"))
     text = re.sub(r"\\[ \t]*\n(?:[ \t]*#[^\n]*\n)*", " ", text)
     words: list[str] = []
@@ -313,21 +321,23 @@ def _raw_statements(text: str) -> Iterator[list[str]]:
 
 
 def _whole(text: str, place: int) -> int:
-    """The place behind a quoted text, an escaped character or an expansion that begins here; or this place."""
+    """Return the position after the quoted text, escaped character or expansion that begins at `place`; `place` where
+    none begins."""
     if text[place] in "'\"":
         return _quoted(text, place)
     return place + 2 if text[place] == "\\" else _expansion(text, place)
 
 
 def _expansion(text: str, place: int) -> int:
-    """The place behind an expansion that begins here, or this place."""
+    """Return the position after the expansion (`$name`, `${…}`, `$(…)`) that begins at `place`; `place` where none
+    begins."""
     if (start := _EXPANSION.match(text, place)) is None:
         return place
     return _closed(text, place + 1) if start[0][1] in "({" else start.end()
 
 
 def _quoted(text: str, start: int) -> int:
-    """The place behind the quote that ends what begins here."""
+    """Return the position after the quote that ends the quoted text beginning at `start`."""
     mark, place = text[start], start + 1
     while place < len(text) and text[place] != mark:
         if mark == '"' and text.startswith(("$(", "${"), place):
@@ -338,7 +348,7 @@ def _quoted(text: str, start: int) -> int:
 
 
 def _closed(text: str, start: int) -> int:
-    """The place behind the bracket that closes the one that stands here."""
+    """Return the position after the bracket that closes the one at `start`."""
     pairs, depth = {"(": ")", "{": "}"}, 0
     opening = text[start]
     for place in range(start, len(text)):
@@ -352,14 +362,14 @@ _EXPANSION = re.compile(r"\$\(\(|\$\(|\$\{|\$[A-Za-z_]\w*|\$[@*#?!$0-9]")
 
 
 class _Shell:
-    """Variables and arrays of a text so far."""
+    """The variables and arrays that a shell text has assigned so far."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {"HOME": "~", "PWD": "."}
         self._arrays: dict[str, list[str]] = {}
 
     def read(self, raw: Sequence[str]) -> list[str] | None:
-        """A statement's words, expanded; None for an assignment, which is kept."""
+        """Return a statement's words, expanded; None for an assignment, whose value is kept."""
         raw = [
             word
             for word in raw
@@ -377,7 +387,7 @@ class _Shell:
         return [piece for word in raw for piece in self._word(word)] if raw else None
 
     def _word(self, raw: str) -> list[str]:
-        """A raw word: quotes taken off, expanded, and split where an unquoted variable has spaces."""
+        """Expand a raw word: its quotes are removed, and it is split where an unquoted variable has spaces."""
         pieces, place = [""], 0
         while place < len(raw):
             char, end = raw[place], _whole(raw, place)
@@ -415,7 +425,7 @@ class _Shell:
         return expanded
 
     def _value(self, text: str) -> str:
-        """What an expansion stands for; an unknown one stands as it is written."""
+        """Return the value of an expansion; an unknown one stays as it is written."""
         if text.startswith("$(("):
             return self._arithmetic(text[3:-2])
         if text.startswith("$("):

@@ -62,7 +62,7 @@ class VerlCorrection(Settings):
         require(self.loss_type in LOSS_TYPES, "loss_type", expected=" or ".join(LOSS_TYPES), found=self.loss_type)
 
     def correction(self) -> dict[str, Any]:
-        """The settings of weights and rejection: arguments of `stages.CorrectionSettings`, which checks them."""
+        """Return the settings of weights and rejection, as arguments of `stages.CorrectionSettings`, which checks them."""
         settings = {name: value for name, value in self.to_dict().items() if name not in ("bypass_mode", "loss_type")}
         if self.rollout_is is None and self.rollout_is_threshold is None:  # null beside no weights is verl's as well
             del settings["rollout_is_threshold"]
@@ -70,7 +70,7 @@ class VerlCorrection(Settings):
 
 
 def read_correction(given: str | Mapping[str, Any] | None = None, **settings: Any) -> VerlCorrection:
-    """verl's rollout correction from its own block as written; `settings` replace those of the block.
+    """Read verl's rollout correction from its block as written; `settings` replace those of the block.
 
     `given` is a mapping (verl's or OmegaConf's own objects, nested under `algorithm.rollout_correction`,
     `rollout_correction` or bare; dotted names, too), YAML text of one, the overrides of a command line

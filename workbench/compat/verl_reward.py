@@ -71,21 +71,23 @@ OLD: Mapping[str, str] = {
 
 
 def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tuple[str, ...] = ()) -> BaseReward:
-    """A reward from the `reward.*` settings of verl's scripts: nested, or dotted (`"reward.num_workers": 8`), of any version.
+    """Make a reward from the `reward.*` settings of verl's scripts: nested, or dotted (`"reward.num_workers": 8`), of
+    any version.
 
-    - The rule is a `custom_reward_function`, else the scorer of a row's `data_source`, which runs code in the sandbox. A function
-      gets the sandbox's address where it has an argument `sandbox_fusion_url`, with `memory_limit_mb` and a
+    - The rule is a `custom_reward_function`, else the scorer of a row's `data_source`, which runs code in the sandbox.
+      A function gets the sandbox's address where it has an argument `sandbox_fusion_url`, with `memory_limit_mb` and a
       `concurrent_semaphore` (of its worker process: the limit is shared out), as verl's own scorers do.
-    - An enabled `reward_model` (a classifier) scores alone; beside a function, a sandbox or the manager `prime` it is the part
-      `rm` of a `Rubric`, and the other one is `rule`. A function with an argument `reward_router_address` asks the model itself
-      instead: that one must be served (`reward_model.url`).
+    - An enabled `reward_model` (a classifier) scores alone; beside a function, a sandbox or the manager `prime` it is
+      the part `rm` of a `Rubric`, and the other one is `rule`. A function with an argument `reward_router_address` asks
+      the model itself instead: that model must be served (`reward_model.url`).
 
-    The manager goes round any of these: DAPO's penalty, or limits. `num_workers` is the number of processes of a function,
-    else the most rows (of a model: texts, as for `batch_size`) at once. `tokenizer` is the policy's, for managers; `roots`
-    are further folders for code. The reward's repr and its settings say what was given.
+    The manager is applied around any of these: DAPO's penalty, or limits. `num_workers` is the number of processes of a
+    function, else the most rows (of a model: texts, as for `batch_size`) at once. `tokenizer` is the policy's, for
+    managers; `roots` are further folders for code. The reward's repr and its settings list the settings that were
+    passed.
 
-    Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour or that
-    do not go together.
+    Raises `SettingError` for an unknown key, and, listing them all, for settings that this machine cannot honour or
+    that contradict each other.
     """
     from workbench.rewards.judge import RewardModel
 
@@ -104,7 +106,7 @@ def reward_from(settings: Mapping[str, Any], *, tokenizer: Any = None, roots: tu
 
 
 def _manager(block: Mapping[str, Any], function: Any, scorer: Any, tokenizer: Any, roots: Any) -> tuple[Any, str]:
-    """The manager round a scorer, and its name; one of the user's own gets the function alone."""
+    """Make the manager around a scorer: (manager, its name); a manager class of the user's gets the function alone."""
     name, kwargs = block.get("reward_manager.name", "naive"), dict(block.get("reward_kwargs", {}))
     if block.get("reward_manager.source") == "importlib":
         own: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
@@ -125,12 +127,13 @@ def _ours(name: str) -> bool:
 
 
 def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's `reward.*` settings, nested or dotted, of any version, as dotted names of now → values of the right type.
+    """Read verl's `reward.*` settings, nested or dotted, of any version: today's dotted name → value of the right type.
 
-    What is None is left out. Raises `SettingError` for an unknown key, a wrong type, and what is given twice.
+    Settings that are None are left out. Raises `SettingError` for an unknown key, a wrong type, and a setting that is
+    given twice.
     """
     if not isinstance(settings, Mapping):
-        raise SettingError("reward", expected="settings in a dict", found=describe(settings))
+        raise SettingError("the reward settings", expected="a dict", found=describe(settings))
     block: dict[str, Any] = {}
     for path, value in leaves(settings):
         name = _now(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
@@ -148,7 +151,7 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(block: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The dict that a setting belongs into, and its key there: `reward_kwargs.a.b` is the key b of a dict a."""
+    """Return the dict that a setting belongs into, and its key there: `reward_kwargs.a.b` is the key `b` of a dict `a`."""
     whole = next((group for group, kind in BLOCK.items() if kind is dict and name.startswith(f"{group}.")), name)
     if whole not in BLOCK:
         above, _, last = f"reward.{name}".rpartition(".")
@@ -186,7 +189,7 @@ _VERLS: Mapping[str, Any] = {
 
 
 def _beyond_defaults(block: Mapping[str, Any], *names: str) -> list[str]:
-    """The settings below these names that are given, and are not what verl's configuration has anyway."""
+    """List the settings below these names that differ from verl's defaults."""
     return [
         key
         for key, value in block.items()
@@ -217,8 +220,10 @@ _RULES: Sequence[tuple[str, str, str, str]] = (
 
 
 def contradictions(block: Mapping[str, Any], parameters: Collection[str] = ()) -> list[str]:
-    """Settings that mean nothing beside the others, as lines of text: none is dropped without a word. `parameters` are the names
-    that the custom function has arguments for, of `_HANDED`."""
+    """List settings that have no effect beside the others, each as a line of text with the reason.
+
+    `parameters` are the arguments of the custom function, of those in `_HANDED`.
+    """
     name, source = (block.get(f"reward_manager.{key}", _VERLS[f"reward_manager.{key}"]) for key in ("name", "source"))
     parts = {"function": "custom_reward_function.path", "service": "sandbox_fusion.url", "url": "reward_model.url"}
     so = {word for word, key in parts.items() if key in block}
@@ -232,7 +237,7 @@ def contradictions(block: Mapping[str, Any], parameters: Collection[str] = ()) -
 
 
 def cannot(block: Mapping[str, Any]) -> list[str]:
-    """Settings that this machine cannot honour, each with what is possible, as lines of text."""
+    """List settings that this machine cannot honour, each as a line of text with what is possible."""
     source = block.get("reward_manager.source", "register")
     counts = {key: block.get(key, 1) for key in ("num_workers", "reward_model.batch_size")}
     lines = [f"{key}={value}: expected a whole number ≥ 1" for key, value in counts.items() if value < 1]
@@ -257,7 +262,7 @@ def cannot(block: Mapping[str, Any]) -> list[str]:
 
 
 def _class(block: Mapping[str, Any]) -> str:
-    """Name of the class of a manager of one's own: today's place, else that of the first versions."""
+    """Return the class name of a user's own manager, from today's key or that of verl's first versions."""
     names = [block.get(f"reward_manager.{key}") for key in ("name", "module.name")]
     return next((str(name) for name in names if name not in (None, "naive")), "")
 
@@ -285,7 +290,7 @@ def _cannot_model(model: Mapping[str, Any]) -> list[str]:
 
 
 def _limit(block: Mapping[str, Any]) -> RateLimit | None:
-    """What bounds rows and texts that this process judges; None for no bound."""
+    """Make the rate limit for rows and texts that this process scores; None for no limit."""
     at_once = [block[key] for key in ("num_workers", "reward_model.batch_size") if key in block]
     limits = {key: block[key] for key in _LIMITS if key in block and key != "timeout"}
     if block.get("reward_manager.name") == "rate_limited":
@@ -305,7 +310,8 @@ _PENALTY = ("max_resp_len", "overlong_buffer_cfg")
 
 
 def _handed_parameters(block: Mapping[str, Any], roots: tuple[str, ...]) -> set[str]:
-    """The names of `_HANDED` that the custom function has arguments for; one with `**kwargs` takes addresses and limits."""
+    """Return the names in `_HANDED` that the custom function has arguments for; one with `**kwargs` takes addresses and
+    limits."""
     if "custom_reward_function.path" not in block:
         return set()
     taken = inspect.signature(_loaded(block, roots, {})).parameters
@@ -320,7 +326,8 @@ def _loaded(block: Mapping[str, Any], roots: tuple[str, ...], handed: Mapping[st
 
 
 def _function(block: Mapping[str, Any], parameters: Collection[str], roots: tuple[str, ...]) -> FileFunction | None:
-    """The custom function with what it asks for: addresses of the served model and the sandbox, their tokenizer and limits."""
+    """Load the custom function, bound to what it asks for: addresses of the served model and the sandbox, their
+    tokenizer and limits."""
     if "custom_reward_function.path" not in block:
         return None
     handed: dict[str, Any] = {}
@@ -334,12 +341,13 @@ def _function(block: Mapping[str, Any], parameters: Collection[str], roots: tupl
     if "sandbox_fusion.url" in block:
         handed["sandbox_fusion_url"] = block["sandbox_fusion.url"]
         handed["memory_limit_mb"] = block.get("sandbox_fusion.memory_limit_mb", 1024)
-        handed["concurrent_semaphore"] = _Places(_in_sandbox(block) // min(_processes(block), _in_sandbox(block)))
+        handed["concurrent_semaphore"] = _NewSemaphore(_in_sandbox(block) // min(_processes(block), _in_sandbox(block)))
     return _loaded(block, roots, {name: one for name, one in handed.items() if name in parameters})
 
 
-class _Places:
-    """A semaphore of `number` places, made anew in each worker process."""
+class _NewSemaphore:
+    """Stands for a semaphore of `number` places: unpickling it in a worker process makes a new `threading.Semaphore`
+    there."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -353,7 +361,7 @@ def _in_sandbox(block: Mapping[str, Any]) -> int:
 
 
 def _processes(block: Mapping[str, Any]) -> int:
-    """How many processes call a custom function."""
+    """Return how many processes call the custom function."""
     name = block.get("reward_manager.name", "naive")
     if name == "batch" or block.get("reward_manager.source") == "importlib" or not _ours(name):
         return 1
@@ -361,7 +369,7 @@ def _processes(block: Mapping[str, Any]) -> int:
 
 
 def _scorer(block: Mapping[str, Any], function: FileFunction | None, parameters: Collection[str]) -> BaseReward | None:
-    """The rule, the reward model, or both as a rubric; None for a manager of one's own."""
+    """Make the scorer: the rule, the reward model, or both as a rubric; None for a manager of the user's."""
     name, model = block.get("reward_manager.name", "naive"), block.get("reward_model.enable", False)
     if block.get("reward_manager.source") == "importlib" or not _ours(name):
         return None
@@ -376,7 +384,7 @@ def _scorer(block: Mapping[str, Any], function: FileFunction | None, parameters:
 
 
 def _by_function(block: Mapping[str, Any], function: FileFunction) -> BaseReward:
-    """The custom function, called as the manager calls it: in how many processes, a row or a batch at a time, how long."""
+    """Make the reward of the custom function, with the manager's number of processes, batching and time limit."""
     name, processes = block.get("reward_manager.name", "naive"), _processes(block)
     kwargs = {key: one for key, one in block.get("reward_kwargs", {}).items() if key not in _PENALTY}
     kwargs |= {key: block[key] for key in _LIMITS if key in block}
@@ -386,7 +394,7 @@ def _by_function(block: Mapping[str, Any], function: FileFunction) -> BaseReward
 
 
 def _by_source(block: Mapping[str, Any], limit: RateLimit | None) -> BaseReward:
-    """The scorer of a row's data source, which runs code in the sandbox where there is one."""
+    """Make the reward that scores by a row's data source, and runs code in the sandbox if there is one."""
     patient = {"timeout": block["timeout"]} if "timeout" in block else {}
     if "sandbox_fusion.url" in block:
         box = {key.partition(".")[2]: value for key, value in block.items() if key.startswith("sandbox_fusion.")}
@@ -414,11 +422,11 @@ def _reward_model(block: Mapping[str, Any], limit: RateLimit | None) -> RewardMo
     whose = " (the server's)" if served else ""
     facts += [f"{key}={value}{whose}" for key, value in rollout.items()]
     template = block.get("reward_model.template", "question_answer" if served else "chat")
-    return RewardModel(_Asked(model, limit, facts), template=template, **lengths)
+    return RewardModel(_LimitedClassifier(model, limit, facts), template=template, **lengths)
 
 
-class _Asked:
-    """A classifier under limits; `facts` are what else its description says."""
+class _LimitedClassifier:
+    """A classifier under a rate limit; `facts` are appended to its description."""
 
     def __init__(self, classifier: Classifier, limit: RateLimit | None, facts: Sequence[str]) -> None:
         self._classifier, self._limit, self._facts = classifier, limit, facts
@@ -438,10 +446,10 @@ class _Asked:
 
 
 class VerlReward(ManagerReward):
-    """What `reward_from` makes where a manager is at work: its scores of a rollout's batch, or of rows alone.
+    """The reward that `reward_from` makes with a manager: it scores a rollout's batch, or rows without tensors.
 
-    Rows alone (`dry_run`, parts of a `Rubric`) are judged by workbench's own managers as they are; for a manager of your own
-    a batch is made of them, by the policy's `tokenizer` where their tokens are not known.
+    Rows without tensors (`dry_run`, parts of a `Rubric`) are scored by workbench's own managers as they are; for a
+    manager of the user's a batch is made of them, with the policy's `tokenizer` where their tokens are not known.
     """
 
     def __init__(self, manager: Any, name: str, tokenizer: Any, given: Mapping[str, Any]) -> None:
@@ -469,21 +477,21 @@ class VerlReward(ManagerReward):
 
     @property
     def binding(self) -> Mapping[str, str]:
-        """Argument of the function → what it is filled from."""
+        """Argument of the function → a description of what fills it."""
         return self._inner.binding if self._inner is not None else {}
 
     def settings(self) -> dict[str, Any]:
-        """The `reward.*` settings as they were given, and the settings of what scores."""
+        """Return the `reward.*` settings as they were passed, and the settings of the reward inside."""
         inner = {"scorer": self._inner.settings()} if self._inner is not None else {}
         return {**super().settings(), "given": without_secrets(_plain(self.given)), **inner}
 
     def check_signature(self, columns: Sequence[str]) -> None:
-        """Raise `RewardError`, before anything is scored, if the scorer needs a column that `columns` lack."""
+        """Raise `RewardError`, before any row is scored, if the scorer needs a column that is not in `columns`."""
         if self._inner is not None:
             self._inner.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """How many rows of a data set the scorer cannot score, or ""; raises `DataError` where it can score none."""
+        """Return "" or how many rows of a data set the scorer cannot score. Raises `DataError` where it can score none."""
         return self._inner.check_rows(rows) if self._inner is not None else ""
 
     def close(self) -> None:
@@ -493,21 +501,21 @@ class VerlReward(ManagerReward):
         super().close()
 
     def score(self, batch: DataProto) -> list[Score]:
-        """One `Score` for each row of a rollout's batch, after the `on_failure` policy."""
+        """Score a rollout's batch: one `Score` per row, after the policy `on_failure`."""
         if not isinstance(self.manager, NaiveRewardManager):
             return super().score(batch)
         self.check_signature(batch.columns)
         return self.settle(self.judged(row_views(batch)))
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """One `Score` for each row, in order."""
+        """Score the rows: one `Score` each, in order."""
         ids = [list(row["response_ids"] or self._tokenizer(row["response"])["input_ids"]) for row in rows]
         if isinstance(self.manager, NaiveRewardManager):
             return self.manager.scores([{**row, "response_ids": one} for row, one in zip(rows, ids, strict=True)])
         return super().score(self._batch(rows, ids))
 
     def _batch(self, rows: Sequence[Mapping[str, Any]], ids: Sequence[Sequence[int]]) -> DataProto:
-        """As from a rollout, with an empty prompt where the tokens of none are known."""
+        """Make a batch of rows as from a rollout, with an empty prompt, as the prompts' tokens are not known."""
         tensors = padded(ids)
         prompts = torch.zeros(len(rows), 1, dtype=torch.long)
         names = dict.fromkeys(name for row in rows for name in row["columns"])
@@ -518,8 +526,8 @@ class VerlReward(ManagerReward):
         return DataProto.from_single_dict({**objects, **tensors, "prompts": prompts, "attention_mask": attended})
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{key}={value!r}" for key, value in without_secrets(self.given).items())
-        return f"VerlReward({self.name}: {said or 'the scorer of each data_source'})"
+        settings = ", ".join(f"{key}={value!r}" for key, value in without_secrets(self.given).items())
+        return f"VerlReward({self.name}: {settings or 'the scorer of each data_source'})"
 
 
 def _plain(value: Any) -> Any:

@@ -59,13 +59,13 @@ class Recorded(Composite):
         self._unwritten: list[str] = []
 
     def _take(self, step: int, line: dict[str, Any]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Recorded")
 
     def _lines(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Recorded")
 
     def _forget(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Recorded")
 
     @property
     def columns(self) -> tuple[str, ...]:

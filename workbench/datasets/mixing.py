@@ -62,11 +62,11 @@ class Composite(Rows):
 
     def _with(self, parts: Sequence[Rows]) -> Rows:
         """Make rows of this kind, with the same settings, from other parts."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Composite")
 
     def _identity(self) -> tuple[Any, ...]:
         """Return the settings of this kind of rows, beside its parts."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Composite")
 
     @property
     def data_hash(self) -> str:
@@ -104,7 +104,7 @@ class Composite(Rows):
 
     def split(self, held_out: int | float, seed: int = 0) -> tuple[Rows, Rows]:
         """Raise `DataError`: the parts have no common order that could be split."""
-        what = f"a {type(self).__name__.lower()} has no one order to split"
+        what = f"a {type(self).__name__.lower()} cannot be split: its parts have no common order"
         raise DataError(what, do="split its parts, and make two of them")
 
     def __add__(self, other: Rows) -> Rows:
@@ -244,7 +244,7 @@ def check_part(part: Any, what: str) -> Rows:
         do = f"make the mix or the stages first, then wb.datasets.{kind}(…)"
         raise DataError(f"{what} is {kind} rows, which go outermost", do=do)
     if not len(part):
-        raise DataError(f"{what} is empty")
+        raise DataError(f"{what} has no rows")
     return part
 
 
@@ -272,10 +272,10 @@ def mix(
     """
     named = _named(parts)
     if exhausted not in ("cycle", "stop"):
-        raise DataError(unknown("argument exhausted", exhausted, ("cycle", "stop")))
+        raise DataError(unknown("value of exhausted", exhausted, ("cycle", "stop")))
     if isinstance(weights, Mapping):
         if strange := sorted(set(weights) ^ set(named), key=str):
-            found = f"{strange[0]!r} on one side alone"
+            found = f"{strange[0]!r} without its part, or without its weight"
             raise DataError("weights of the mix", expected=f"one for each of {', '.join(named)}", found=found)
         weights = [weights[name] for name in named]
     shares = [len(part) for part in named.values()] if weights is None else list(weights)

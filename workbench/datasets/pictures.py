@@ -1,6 +1,6 @@
 """Pictures in rows: every spelling becomes chats with parts `{"type": "image"}`, and `Picture`s in the column `images`.
 
-Read are_pictures verl's (`<image>` in texts, for a column of bytes, paths or PIL images), TRL's and OpenAI's parts
+Read are verl's (`<image>` in texts, for a column of bytes, paths or PIL images), TRL's and OpenAI's parts
 (`{"type": "image", "image": …}`, `{"type": "image_url", "image_url": {"url": "data:…"}}`) and a prompt of parts alone. A
 picture is read when its row is, so that hashes of rows cover it; nothing is fetched from the network.
 """
@@ -37,7 +37,7 @@ _URL = re.compile(r"\s*([a-zA-Z][a-zA-Z0-9+.-]+):")
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A picture as the bytes of its file; pictures with equal bytes are_pictures equal."""
+    """A picture as the bytes of its file; pictures with equal bytes are equal."""
 
     data: bytes
     """The file's bytes, in one of `FORMATS`."""
@@ -131,7 +131,7 @@ def _file(text: str, place: str) -> bytes:
 
 
 def _size(data: bytes, place: str) -> tuple[int, int]:
-    """Read width and height from the file's header; checksums are_pictures verified where the format has them."""
+    """Read width and height from the file's header; checksums are verified where the format has them."""
     from PIL import Image
 
     try:
@@ -193,8 +193,8 @@ def text_of(content: Any) -> Any:
 def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tuple[Any, list[Picture]]:
     """Put a part `{"type": "image"}` at each picture's place: (the chat, the pictures in that order).
 
-    `beside` are_pictures the pictures of the row's columns; they stand where texts have `<image>`, or where a part has no
-    picture itself. Raises `DataError`, naming `place`, where there are_pictures more or fewer places than pictures, and as
+    `beside` are the pictures of the row's columns; they stand where texts have `<image>`, or where a part has no
+    picture itself. Raises `DataError`, naming `place`, where there are more or fewer places than pictures, and as
     `Picture.read` does.
     """
     if _pictured(prompt):
@@ -227,7 +227,7 @@ def placed(prompt: Any, beside: Mapping[str, Sequence[Any]], place: str) -> tupl
 
 
 def _parts(content: Any, values: list[Any], beside: bool) -> Any:
-    """Return a message's content with its pictures as parts; the pictures are_pictures appended to `values`, None for those of a
+    """Return a message's content with its pictures as parts; the pictures are appended to `values`, None for those of a
     column."""
     if isinstance(content, str) and beside and PLACE in content:
         first, *rest = [{"type": "text", "text": text} for text in content.split(PLACE)]

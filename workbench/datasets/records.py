@@ -518,7 +518,7 @@ def _refuse_placeholders(turns: Sequence[Mapping[str, Any]], row: Mapping[str, A
     named = {kind for turn in turns for kind in _PLACEHOLDER.findall(str(turn.get("content")))}
     missing = next(((kind, name) for kind in named for name in row if name in MEDIA and kind in name), None)
     if missing:
-        what = f"the prompt of {place} has <{missing[0]}>, for its column {missing[1]!r}"
+        what = f"the prompt of {place} has <{missing[0]}>, and its column {missing[1]!r} has nothing to show there"
         raise DataError(what, expected=_TEXT_ONLY, do="leave such rows out")
 
 

@@ -547,9 +547,8 @@ def scorable(rows: Sequence[Mapping[str, Any]], reward: Any) -> str:
     words = f"{len(truths) - len(bad)} of {len(truths)} truths can score 1 by {rule.__name__}"
     first = "".join(f"; row {index}: {why}" for index, why in list(bad.items())[:1])
     if bad and len(bad) == len(truths):
-        raise DataError(
-            words, found=first.removeprefix("; "), do="name the truths' column: wb.rows(…, answer='column')"
-        )
+        do = "name the truths' column: wb.rows(…, answer='column')"
+        raise DataError(words, found=first.removeprefix("; "), do=do)
     return words + first
 
 

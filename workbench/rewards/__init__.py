@@ -33,7 +33,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported on first use: judges import pydantic, which a step without them does not need."""
+    """Import a name of this package on first use, because judges import pydantic, which a run without judges does not
+    need."""
     if name not in __all__:
         raise AttributeError(f"module 'workbench.rewards' has no attribute {name!r}")
     return getattr(import_module(f"workbench.rewards.{_HOMES.get(name, 'judge')}"), name)

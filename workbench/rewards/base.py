@@ -95,7 +95,7 @@ class BaseReward:
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Score rows (dicts from `row_views`): one `Score` each, in order. A row that fails gets a `Score` with status
         *infra_error*."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define judge(rows)")
 
     def judged(self, rows: Sequence[Mapping[str, Any]], judge: Judging | None = None) -> list[Score]:
         """Score rows with `tried`, but give *infra_error* to rows whose agent episode was aborted (see
@@ -203,7 +203,8 @@ def whole_episodes(batch: DataProto) -> DataProto:
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
-    """The rows of a batch as dicts of plain values (see `row_view`), which reward functions take as arguments."""
+    """Convert the rows of a batch to dicts of plain values (see `row_view`), from which reward functions get their
+    arguments."""
     objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch if name != "score"}
     ids: list[list[int]] = [[]] * len(batch)
     prompts: list[list[int] | None] = [None] * len(batch)
@@ -219,9 +220,9 @@ def row_views(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
-    """[B] int64: the number of tokens of each response, up to its last attended token.
+    """Count the tokens of each response, up to its last attended token: [B] int64.
 
-    `response_mask` is 0 at tool and user tokens; with `attention_mask` those after the last 1 count, too.
+    `response_mask` is 0 at tool and user tokens; with `attention_mask` the tokens after the last 1 count, too.
     """
     mask = batch["response_mask"]
     if "attention_mask" in batch:

@@ -52,7 +52,7 @@ def encode(value: Any, depth: int = 0) -> Any:
         kind = dict
         form = [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]
     else:
-        raise TypeError(f"a value of type {kind.__name__} is not plain data")
+        raise TypeError(f"a value of type {kind.__name__} is not plain data: text, numbers, lists, dicts or sets")
     return {"k": kind.__name__, "v": form}
 
 
@@ -73,7 +73,7 @@ def decode(record: Any, depth: int = 0, kinds: dict[str, Any] = _CONTAINERS) -> 
         return kinds[kind]([(decode(key, depth + 1, kinds), decode(item, depth + 1, kinds)) for key, item in form])
     if kind in kinds:
         return kinds[kind]([decode(item, depth + 1, kinds) for item in form])
-    raise ValueError(f"unknown type tag {kind!r}")
+    raise ValueError(f"unknown type tag {kind!r} of an encoded value")
 
 
 def _read_json(name: str) -> Any:

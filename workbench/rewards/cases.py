@@ -358,7 +358,7 @@ def _compared(test: ast.AST) -> set[str]:
 
 
 def _unsplit(text: str, expected: str) -> DataError:
-    found = "a verdict that would be the program's own"
+    found = "a verdict that the program's own code could decide"
     return DataError(f"an assertion with {describe(text)}", expected=expected, found=found)
 
 

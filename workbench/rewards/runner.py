@@ -124,7 +124,7 @@ def load_function(
     """
     file = Path(str(path).removeprefix("file://"))
     if not file.is_file():
-        raise DataError(f"reward file {str(path)!r} does not exist", expected="a Python file", do="check the path")
+        raise DataError(f"no reward file at {str(path)!r}", expected="a Python file", do="check the path")
     file = file.resolve()
     check_roots(f"reward file {str(path)!r}", [file], allowed_roots(roots), DataError, "move the file there")
     if file.stat().st_size > MAX_BYTES:

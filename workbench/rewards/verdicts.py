@@ -135,7 +135,7 @@ class ReasoningJudge:
         )
         if self.think == "schema" and self.reasons is None:
             found = ", ".join(schema.model_fields)
-            raise SettingError("think='schema'", expected=f"a field {' or '.join(REASONING)}", found=found)
+            raise SettingError("schema of think='schema'", expected=f"a field {' or '.join(REASONING)}", found=found)
         self.scale = scale_of(schema, scale) if self.kind == "pointwise" else (0.0, 1.0)
         self.verdict = "score" if self.kind == "pointwise" else choice_of(schema)
         """The field that holds the verdict."""
@@ -351,7 +351,7 @@ def _kind(schema: type[BaseModel], kind: str | None) -> str:
     kinds = [known[name] for name in known if name in schema.model_fields]
     if kind is None and len(kinds) != 1:
         expected = "one of the fields score (pointwise), better or preference (pairwise), best (listwise)"
-        raise SettingError(f"schema {schema.__name__}", expected=expected, found=", ".join(schema.model_fields))
+        raise SettingError(f"judge schema {schema.__name__}", expected=expected, found=", ".join(schema.model_fields))
     chosen = kind or kinds[0]
     require(chosen in _KINDS, "kind", expected=", ".join(_KINDS), found=chosen)
     return chosen
@@ -392,7 +392,7 @@ class VerdictReward(BaseReward):
         self.decay = decay
         if isinstance(decay, str):
             if decay not in ("linear", "exact"):
-                raise RewardError(unknown("decay", decay, ("linear", "exact", "a number")))
+                raise RewardError(unknown("decay of a judge's reward", decay, ("linear", "exact", "a number")))
         else:
             require(math.isfinite(decay) and decay > 0, "decay", expected="a number > 0, linear or exact", found=decay)
 

@@ -141,7 +141,7 @@ def within(seconds: float) -> Iterator[None]:
     """
 
     def late(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {seconds:g} s of processor time")
+        raise TimeoutError(f"the call takes more than {seconds:g} s of processor time")
 
     signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)

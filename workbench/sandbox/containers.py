@@ -182,7 +182,7 @@ class ContainerWorkspace:
             await self._engine("cp", "-", f"{self.name}:{self._all.folder}", stdin=_packed(files))
 
     async def read(self, name: str) -> bytes | None:
-        """A file of the working folder; None where there is no plain file of this name."""
+        """Read a file of the working folder; None where there is no plain file of this name."""
         try:
             packed = await self._engine("cp", f"{self.name}:{self._all.folder}/{boxes.checked(name)}", "-")
         except SandboxError:

@@ -31,7 +31,7 @@ _OVER = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessLimits:
-    """ProcessLimits of one sandboxed process and its child processes."""
+    """Limits of one sandboxed process and its child processes."""
 
     seconds: float
     """Seconds of wall time; the limit of processor time is two seconds more."""

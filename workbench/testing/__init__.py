@@ -53,7 +53,7 @@ VALUES: dict[str, Any] = {
 
 
 def answer(call: Callable[[], Any]) -> Any:
-    """The result of `call`, or the refusal that it raised: a `WorkbenchError`, whose text is a sentence, not a bare value."""
+    """Call `call`, and return its result, or the `WorkbenchError` that it raised, whose text must be a sentence."""
     try:
         return call()
     except WorkbenchError as refusal:

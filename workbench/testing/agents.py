@@ -48,7 +48,8 @@ SLIPS = (
 
 
 def plain_json(value: Any) -> str:
-    """A value of `VALUES` as a model may write it: JSON, with `NaN` and unpaired surrogates, and text for other objects."""
+    """Write a value of `VALUES` as a model may write it: JSON with `NaN` and unpaired surrogates, and text for other
+    objects."""
     return json.dumps(value, default=lambda one: sorted(one) if isinstance(one, set) else str(type(one).__name__))
 
 
@@ -59,17 +60,18 @@ class ParserContract:
     """Names of `TEXTS` that a well-formed argument of this format cannot hold."""
 
     def make_parser(self) -> Any:
-        """A new parser."""
+        """Return a new parser."""
         raise NotImplementedError("override make_parser: return a new parser")
 
     def write(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A well-formed call, as a model writes it in this parser's format."""
+        """Write a well-formed call in this parser's format, as a model writes it."""
         raise NotImplementedError("override write: return the text of a well-formed call")
 
     # --- helpers ----------------------------------------------------------------------------
 
     def found(self, text: str, **how: Any) -> list[tuple[str, str]]:
-        """(tool, its argument `text`, or `?` where the arguments cannot be read) of each call in a turn, as an agent reads it."""
+        """Parse a turn as an agent does, and list its calls: (tool, the argument `text`, or `?` where the arguments
+        cannot be read)."""
         calls = calls_of(self.make_parser(), text, [ECHO, FORBIDDEN], **how)
         read = []
         for call in calls:
@@ -83,24 +85,26 @@ class ParserContract:
         return read
 
     def echo(self, text: str) -> str:
-        """A call of the tool `echo` with this text."""
+        """Write a call of the tool `echo` with this text."""
         return self.write("echo", {"text": text})
 
     def forbidden(self) -> str:
-        """A call that nobody meant."""
+        """Write a call that must never be found: of the tool `forbidden`."""
         return self.write("forbidden", {"text": "x"})
 
     # --- what is a call, and what is none -----------------------------------------------------
 
     def test_an_argument_comes_back_as_it_was_written(self) -> None:
-        """A call's argument is what the model wrote, whatever it is: tags of reasoning, other calls, hostile texts."""
+        """A call's argument comes back exactly as the model wrote it, also with tags of reasoning, other calls or
+        hostile texts in it."""
         tags = {f"within {tag}": f"a {tag} b {closing} c" for tag, closing in REASONING.items()}
         for name, text in {**TEXTS, **tags, "another call": f"See: {self.forbidden()}."}.items():
             if name not in self.cannot_hold:
                 assert self.found(self.echo(text)) == [("echo", text)], f"the argument {name!r} comes back"
 
     def test_a_call_is_found_wherever_it_stands(self) -> None:
-        """In the middle of a text, in a code block, beside unicode; the rest of the text stays, without the call."""
+        """A call is found in the middle of a text, in a code block or beside unicode; the rest of the text stays,
+        without the call."""
         call = self.echo("7")
         for text in (
             f"Let me see.\n{call}\nDone.",
@@ -114,13 +118,14 @@ class ParserContract:
         assert content.strip() == "Let me see.", "the content is the text without its call"
 
     def test_a_text_without_calls_has_none(self) -> None:
-        """Hostile texts make no parser raise, have no calls, and stay as they are."""
+        """Hostile texts make no parser raise, contain no calls, and are returned unchanged."""
         for name, text in TEXTS.items():
             content, calls = self.make_parser().extract_tool_calls(text, [ECHO, FORBIDDEN])
             assert (content, list(calls)) == (text, []), f"no call in the text {name!r}"
 
     def test_reasoning_has_no_calls(self) -> None:
-        """No call is read from reasoning: closed or not, in several blocks, opened by the prompt, before or after calls."""
+        """No call is read from reasoning: closed or not, in several blocks, opened by the prompt, before or after
+        calls."""
         no, yes = self.forbidden(), self.echo("7")
         for tag, end in REASONING.items():
             once = [("echo", "7")]
@@ -138,7 +143,7 @@ class ParserContract:
         assert self.found(f"hm\n{no}\n", reasoning=True) == [], "reasoning that the prompt opened is never closed"
 
     def test_a_turn_that_was_cut_has_whole_calls_only(self) -> None:
-        """Wherever a turn is cut short: the calls before the cut, and none that is not whole."""
+        """Wherever a turn is cut short, the complete calls before the cut are found, and no incomplete one."""
         whole = f"So:\n{self.echo('first, 12')}\n{self.echo(f'second {self.forbidden()}')}\n"
         every = self.found(whole)
         assert [name for name, _ in every] == ["echo", "echo"], "two calls, one of which has another in its argument"
@@ -147,7 +152,7 @@ class ParserContract:
             assert calls == every[: len(calls)], f"cut after {length} characters: {whole[:length][-40:]!r}"
 
     def test_a_broken_call_leaves_its_siblings_alone(self) -> None:
-        """Whatever is broken between two sound calls, both are found, in their order, and nothing else is called."""
+        """Two well-formed calls with a broken one between them are both found, in order, and nothing else is called."""
         broken = self.echo("broken")
         cuts = [broken[: len(broken) * part // 8] for part in range(2, 8)]
         slips = [broken[: len(broken) // 2] + slip + broken[len(broken) // 2 :] for slip in SLIPS if slip not in _TAGS]
@@ -158,7 +163,7 @@ class ParserContract:
             assert {name for name, _ in calls} & {"forbidden"} == set(), "nothing else is called"
 
     def test_no_slip_makes_it_raise(self) -> None:
-        """Slips, cuts and doubled pieces anywhere in a call: calls with names and arguments, or none, never an exception."""
+        """Slips, cuts and doubled pieces anywhere in a call never make the parser raise."""
         call = self.echo("7, 'b'")
         for place in range(0, len(call), max(1, len(call) // 16)):
             for slip in (*SLIPS, "", call[place:], call[:place]):
@@ -166,7 +171,7 @@ class ParserContract:
                     self.found(call[:place] + slip + call[place + 1 :], cut=cut)
 
     def test_unknown_tools_are_named_as_they_were(self) -> None:
-        """The name of a tool that does not exist is not turned into another's."""
+        """The name of a tool that does not exist is kept, and not replaced by that of a known tool."""
         assert [name for name, _ in self.found(self.write("ech", {"text": "7"}))] == ["ech"]
 
 
@@ -177,22 +182,23 @@ class ToolContract:
     """What a row gives to the tool's `create`."""
 
     def make_tool(self) -> Any:
-        """A new tool."""
+        """Return a new tool."""
         raise NotImplementedError("override make_tool: return a new tool")
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a call that works."""
+        """Return arguments of a call that works."""
         raise NotImplementedError("override arguments: return arguments of a call that works")
 
     # --- helpers ----------------------------------------------------------------------------
 
     def opened(self, tool: Any) -> OpenTools:
-        """The tool as an agent opens it for one episode."""
+        """Open the tool for one episode, as an agent does."""
         box = Toolbox([tool], seconds_per_call=30.0, max_tool_response_length=512, truncate_side="middle")
         return box.opened("episode", {"tools_kwargs": {tool.name: {"create_kwargs": dict(self.create_kwargs)}}})
 
     def asked(self, *arguments: str) -> list[ToolCall]:
-        """The records of calls with these arguments (JSON text), made at once in one episode."""
+        """Call the tool with each of these arguments (JSON texts), all at once in one episode, and return the records
+        of the calls."""
         tool = self.make_tool()
         tools = self.opened(tool)
 
@@ -212,7 +218,7 @@ class ToolContract:
     # --- promises -----------------------------------------------------------------------------
 
     def test_its_schema_is_openais(self) -> None:
-        """The schema has OpenAI's form, and the tool's name."""
+        """The tool's schema has OpenAI's form, the tool's name and its arguments."""
         tool = self.make_tool()
         schema = tool.get_openai_tool_schema()
         assert tool_schema(schema) == schema and schema["function"]["name"] == tool.name
@@ -224,7 +230,7 @@ class ToolContract:
         assert record.status == "ok" and record.result, f"the call works; found {record}"
 
     def test_hostile_arguments_are_an_answer(self) -> None:
-        """Whatever the arguments are, the call has an answer and a status, and the calls beside it are unharmed."""
+        """Whatever the arguments are, the call gets an answer and a status, and the calls beside it are unharmed."""
         good = json.dumps(self.arguments())
         hostile = [
             plain_json({**self.arguments(), key: value}) for key in self.arguments() for value in VALUES.values()
@@ -245,7 +251,7 @@ class ToolContract:
             assert record.status in known and record.result, f"an answer to {given[:80]!r}; found {record}"
 
     def test_what_is_not_its_arguments_is_refused(self) -> None:
-        """Arguments that are no JSON object, and an argument that it does not have, are not run."""
+        """A call whose arguments are no JSON object, or have an unknown name, is refused and not run."""
         extra = json.dumps({**self.arguments(), "no such argument": 1})
         good = json.dumps(self.arguments())
         twice = f"{good[:-1]}, {good[1:]}" if self.arguments() else "[]"
@@ -253,7 +259,7 @@ class ToolContract:
             assert record.status in ("invalid", "refused") and "Error" in record.result, f"refused; found {record}"
 
     def test_parallel_calls_share_one_instance(self) -> None:
-        """Parallel calls of an episode create the tool once, and it is released once."""
+        """Parallel calls of an episode create the tool's instance once, and it is released once."""
         tool, created, left = self.make_tool(), [], []
         create, release = tool.create, tool.release
 
@@ -278,7 +284,7 @@ class ToolContract:
         assert len(created) == len(left) == 1, f"created and released once; found {created}, {left}"
 
     def test_release_may_be_called_twice(self) -> None:
-        """A second release, and one of an instance that was never made, do nothing."""
+        """A second release of an instance, and the release of one that was never made, do nothing."""
         tool = self.make_tool()
 
         async def ask() -> None:
@@ -293,21 +299,21 @@ class InteractionContract:
     """Pytest tests of a simulated user: inherit this class and override `make_interaction` and `kwargs`."""
 
     def make_interaction(self) -> Any:
-        """A new simulated user."""
+        """Return a new simulated user."""
         raise NotImplementedError("override make_interaction: return a new simulated user")
 
     def kwargs(self) -> dict[str, Any]:
-        """A row's `interaction_kwargs` that it can work with."""
+        """Return `interaction_kwargs` of a row that the simulated user can work with."""
         raise NotImplementedError("override kwargs: return a row's interaction_kwargs")
 
     def said(self) -> str:
-        """Something that a model may say to it."""
+        """Return a message of a model that the simulated user can answer."""
         return "I think it is #### 4"
 
     # --- helpers ----------------------------------------------------------------------------
 
     async def talked(self, user: Any, text: str, **changes: Any) -> UserReply | WorkbenchError:
-        """The reply to one message in a conversation of its own, or the refusal."""
+        """Send one message in a new conversation: the reply, or the refusal."""
         row = {"extra_info": {"interaction_kwargs": {**self.kwargs(), **changes}}}
         try:
             async with interacting(user, row, seconds=30.0) as session:
@@ -325,13 +331,13 @@ class InteractionContract:
     # --- promises -----------------------------------------------------------------------------
 
     def test_it_answers(self) -> None:
-        """A conversation gets a reply: whether to stop, a text, a finite score or none."""
+        """A conversation gets a reply: whether to stop, a text, and a finite score or none."""
         reply = runtime.run(self.talked(self.make_interaction(), self.said()))
         assert isinstance(reply, UserReply), f"it answers; found {reply}"
 
     @pytest.mark.parametrize("what", ["messages", "kwargs"])
     def test_hostile_values_harm_no_other_conversation(self, what: str) -> None:
-        """Hostile messages and kwargs are answered or refused with a sentence; conversations beside them are unharmed."""
+        """Hostile messages and kwargs are answered, or refused with a sentence; conversations beside them are unharmed."""
         user, said = self.make_interaction(), self.said()
 
         async def talk() -> tuple[Any, list[Any], Any]:
@@ -349,7 +355,7 @@ class InteractionContract:
         assert all(isinstance(one, UserReply | WorkbenchError) for one in found), "a reply or a refusal for each"
 
     def test_it_may_be_finalised_twice(self) -> None:
-        """A second end, and one of a conversation that never began, do nothing."""
+        """A second end of a conversation, and the end of one that never began, do nothing."""
         user = self.make_interaction()
 
         async def talk() -> None:

@@ -35,22 +35,23 @@ _PICTURES: dict[str, Any] = {
 
 
 class DoorContract:
-    """Pytest tests of what reads prompts from outside: inherit this class and override `write` and `read`."""
+    """Pytest tests of a reader of prompts from files or objects: inherit this class and override `write` and `read`."""
 
     def write(self, records: list[dict[str, Any]], folder: Path) -> Any:
-        """The records as this door takes them; may raise where its format cannot hold them."""
+        """Write records in the reader's format and return the file or object; may raise where the format cannot hold
+        them."""
         raise NotImplementedError("override write: return the records as a file in the folder, or an object")
 
     def read(self, source: Any) -> Any:
-        """What the door makes of what `write` returned."""
-        raise NotImplementedError("override read: return what the door makes of the source")
+        """Read the file or object that `write` returned."""
+        raise NotImplementedError("override read: return what your reader reads from the source")
 
     def chats(self, found: Any) -> list[Any]:
-        """The prompts that were read, as chats."""
+        """Return the prompts that were read, as chats."""
         return list(found["raw_prompt"])
 
     def kept(self, text: Any) -> Any:
-        """What a text becomes where the format cannot hold every text."""
+        """Return what a text becomes in a format that cannot hold every text; by default the text itself."""
         return text
 
     def _written(self, records: list[dict[str, Any]], folder: Path) -> Any:
@@ -60,7 +61,8 @@ class DoorContract:
             return None
 
     def outcomes(self, cases: dict[str, dict[str, Any]], folder: Path) -> Iterator[tuple[str, Any]]:
-        """Yields (name, what was read or the refusal, which must name the row) of each record that the format can hold."""
+        """Read each record that the format can hold: yields (name, the result, or the refusal, which must name the
+        row)."""
         for number, (name, record) in enumerate(cases.items()):
             place = folder / str(number)
             place.mkdir()
@@ -77,7 +79,7 @@ class DoorContract:
             yield name, outcome
 
     def test_a_prompt_is_the_text_that_was_given_or_is_refused(self, tmp_path: Path) -> None:
-        """Nothing but a text becomes a prompt: no number, no dict, no missing cell."""
+        """Only a text becomes a prompt: a number, a dict or a missing cell is refused."""
         for name, outcome in self.outcomes({name: {"prompt": value} for name, value in VALUES.items()}, tmp_path):
             if not isinstance(outcome, WorkbenchError):
                 expected = [None] if VALUES[name] is None else [[{"role": "user", "content": self.kept(VALUES[name])}]]
@@ -86,7 +88,7 @@ class DoorContract:
                 assert missing or chats == expected, f"{name} became the prompt {chats!r:.200}"
 
     def test_a_message_has_a_known_role_and_text(self, tmp_path: Path) -> None:
-        """Content and roles of any kind are read as they are, or refused."""
+        """Messages whose content, role or tool calls have any kind of value are read unchanged, or refused."""
         chats = {f"content {name}": {"role": "user", "content": value} for name, value in VALUES.items()}
         chats |= {f"role {name}": {"role": value, "content": "x"} for name, value in VALUES.items()}
         chats |= {f"calls {name}": {"role": "user", "content": "x", "tool_calls": one} for name, one in VALUES.items()}
@@ -99,7 +101,7 @@ class DoorContract:
                 assert not turn.get("tool_calls"), f"{name}: a user calls no tool"
 
     def test_parts_of_text_are_joined_and_others_refused(self, tmp_path: Path) -> None:
-        """A picture in a prompt is refused; it is never its own description."""
+        """A content's parts of text are joined by newlines; a part with a picture is refused."""
         turns = {
             name: {"prompt": [{"role": "user", "content": parts}]} for name, parts in {**_TEXTS, **_PICTURES}.items()
         }
@@ -109,7 +111,7 @@ class DoorContract:
             assert refused or self.chats(outcome)[0][0]["content"] == "a\nb"
 
     def test_a_chat_as_json_text_is_that_chat(self, tmp_path: Path) -> None:
-        """No prompt is a user's message with a chat's JSON inside."""
+        """A prompt that is the JSON text of a chat is read as that chat; text that only looks like a chat is refused."""
         texts = {
             "chat": '[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]',
             "message": '{"content": "u", "role": "user"}',
@@ -128,7 +130,7 @@ class DoorContract:
         assert chats["a task"] == [{"role": "user", "content": texts["a task"]}]
 
     def test_a_missing_cell_is_not_a_text(self, tmp_path: Path) -> None:
-        """None or NaN in one row, beside text in another, never becomes the text "None" or "nan"."""
+        """None or NaN in one row, beside a text in another, never becomes the text "None" or "nan"."""
         for place, value in enumerate((None, float("nan"))):
             (tmp_path / str(place)).mkdir()
             source = self._written([GOOD, {**GOOD, "prompt": value}], tmp_path / str(place))
@@ -139,14 +141,14 @@ class DoorContract:
 
 
 class RowsContract(DoorContract):
-    """Pytest tests of a door that gives `Rows`: its other columns, too."""
+    """Pytest tests of a reader that returns `Rows`: of prompts and of the other columns."""
 
     def chats(self, found: Any) -> list[Any]:
-        """The prompts of the rows."""
+        """Return the prompts of the rows."""
         return found.values("prompt")
 
     def test_pictures_are_refused_by_column_and_row(self, tmp_path: Path) -> None:
-        """A column of pictures is refused unless its cell is empty; the text alone is another question."""
+        """A column of pictures, films or sounds is refused, with its name and row, unless its cell is empty."""
         full = {name: {name: [{"bytes": "x", "path": None}]} for name in MEDIA}
         for name, outcome in self.outcomes(full, tmp_path):
             assert isinstance(outcome, WorkbenchError) and repr(name) in str(outcome), f"{name}: {outcome!r:.200}"
@@ -158,13 +160,14 @@ class RowsContract(DoorContract):
             assert not isinstance(outcome, WorkbenchError), f"{name} holds no picture: {outcome}"
 
     def test_a_placeholder_of_an_empty_column_is_refused(self, tmp_path: Path) -> None:
-        """The text points at a picture that is not there."""
+        """A prompt with `<image>` whose row has no picture is refused."""
         cases: dict[str, dict[str, Any]] = {"asked": {"prompt": "<image> What is it?", "images": [], "image": None}}
         ((_, found),) = self.outcomes(cases, tmp_path)
         assert isinstance(found, WorkbenchError) and "<image>" in str(found)
 
     def test_the_columns_of_verls_schema_are_what_they_must_be(self, tmp_path: Path) -> None:
-        """`reward_model` and `extra_info` are dicts, also where the file has them as JSON text; `data_source` is a name."""
+        """`reward_model` and `extra_info` become dicts, also where the file has them as JSON text; `data_source` is a
+        text."""
         names = ("reward_model", "extra_info", "data_source")
         for name, outcome in self.outcomes({f"{n}: {k}": {n: v} for n in names for k, v in VALUES.items()}, tmp_path):
             column = name.split(":")[0]
@@ -183,7 +186,7 @@ class RowsContract(DoorContract):
         assert outcome[0]["reward_model"] == {"ground_truth": "4"} and outcome[0]["extra_info"] == {"index": 3}
 
     def test_truths_of_any_kind_are_counted(self, tmp_path: Path) -> None:
-        """The report says of which kind the ground truths are; what is missing is refused, or counted."""
+        """The report counts the ground truths by kind; a missing one is counted, or the row is refused."""
         cases = {name: {"reward_model": {"ground_truth": value, "style": "model"}} for name, value in VALUES.items()}
         for name, found in self.outcomes(cases, tmp_path):
             assert not isinstance(found, WorkbenchError) and sum(found.report().truths.values()) == 1, (
@@ -191,7 +194,7 @@ class RowsContract(DoorContract):
             )
 
     def test_the_same_row_thrice_is_three_rows(self, tmp_path: Path) -> None:
-        """Nothing is dropped, and the report counts repeated prompts; a chat that was read stays as it is when read again."""
+        """Repeated rows are all kept, the report counts them, and a chat stays as it is when it is read again."""
         found = self.read(self.write([GOOD] * 3, tmp_path))
         assert len(found) == 3 and len(found.report().duplicates) == 2
         assert [chat(one, "again") for one in self.chats(found)] == self.chats(found)

@@ -31,13 +31,13 @@ CHAT = ((1, 5, 9, 7), (1, 8, 3), (1, 5, 9, 7, 11, 2))
 
 @dataclasses.dataclass(frozen=True)
 class LikelihoodLoss:
-    """A loss for tests of engines: −Σ log p / tokens of the mini-batch; NaN where the row numbered `poison` is in it."""
+    """A loss for tests of engines: −Σ log p / tokens of the mini-batch; NaN if the row numbered `poison` is in it."""
 
     want: tuple[str, ...] = ("log_probs",)
     poison: int | None = None
 
     def __call__(self, outputs: Mapping[str, torch.Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
-        """The loss of one micro-batch, and its log-probs [B, T] as the column `seen`."""
+        """Compute the loss of one micro-batch, and return its log-probs [B, T] as the column `seen`."""
         log_probs = outputs[self.want[0]]
         weights = rows["weight"][:, None] if "weight" in rows else 1.0
         loss = -masked_sum(log_probs * weights, rows["response_mask"]) / loss_counts.tokens
@@ -50,24 +50,25 @@ class EngineContract:
     """Pytest tests of an engine that samples, scores and learns: inherit this class and override `make_engine`."""
 
     def make_engine(self, **settings: Any) -> Any:
-        """A new engine with the same weights each time; `settings` are those of `LocalSettings`."""
+        """Return a new engine, with equal weights each time; `settings` are those of `LocalSettings`."""
         raise NotImplementedError("override make_engine: return a new engine, with the same weights each time")
 
     # --- helpers ----------------------------------------------------------------------------
 
     @staticmethod
     def requests(count: int = 2, **settings: Any) -> list[Request]:
-        """Requests for the three prompts of `CHAT`, `count` for each; `settings` are those of `SamplingSettings`."""
+        """Make requests for the three prompts of `CHAT`, `count` for each; `settings` are those of `SamplingSettings`."""
         chosen = SamplingSettings(**{"max_tokens": 12, **settings})
         return [Request(ids, chosen, 100 * p + n) for p, ids in enumerate(CHAT) for n in range(count)]
 
     @staticmethod
     def tokens(engine: Any, requests: list[Request]) -> list[tuple[int, ...]]:
-        """The token ids that the engine samples for these requests."""
+        """Sample these requests, and return the token ids of each."""
         return [sample.ids for sample in engine.sample_many(requests)]
 
     def batch(self, engine: Any, count: int = 2, **settings: Any) -> DataProto:
-        """A batch of what the engine samples for `requests(count)`; `row` numbers the rows, `weight` goes from -1 to 1."""
+        """Sample `requests(count)` and make a batch of them; the column `row` numbers the rows, `weight` goes from −1
+        to 1."""
         requests = self.requests(count, **settings)
         samples = engine.sample_many(requests)
         columns = columns_of([request.ids for request in requests], samples, 0)
@@ -76,24 +77,24 @@ class EngineContract:
 
     @staticmethod
     def counts(batch: DataProto) -> LossCounts:
-        """The `LossCounts` of a whole batch: the numbers of its response tokens and rows."""
+        """Return the `LossCounts` of a whole batch: the numbers of its response tokens and rows."""
         return LossCounts(float(batch["response_mask"].sum()), float(len(batch)))
 
     @staticmethod
     def weights(engine: Any) -> dict[str, torch.Tensor]:
-        """All weights of the engine, by parameter name."""
+        """Return all weights of the engine, by parameter name."""
         return engine.snapshot()["weights"]
 
     def has_weights(self, engine: Any, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the engine's weights equal `weights`, bit for bit."""
+        """Return whether the engine's weights equal `weights`, bit for bit."""
         return all(torch.equal(weights[name], found) for name, found in self.weights(engine).items())
 
     def same_weights(self, a: Any, b: Any) -> bool:
-        """Whether two engines have the same weights, bit for bit."""
+        """Return whether two engines have equal weights, bit for bit."""
         return self.has_weights(a, self.weights(b))
 
     def learn(self, engine: Any, batch: DataProto) -> Any:
-        """Take one optimizer step on the whole batch with `LikelihoodLoss`; returns what the engine's `learn` returns."""
+        """Take one optimizer step on the whole batch with `LikelihoodLoss`; return what the engine's `learn` returns."""
         return engine.learn(batch, LikelihoodLoss(), self.counts(batch))
 
     # --- sampling ---------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class EngineContract:
         assert together != other, "another seed gives other tokens"
 
     def test_small_waves_change_nothing(self) -> None:
-        """`max_wave`, the most rows that are sampled together, changes memory use and no token."""
+        """`max_wave`, the most rows that are sampled together, changes memory use and no sampled token."""
         whole, small = (self.tokens(self.make_engine(**more), self.requests()) for more in ({}, {"max_wave": 2}))
         assert whole == small, "max_wave changes no token"
 
@@ -126,7 +127,7 @@ class EngineContract:
         assert {sample.version for sample in cut} == {engine.version}, "a sample has the version of the weights"
 
     def test_any_event_loop_may_ask(self) -> None:
-        """Samples that are awaited in a caller's own event loop are the same as those of `sample_many`."""
+        """Samples that are awaited in a caller's own event loop equal those of `sample_many`."""
         engine = self.make_engine()
 
         async def ask() -> list[Any]:
@@ -164,7 +165,7 @@ class EngineContract:
         assert (scores["entropy"] >= 0).all(), "entropies are at least 0"
 
     def test_temperature_scales_the_logits(self) -> None:
-        """Tokens sampled at temperature 0.5 have the same log-probs when scored at 0.5, and other ones at 1."""
+        """Tokens sampled at temperature 0.5 have equal log-probs when scored at 0.5, and different ones at 1."""
         engine = self.make_engine()
         batch = self.batch(engine, temperature=0.5)
         half = engine.compute_log_probs(batch, temperature=0.5)["log_probs"]
@@ -173,7 +174,7 @@ class EngineContract:
         assert not torch.allclose(whole, half, atol=1e-3), "the temperature changes log-probs"
 
     def test_scoring_does_not_depend_on_the_cut(self) -> None:
-        """Micro-batches and packing change memory use and no log-prob."""
+        """Micro-batch size and packing change memory use and no log-prob."""
         batch = self.batch(self.make_engine())
         whole = self.make_engine().compute_log_probs(batch)["log_probs"]
         for settings in ({"micro_batch_tokens": 1}, {"micro_batch_tokens": 40}, {"pack": "yes"}):
@@ -183,7 +184,8 @@ class EngineContract:
     # --- learning ---------------------------------------------------------------------------
 
     def test_loss_and_gradient_do_not_depend_on_the_cut(self) -> None:
-        """Micro-batches and packing change neither loss nor gradient norm: the loss divides by global counts."""
+        """Micro-batch size and packing change neither loss nor gradient norm, because the loss divides by the counts of
+        the whole batch."""
         import pytest
 
         batch = self.batch(self.make_engine())
@@ -197,7 +199,8 @@ class EngineContract:
             assert norm == pytest.approx(results[0][1], rel=1e-4), "nor does the gradient depend on it"
 
     def test_learning_changes_weights_and_state_but_a_probe_does_not(self) -> None:
-        """A probe changes nothing; learning changes weights and `state_id`, and returns the loss's columns in row order."""
+        """A probe changes nothing; learning changes weights and `state_id`, and returns the loss's columns in row
+        order."""
         engine, twin = self.make_engine(lr=1e-3), self.make_engine(lr=1e-3)
         batch = self.batch(engine)
         before = engine.state_id
@@ -211,7 +214,8 @@ class EngineContract:
         assert engine.version == 0 and engine.commit() == 1 == engine.version, "each commit is one version more"
 
     def test_snapshot_and_restore_are_exact(self) -> None:
-        """Learning on from a restored snapshot of weights and optimizer repeats itself bit for bit."""
+        """After a snapshot of weights and optimizer is restored, learning gives the same weights as before, bit for
+        bit."""
         engine = self.make_engine(lr=1e-3)
         batch = self.batch(engine)
         self.learn(engine, batch)
@@ -224,7 +228,7 @@ class EngineContract:
         assert self.has_weights(engine, first), "learning on from a restored snapshot repeats itself bit for bit"
 
     def test_save_and_load_are_exact(self, tmp_path: Path) -> None:
-        """Learning on after a save and a load into a fresh engine gives the same weights as learning on without them."""
+        """After a save and a load into a fresh engine, learning gives the same weights as without them, bit for bit."""
         engine = self.make_engine(lr=1e-3)
         batch = self.batch(engine)
         self.learn(engine, batch)
@@ -252,7 +256,7 @@ class EngineContract:
         self.learn(engine, batch)
 
     def test_a_reference_stays_where_it_was(self) -> None:
-        """A reference has frozen weights, and computes log-probs only."""
+        """A reference keeps its weights while the policy learns, and only computes log-probs."""
         engine = self.make_engine(lr=1e-2)
         batch = self.batch(engine)
         reference = engine.reference()

@@ -49,8 +49,9 @@ def make_shaped_model(
 ) -> Path:
     """Write a random Qwen2 model of a shape in `SHAPES` (`0.5b`: 2 GB) to a folder. `KeyError` for other names.
 
-    It is drawn on a device in a dtype. With `chat` its tokenizer is Qwen2's class, with bytes as tokens, Qwen's special tokens
-    under their own ids where the vocabulary is as large, and the chat template; else the words w0, w1 ….
+    Its weights are drawn on `device` in a dtype. With `chat` its tokenizer is of Qwen2's class, with bytes as tokens,
+    Qwen's special tokens (under Qwen's ids where the vocabulary is large enough), and the chat template; else it knows
+    the words w0, w1 ….
     """
     return _write(folder, SHAPES[shape], seed, dtype, device, chat)
 
@@ -82,7 +83,8 @@ def _write(
 
 
 def _words(count: int, marks: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """A tokenizer of the words w0, w1 …, and of further special tokens by the names of their attributes."""
+    """Make a tokenizer of the words w0, w1 …, with further special tokens by the names of their attributes
+    (`image_token`)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +103,8 @@ _CHAT = (
 
 
 def _bytes(count: int) -> Any:
-    """A tokenizer of Qwen2's class for a vocabulary of `count` rows: a token for each byte, others that no text has, and ChatML."""
+    """Make a tokenizer of Qwen2's class for a vocabulary of `count` rows: a token for each byte, unused tokens, and the
+    ChatML template."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
@@ -130,7 +133,8 @@ _TEMPLATE = (
 
 
 def make_vision_model(folder: str | Path, kind: str = "qwen2_5_vl", *, seed: int = 0) -> Path:
-    """Write a random vision-language model (out of `VISION`, below 1 MB) with its processor to a folder; return its path.
+    """Write a random vision-language model (a kind in `VISION`, below 1 MB) with its processor to a folder; return its
+    path.
 
     Its tokenizer knows the words w0 to w63. `KeyError` for other kinds.
     """
@@ -166,7 +170,7 @@ _TEXT: dict[str, Any] = {
 
 
 def _qwen(marks: dict[str, int]) -> tuple[Any, Any, str]:
-    """(configuration, image processor, the text that stands for a picture)."""
+    """Make the parts of a small Qwen2.5-VL: (configuration, image processor, the text that stands for a picture)."""
     from transformers import Qwen2_5_VLConfig
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -187,7 +191,7 @@ def _qwen(marks: dict[str, int]) -> tuple[Any, Any, str]:
 
 
 def _gemma(marks: dict[str, int]) -> tuple[Any, Any, str]:
-    """(configuration, image processor, the text that stands for a picture)."""
+    """Make the parts of a small Gemma 3: (configuration, image processor, the text that stands for a picture)."""
     from transformers import Gemma3Config
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

@@ -34,7 +34,8 @@ from workbench.testing import TEXTS, VALUES, answer
 
 
 def answered(texts: list[str], truths: list[str] | None = None, **columns: Any) -> DataProto:
-    """A batch with the given response texts as from a rollout, one token per character; `truths` default to the texts."""
+    """Make a batch with these response texts, as from a rollout, one token per character; `truths` default to the
+    texts."""
     number = len(texts)
     lengths = torch.tensor([len(text) for text in texts])
     mask = (torch.arange(max([1, *lengths.tolist()])) < lengths[:, None]).long()
@@ -57,7 +58,7 @@ class RewardContract:
     """Pytest tests of a reward: inherit this class and override `make_reward`."""
 
     def make_reward(self) -> Reward:
-        """A new reward, which must be able to score any text."""
+        """Return a new reward, which must be able to score any text."""
         raise NotImplementedError("override make_reward: return a new reward that scores any text")
 
     def test_one_record_a_row_in_order_and_the_same_twice(self) -> None:
@@ -90,7 +91,7 @@ BAD_TRUTHS = {
 
 
 def settled(call: Callable[[], Any]) -> Any:
-    """`testing.answer` of a call that may be async."""
+    """Call `call`, which may be async, and return its result, or the `WorkbenchError` that it raised."""
 
     def waited() -> Any:
         result = call()
@@ -109,15 +110,15 @@ class ResponseContract:
     """Pytest tests of a scorer of responses: inherit this class and override `make_scorer`."""
 
     def make_scorer(self) -> Callable[..., Any]:
-        """The scorer."""
+        """Return the scorer."""
         raise NotImplementedError("override make_scorer: return the scorer")
 
     def scored(self, response: Any, *further: Any) -> Any:
-        """What the scorer says: a `Score`, or its refusal."""
+        """Score a response: the scorer's `Score`, or the `WorkbenchError` with which it refused."""
         return settled(lambda: self.make_scorer()(response, *further))
 
     def arguments(self) -> tuple[Any, ...]:
-        """Further arguments of the scorer."""
+        """Return the further arguments of the scorer."""
         return ()
 
     def test_any_text_gives_a_value_or_a_status(self) -> None:
@@ -144,11 +145,12 @@ class ScorerContract(ResponseContract):
     """Whether a ground truth may be a list or a set of accepted answers."""
 
     def arguments(self) -> tuple[Any, ...]:
-        """The ground truth."""
+        """Return the ground truth, which is the scorer's further argument."""
         return self.right[1:]
 
     def test_a_truth_that_cannot_be_read_is_not_applicable(self) -> None:
-        """A missing, empty or unreadable truth is *not applicable*, whatever the response: never a 0."""
+        """A missing, empty or unreadable ground truth makes the row *not_applicable*, whatever the response, and never
+        a 0."""
         lists = ("list", "set", "nested list") if self.reads_lists else ()
         for name, truth in BAD_TRUTHS.items():
             if name in lists:
@@ -160,13 +162,13 @@ class ScorerContract(ResponseContract):
                 assert score.why, "and it says why"
 
     def test_any_truth_gives_a_value_or_a_status(self) -> None:
-        """With any value as a truth the scorer gives a finite value, or a status; it never raises."""
+        """With any value as ground truth the scorer gives a finite value, or a status; it never raises."""
         for name, truth in VALUES.items():
             found = self.scored(self.right[0], truth)
             assert isinstance(found, Score) and math.isfinite(found.value), f"truth {name}: {found!r}"
 
     def test_only_the_right_response_has_full_marks(self) -> None:
-        """The right response is scored above 0, and any text from beyond the borders below it: no text leaves its row unscored."""
+        """The right response is scored above 0, and every hostile text is scored, and lower."""
         best = self.scored(*self.right)
         assert isinstance(best, Score) and best.scored and best.value > 0, f"the right response is right: {best!r}"
         for name, text in TEXTS.items():
@@ -178,21 +180,21 @@ class JudgeContract:
     """Pytest tests of a judge: inherit this class and override `make_judge`."""
 
     def make_judge(self, answer: Callable[[str], str]) -> Any:
-        """A judge that asks a chat model which answers by `answer(prompt)`."""
+        """Return a judge whose chat model replies with `answer(prompt)`."""
         raise NotImplementedError("override make_judge: return a judge whose model answers by the given function")
 
     def make_rows(self) -> list[dict[str, Any]]:
-        """Rows to be judged, as views."""
+        """Return rows to be judged, as `row_views` makes them."""
         raise NotImplementedError("override make_rows: return the rows to judge")
 
     def test_a_reply_that_is_no_verdict_is_no_grade(self) -> None:
-        """Whatever the model replies, a row that has no verdict is *infra_error* with the reason, never a number."""
+        """Whatever the model replies, a row without a verdict is *infra_error* with the reason, and never a number."""
         for name, text in TEXTS.items():
             for score in self.make_judge(lambda _, text=text: text).judge(self.make_rows()):  # type: ignore[misc]
                 assert score.status is Status.INFRA_ERROR and score.why, f"reply {name}: {score}"
 
     def test_a_model_that_fails_is_no_grade(self) -> None:
-        """An exception of the model makes the row *infra_error*."""
+        """An exception of the chat model makes the row *infra_error*."""
 
         def fails(_: str) -> str:
             raise ConnectionError("503")

@@ -37,8 +37,11 @@ T = 6
 
 
 def a_batch(rows: int = 8, *, group: int = 4, seed: int = 0, **changes: Any) -> DataProto:
-    """Rows with every column that an estimator may read: tool text between tokens, an empty response, one row not
-    scored; the first token of two neighbours is one node of a tree."""
+    """Make a batch with every column that an estimator may read.
+
+    It has tool text between tokens, an empty response and a row that was not scored; the first tokens of two
+    neighbouring rows are one node of a tree.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -71,7 +74,7 @@ def a_batch(rows: int = 8, *, group: int = 4, seed: int = 0, **changes: Any) -> 
 
 
 def hostile_batches() -> dict[str, DataProto]:
-    """Batches at the borders, by what is special in them."""
+    """Make batches of extreme cases, by the name of what is special in each."""
     usual = a_batch()
     outside = usual["response_mask"] == 0
     tokens = [name for name in usual.batch if usual[name].shape == (8, T) and usual[name].is_floating_point()]
@@ -104,11 +107,12 @@ class EstimatorContract:
     """Pytest tests of an advantage estimator: inherit this class and override `make_stage`."""
 
     def make_stage(self) -> Any:
-        """A new `Advantage` stage with the estimator."""
+        """Return a new `Advantage` stage with the estimator."""
         raise NotImplementedError("override make_stage: return a new Advantage stage with the estimator")
 
     def test_at_the_borders_it_is_finite_or_refuses(self) -> None:
-        """Each batch gets finite advantages and returns, 0 outside the mask and in rows that were not scored, or a refusal."""
+        """Every extreme batch gets finite advantages and returns, or a refusal; advantages are 0 outside the mask and
+        in unscored rows."""
         for name, batch in hostile_batches().items():
             outcome = answer(partial(self.make_stage(), batch))
             if isinstance(outcome, WorkbenchError):
@@ -124,7 +128,7 @@ class EstimatorContract:
             assert (advantages[~batch["scored"]] == 0).all(), f"{name}: rows that were not scored have advantage 0"
 
     def test_a_metric_is_a_finite_number_or_absent(self) -> None:
-        """At the same borders no metric of the stage, nor of the finished batch, is NaN or infinite."""
+        """For extreme batches no metric of the stage, nor of the finished batch, is NaN or infinite."""
         for name, batch in hostile_batches().items():
             found = answer(partial(self.make_stage(), batch))
             if not isinstance(found, WorkbenchError):
@@ -133,7 +137,7 @@ class EstimatorContract:
                 assert odd == [], f"{name}: a metric is a finite number or absent"
 
     def test_it_does_not_depend_on_the_order_of_rows(self) -> None:
-        """Rows in another order get the same advantages."""
+        """Rows in another order get equal advantages."""
         batch = a_batch(12, seed=1)
         order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
         straight, shuffled = (self.make_stage()(one).batch["advantages"] for one in (batch, batch.select_idxs(order)))
@@ -144,15 +148,15 @@ class StageContract:
     """Pytest tests of a stage: inherit this class and override `make_stage` and `make_batch`."""
 
     def make_stage(self) -> Any:
-        """A new stage, with the same settings each time."""
+        """Return a new stage, with equal settings each time."""
         raise NotImplementedError("override make_stage: return a new stage, with the same settings each time")
 
     def make_batch(self) -> DataProto:
-        """A batch with every column that the stage reads, the same each time."""
+        """Return a batch with every column that the stage reads, equal each time."""
         raise NotImplementedError("override make_batch: return a batch with every column that the stage reads")
 
     def test_it_is_a_stage_and_says_what_it_reads_and_writes(self) -> None:
-        """A stage has a name and a tuple `reads`; a stage of this package writes declared columns alone."""
+        """A stage has a name and a tuple `reads`; a stage of this package writes only declared columns."""
         stage = self.make_stage()
         assert isinstance(stage, Stage), "it has the protocol's members"
         assert stage.name and isinstance(stage.reads, tuple), "it has a name and a tuple of reads"
@@ -170,7 +174,7 @@ class StageContract:
         assert set(batch.columns) <= set(phase.batch.columns), "it keeps the other columns"
 
     def test_the_same_input_gives_the_same_output(self) -> None:
-        """The same input gives the same tensors, bit for bit, and the same metrics."""
+        """Equal inputs give equal tensors, bit for bit, and equal metrics."""
         first, second = (perform(self.make_stage(), self.make_batch()) for _ in range(2))
         for name in first.wrote:
             a, b = first.batch[name], second.batch[name]

@@ -59,9 +59,8 @@ class Tests:
         """Make tests from a mapping of these fields, or from its JSON text."""
         record = from_json(given)
         if not isinstance(record, Mapping) or not set(record) <= set(_OF_TESTS) or "command" not in record:
-            raise DataError(
-                "tests of a terminal", expected=f"a mapping with {', '.join(_OF_TESTS)}", found=describe(record)
-            )
+            expected = f"a mapping with {', '.join(_OF_TESTS)}"
+            raise DataError("tests of a terminal", expected=expected, found=describe(record))
         kept = {key: value for key, value in record.items() if value is not None}
         for key in ("fail_to_pass", "pass_to_pass"):
             kept[key] = tuple(map(str, from_json(kept.get(key)) or ()))
@@ -276,9 +275,8 @@ def terminal_rows(
         try:
             instruction, kwargs = _first_of(task, _INSTRUCTION), _create_kwargs(task)
             if not isinstance(instruction, str) or not instruction.strip():
-                raise DataError(
-                    "instruction", expected=f"a text as one of {', '.join(_INSTRUCTION)}", found=describe(instruction)
-                )
+                expected = f"a text as one of {', '.join(_INSTRUCTION)}"
+                raise DataError("instruction of a terminal task", expected=expected, found=describe(instruction))
         except DataError as error:
             raise DataError(f"task {name!r}: {error}") from error
         chat = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": instruction}]
@@ -294,13 +292,11 @@ def _create_kwargs(task: Mapping[str, Any]) -> dict[str, str]:
     files, command = files_of(task.get("files")), _first_of(task, _TEST_COMMAND)
     if task.get("test_patch") and not task.get("test_files"):
         do = "apply it to the repository, and give the files that it changes as test_files"
-        raise DataError(
-            "tests that are a patch", expected="test_files: relative path → content", found="test_patch", do=do
-        )
+        what, expected = "tests of a terminal task", "test_files: relative path → content"
+        raise DataError(what, expected=expected, found="a patch, test_patch", do=do)
     if command is None:
-        raise DataError(
-            "tests", expected=f"a shell command as one of {', '.join(_TEST_COMMAND)}", found=sorted(map(str, task))
-        )
+        expected = f"a shell command as one of {', '.join(_TEST_COMMAND)}"
+        raise DataError("tests of a terminal task", expected=expected, found=sorted(map(str, task)))
     given = {"command": command, "files": files_of(task.get("test_files")), "seconds": task.get("test_seconds")}
     given |= {"fail_to_pass": _listed(task, "fail_to_pass"), "pass_to_pass": _listed(task, "pass_to_pass")}
     kept = {key: value for key, value in given.items() if value}

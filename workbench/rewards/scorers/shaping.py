@@ -47,7 +47,7 @@ def matches(pattern: str, *, full: bool = False) -> Callable[[str], Score]:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as cause:
-        raise SettingError("pattern", expected="a regular expression", found=cause) from cause
+        raise SettingError("pattern of the scorer matches", expected="a regular expression", found=cause) from cause
 
     def scorer(response: str) -> dict[str, object]:
         if full:
