@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """Accept papermill's `-p name value` beside `-p name=value`."""
+    """Turn papermill's `-p name value` into `-p name=value`, so that both are accepted."""
     joined: list[str] = []
     waiting = list(arguments)
     while waiting:
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _looking(commands: Any) -> None:
-    """The commands that show runs and dumps."""
+    """Add the commands that show runs and dumps to the parser."""
     runs = commands.add_parser("runs", help="print a table of runs with settings and results")
     runs.add_argument("folder", nargs="?", default="runs")
     runs.set_defaults(command=_runs)
@@ -125,7 +125,7 @@ def _looking(commands: Any) -> None:
 
 
 def _files(commands: Any) -> None:
-    """The commands that write notebooks and data, or look at this machine."""
+    """Add the commands that write notebooks and data, or check this machine, to the parser."""
     notebooks = commands.add_parser("notebooks", help="write the notebooks, their data and tiny models into a folder")
     notebooks.add_argument("folder", metavar="DIR")
     notebooks.set_defaults(command=_notebooks)
@@ -154,8 +154,8 @@ def _files(commands: Any) -> None:
     converter.set_defaults(command=_convert)
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """Parameters of the file, then those of the command line."""
+def _parameters_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters of the file (`-f`), overridden by those of the command line (`-p`)."""
     from workbench.base.config import read_yaml
 
     values = read_yaml(options.file) if options.file else {}
@@ -168,8 +168,10 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _without_grammar() -> None:
-    """Let this process import papermill without `rfc3987_syntax`: where that is installed, jsonschema imports it to check
-    IRIs, which notebooks have none of, and it compiles a grammar for over a second."""
+    """Prevent the import of `rfc3987_syntax` in this process, which would compile a grammar for over a second.
+
+    jsonschema, which papermill imports, uses it where installed, to check IRIs that no notebook has.
+    """
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type] # None: importing it raises ImportError
 
 
@@ -177,17 +179,17 @@ def _train(options: argparse.Namespace) -> int:
     from workbench.jobs.runner import OK, closing_lines, job_of, run_notebook
 
     _without_grammar()
-    given, notebook = _given(options), options.notebook
+    parameters, notebook = _parameters_of(options), options.notebook
     if options.resume:
         found, values, note = job_of(options.resume)
-        given, notebook = {**values, **given}, notebook or found
+        parameters, notebook = {**values, **parameters}, notebook or found
         if note:
             _say(note)
     if notebook is None:
         raise SettingError("nothing to train", expected="NOTEBOOK or --resume RUN")
     more: dict[str, Any] = {"output": options.output, "kernel": options.kernel, "skip_look": options.skip_look}
     more["health"] = options.health
-    result = run_notebook(notebook, given, **more, say=_say)
+    result = run_notebook(notebook, parameters, **more, say=_say)
     if result.code != OK:
         _say(result.error)
     for line in closing_lines(result):
@@ -200,10 +202,10 @@ def _check(options: argparse.Namespace) -> int:
     from workbench.jobs.runner import OK, check_notebook
 
     _without_grammar()
-    given = _given(options)
-    _say(table(options.notebook, resolve(options.notebook, given)))
-    code, told = check_notebook(options.notebook, given, kernel=options.kernel)
-    _say(told if code == OK else f"refused: {told}")
+    parameters = _parameters_of(options)
+    _say(table(options.notebook, resolve(options.notebook, parameters)))
+    code, findings = check_notebook(options.notebook, parameters, kernel=options.kernel)
+    _say(findings if code == OK else f"refused: {findings}")
     return code
 
 
@@ -212,7 +214,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
     _without_grammar()
     ended = sweep(
-        options.notebook, _given(options), run=options.run, jobs=options.jobs, kernel=options.kernel, say=_say
+        options.notebook, _parameters_of(options), run=options.run, jobs=options.jobs, kernel=options.kernel, say=_say
     )
     _say(_text(ended.table))
     return ended.code
@@ -264,7 +266,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    """Exit code 1 where something disagrees."""
+    """Print the audit of a run; returns exit code 1 where something disagrees."""
     from workbench.replay.run import load_run
 
     found = load_run(options.run).audit()
@@ -273,7 +275,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Exit code 1 where something is wrong."""
+    """Print the doctor's findings; returns exit code 1 where something is wrong."""
     from workbench.jobs.doctor import doctor
 
     found = doctor(only=options.only, without=options.without, say=_say)
@@ -297,7 +299,7 @@ def _translate(options: argparse.Namespace) -> int:
     job = verl(options.source, command=options.number)
     _say(repr(job))
     if options.output:
-        changes = {name: parsed(value) for name, value in _given(options).items()}
+        changes = {name: parsed(value) for name, value in _parameters_of(options).items()}
         _say(f"wrote {job.notebook(options.output, without=options.without, **changes)}")
     return 0
 

@@ -103,8 +103,11 @@ def _policy_gradient(
     critic_warmup: int = 0,
     **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
-    """What all recipes share; `after_reward` adds stages behind the reward, given those before. An advantage with a KL
-    controller of its own keeps it. `branching`: settings of a `TreeRollout` in place of the rollout."""
+    """Build the pipeline that all policy-gradient recipes share: rollout, reward, log-probs, advantage, updates.
+
+    `after_reward` receives the stages so far and returns stages to add behind the reward. An advantage that already has
+    a KL controller keeps it. `branching` are settings of a `TreeRollout`, which then replaces the rollout.
+    """
     given = {**DEFAULTS, **settings}
     sampling = _sampling(given["sampling"], **{name: given[name] for name in ("temperature", "top_p", "max_tokens")})
     rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
@@ -129,17 +132,18 @@ def _policy_gradient(
 
 
 def _rollout(engine: Engine, agent: Any, branching: Mapping[str, Any] | None, how: Mapping[str, Any]) -> Stage:
-    """The stage that samples: of single responses, of an agent's episodes, or of trees of them."""
+    """Make the stage that samples: single responses, an agent's episodes, or trees of episodes."""
     if branching is not None:
         return TreeRollout(engine, agent=agent, **branching, **{key: how[key] for key in ("group_size", "sampling")})
     return Rollout(engine, **how) if agent is None else EpisodeRollout(engine, agent=agent, **how)
 
 
 def _recipe(**defaults: Any) -> Callable[[Callable[P, Pipeline]], Callable[P, Pipeline]]:
-    """Makes a recipe: `PolicyGradientSettings` with these defaults in place of `**settings`, all of them in its signature.
+    """Decorator that makes a recipe: its signature shows all `PolicyGradientSettings`, with `defaults`, in place of
+    `**settings`.
 
-    A setting that is None is the recipe's own. A name that the recipe does not take is refused with the nearest one, or with
-    the one here for another library's.
+    A setting that is None takes the recipe's default. A name that the recipe does not take is refused: the message has
+    the nearest one, or for another library's name the one used here.
     """
     kinds = get_type_hints(PolicyGradientSettings)
 
@@ -247,7 +251,9 @@ def dapo(
 
 @_recipe(group_size=4)
 def rloo(engine: Engine, reward: Any = None, **settings: Unpack[PolicyGradientSettings]) -> Pipeline:
-    """RLOO (settings: see `grpo`): each reward minus the mean of the prompt's others. https://arxiv.org/abs/2402.14740."""
+    """RLOO (settings: see `grpo`): a reward minus the mean reward of the prompt's other samples.
+    https://arxiv.org/abs/2402.14740.
+    """
     return _policy_gradient(engine, reward, Advantage(F.rloo), **settings)
 
 
@@ -368,10 +374,11 @@ def tree_grpo(
     learn_once: bool = True,
     **settings: Unpack[PolicyGradientSettings],
 ) -> Pipeline:
-    """GRPO over trees: episodes are branched at turns, the rows of a prompt are the leaves, and turns have their own advantages.
+    """GRPO over trees: episodes are branched at turns, the rows of a prompt are the leaves, and each turn has its
+    advantage.
 
-    Shared turns are sampled once, and learnt once. The settings that are not listed here are explained at `grpo`; `agent` is
-    needed, a `ToolAgent`.
+    Shared turns are sampled once, and learnt from once. The settings that are not listed here are explained at `grpo`;
+    `agent` is required, a `ToolAgent`.
 
     Args:
         credit: `turn`: a turn's advantage is the value after it minus that before, by the group's deviation; `arpo`
@@ -387,8 +394,8 @@ def tree_grpo(
     Example:
         >>> pipe = wb.recipes.tree_grpo(engine, agent=agent, credit="arpo", group_size=8)  # doctest: +SKIP
     """
-    require(credit in TREE_CREDIT, "credit", expected=", ".join(TREE_CREDIT), found=credit)
-    require(settings.get("agent") is not None, "agent", expected="a ToolAgent: turns are branched", found=None)
+    require(credit in TREE_CREDIT, "argument credit", expected=", ".join(TREE_CREDIT), found=credit)
+    require(settings.get("agent") is not None, "argument agent", expected="a ToolAgent: turns are branched", found=None)
     trees = {"branches": branches, "branch_turns": branch_turns}
     once: list[Stage] = [LearntOnce()] if learn_once else []
     advantage = Advantage(TREE_CREDIT[credit])
@@ -465,14 +472,11 @@ def reward_model(
 
 
 def by_name(name: str) -> Callable[..., Pipeline]:
-    """The recipe of reinforcement learning called `name`, such as "grpo". Raises `SettingError` for an unknown name, with the nearest."""
-    others = (
-        "by_name",
-        "reward_model",
-        "sft",
-        "tree_grpo",
-        "with_rollout_correction",
-    )  # tree_grpo needs an agent's object
+    """Return the reinforcement-learning recipe with this name, such as "grpo". Raises `SettingError` for an unknown
+    name, with the nearest.
+    """
+    # tree_grpo needs an agent's object
+    others = ("by_name", "reward_model", "sft", "tree_grpo", "with_rollout_correction")
     known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))
@@ -482,12 +486,12 @@ def by_name(name: str) -> Callable[..., Pipeline]:
 def with_rollout_correction(
     pipeline: Pipeline, block: str | Mapping[str, Any] | None = None, **settings: Any
 ) -> Pipeline:
-    """A copy of a recipe's pipeline that corrects for a sampler whose probabilities are not the trainer's.
+    """Return a copy of a recipe's pipeline that corrects for a sampler whose probabilities are not the trainer's.
 
-    For rows that were sampled with other weights than the trainer's (`train(…, ahead=1)`) or by an engine with other
-    numerics: PPO's own ratio starts at the trainer's old log-probs and corrects neither. Decoupled PPO, Hilton et al. 2021,
-    https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008; verl's `algorithm.rollout_correction`. With nothing
-    but the pipeline the gap is only measured. An earlier correction is replaced.
+    It is for rows that were sampled with other weights than the trainer's (`train(…, ahead=1)`) or by an engine with
+    other numerics: PPO's own ratio starts at the trainer's old log-probs and corrects neither. Decoupled PPO, Hilton et
+    al. 2021, https://arxiv.org/abs/2110.00641; truncated as in Ionides 2008; verl's `algorithm.rollout_correction`.
+    With only the pipeline the gap is measured and not corrected. An earlier correction is replaced.
 
     Args:
         pipeline: a pipeline that a recipe returned.
@@ -496,8 +500,8 @@ def with_rollout_correction(
             `rollout_is_batch_normalize`, `rollout_rs`, `rollout_rs_threshold`, `bypass_mode`, `loss_type`.
 
     Decoupled, a stage before `advantage` writes `rollout_is_weights` and `loss_mask`. With `bypass_mode` there is no
-    `old_log_prob` stage, and the loss computes both. Raises `SettingError` for an unknown name or a bad threshold, and where bypass
-    mode would replace the loss by another.
+    `old_log_prob` stage, and the loss computes both. Raises `SettingError` for an unknown name or a bad threshold, and
+    where bypass mode would replace the loss by another one.
     """
     how = read_correction(block, **settings)
     correction = CorrectionSettings(**how.correction())
@@ -524,25 +528,27 @@ def with_rollout_correction(
 
 
 def multi_policy(policies: Mapping[str, Pipeline]) -> Pipeline:
-    """Several policies in one episode (solver and verifier, debate), each trained by the stages of a recipe of its own.
+    """Train several policies in one episode (solver and verifier, debate), each by the stages of a separate recipe.
 
-    The rollout is the first pipeline's, and so is the agent loop in which the policies speak: `generate(…, policy="verifier")`,
-    with `AgentLoopOutput(policy="verifier")` for the sequences that hold its tokens, or `SubAgent(…, policy="verifier")`.
-    The stages behind the rollout then work for each policy on its own rows (`stages.OfPolicy`): its reward scores its last
-    sequence of each episode, its advantages compare within (uid, policy), its update's gradient is of its tokens alone. What a
-    policy's reward has to know of the others the loop puts into `extra` (column `agent_extra`).
+    The rollout is the first pipeline's, and so is the agent loop in which the policies speak: `generate(…,
+    policy="verifier")`, with `AgentLoopOutput(policy="verifier")` for the sequences that hold its tokens, or
+    `SubAgent(…, policy="verifier")`. The stages behind the rollout then work for each policy on that policy's rows
+    (`stages.OfPolicy`): its reward scores its last sequence of each episode, its advantages compare within (uid,
+    policy), its update's gradient is of its tokens alone. What a policy's reward has to know of the others the loop
+    puts into `extra` (column `agent_extra`).
 
     Args:
         policies: name → a pipeline of a recipe, made with the policy's own engine, its reward and the same `agent`, `group_size`
-            and sampling. The first policy's stages keep their names, others have theirs behind: `update_verifier`.
+            and sampling. The first policy's stages keep their names, others have the policy's name appended: `update_verifier`.
 
-    Raises `SettingError` for fewer than two policies, one engine for two, a rollout that differs, and stages that move rows.
+    Raises `SettingError` for fewer than two policies, one engine for two, a rollout that differs, and stages that move
+    rows.
 
     Example:
         >>> first = wb.recipes.grpo(solver, solved, agent=loop)  # doctest: +SKIP
         >>> wb.recipes.multi_policy({"solver": first, "verifier": wb.recipes.grpo(verifier, judged, agent=loop)})  # doctest: +SKIP
     """
-    require(len(policies) > 1, "policies", expected="two or more pipelines by name", found=[*policies])
+    require(len(policies) > 1, "argument policies", expected="two or more pipelines by name", found=[*policies])
     main, *others = policies
     rollouts = _alike({name: one["rollout"] for name, one in policies.items()}, main)
     samplers = {name: rollouts[name].sampler for name in others}
@@ -557,7 +563,7 @@ def multi_policy(policies: Mapping[str, Pipeline]) -> Pipeline:
 
 
 def _alike(rollouts: Mapping[str, Any], main: str) -> Mapping[str, Any]:
-    """The rollouts of several policies. Raises `SettingError` where they differ in more than their samplers."""
+    """Return the rollouts of several policies. Raises `SettingError` where they differ in more than their samplers."""
     wanted = rollouts[main].settings()
     for name, one in rollouts.items():
         kind, own = f"the rollout of policy {name!r}", one.settings()
@@ -572,7 +578,9 @@ def _alike(rollouts: Mapping[str, Any], main: str) -> Mapping[str, Any]:
 
 
 def _sampling(sampling: SamplingSettings | None, **given: float | None) -> SamplingSettings:
-    """The full settings, or the defaults with those that are changed most."""
+    """Return the sampling settings: `sampling` if given, else the defaults with the given `temperature`, `top_p` and
+    `max_tokens`.
+    """
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if sampling is not None and changes:
         found = f"sampling= and {', '.join(changes)}="

@@ -212,7 +212,7 @@ def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, m
     monkeypatch.setenv("PATH", str(tmp_path))
     for ask in (lambda: nsight_options("default"), lambda: connect(runtime_env={"nsight": "default"})):
         with pytest.raises(
-            SettingError, match="nsight; expected nsys on the PATH of every node; found none on this one"
+            SettingError, match="nsight=; expected nsys on the PATH of every node; found none on this one"
         ):
             ask()
     (tmp_path / "nsys").write_text("#!/bin/sh\n")

@@ -17,7 +17,9 @@ __all__ = [
 
 
 class CallablePackage(ModuleType):
-    """Module type that makes `workbench.cluster` callable: `wb.cluster(…)` is `connect(…)`; its names stay attributes."""
+    """Module type that makes `workbench.cluster` callable: `wb.cluster(…)` is `connect(…)`. The module's names stay
+    attributes.
+    """
 
     Cluster = Cluster
     Layout = Layout

@@ -20,7 +20,7 @@ import ray
 
 
 class Worker:
-    """Ray actor of one rank of a group: holds one object and calls its methods."""
+    """Ray actor of one rank of a group: it holds one object and calls the object's methods."""
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -34,7 +34,7 @@ class Worker:
     def setup(self, env: dict[str, str], paths: list[str]) -> dict[str, Any]:
         """Set variables and the driver's import path before any import; returns pid, host, node, GPUs and log files.
 
-        A worker to which Ray has given no GPU sees none.
+        Where Ray gave the worker no GPU, all GPUs are hidden from it.
         """
         gpus = ",".join(map(str, ray.get_gpu_ids()))
         os.environ.update({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}, **env)
@@ -49,7 +49,9 @@ class Worker:
         return {**where, "gpus": gpus, "logs": [_target(1), _target(2)]}
 
     def make(self, number: int, packed: Any) -> tuple[Any, ...]:
-        """Make the object that this worker holds; `packed` is (factory, rank, size, settings). Answers as `call`."""
+        """Make the object that this worker holds; `packed` is (factory, rank, size, settings). Returns what `call`
+        returns.
+        """
 
         def work() -> None:
             factory, rank, size, settings = packed
@@ -62,7 +64,9 @@ class Worker:
         return self._answer(number, method, lambda: getattr(self.held, method)(*own, *shared))
 
     def profile(self, number: int, start: bool) -> tuple[Any, ...]:
-        """Start torch's profiler, or end it (the result is its gzipped Chrome trace). Queued and answered as `call`."""
+        """Start torch's profiler, or end it; the result is then its gzipped Chrome trace. Queued like a `call`, and
+        returns as it does.
+        """
         return self._answer(number, "profile", self._start_profile if start else self._end_profile)
 
     def _start_profile(self) -> None:
@@ -124,7 +128,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """The Python stacks of the threads that are running a call, as text."""
+        """Return the Python stacks of the threads that are running a call, as text."""
         names = {one.ident: one.name for one in threading.enumerate()}
         parts = []
         for ident, frame in sys._current_frames().items():
@@ -135,7 +139,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def now(self) -> dict[str, Any]:
-        """What runs now: `doing` (a method or ""), its `seconds`, `resident` bytes, `gpu` (used, total) bytes or None."""
+        """Return what runs now: `doing` (a method or ""), its `seconds`, `resident` bytes, `gpu` (used, total) bytes or
+        None.
+        """
         import psutil
 
         name, since = self.doing
@@ -143,7 +149,9 @@ class Worker:
         return {"doing": name, "seconds": time.time() - since, "resident": resident, "gpu": self._gpu_memory()}
 
     def _gpu_memory(self) -> tuple[int, int] | None:
-        """By torch where it has a context here; else by `nvidia-smi`, which is asked every few seconds at most."""
+        """Return (used, total) bytes of this worker's GPUs: from torch if it uses them here, else from `nvidia-smi` at
+        most every few seconds.
+        """
         ids = [str(one) for one in ray.get_gpu_ids()]
         torch = sys.modules.get("torch") if ids else None
         if torch is not None and torch.cuda.is_initialized():
@@ -158,19 +166,19 @@ _ASK_GPUS = 5.0
 
 
 def _nvidia_smi(ids: list[str]) -> tuple[int, int] | None:
-    """(used, total) bytes of these GPUs together; None where it does not say."""
+    """Return (used, total) bytes of these GPUs together, from `nvidia-smi`; None where it fails."""
     query = ["--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         command = ["nvidia-smi", f"--id={','.join(ids)}", *query]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=3.0, check=True).stdout
-        pairs = [[int(cell) << 20 for cell in line.split(",")] for line in said.splitlines() if line.strip()]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=3.0, check=True).stdout
+        pairs = [[int(cell) << 20 for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     except (OSError, subprocess.SubprocessError, ValueError):  # not installed, failed, or no numbers
         return None
     return sum(used for used, _ in pairs), sum(total for _, total in pairs)
 
 
 def _target(descriptor: int) -> str:
-    """The file that a file descriptor writes to; empty where the system does not say."""
+    """Return the file that a file descriptor writes to; "" where the system does not tell."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:

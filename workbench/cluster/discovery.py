@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Process:
-    """A process; its start time distinguishes it from a later one with the same id."""
+    """A process of this machine. Its start time distinguishes it from a later process with the same id."""
 
     pid: int
     born: float
     name: str
 
     def alive(self) -> bool:
-        """Whether this process still runs: same pid and start time, and not a zombie."""
+        """Return whether this process still runs: same pid and start time, and not a zombie."""
         import psutil
 
         try:
@@ -40,7 +40,7 @@ class Process:
 
 
 def process(pid: int) -> Process:
-    """The `Process` that has this pid now. Raises `psutil.Error` where there is none."""
+    """Return the `Process` that has this pid now. Raises `psutil.Error` where there is none."""
     import psutil
 
     found = psutil.Process(pid)
@@ -48,14 +48,14 @@ def process(pid: int) -> Process:
 
 
 def of_session(session: str) -> list[Process]:
-    """Every process of a Ray session on this machine: those whose command line names it, and their descendants."""
+    """Return every process of a Ray session on this machine: those whose command line names it, and their descendants."""
     import psutil
 
     return _with_descendants(psutil.process_iter(), "ray", session)
 
 
 class Watch:
-    """Ray's own processes that this process starts from now on, and whether one of them has ended."""
+    """Watches the processes of Ray that this process starts from now on, and notes when one of them has ended."""
 
     def __init__(self) -> None:
         import psutil
@@ -67,7 +67,7 @@ class Watch:
         self._logs = Path()
 
     def look(self) -> str:
-        """Look at them now; returns `ended`."""
+        """Check the watched processes now, and return `ended`: "" while all of them live."""
         import psutil
 
         alive = set()
@@ -88,7 +88,7 @@ class Watch:
 
 
 def _last_line(logs: Path, name: str) -> str:
-    """The last line of weight (E, C or F) in a Ray process's log, else its last line."""
+    """Return the last error line (E, C or F) in a Ray process's log, else the log's last line."""
     lines: list[str] = []
     for path in sorted(logs.glob(f"{name}*")):
         with suppress(OSError):
@@ -98,14 +98,16 @@ def _last_line(logs: Path, name: str) -> str:
 
 
 def half_started() -> list[Process]:
-    """Ray processes left behind by a failed start in this process. Ray itself stops them only when this process exits."""
+    """Return the Ray processes that a failed start in this process left; Ray itself stops them only when this process
+    exits.
+    """
     import psutil
 
     return _with_descendants(psutil.Process().children(), "/ray/", "session_")
 
 
 def _with_descendants(processes: Iterator[psutil.Process] | list[psutil.Process], *words: str) -> list[Process]:
-    """Those whose command line has all of these words, and what they have started."""
+    """Return the processes whose command line has all of these words, and their descendants."""
     import psutil
 
     members: dict[int, Process] = {}
@@ -138,7 +140,7 @@ def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
 
 @dataclass(frozen=True)
 class Record:
-    """A local Ray cluster that a workbench process started (`driver`), as recorded in the file `path`."""
+    """A local Ray cluster that a workbench process (`driver`) started, as recorded in the file `path`."""
 
     driver: Process
     session: str
@@ -146,7 +148,7 @@ class Record:
     path: Path
 
     def members(self) -> list[Process]:
-        """The cluster's processes: those recorded when it started, and those of its Ray session now."""
+        """Return the cluster's processes: those recorded when it started, and those of its Ray session now."""
         return [*{*self.processes, *of_session(self.session)}]
 
 
@@ -195,13 +197,15 @@ def clear_left() -> list[str]:
 
 
 def known() -> dict[str, str]:
-    """Cluster address → how it is known: a cluster runs there, or a variable or a file names it."""
+    """Map the address of each known cluster to how it is known: a cluster runs there, or a variable or a file names it."""
     named = {address: f"{where} names {address}" for where, address in pointed_at().items()}
     return named | {address: f"a cluster runs at {address}" for address in heads_here()}
 
 
 def pointed_at() -> dict[str, str]:
-    """Where a cluster's address is written (`RAY_ADDRESS`, or the path of Ray's `ray_current_cluster`) → the address."""
+    """Map each place that names a cluster (`RAY_ADDRESS`, or the path of Ray's `ray_current_cluster`) to the address
+    that it names.
+    """
     addresses = {"RAY_ADDRESS": os.environ.get("RAY_ADDRESS", "")}
     file = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     with suppress(OSError, UnicodeDecodeError):
@@ -210,7 +214,7 @@ def pointed_at() -> dict[str, str]:
 
 
 def answers(address: str, seconds: float = 3.0) -> str | None:
-    """Try a TCP connection to `host:port`: None where something listens, else the reason why it failed."""
+    """Try a TCP connection to `host:port`; returns None where something listens, else the reason why it failed."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):

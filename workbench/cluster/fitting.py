@@ -35,7 +35,9 @@ SAMPLERS: dict[str | None, type[Settings]] = {"vllm": VllmSettings, "local": Loc
 
 @dataclass(frozen=True)
 class Placement:
-    """A learner's settings and ranks, and its samplers: how large each is, and whether they share the learner's devices."""
+    """How a model is placed: the learner's settings and ranks, and its samplers, whether they share the learner's
+    devices or not.
+    """
 
     learner: FsdpSettings
     ranks: int
@@ -52,17 +54,17 @@ class Placement:
         tp, expected = self.tensor_parallel_size, "sampler='vllm'"
         if self.sampler is not None and self.sampler not in SAMPLERS:
             raise SettingError(unknown("sampler", self.sampler, tuple(filter(None, SAMPLERS))))
-        require(tp > 0, "tensor_parallel_size", expected="≥ 1", found=tp)
+        require(tp > 0, "argument tensor_parallel_size", expected="≥ 1", found=tp)
         require(tp == 1 or self.sampler == "vllm", f"tensor_parallel_size={tp}", expected=expected, found=self.sampler)
 
     @property
     def shared(self) -> bool:
-        """Whether learner and samplers take turns on the same GPUs: the samplers sleep while the learner works."""
+        """Whether learner and samplers take turns on the same GPUs; the samplers then sleep while the learner works."""
         return self.gpus and not self.apart and self.sampler is not None
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The samplers' settings."""
+        """The settings of the samplers: defaults of this placement, replaced by those that were passed."""
         usual: dict[str, Any] = {}
         if self.sampler == "vllm":
             usual = {"tensor_parallel_size": self.tensor_parallel_size, "sleep_mode": self.shared}
@@ -76,7 +78,10 @@ class Placement:
 
 
 def spread(there: Sequence[Node], size: int | None, gpus: int) -> list[int]:
-    """Processes on each node, the emptiest first; with no `gpus` each, `CPU_RANKS` of them where `size` is None."""
+    """Choose how many processes to put on each node, filling the nodes with most room first; returns the counts.
+
+    `size=None` uses all GPUs, or without GPUs (`gpus=0`) `CPU_RANKS` processes. `gpus` is the number for each process.
+    """
     room = [int(min(one.free_gpus // gpus, one.free_cpus) if gpus else one.free_cpus) for one in there]
     left = size if size is not None else sum(room) if gpus else min(CPU_RANKS, sum(room))
     counts: list[int] = []
@@ -103,7 +108,7 @@ CPU_CACHE = 256 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of one kind of data (`what`: weights, gradients, KV cache …) of one role in a process."""
+    """The bytes of one kind of data (`what`: weights, gradients, KV cache …) of one role in a process."""
 
     role: str
     what: str
@@ -112,20 +117,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """What one process holds in a phase of a step at most: `sample`, `score` or `learn`."""
+    """The most that one process holds in a phase of a step: `sample`, `score` or `learn`."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def size(self) -> int:
-        """Bytes together."""
+        """The bytes of all parts together."""
         return sum(part.size for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Another way to place the model: arguments of `Cluster.place`, and what they change."""
+    """Another way to place the model: which arguments of `Cluster.place` to change, what that costs and how much it
+    saves.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -138,7 +145,9 @@ class Choice:
 
 @dataclass(frozen=True, repr=False)
 class Fit(Shown):
-    """The memory of each process of a placement, by phase, beside what the process has; `bool(fit)`: whether it fits."""
+    """The memory of each process of a placement, by phase, and the memory that a process has; `bool(fit)` says whether
+    it fits.
+    """
 
     model: str | Path | Mapping[str, Any]
     asked: Mapping[str, Any]
@@ -155,7 +164,7 @@ class Fit(Shown):
 
     @property
     def name(self) -> str:
-        """The model's path or, of a config, its kind."""
+        """The model's path, or for a config its model type."""
         return str(self.model.get("model_type", "a config") if isinstance(self.model, Mapping) else self.model)
 
     @property
@@ -176,7 +185,7 @@ class Fit(Shown):
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """What each setting that saves memory buys, alone: measured when it is first asked for."""
+        """What each further setting that saves memory would save on its own; measured at the first access."""
         choices = []
         for name, arguments, cost in _further(self):
             other = self._with(**arguments)
@@ -185,7 +194,9 @@ class Fit(Shown):
 
     @cached_property
     def proposal(self) -> Mapping[str, Any] | None:
-        """Further arguments of `Cluster.place` with which it fits: none where it does, None where nothing that is known helps."""
+        """Further arguments of `Cluster.place` with which the model fits: {} where it fits already, None where no known
+        setting helps.
+        """
         changes: dict[str, Any] = {}
         fit = self
         for _, arguments, _ in [("", {}, ""), *_further(self)]:
@@ -201,7 +212,9 @@ class Fit(Shown):
 
     @property
     def share(self) -> float | None:
-        """The `gpu_memory_utilization` of a colocated vLLM that leaves the learner what it holds; None for other samplers."""
+        """The `gpu_memory_utilization` of a colocated vLLM that leaves the learner what it needs; None for other
+        samplers.
+        """
         if not self.placement.shared or self.placement.sampler != "vllm":
             return None
         held = next(phase for phase in self.phases if phase.name == "sample")
@@ -210,12 +223,12 @@ class Fit(Shown):
 
     @property
     def advice(self) -> str:
-        """The call that places it so that it fits, to paste; empty where there is none."""
+        """The call of `Cluster.place` with which the model fits, to paste; "" where there is none."""
         if self.proposal is None:
             return ""
         kept = {name: one for name, one in self.asked.items() if name not in _NOT_PLACED and one is not None}
-        told = "".join(f", {name}={one!r}" for name, one in {**kept, **self.proposal}.items())
-        return f"c.place({self.name!r}{told})"
+        options = "".join(f", {name}={one!r}" for name, one in {**kept, **self.proposal}.items())
+        return f"c.place({self.name!r}{options})"
 
 
 _NOT_PLACED = ("tokens", "nodes", "gpus", "memory", "reference", "critic")
@@ -223,7 +236,7 @@ _NOT_PLACED = ("tokens", "nodes", "gpus", "memory", "reference", "critic")
 
 
 def _further(fit: Fit) -> list[tuple[str, dict[str, Any], str]]:
-    """(name, arguments, cost) of what can save memory and is not set, the cheapest first."""
+    """List (name, arguments, cost) of the settings that can save memory and are not set yet, the cheapest first."""
     settings, gpus = fit.placement.learner, fit.placement.gpus
     savings: list[tuple[str, dict[str, Any], str]] = []
     if not settings.gradient_checkpointing:
@@ -256,17 +269,19 @@ def fits(
     sampler_settings: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Fit:
-    """Measure, without weights, whether a model can be placed so: `wb.cluster.fits("my-7b", gpus=8, memory=80 << 30, tokens=4096)`.
+    """Measure, without weights, whether a model fits a placement: `wb.cluster.fits("my-7b", gpus=8, memory=80 << 30,
+    tokens=4096)`.
 
-    `model`: a folder, a hub name, or a config as a mapping. `tokens`: of one sequence, prompt and response. `gpus`: how many
-    there are, where there are no `nodes` (`c.fits` gives its own). `memory`: bytes of one process; None: of this machine's GPU,
-    or without GPUs a node's memory divided by its CPUs. `reference`, `critic`: whether the recipe has these models beside the
-    policy. All else are the arguments of `Cluster.place`, with its defaults.
+    `model` is a folder, a hub name, or a config as a mapping. `tokens` is the length of one sequence, prompt and
+    response. `gpus` is the number of GPUs, where there are no `nodes` (`c.fits` passes its own). `memory` is the bytes
+    of one process; None means those of this machine's GPU, or without GPUs a node's memory divided by its CPUs.
+    `reference` and `critic` say whether the recipe has these models in addition to the policy. All other arguments are
+    those of `Cluster.place`, with its defaults.
 
-    Raises `SettingError` for settings that `place` refuses, or where the memory of a GPU is not known; `EngineError` where the
-    model cannot be measured.
+    Raises `SettingError` for settings that `place` refuses, or where the memory of a GPU is not known; `EngineError`
+    where the model cannot be measured.
     """
-    require(tokens > 1, "tokens", expected="≥ 2, prompt and response together", found=tokens)
+    require(tokens > 1, "argument tokens", expected="≥ 2, prompt and response together", found=tokens)
     arguments = {name: value for name, value in locals().items() if name not in ("model", "settings")} | settings
     live = [node for node in nodes if node.alive] or [Node("", "", "", True, gpus or 1, gpus, gpus or 1, gpus, 0)]
     there = any(node.gpus for node in live)
@@ -284,7 +299,9 @@ def fits(
 def _phases(
     model: Any, placement: Placement, tokens: int, have: int, reference: bool, critic: bool
 ) -> tuple[tuple[Phase, ...], int, int | None]:
-    """(phases of a step, parameters, tokens of cache)."""
+    """Compute (the phases of a step with their bytes, the number of parameters, the tokens that a sampler's cache
+    holds).
+    """
     kind = "cuda" if placement.gpus else "cpu"
     shape = Shape.of(placement.learner.budget(kind), tokens)
     policy = sharded(model, placement.learner, placement.ranks, shape, gpu=placement.gpus)
@@ -323,7 +340,9 @@ def _scoring(role: str, found: Footprint) -> list[Part]:
 def _sampling(
     placement: Placement, config: Mapping[str, Any], policy: Footprint, have: int
 ) -> tuple[list[Part], int | None]:
-    """(what a sampler holds, tokens of its cache): vLLM's cache is what is left of its share."""
+    """Compute (the parts that a sampler holds, the tokens of its cache). vLLM's cache is what its share leaves after
+    weights and graphs.
+    """
     if placement.sampler is None:
         return [], None
     chosen, tp = placement.sampler_settings, placement.tensor_parallel_size if placement.gpus else 1
@@ -341,7 +360,9 @@ def _sampling(
 
 
 def _cached_token(text: Mapping[str, Any], tp: int) -> int:
-    """Numbers that one process caches of a token: keys and values of its heads in each layer; 0 where the config does not say."""
+    """Count the numbers that one process caches for a token: keys and values of its heads in each layer; 0 where the
+    config lacks them.
+    """
     layers, heads, hidden = (text.get(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     if not (layers and heads and hidden):
         return 0
@@ -355,8 +376,8 @@ def _memory(nodes: Sequence[Node], gpus: bool) -> tuple[int, str]:
         return int(card.total_memory), f"of this machine's {card.name}"
     if gpus:
         found = "None; Ray does not know the memory of a GPU"
-        raise SettingError("memory", expected="bytes of one GPU", found=found, do="give it: fits(…, memory=80 << 30)")
+        raise SettingError("argument memory", expected="bytes of one GPU", found=found, do="add memory=80 << 30, say")
     if not nodes:
-        raise SettingError("memory", expected="bytes of one process", found="None, and no node that is alive")
+        raise SettingError("argument memory", expected="bytes of one process", found="None, and no node that is alive")
     least = min(nodes, key=lambda node: node.memory / max(node.cpus, 1))
     return int(least.memory / max(least.cpus, 1)), f"{gib(least.memory)} of {least.host} for {least.cpus:g} processes"

@@ -51,7 +51,9 @@ class Session(Shown):
         gpus: float | None = None,
         roles: Mapping[str, Sequence[str]] | None = None,
     ) -> Plan:
-        """Show which process would run on which node, as a picture; nothing starts. See `cluster.plan` for the arguments."""
+        """Show which process would run on which node, as a picture; nothing starts. See `cluster.plan` for the
+        arguments.
+        """
         self.check()
         return pools.plan(spec, nodes(), cpus=cpus, gpus=gpus, roles=roles)
 
@@ -78,7 +80,9 @@ class Session(Shown):
         return held
 
     def release(self, *names: str) -> None:
-        """Give the named pools back (without names: all), ending the groups on them. `SettingError` for an unknown name."""
+        """Give the named pools back (without names: all), ending the groups on them. Raises `SettingError` for an
+        unknown name.
+        """
         for name in (name for name in names if name not in self.pools):
             raise SettingError(f"pool {name!r} is not held", expected=f"one of {', '.join(self.pools) or '(none)'}")
         for name in names or tuple(self.pools):
@@ -159,7 +163,9 @@ class Session(Shown):
             raise SettingError(what, expected=expected, found=pools.free_text(), do=do)
 
     def _patiently(self, work: Callable[[], Any]) -> Any:
-        """Ray counts what was given back as free a moment later: look again for that long."""
+        """Repeat `work` for up to `FREE_SECONDS` after something was released, because Ray counts released resources as
+        free a moment later.
+        """
         while True:
             try:
                 return work()
@@ -169,7 +175,7 @@ class Session(Shown):
                 time.sleep(0.1)
 
     def _ended(self, group: RayRanks) -> None:
-        """A group is gone; its events stay for the timeline."""
+        """Forget a group that has ended, and keep its events for the timeline."""
         self._freed = time.monotonic()
         if group in self.groups:
             self.groups.remove(group)
@@ -177,6 +183,9 @@ class Session(Shown):
 
     @property
     def timeline(self) -> Timeline:
-        """Every call that this session's workers have run, and every request that samplers of this process have answered, with
-        their times; `.save(path)` writes a Chrome trace."""
+        """All calls that this session's workers have run, and all requests that this process's samplers have answered,
+        with their times.
+
+        `.save(path)` writes a Chrome trace.
+        """
         return ordered([*self._past, *(event for one in self.groups for event in one.timeline.events)], self._began)

@@ -47,7 +47,7 @@ class Placed(Paired):
         self._ends = ends
 
     def close(self) -> None:
-        """End the workers and give back the pools that were held for them."""
+        """End the workers, and give back the pools that were held for them."""
         self._ends.close()
 
 
@@ -68,19 +68,21 @@ def place(
     template_switches: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Start an engine on the cluster: `c.place("my-7b", learner="fsdp", sampler="vllm", tensor_parallel_size=2, lr=1e-6)`.
+    """Start an engine on the cluster: `c.place("my-7b", learner="fsdp", sampler="vllm", tensor_parallel_size=2,
+    lr=1e-6)`.
 
-    The learner's `ranks` (None: as many as `mesh` says, else one per free GPU; without GPUs two) run in the resource pool `pool`. So do the samplers
-    (`vllm`, or `local` for transformers); vLLM's sleep while the learner works. `rollout` names a separate pool for the
-    samplers instead. With `sampler=None` the learner alone is returned, for a reference or a critic. There are `replicas`
-    samplers (None: as many as the GPUs allow) of `tensor_parallel_size` GPUs each. Pools not held yet are held now.
+    The learner's `ranks` run in the resource pool `pool` (None: as many as `mesh` has, else one per free GPU, or two
+    without GPUs). The samplers (`vllm`, or `local` for transformers) run there too; vLLM's sleep while the learner
+    works. `rollout` names a separate pool for the samplers instead. With `sampler=None` only the learner is returned,
+    for a reference or a critic. There are `replicas` samplers (None: as many as the GPUs allow) of
+    `tensor_parallel_size` GPUs each. Pools that are not held yet are held now.
 
-    `settings` are `FsdpSettings`, `sampler_settings` those of the sampler (`VllmSettings`, `LocalSettings`). `threads`:
-    torch's in each worker. `scratch`: a folder that all nodes see, for snapshots; on one node it is not needed. Placing the
-    same model in the same pool again closes the engine that was there and replaces it.
+    `settings` are `FsdpSettings`, `sampler_settings` those of the sampler (`VllmSettings`, `LocalSettings`). `threads`
+    is torch's number of threads in each worker. `scratch` is a folder that all nodes see, for snapshots; a single node
+    needs none. Placing the same model in the same pool again closes the engine that was there and replaces it.
 
-    Raises `SettingError` before anything starts where there is no room or a name is unknown, `EngineError` with the worker's
-    own message where an engine does not start.
+    Raises `SettingError` before anything starts where there is no room or a name is unknown, `EngineError` with the
+    worker's message where an engine does not start.
     """
     identity, tp = (str(model), sampler), tensor_parallel_size
     chosen, apart = FsdpSettings.from_parameters(settings), rollout is not None
@@ -125,16 +127,17 @@ def serve(
     name: str | None = None,
     **settings: Any,
 ) -> Replicas:
-    """Start inference engines for rewards: `RewardModel(c.serve("my-rm", "vllm_classifier"))`, `chat(c.serve("my-judge"))`.
+    """Start inference engines for rewards: `RewardModel(c.serve("my-rm", "vllm_classifier"))`,
+    `chat(c.serve("my-judge"))`.
 
-    `engine` is one of `vllm`, `local`, `vllm_classifier`, `classifier`, with its own `settings`. Each of the `replicas` takes
-    `cpus` and `gpus` (None: where the cluster has GPUs `tensor_parallel_size`, or 1), or one process of a held `pool`.
-    `threads` is the number of torch's threads in each worker. Raises as `place`.
+    `engine` is one of `vllm`, `local`, `vllm_classifier`, `classifier`, with that engine's `settings`. Each of the
+    `replicas` takes `cpus` and `gpus` (None: where the cluster has GPUs `tensor_parallel_size`, or 1), or one process
+    of a held `pool`. `threads` is the number of torch's threads in each worker. Raises as `place` does.
     """
     cluster.check()
     if engine not in KINDS:
         raise SettingError(unknown("engine", engine, KINDS))
-    require(replicas > 0, "replicas", expected="≥ 1", found=replicas)
+    require(replicas > 0, "argument replicas of serve", expected="≥ 1", found=replicas)
     there = any(node.gpus for node in nodes())
     each = float(settings.get("tensor_parallel_size", 1) if there else 0) if gpus is None else gpus
     if pool is None and engine.startswith("vllm"):
@@ -176,13 +179,17 @@ def _admit(
     pool: str,
     rollout: str | None,
 ) -> None:
-    """Refuse what cannot work. A cell that is run again places the same model anew; another model does not push it out."""
+    """Refuse a placement that cannot work, and close the same model's engine in the pool, so that a cell can be run
+    again.
+
+    A pool that is held for another model is refused.
+    """
     cluster.check()
     if learner != "fsdp":
         raise SettingError(unknown("learner", learner, ("fsdp",)))
     if rollout is not None and ranks is None and pool not in cluster.pools and any(node.gpus for node in nodes()):
         expected = f"the number of GPUs for the learner; the samplers in pool {rollout!r} get the others"
-        raise SettingError("ranks is not given", expected=expected)
+        raise SettingError("argument ranks of place is missing", expected=expected)
     for there in [cluster.pools[name] for name in {pool, rollout or pool} if name in cluster.pools]:
         if there.placed is not None:
             before, engine = there.placed
@@ -200,7 +207,7 @@ def _give_back(cluster: Session, pools: Sequence[Pool]) -> None:
 
 
 def _hold(cluster: Session, name: str, size: int | None, groups: int, gpus: int, held: list[Pool]) -> Pool:
-    """A pool by name, held now where it is not: `size` processes, filling node after node."""
+    """Return the pool of a name; one that is not held yet is held now with `size` processes, node after node."""
     if name in cluster.pools:
         pool = cluster.pools[name]
         if size is not None and size > pool.size:
@@ -215,7 +222,9 @@ def _hold(cluster: Session, name: str, size: int | None, groups: int, gpus: int,
 def _sampling_seats(
     cluster: Session, actors: Pool, rollout: str | None, replicas: int | None, tp: int, held: list[Pool]
 ) -> tuple[Pool, list[list[int]]]:
-    """The samplers' pool, and the seats of each: a block of the learner's seats, or one seat of a pool of their own."""
+    """Return the samplers' pool and each sampler's seats: a block of the learner's seats, or one seat of a separate
+    pool.
+    """
     gpus = actors.plan.gpus > 0
     tp = tp if gpus else 1
     if rollout is not None:
@@ -235,7 +244,7 @@ def _sampling_seats(
 
 
 def _blocks(pool: Pool, size: int) -> list[list[int]]:
-    """Seats in blocks of `size` on one node each; what is left over of a node stays out."""
+    """Group a pool's seats into blocks of `size` on one node each; seats that are left over on a node are not used."""
     ranks = [[seat.rank for seat in seats] for _, seats in groupby(pool.plan.of(pool.name), lambda seat: seat.node)]
     return [one[first : first + size] for one in ranks for first in range(0, len(one) - size + 1, size)]
 
@@ -246,12 +255,12 @@ def _blocks(pool: Pool, size: int) -> list[list[int]]:
 def _group(
     cluster: Session, pool: Pool, placement: Placement, threads: int, scratch: str | Path | None
 ) -> tuple[Group, list[RayRanks]]:
-    """A learner's ranks, not started, and a list whose one item are its workers from then on."""
+    """Make a learner's group of ranks, not started yet, and a list that will hold its workers once it is started."""
     ranks = placement.ranks
     apart = len({seat.node for seat in pool.plan.of(pool.name)[:ranks]}) > 1
     if apart and scratch is None:
         expected, found = "a folder that all nodes see, for snapshots", "None, and ranks on several nodes"
-        raise SettingError("scratch", expected=expected, found=found)
+        raise SettingError("argument scratch of place", expected=expected, found=found)
     workers: list[RayRanks] = []
     given: dict[str, Any] = {"threads": threads, "host": "auto" if apart else "127.0.0.1"}
     given["wait"] = placement.learner.group_deadline
@@ -270,7 +279,9 @@ Where = Callable[[], Mapping[str, Any]]
 
 
 def _where(pool: Pool, blocks: Sequence[Sequence[int]], learners: Sequence[RayRanks] | None) -> list[Where]:
-    """A sampler of several GPUs sits on the first of its seats and sees those of all the `learners` on them."""
+    """Return where each sampler runs. One with several GPUs runs on its first seat and sees the GPUs of all `learners`
+    on its seats.
+    """
 
     def seated(seats: Sequence[int]) -> Mapping[str, Any]:
         seating: dict[str, Any] = {"pool": pool, "seats": seats[:1]}
@@ -283,7 +294,7 @@ def _where(pool: Pool, blocks: Sequence[Sequence[int]], learners: Sequence[RayRa
 
 
 def _hosted(cluster: Session, name: str, model: str | Path, places: Sequence[Where], **given: Any) -> Replicas:
-    """An engine in a worker on each of the places, not started; `given` are arguments of `host`."""
+    """Make an engine in a worker for each of the places, not started yet; `given` are arguments of `host`."""
     folder = str(resolve(model))
     if Path(folder).exists():  # else a hub name; a worker may have another working directory
         folder = str(Path(folder).absolute())
@@ -297,7 +308,7 @@ def _hosted(cluster: Session, name: str, model: str | Path, places: Sequence[Whe
 
 
 def _start_all(members: Replicas) -> None:
-    """Side by side: each may take a minute. Where one does not start all are closed, and its error is raised."""
+    """Start all members in parallel. Where one does not start, all are closed and its error is raised."""
     try:
         with ThreadPoolExecutor(len(members.members)) as pool:
             list(pool.map(Hosted.restart, members.members))
@@ -310,7 +321,7 @@ def _start_all(members: Replicas) -> None:
 
 
 class _Scoring:
-    """What a worker holds: the reward itself, which keeps its own processes, time limits and records."""
+    """The object that a worker holds to score rows: the reward, with its own processes, time limits and records."""
 
     def __init__(self, rank: int, size: int, *, reward: BaseReward) -> None:
         self.reward = reward
@@ -320,7 +331,7 @@ class _Scoring:
 
 
 class PlacedReward(BaseReward):
-    """A reward that is computed by workers on a cluster. Made by `Cluster.judge`; used as any other reward."""
+    """A reward that workers on a cluster compute. Made by `Cluster.judge`; used as any other reward."""
 
     def __init__(self, cluster: Session, inner: BaseReward, workers: int, seats: Mapping[str, Any]) -> None:
         super().__init__(inner.name, inner.on_failure)
@@ -353,11 +364,13 @@ class PlacedReward(BaseReward):
         self.inner.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """As the reward's own: raise `DataError`, before any work, where it can score none of the rows."""
+        """Check rows as the inner reward does: raises `DataError`, before any work, where it can score none of them."""
         return self.inner.check_rows(rows)
 
     def check_sampler(self, tokenizer: Any, switches: Mapping[str, Any]) -> None:
-        """As the reward's own: raise, before any work, for a model that cannot write what it expects."""
+        """Check a model as the inner reward does: raises, before any work, where the model cannot write what the reward
+        expects.
+        """
         self.inner.check_sampler(tokenizer, switches)
 
     def _started(self) -> RayRanks:
@@ -383,7 +396,7 @@ class PlacedReward(BaseReward):
         return [failed(f"the workers did not score this batch in two tries: {error}", error)] * len(rows)
 
     def close(self) -> None:
-        """End the workers, and close the reward itself."""
+        """End the workers, and close the inner reward."""
         if self._group is not None:
             self._group.close()
         self.inner.close()

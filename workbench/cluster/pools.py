@@ -39,7 +39,7 @@ class Node:
 
 
 def nodes() -> list[Node]:
-    """The cluster's nodes, dead ones included, with what is free on each."""
+    """List the cluster's nodes, dead ones included, with what is free on each."""
     import ray
     from grpc import RpcError
 
@@ -61,14 +61,14 @@ def nodes() -> list[Node]:
 
 
 def free_text() -> str:
-    """The free CPUs and GPUs of each node that is alive, as one line of text."""
+    """Return the free CPUs and GPUs of each live node as one line of text."""
     what = "{0.host} has {0.free_cpus:g} of {0.cpus:g} CPUs and {0.free_gpus:g} of {0.gpus:g} GPUs free"
     return "; ".join(what.format(one) for one in nodes() if one.alive)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The node on which one process of a pool runs; `rank` is the process's number in the pool."""
+    """The place of one process of a pool: its number `rank` in the pool, and the node on which it runs."""
 
     pool: str
     rank: int
@@ -91,7 +91,7 @@ class Plan(Shown):
     """Pool → what is meant to run there, for the picture."""
 
     def of(self, pool: str) -> tuple[Seat, ...]:
-        """The seats (process and node) of a pool, in order of rank."""
+        """Return the seats (process and node) of a pool, in order of rank."""
         return tuple(seat for seat in self.seats if seat.pool == pool)
 
 
@@ -129,7 +129,9 @@ def plan(
 def _places(
     wanted: Mapping[str, Sequence[int]], nodes: Sequence[Node], cpus: float, gpus: float
 ) -> dict[tuple[str, int], str]:
-    """(pool, entry of its list) → node id: the largest entries first, each where most is free."""
+    """Choose a node for each entry of each pool: (pool, number of the entry) → node id. The largest entries choose
+    first, the emptiest node.
+    """
     room = {node.id: [node.free_cpus, node.free_gpus] for node in nodes}
     places: dict[tuple[str, int], str] = {}
     shares = [(name, share, count) for name, counts in wanted.items() for share, count in enumerate(counts)]
@@ -184,7 +186,9 @@ class Pool:
         self.group = None
 
     def options(self, seat: int) -> dict[str, Any]:
-        """Ray actor options for a worker on process number `seat`, with 1/`colocated` of that process's resources."""
+        """Return the Ray actor options of a worker on process number `seat`, with 1/`colocated` of that process's
+        resources.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         share = {"num_cpus": self.plan.cpus / self.colocated, "num_gpus": self.plan.gpus / self.colocated}
@@ -204,7 +208,7 @@ def hold(plan: Plan, colocated: int) -> dict[str, Pool]:
     from ray.util import placement_group
 
     if colocated < 1:
-        raise SettingError("colocated", expected="≥ 1, the number of groups that share a process", found=colocated)
+        raise SettingError("argument colocated", expected="≥ 1 groups that share a process", found=colocated)
     pools: dict[str, Pool] = {}
     bundle = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
     with ExitStack() as ends:

@@ -42,14 +42,14 @@ _AT_START = re.compile(r"^(LD_|PYTHON|MALLOC_|GLIBC_|PATH$|RAY_)")
 
 @dataclass(frozen=True)
 class Environment:
-    """A runtime environment in two halves: what Ray is given, and the variables that workers set themselves."""
+    """A runtime environment in two halves: what Ray gets, and the variables that workers set themselves."""
 
     ray: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(source: str | Path | Mapping[str, Any] | None) -> Environment:
-        """Make an `Environment` of a mapping, a yaml file or None. Raises `SettingError` that never quotes a value."""
+        """Make an `Environment` from a mapping, a yaml file or None. Raises `SettingError`, which never quotes a value."""
         spec = _read(source)
         variables = spec.pop("env_vars", None) or {}
         if not isinstance(variables, Mapping):
@@ -60,16 +60,20 @@ class Environment:
         return Environment(spec, dict(variables))
 
     def at_start(self) -> dict[str, str]:
-        """Variables that a process must have when it starts (`LD_…`, `PATH` …), without secrets, because Ray logs these."""
+        """Return the variables that a process needs when it starts (`LD_…`, `PATH` …), without secrets, because Ray
+        logs them.
+        """
         names = [name for name in self.variables if _AT_START.match(name) and not SECRET.search(name)]
         return {name: self.variables[name] for name in names}
 
     def joined(self, more: Mapping[str, str] | None) -> Environment:
-        """A copy with the variables of `more` added; they replace those of the same name."""
+        """Return a copy with the variables of `more` added; they replace those of the same name."""
         return Environment(self.ray, {**self.variables, **(more or {})})
 
     def redact(self, text: str) -> str:
-        """Replace variables' values in a text by •••: from 8 characters on, from 4 if the name has KEY, TOKEN or such."""
+        """Replace the values of variables in a text by •••: values of 8 characters or more, of 4 if the name has KEY,
+        TOKEN or such.
+        """
         for name, value in sorted(self.variables.items(), key=lambda one: -len(one[1])):
             if len(value) >= (4 if SECRET.search(name) else 8):
                 text = text.replace(value, HIDDEN)
@@ -102,15 +106,16 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def nsight_options(nsight: str | Mapping[str, str]) -> dict[str, Any]:
-    """The `runtime_env` that runs workers under NVIDIA Nsight Systems: `"default"`, or `nsys profile` options as a mapping.
+    """Return the `runtime_env` that runs workers under NVIDIA Nsight Systems: `"default"`, or `nsys profile` options as
+    a mapping.
 
-    Raises `SettingError` where `nsys` is not installed on this node: Ray would start no worker, and not say why.
+    Raises `SettingError` where `nsys` is not installed on this node, because Ray would start no worker and not say why.
     """
     if shutil.which("nsys") is None:
         do = "install NVIDIA Nsight Systems, or use cluster.profile(…), which does not need it"
-        raise SettingError("nsight", expected="nsys on the PATH of every node", found="none on this one", do=do)
+        raise SettingError("nsight=", expected="nsys on the PATH of every node", found="none on this one", do=do)
     if isinstance(nsight, str) and nsight != "default":
-        raise SettingError("nsight", expected="'default' or options of nsys profile", found=nsight)
+        raise SettingError("nsight=", expected="'default' or options of nsys profile", found=nsight)
     return {"nsight": nsight if isinstance(nsight, str) else {str(name): str(value) for name, value in nsight.items()}}
 
 
@@ -125,7 +130,7 @@ HEAR_SECONDS = 1.0
 
 
 class RayRanks(Shown, Closing):
-    """A group of Ray actors, one a rank, each holding `factory(rank, size, **settings)`. Made by `Cluster.ranks`."""
+    """A group of Ray actors, one per rank, each holding `factory(rank, size, **settings)`. Made by `Cluster.ranks`."""
 
     def __init__(
         self,
@@ -156,7 +161,9 @@ class RayRanks(Shown, Closing):
         """What a call may take that is given no timeout."""
 
     def begin(self, factory: Callable[..., Any], settings: Mapping[str, Any], seconds: float) -> None:
-        """Make `factory(rank, size, **settings)` in all workers; if one fails, end the group. Raises as `Cluster.ranks`."""
+        """Make `factory(rank, size, **settings)` in all workers; if one fails, end the group. Raises as `Cluster.ranks`
+        does.
+        """
         until = time.monotonic() + seconds
         try:
             self.facts = _introduced(self.actors, self._environment, until)
@@ -189,12 +196,14 @@ class RayRanks(Shown, Closing):
     def submit(
         self, method: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None, timeout: float | None = None
     ) -> Pending:
-        """Start a `call` without waiting; `.result()` waits. A group runs its calls one by one; groups run in parallel."""
+        """Start a `call` without waiting; `.result()` waits. A group runs its calls one by one; different groups run in
+        parallel.
+        """
         import ray
 
         self.check()
         if each is not None and len(each) != self.size:
-            raise SettingError(f"each= of {method}", expected=f"{self.size} tuples, one a rank", found=len(each))
+            raise SettingError(f"length of each= of {method}", expected=f"{self.size}, one a rank", found=len(each))
         self._number += 1
         sent: Any = pack(tuple(shared))
         if self.size > 1 and shared:
@@ -207,7 +216,7 @@ class RayRanks(Shown, Closing):
         return pending
 
     def profile(self, start: bool) -> Pending:
-        """Start torch's profiler on all ranks, or end it (results: the gzipped Chrome traces); queued like a call."""
+        """Start torch's profiler on all ranks, or end it (the results are gzipped Chrome traces); queued like a call."""
         self.check()
         self._number += 1
         refs = {rank: actor.profile.remote(self._number, start) for rank, actor in enumerate(self.actors)}
@@ -288,20 +297,22 @@ class RayRanks(Shown, Closing):
 
     @property
     def calls(self) -> list[Pending]:
-        """Calls that are not answered yet, in order."""
+        """The calls that are not answered yet, in order."""
         return [one for one in self._open if not one.done]
 
     @property
     def timeline(self) -> Timeline:
-        """Every call that a rank of this group has run, with its times."""
+        """All calls that a rank of this group has run, with their times."""
         return ordered(self._events)
 
     def where(self, rank: int) -> str:
-        """A rank's name in messages: `rank 1 (pid 4711 on host)`."""
+        """Return a rank's name for messages: `rank 1 (pid 4711 on host)`."""
         return f"rank {rank} (pid {self.facts[rank]['pid']} on {self.facts[rank]['host']})"
 
     def stacks(self, ranks: Sequence[int] | None = None, seconds: float = 2.0) -> dict[int, str]:
-        """Rank → its Python stacks now, as text; a rank that is silent for `seconds` gets a sentence that says so."""
+        """Return rank → its present Python stacks as text; for a rank that is silent for `seconds` a sentence that says
+        so.
+        """
         chosen = range(self.size) if ranks is None else ranks
         refs = {rank: self.actors[rank].stacks.remote() for rank in chosen}
         until = time.monotonic() + seconds
@@ -309,7 +320,9 @@ class RayRanks(Shown, Closing):
         return {rank: quietly(ref, max(until - time.monotonic(), 0.1), mute) for rank, ref in refs.items()}
 
     def logs(self, rank: int, lines: int = 100) -> str:
-        """The last `lines` that a rank, dead or alive, wrote to stdout and to stderr; variables' values are hidden."""
+        """Return the last `lines` that a rank, dead or alive, wrote to stdout and to stderr; values of variables are
+        hidden.
+        """
         return self.redact(_read_log(self.facts[rank], lines))
 
 
@@ -340,10 +353,11 @@ class Pending:
         return time.time() - self._sent
 
     def result(self, *, copy: bool = True) -> list[Any]:
-        """Wait for one result per rank, in order; raises as `RayRanks.call`. Calling it again gives the same.
+        """Wait for one result per rank, in order; raises as `RayRanks.call` does. Calling it again returns the same
+        results.
 
-        Batches are copied into this process's memory; with `copy=False` a column stays in Ray's object store, and takes its
-        room, until it is first read.
+        Batches are copied into this process's memory. With `copy=False` a column stays in Ray's object store, and uses
+        its room, until the column is first read.
         """
         if not self.done:
             try:
@@ -357,7 +371,9 @@ class Pending:
         return self._outcome.result()
 
     def interrupted(self, error: BaseException | None = None) -> None:
-        """Stop the call because the prompt is wanted back. Ranks that all stop, or all end, stay; any other mix is ended."""
+        """Stop the call after an interrupt. Where all ranks stop, or all end normally, the group stays; otherwise it is
+        ended.
+        """
         self._outcome.set_exception(error or Interrupted(f"{self.method} was interrupted"))
         whole = False
         try:
@@ -392,7 +408,7 @@ class Pending:
         return [rank for rank in self._refs if rank not in self._got]
 
     def _settle(self) -> list[int]:
-        """Ask the other ranks to stop and take what they answer; those that do not let go."""
+        """Ask the remaining ranks to stop and collect their answers; returns the ranks that do not answer."""
         if any(arrival.outcome == "lost" for arrival in self._got.values()):
             return self._rest()
         self._group.stop(self._number)
@@ -404,7 +420,9 @@ class Pending:
     # --- ways to fail -------------------------------------------------------------------------
 
     def _failed(self) -> WorkbenchError:
-        """One rank raised or died: the call is lost, and so are ranks that wait for that one for ever. The error to raise."""
+        """Return the error to raise after a rank raised or died. Ranks that wait for that rank for ever are killed with
+        their group.
+        """
         hung = self._settle()
         for arrival in self._got.values():
             if arrival.outcome == "lost":
@@ -418,9 +436,9 @@ class Pending:
         arrival = next((arrival for arrival in raised if not _was_stopped(arrival)), raised[0])
         kind, text, trace, error = arrival.value
         redact = self._group.redact
-        said = f"{self.method} on {self._group.where(arrival.rank)} of group {self._group.name!r} raised {kind}: {redact(text)}"
+        what = f"{self.method} on {self._group.where(arrival.rank)} of group {self._group.name!r} raised {kind}: {redact(text)}"
         ours = type(error) if isinstance(error, WorkbenchError) else EngineError
-        return ours(f"{said}{after}\n{redact(trace)}")
+        return ours(f"{what}{after}\n{redact(trace)}")
 
     def _lost(self, arrival: Arrival) -> WorkerLost:
         group, rank = self._group, arrival.rank
@@ -472,7 +490,9 @@ def started(
 
 
 def _introduced(actors: Sequence[Any], environment: Environment, until: float) -> list[dict[str, Any]]:
-    """Set every worker's variables; who they are. Raises `EngineError` naming the ranks that do not come up."""
+    """Set every worker's variables, and return what each says of itself (pid, host, …). Raises `EngineError` for ranks
+    that do not start.
+    """
     from ray.exceptions import RayError
 
     paths = [os.path.abspath(path) for path in sys.path]
@@ -498,7 +518,7 @@ LOG_SECONDS = 5.0
 
 
 def tail(paths: Sequence[str], lines: int) -> str:
-    """The last `lines` of each file of `paths` that exists, joined as one text."""
+    """Return the last `lines` of each existing file of `paths`, joined as one text."""
     parts = []
     for path in paths:
         text = ""
@@ -513,7 +533,9 @@ def tail(paths: Sequence[str], lines: int) -> str:
 
 
 def _read_log(facts: Mapping[str, Any], lines: int) -> str:
-    """The tail of a worker's outputs and errors, read on its node; a sentence where that node does not answer."""
+    """Return the tail of a worker's output and error files, read on its node; a sentence where that node does not
+    answer.
+    """
     paths = [path for path in facts["logs"] if path.startswith("/") and Path(path).suffix in (".out", ".err")]
     if facts["host"] == socket.gethostname() or not paths:
         return tail(paths, lines)

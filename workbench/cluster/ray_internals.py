@@ -14,14 +14,16 @@ GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
 
 
 def heads_here() -> list[str]:
-    """Addresses of the Ray heads whose nodes run on this machine. Ray's public look-up remembers what it saw first."""
+    """Return the addresses of the Ray heads whose nodes run on this machine. Ray's public look-up remembers what it saw
+    first.
+    """
     from ray._private.services import _find_address_from_flag
 
     return sorted(_find_address_from_flag("--gcs-address"))
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """Node id → what is free there. `ray.available_resources` adds the nodes up."""
+    """Return node id → its free resources. The public `ray.available_resources` gives only the sum over nodes."""
     from ray._private.state import available_resources_per_node
 
     resources: Mapping[str, Mapping[str, float]] = available_resources_per_node()
@@ -29,7 +31,8 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
 
 
 def store_bytes(address: str, port: int) -> tuple[int, int]:
-    """Bytes of a node's object store: used and available. Only the dashboard, which is not started, has them.
+    """Return the used and the available bytes of a node's object store. Ray offers them publicly only in its dashboard,
+    which does not run.
 
     Raises gRPC's `RpcError` where the node does not answer.
     """
@@ -41,9 +44,12 @@ def store_bytes(address: str, port: int) -> tuple[int, int]:
 
 @contextmanager
 def starting_on_loopback(seconds: float, ended: Callable[[], str]) -> Iterator[None]:
-    """Context manager around `ray.init`: the cluster listens where this machine alone reaches it, as Ray's do by themselves on
-    macOS and Windows; on Linux there is no setting. Nor is there one for the half minute that Ray gives its own node: it is
-    asked for as long as `seconds`, and while Ray's processes live: `ended` says which one does not, or ''."""
+    """Context manager around `ray.init`: the new cluster listens only on loopback, and its node may take `seconds` to
+    start.
+
+    Ray has a setting for neither on Linux: it waits half a minute for its node. Here the wait also ends when `ended()`
+    returns the name of one of Ray's processes that has ended ("" while all live).
+    """
     from ray._private import ray_constants, services
 
     original: Any = services.get_node
@@ -74,21 +80,23 @@ def starting_on_loopback(seconds: float, ended: Callable[[], str]) -> Iterator[N
 
 
 def send_token() -> None:
-    """Let Ray send its token, which it does by itself only to a cluster that it starts."""
+    """Let Ray send its authentication token, which it otherwise does only for a cluster that it starts."""
     from ray._private.authentication.authentication_token_setup import _enable_token_auth
 
     _enable_token_auth()
 
 
 def forget_token() -> None:
-    """Ray reads its token once a process; the next cluster may have another."""
+    """Let Ray read its token again, which it does once per process; the next cluster may have another token."""
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined] # compiled
 
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def print_to(note: Callable[[Mapping[str, Any]], None] | None) -> None:
-    """Give `note` what Ray would print into cells (`lines`), and its log only errors; None: as it was. Ray has no setting."""
+    """Pass to `note` what Ray would print into cells (`lines`), and reduce Ray's log to errors; None restores both. Ray
+    has no setting for it.
+    """
     from ray._private import worker
 
     log, names = logging.getLogger("ray"), vars(worker)

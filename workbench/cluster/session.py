@@ -51,7 +51,9 @@ TOKEN_HOW = "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 @dataclass
 class Link:
-    """A connection to a Ray cluster: its address, Ray's session name, notes for the user, and what to stop at the end."""
+    """A connection to a Ray cluster: its address, Ray's session name, notes for the user, and the local cluster to stop
+    at the end.
+    """
 
     address: str
     session: str
@@ -76,8 +78,10 @@ def require_ray() -> None:
 def start(
     environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool, seconds: float
 ) -> Link:
-    """Start a local Ray cluster that listens on loopback only and ends with this process; `store`: object store bytes; `seconds`:
-    that each of Ray's own processes may take to come up."""
+    """Start a local Ray cluster that listens only on loopback and ends with this process.
+
+    `store` is the size of the object store in bytes, `seconds` how long each of Ray's processes may take to start.
+    """
     if dashboard:
         _require_dashboard()
     tokens = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"  # Ray's own default
@@ -101,7 +105,7 @@ def start(
 
 
 def _begin(environment: Environment, notes: list[str], seconds: float, **options: Any) -> Any:
-    """A cluster that is begun once more where one of Ray's own processes ended while it came up, which it does on a busy machine."""
+    """Start a cluster, once more where one of Ray's processes ended during the start, which happens on a busy machine."""
     again = False
     while True:
         watch = discovery.Watch()
@@ -124,13 +128,15 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
 
 
 def _begun(environment: Environment, notes: list[str], seconds: float, watch: discovery.Watch, **options: Any) -> Any:
-    """A cluster that listens where this machine alone reaches it, and has `seconds` to start."""
+    """Start a cluster that listens only on loopback, within `seconds`."""
     with ray_internals.starting_on_loopback(seconds, watch.look):
         return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
 
 
 def attach(address: str, environment: Environment, seconds: float) -> Link:
-    """Connect to a running cluster. Raises `EngineError` in about `seconds` where nothing answers or the token is wrong."""
+    """Connect to a running cluster. Raises `EngineError` in about `seconds` where nothing answers or the token is
+    wrong.
+    """
     target = _resolved(address)
     why = discovery.answers(target.removeprefix("ray://"))
     if why is not None:
@@ -159,8 +165,11 @@ def leave(link: Link) -> list[str]:
 
 
 def _probe(target: str, seconds: float) -> None:
-    """Ask a head, or the server of `ray://`, whether it is one: `ray.init` would wait for ever for a port that listens and
-    never answers, and over `ray://` for a token that is wrong or not sent."""
+    """Check that a Ray head, or the server of `ray://`, answers at an address and accepts the token.
+
+    `ray.init` would wait for ever for a port that never answers, and over `ray://` for a token that is wrong or not
+    sent.
+    """
     import grpc
     from ray.core.generated import gcs_service_pb2_grpc, ray_client_pb2, ray_client_pb2_grpc
     from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
@@ -195,7 +204,7 @@ def _probe(target: str, seconds: float) -> None:
 
 
 def _init(what: str, environment: Environment, notes: list[str], **options: Any) -> Any:
-    """`ray.init` in silence; whatever it raises becomes one error of ours, without the values of variables."""
+    """Call `ray.init` without output; whatever it raises becomes one `EngineError` without the values of variables."""
     import ray
 
     options |= {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -212,14 +221,16 @@ def _init(what: str, environment: Environment, notes: list[str], **options: Any)
 
 
 def _silence(notes: list[str] | None) -> None:
-    """Keep Ray's log messages out of cells, and make notes of what it would print there (that a node was lost); None: no more."""
+    """Keep Ray's log messages out of cells, and add to `notes` what Ray would print there (such as a lost node); None
+    ends this.
+    """
     if notes is None:
         ray_internals.print_to(None)
         return
 
     def note(data: Mapping[str, Any]) -> None:
-        for said in data.get("lines", ()):
-            first = str(said).strip().split("\n")[0][:300]
+        for line in data.get("lines", ()):
+            first = str(line).strip().split("\n")[0][:300]
             if first and first not in notes:
                 notes.append(first)
                 del notes[:-NOTES]
@@ -228,7 +239,9 @@ def _silence(notes: list[str] | None) -> None:
 
 
 def _require_dashboard() -> None:
-    """Without its packages Ray starts a dashboard that has no page, and says nothing."""
+    """Raise `SettingError` where packages of Ray's dashboard are missing; Ray would start one without a page and say
+    nothing.
+    """
     lacking = [name for name in ("aiohttp", "aiohttp_cors", "colorful", "opencensus", "prometheus_client")
                if name not in sys.modules and importlib.util.find_spec(name) is None]  # fmt: skip
     if lacking:
@@ -238,7 +251,9 @@ def _require_dashboard() -> None:
 
 
 def _resolved(address: str) -> str:
-    """`host:port` or `ray://…`. Raises `EngineError` saying what was found where `auto` is not exactly one cluster."""
+    """Return `host:port` or `ray://…` for an address; `auto` is resolved. Raises `EngineError` where `auto` is not
+    exactly one cluster.
+    """
     if address != "auto":
         return address
     if os.environ.get("RAY_ADDRESS") not in (None, "", "auto", "local"):
@@ -266,7 +281,7 @@ def _nothing(what: str, why: str | None) -> str:
 
 
 def known_token() -> str | None:
-    """The token that Ray would use, from `RAY_AUTH_TOKEN` or else its token file; None where there is none."""
+    """Return the token that Ray would use, from `RAY_AUTH_TOKEN` or its token file; None where there is none."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return os.environ["RAY_AUTH_TOKEN"]
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or _token_path())
@@ -276,9 +291,10 @@ def known_token() -> str | None:
 
 
 def _ensure_token() -> None:
-    """Write a token where there is none yet. Ray would write it readable for all; one that is so is closed to others.
+    """Write a token file where there is none, readable only by its owner; an existing one that others can read is
+    closed to them.
 
-    It appears under its name whole or not at all: another kernel may be starting beside this one.
+    The file appears completely or not at all, because another kernel may start a cluster at the same time.
     """
     path = _token_path()
     if known_token() is None:
@@ -353,7 +369,7 @@ def connect(
 
 
 def opened() -> Cluster | None:
-    """The cluster that is open in this process."""
+    """Return the cluster that is open in this process; None where there is none."""
     return _open if _open is not None and not _open.closed else None
 
 
@@ -376,24 +392,29 @@ class Cluster(Session, Closing):
     simulate = staticmethod(simulate)
 
     def fits(self, model: str | Path | Mapping[str, Any], *, tokens: int, **settings: Any) -> Fit:
-        """Measure, without its weights, whether a model that `place` would start with these settings fits the memory of each
-        process, as a table; see `fitting.fits`."""
+        """Measure, without weights, whether a model that `place` would start with these settings fits the memory of
+        each process.
+
+        See `fitting.fits` for the arguments; the result is displayed as a table.
+        """
         self.check()
         return fitting.fits(model, tokens=tokens, nodes=nodes(), **settings)
 
     # --- looking --------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Nodes, pools, workers and unanswered calls, as a table; in a cell it updates itself while the cluster works."""
+        """Return nodes, pools, workers and unanswered calls; displayed as a table, which in a cell updates itself."""
         with self._looking:
             self.check()
             return look(self, self._asked, self.status)
 
     def logs(self, group: RayRanks | str, rank: int | None = None, lines: int = 100) -> Logs:
-        """The last `lines` of the output of a group's worker `rank`, dead or alive, or (`rank=None`) of all its workers."""
+        """Return the last `lines` of the output of a group's worker `rank`, dead or alive, or (`rank=None`) of all its
+        workers.
+        """
         group = self._group(group)
         there = range(len(group.facts))
-        require(rank is None or rank in there, "rank", expected=f"0 to {len(there) - 1}, or None", found=rank)
+        require(rank is None or rank in there, "argument rank", expected=f"0 to {len(there) - 1}, or None", found=rank)
         ranks = there if rank is None else [rank]
         return Logs.of([(group.where(one), group.logs(one, lines)) for one in ranks])
 
@@ -439,9 +460,9 @@ def open_engine(
 ) -> Any:
     """Open an engine by the names of its trainer and its sampler, for notebooks that have these as parameters.
 
-    `engine` is where the policy is trained: `local` (this process) or `ray` (FSDP ranks on the cluster at `address`; None: the
-    one that is open, or one that is started here). `sampler` is what samples: `local` (transformers) or `vllm`. `settings` are
-    `LocalSettings`. Raises `SettingError` for another name, and what the engines raise.
+    `engine` is where the policy is trained: `local` (this process) or `ray` (FSDP ranks on the cluster at `address`;
+    None: the open cluster, or one that is started here). `sampler` is what samples: `local` (transformers) or `vllm`.
+    `settings` are `LocalSettings`. Raises `SettingError` for another name, and what the engines raise.
     """
     for what, word, known in (("engine", engine, ("local", "ray")), ("sampler", sampler, ("local", "vllm"))):
         if word not in known:

@@ -33,7 +33,9 @@ READS = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How long things take: given, measured in a run (`Rates.of`), or from a card's data sheet (`Rates.on`)."""
+    """How long the parts of a step take, as assumed, as measured in a run (`Rates.of`), or from a card's data sheet
+    (`Rates.on`).
+    """
 
     lengths: Sequence[int]
     """Response lengths, in tokens: one of them is drawn for each row."""
@@ -60,24 +62,25 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, values in (("lengths", self.lengths), ("rewards", self.rewards)):
-            require(len(values) > 0 and min(values) >= 0, name, expected="some numbers ≥ 0", found=values)
+            require(len(values) > 0 and min(values) >= 0, f"{name} of Rates", expected="some numbers ≥ 0", found=values)
         for name in ("prompt", "token", "per_request", "first", "train_token", "update", "step", "push"):
-            require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
+            require(getattr(self, name) >= 0, f"{name} of Rates", expected="≥ 0", found=getattr(self, name))
 
     def token_seconds(self, n: int) -> float:
-        """Seconds between two tokens of each of `n` requests that a replica decodes together."""
+        """Return the seconds between two tokens of a request when a replica decodes `n` requests together."""
         return self.token + self.per_request * max(n - 1, 0)
 
     def replace(self, **changes: Any) -> Rates:
-        """The same with other figures."""
+        """Return a copy of these rates with some figures changed, such as `rates.replace(push=0.5)`."""
         return replace(self, **changes)
 
     @staticmethod
     def of(run: Any, **known: Any) -> Rates:
-        """Measure the figures in a run (`wb.load_run(…)`) whose stages ran in order, with a recorded trace; `known` are given
-        instead. Raises `RunError` where it has none.
+        """Measure the rates in a run (`wb.load_run(…)`) whose stages ran in order, with a recorded trace; `known`
+        replaces single figures.
 
-        The fit of `token` and `per_request` needs steps of unlike lengths; where one will not do, `per_request` is 0, and `notes` say so.
+        Raises `RunError` where the run has no recorded trace or did not run in order. Separating `token` from
+        `per_request` needs steps of different lengths; without them `per_request` is 0, and `notes` say so.
         """
         settings = run.settings
         if settings["train"].get("ahead") or settings["train"].get("max_lag"):
@@ -113,11 +116,13 @@ class Rates:
         active: float | None = None,
         **known: Any,
     ) -> Rates:
-        """Estimate the figures for a model of so many parameters in bfloat16 on a card of `base.cards`.
+        """Estimate the rates for a model with `parameters` in bfloat16 on a card of `base.cards`; `known` replaces
+        single figures.
 
-        Decoding reads all weights once a token (divided by `tensor_parallel`) and each request's `cache_bytes` (of keys and
-        values, at its mean length), at `reads` of the card's bandwidth; a token trained is 8 operations per `active` parameter
-        (a pass for the old log-probs, forward, backward), at `share` of its peak. The push sends the weights over one link.
+        Decoding reads all weights once per token (divided by `tensor_parallel`) and each request's `cache_bytes` (of
+        keys and values, at its mean length), at the share `reads` of the card's bandwidth. A trained token costs 8
+        operations per `active` parameter (a pass for the old log-probs, forward, backward), at the share `share` of the
+        card's peak. A push sends the weights over one link.
         """
         if card not in CARDS:
             raise RunError(unknown("card", card, CARDS))
@@ -148,13 +153,17 @@ _APART = (
 
 
 def _learning(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of a step's stages that are the learner's, per token: the median."""
+    """Return the median over steps of the learner's seconds per token: all timed stages except rollout, reward and
+    totals.
+    """
     names = {key for row in rows for key in row if key.startswith("timing_s/")} - set(_APART)
     return median(sum(row.get(name) or 0.0 for name in names) / row["perf/total_num_tokens"] for row in rows)
 
 
 def _of_traces(run: Any) -> dict[str, Any]:
-    """Response lengths, mean prompt and reward seconds of the rows of a run's recorded traces."""
+    """Read response lengths, mean prompt length and reward seconds from a run's recorded traces. Raises `RunError`
+    without a trace.
+    """
     traces = [run.traces[step] for step in run.traces]
     batches = [trace.batch for trace in traces if "response_mask" in trace.batch]
     if not batches:
@@ -167,9 +176,11 @@ def _of_traces(run: Any) -> dict[str, Any]:
 
 
 def _fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, str]:
-    """(token, per_request, in words) by least squares of seconds = token · rounds + per_request · (tokens - rounds), neither negative.
+    """Fit seconds = token · rounds + per_request · (tokens − rounds) by least squares, neither negative; returns
+    (token, per_request, how).
 
-    One wave of n requests takes `token + per_request · (n - 1)` for each round, so that both sums are known without its schedule.
+    One wave of n requests takes `token + per_request · (n − 1)` for each round, so that both sums are known without its
+    schedule.
     """
     aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     ac, bc = (sum(p[i] * p[2] for p in points) for i in (0, 1))
@@ -187,7 +198,7 @@ def _fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float,
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What runs where: the numbers that `simulate` varies."""
+    """What runs where: the sizes that `simulate` varies, such as batch size, samplers, slots and learner ranks."""
 
     name: str = ""
     batch_size: int = 16
@@ -211,14 +222,15 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "group_size", "replicas", "slots", "ranks", "mini_batches"):
-            require(getattr(self, name) >= 1, name, expected="≥ 1", found=getattr(self, name))
-        require(self.judges is None or self.judges >= 1, "judges", expected="≥ 1, or None", found=self.judges)
-        require(self.ahead in (0, 1) and self.max_lag >= 0, "ahead", expected="0 or 1, max_lag ≥ 0", found=self.ahead)
-        require(not (self.ahead and self.max_lag), "ahead and max_lag", expected="one of them", found="both")
+            require(getattr(self, name) >= 1, f"{name} of a Layout", expected="≥ 1", found=getattr(self, name))
+        require(self.judges is None or self.judges >= 1, "Layout.judges", expected="≥ 1, or None", found=self.judges)
+        require(self.ahead in (0, 1), "Layout.ahead", expected="0 or 1", found=self.ahead)
+        require(self.max_lag >= 0, "Layout.max_lag", expected="≥ 0", found=self.max_lag)
+        require(not (self.ahead and self.max_lag), "ahead and max_lag of a Layout", expected="one", found="both")
 
     @property
     def title(self) -> str:
-        """Its name, or its mode and sizes."""
+        """The layout's name, or else its mode and sizes."""
         mode = f"max_lag={self.max_lag}" if self.max_lag else f"ahead={self.ahead}" if self.ahead else "in order"
         return self.name or f"{mode}, {self.batch_size} × {self.group_size} on {self.replicas} × {self.slots} slots"
 
@@ -227,7 +239,7 @@ class Layout:
 
 
 class _Clock:
-    """Simulated time: calls functions when their time has come; of one time, in the order in which they were set."""
+    """Simulated time: calls functions when their time has come; of equal times in the order in which they were set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -245,7 +257,7 @@ class _Clock:
 
 
 class _Busy:
-    """Counts who is at work over time: seconds with anybody, the mean of how many, and the stretches."""
+    """Counts over time how many are at work: seconds with at least one, the sum over all, and the stretches of time."""
 
     def __init__(self, clock: _Clock) -> None:
         self._clock, self.count, self._since, self._began = clock, 0, 0.0, 0.0
@@ -267,7 +279,7 @@ class _Busy:
 
 
 class _Replica:
-    """A sampler: `slots` requests at a time, which all get their next token together."""
+    """A simulated sampler: at most `slots` requests at a time, which all get their next token together."""
 
     def __init__(self, clock: _Clock, slots: int, rates: Rates) -> None:
         self._clock, self._slots, self._rates = clock, slots, rates
@@ -278,7 +290,7 @@ class _Replica:
         self.busy = _Busy(clock)
 
     def ask(self, *asked: tuple[int, Callable[[], None]]) -> None:
-        """Ask for responses: (tokens, what is called when it is there) of each."""
+        """Ask for responses, each given as (number of tokens, function to call when it is finished)."""
         self._waiting += asked
         self._fill()
 
@@ -299,7 +311,7 @@ class _Replica:
         self._next()
 
     def _pass(self) -> None:
-        """Let those who decode get the tokens of the time that has passed."""
+        """Advance the tokens of the requests that decode by the time that has passed."""
         if self._decoding:
             self._tokens += (self._clock.now - self._since) / self._rates.token_seconds(len(self._decoding))
         self._since = self._clock.now
@@ -328,7 +340,7 @@ class _Replica:
 
 
 class _Servers:
-    """Workers that serve one after the other, in the order of asking: rewards."""
+    """Simulated reward workers, which serve requests in the order of asking."""
 
     def __init__(self, clock: _Clock, count: int | None) -> None:
         self._clock, self._free = clock, math.inf if count is None else count
@@ -361,7 +373,7 @@ class _Servers:
 
 @dataclass
 class _Model:
-    """One training, simulated."""
+    """The simulation of one training."""
 
     layout: Layout
     rates: Rates
@@ -394,12 +406,14 @@ class _Model:
     # --- rows -------------------------------------------------------------------------------
 
     def _row(self, group: int, sample: int) -> tuple[int, float]:
-        """(tokens, seconds of its reward) of a row: the same in every layout."""
+        """Return (tokens, seconds of its reward) of a row; they depend only on the seed, the group and the sample, not
+        on the layout.
+        """
         draw = random.Random((self.seed * 1_000_003 + group) * 1_000_003 + sample)
         return draw.choice(self.rates.lengths), draw.choice(self.rates.rewards)
 
     def _score(self, groups: Sequence[int], then: Callable[[int], None]) -> None:
-        """Sample and score groups, by their numbers; `then(tokens)`."""
+        """Sample and score the groups of these numbers, then call `then(tokens)`."""
         size = len(groups) * self.layout.group_size
         early = self.layout.streaming_rewards and not self.layout.max_lag
         sampled: list[tuple[int, float]] = []
@@ -423,14 +437,16 @@ class _Model:
             self.replicas[number % len(self.replicas)].ask(*asked)
 
     def _draw(self, then: Callable[[int], None]) -> None:
-        """Sample and score a whole batch; `then(tokens)`."""
+        """Sample and score a whole batch, then call `then(tokens)`."""
         first, self._number = self._number, self._number + self.layout.batch_size
         self._score(range(first, self._number), then)
 
     # --- in order, or one step ahead ----------------------------------------------------------
 
     def _take(self, step: int, tokens: int) -> None:
-        """The rows of a step are there, and the learner is free: with `ahead` the next step's begin, then it learns."""
+        """Begin a step whose rows are there while the learner is free; with `ahead` the next step's rows begin before
+        it learns.
+        """
         self.lags[self.version - self.fresh] += self.layout.batch_size
         self._pushed(lambda: self._ahead(step, tokens)) if self.layout.ahead else self._learn(
             step, tokens, lambda: self._next(step)
@@ -453,7 +469,7 @@ class _Model:
         self._learn(step, tokens, lambda: on("learnt", 0))
 
     def _learn(self, step: int, tokens: int, then: Callable[[], None]) -> None:
-        """Score and update; `then()`."""
+        """Score and update for a step, then call `then()`."""
         layout, rates = self.layout, self.rates
         rows = layout.batch_size * layout.group_size
         seconds = rates.train_token * (tokens + rows * rates.prompt) / layout.ranks
@@ -471,7 +487,7 @@ class _Model:
         self.clock.after(seconds, ended)
 
     def _pushed(self, then: Callable[[], None]) -> None:
-        """Give the samplers the present weights, if they lack them."""
+        """Give the samplers the present weights if theirs are older, then call `then()`."""
         seconds = self.rates.push if self.fresh < self.version else 0.0
         self._mark("push", f"version {self.version}", seconds)
         self.fresh = self.version
@@ -484,7 +500,7 @@ class _Model:
     # --- a stream -----------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Begin as many groups as may be out, as `runs.streaming` counts."""
+        """Begin as many groups as the lag allows, counted as `runs.streaming` does."""
         size, lag = self.layout.batch_size, self.layout.max_lag
         room = (self.fresh + lag + 1 - self._step + 1) * size - len(self._out)
         for _ in range(min(room, self.steps * size - self._number)):
@@ -493,13 +509,14 @@ class _Model:
             self._score([number], functools.partial(self._scored, self.fresh, number))
 
     def _scored(self, born: int, number: int, tokens: int) -> None:
-        """A group waits for its step."""
+        """Add a scored group to those that wait for their step."""
         self._finished.append((born, number, tokens))
         self._try()
 
     def _try(self) -> None:
-        """Let the learner take a step's groups, the oldest first, if it is free, they are there, and none that is left out would
-        then come too late."""
+        """Let the learner take a step's groups, the oldest first, if it is free, enough are there, and no other group
+        would become too old.
+        """
         size = self.layout.batch_size
         if self._training or len(self._finished) < size or self._step > self.steps:
             return
@@ -530,7 +547,7 @@ class _Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What one layout would give."""
+    """The result of simulating one layout: seconds, tokens per second, shares of time at work, and lags."""
 
     layout: Layout
     seconds: float
@@ -554,12 +571,14 @@ class Simulated:
 
     @property
     def idle(self) -> dict[str, float]:
-        """Seconds per step in which a part has nothing to do."""
+        """Seconds per step in which samplers and learner have nothing to do."""
         return {"samplers": (1 - self.sampler) * self.seconds, "learner": (1 - self.learner) * self.seconds}
 
 
 class Simulation(Shown):
-    """Layouts side by side, the same rows in each; shown as a table and a chart of the first steps. Made by `simulate`."""
+    """Results of several layouts with the same rows in each; shown as a table and a chart of the first steps. Made by
+    `simulate`.
+    """
 
     def __init__(self, results: Sequence[Simulated], rates: Rates, steps: int) -> None:
         self.results, self.rates, self.steps = tuple(results), rates, steps
@@ -571,7 +590,7 @@ class Simulation(Shown):
         return self.results[place]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each layout, as plain values."""
+        """Return one row for each layout, as plain values."""
         return [
             {
                 "layout": result.layout.title, "s/step": result.seconds, "tokens/s": result.tokens_per_second, "samplers": result.sampler,
@@ -582,17 +601,17 @@ class Simulation(Shown):
         ]  # fmt: skip
 
     def to_pandas(self) -> Any:
-        """The table as a DataFrame; shares are of the time, `lag` is the mean of versions behind."""
+        """Return the table as a DataFrame; shares are of the time, `lag` is the mean number of versions behind."""
         import pandas as pd
 
         return pd.DataFrame(self.table()).set_index("layout")
 
 
 def simulate(*layouts: Layout, rates: Rates, steps: int = 20, seed: int = 0) -> Simulation:
-    """Say what layouts would give: seconds a step, what waits for what, how old the rows are. Needs no cluster.
+    """Predict what layouts would give: seconds per step, which parts are idle, how old the rows are. Needs no cluster.
 
-    All layouts get the same prompts, with the same response lengths and reward times. Raises `SettingError` for numbers that
-    cannot be.
+    All layouts get the same prompts, with the same response lengths and reward times. Raises `SettingError` for
+    impossible numbers.
 
     Example:
         >>> rates = Rates(lengths=[50], token=0.02, train_token=0.001)
@@ -600,8 +619,8 @@ def simulate(*layouts: Layout, rates: Rates, steps: int = 20, seed: int = 0) -> 
         >>> round(one.seconds, 3)  # 50 tokens at 0.02 s, then 200 tokens at 0.001 s
         1.2
     """
-    require(len(layouts) > 0, "layouts", expected="at least one", found=0)
-    require(steps >= 2, "steps", expected="≥ 2", found=steps)
+    require(len(layouts) > 0, "layouts of simulate", expected="at least one", found=0)
+    require(steps >= 2, "argument steps of simulate", expected="≥ 2", found=steps)
     results = []
     for layout in layouts:
         model = _Model(layout, rates, steps, seed)

@@ -77,7 +77,9 @@ class Status(Shown):
 
 
 def look(cluster: Session, asked: dict[Any, Any], again: Callable[[], Status]) -> Status:
-    """Make a `Status` of the cluster, asking every worker; `asked` keeps requests that are unanswered for the next look."""
+    """Make a `Status` of the cluster by asking every worker. `asked` keeps requests that are not answered yet for the
+    next look.
+    """
     answers, machines = _answers(cluster, asked), nodes()
     hosts = {node.id: node.host for node in machines}
     pools, workers, calls = [], [], []
@@ -102,14 +104,16 @@ def look(cluster: Session, asked: dict[Any, Any], again: Callable[[], Status]) -
 
 
 def _pushes(cluster: Session) -> list[str]:
-    """A line for each engine whose weights were pushed: how, how many bytes and seconds."""
+    """Return a line for each engine whose weights were pushed: how, how many bytes and seconds."""
     placed = {id(pool.placed[1]): pool.placed[1] for pool in cluster.pools.values() if pool.placed is not None}
     pairs = [one for one in placed.values() if isinstance(one, Paired) and one.last_push is not None]
     return [f"weights of {one.path}, version {one.version}: {one.last_push}" for one in pairs]
 
 
 def _answers(cluster: Session, pending: dict[Any, Any]) -> dict[Any, Mapping[str, Any] | None]:
-    """Actor → its answer, or None. One that has not answered is not asked again before it has: no questions pile up."""
+    """Ask all actors and return actor → its answer, or None. One that has not answered yet is not asked again, so that
+    no requests pile up.
+    """
     # none that still starts
     actors = [actor for group in list(cluster.groups) if group.facts for actor in group.actors]
     refs = {actor: pending.get(actor) or actor.now.remote() for actor in actors}
@@ -127,7 +131,9 @@ class Logs(Shown, str):
 
     @staticmethod
     def of(parts: Sequence[tuple[str, str]]) -> Logs:
-        """Make `Logs` of (worker, its lines) pairs: one worker's lines as they are, those of several under their names."""
+        """Make `Logs` from (worker, its lines) pairs: a single worker's lines unchanged, those of several under the
+        workers' names.
+        """
         texts = [text for _, text in parts] if len(parts) == 1 else [f"--- {where}\n{text}" for where, text in parts]
         made = Logs("\n".join(texts))
         made.parts = tuple(parts)

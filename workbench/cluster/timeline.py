@@ -14,7 +14,7 @@ from workbench.base.shown import Shown
 
 @dataclass(frozen=True)
 class Event:
-    """One call of a method on one rank: when it began and ended, and how."""
+    """One call of a method on one rank: when it began and ended, and how it ended."""
 
     group: str
     rank: int
@@ -31,13 +31,14 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long the call ran, in seconds."""
+        """Seconds that the call ran."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """The calls of all workers, the earliest first, and the requests to this process's samplers; `save` writes a Chrome trace.
+    """The calls of all workers, the earliest first, and the requests to this process's samplers; `save` writes a Chrome
+    trace.
 
     Made by `Cluster.timeline`.
     """
@@ -57,7 +58,9 @@ class Timeline(Shown):
         return len(self.events)
 
     def stages(self) -> list[tuple[str, float, float]]:
-        """When each stage ran: (stage, began, ended) in seconds since the epoch; its consecutive calls are one entry."""
+        """Return when each stage ran: (stage, began, ended) in seconds since the epoch; its consecutive calls are one
+        entry.
+        """
         entries: list[tuple[str, float, float]] = []
         last: dict[str, int] = {}
         before = ""
@@ -72,9 +75,12 @@ class Timeline(Shown):
         return entries
 
     def chrome(self) -> dict[str, Any]:
-        """The calls in Chrome's trace format, as a dict: a process per group, a thread per rank, microseconds; the stages
-        that made the calls are a process of their own. The requests of each sampler are one, too: spans that may overlap,
-        `request` from asking to the answer, in it `waiting` and the instant `first token`."""
+        """Return the calls in Chrome's trace format, as a dict: a process per group, a thread per rank, times in
+        microseconds.
+
+        The stages that made the calls are a further process, and so are the requests of each sampler: spans that may
+        overlap, `request` from asking to the answer, within it `waiting` and the instant `first token`.
+        """
         groups = list(dict.fromkeys(event.group for event in self.events))
         lanes = sorted({(groups.index(event.group), event.rank, event.host) for event in self.events})
         start, stages = self.start, self.stages()
@@ -93,7 +99,7 @@ class Timeline(Shown):
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def _requests(self, process: int, start: float) -> list[dict[str, Any]]:
-        """The requests as nestable spans of Chrome's format; the first sampler is process number `process`."""
+        """Return the requests as nestable spans of Chrome's format; the first sampler is process number `process`."""
         samplers = list(dict.fromkeys(request.queue for request in self.requests))
         events = [
             _meta("process_name", process + place, 0, f"requests to {name}") for place, name in enumerate(samplers)
@@ -128,8 +134,10 @@ def _span(name: str, kind: str, process: int, thread: int, began: float, seconds
 
 
 def ordered(events: Sequence[Event], since: float | None = None) -> Timeline:
-    """Make a `Timeline` of events, sorted by the time when they began, with the requests that were asked in this process
-    `since` then (epoch seconds; None: without them)."""
+    """Make a `Timeline` of events, sorted by the time when they began.
+
+    It includes the requests that this process has asked since `since` (epoch seconds); None leaves them out.
+    """
     calls = tuple(sorted(events, key=lambda event: (event.began, event.group, event.rank)))
     if since is None:
         return Timeline(calls)

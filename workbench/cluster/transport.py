@@ -35,7 +35,7 @@ COMMAND = 60
 
 @dataclass(frozen=True)
 class Arrival:
-    """The outcome of a call on one rank."""
+    """The outcome of a call on one rank: done, raised or lost, its value, and when it ran."""
 
     rank: int
     outcome: str
@@ -48,7 +48,7 @@ class Arrival:
 
 
 def arrivals(refs: Mapping[int, Any], until: float, look: Callable[[], None] = lambda: None) -> Iterator[Arrival]:
-    """Yield each rank's outcome as it arrives; `look` is called every 0.1 s in which none does, and may raise.
+    """Yield each rank's outcome as it arrives; `look` is called every 0.1 s in which none arrives, and may raise.
 
     Raises `TimeoutError` at `until` (a `time.monotonic` time) where ranks have not answered.
     """
@@ -91,14 +91,14 @@ def out(refs: Sequence[Any], seconds: float) -> list[int]:
 
 
 def fetch(ref: Any, seconds: float) -> Any:
-    """The value of a Ray object ref. Raises Ray's own errors; after `seconds` one that is also a `TimeoutError`."""
+    """Return the value of a Ray object ref. Raises Ray's errors; after `seconds` one that is also a `TimeoutError`."""
     import ray
 
     return ray.get(ref, timeout=seconds)
 
 
 def quietly(ref: Any, seconds: float, instead: Any) -> Any:
-    """The value of a Ray object ref, or `instead` where it is not there within `seconds` or its worker is dead."""
+    """Return the value of a Ray object ref, or `instead` where it is not there within `seconds` or its worker is dead."""
     from ray.exceptions import RayError
 
     try:
@@ -108,14 +108,16 @@ def quietly(ref: Any, seconds: float, instead: Any) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Why a worker died, in one line of Ray's error text."""
+    """Return why a worker died, in one line of Ray's error text."""
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if re.search("exit|killed|died", line, re.IGNORECASE)]
     return " ".join(telling[-2:]) or first_line(error)
 
 
 def for_memory(text: str) -> str:
-    """One line about a worker that Ray killed for lack of memory: how much the node used, and which processes used most."""
+    """Describe in one line that Ray killed a worker for lack of memory: how much the node used, and which processes
+    used most.
+    """
     used = _USED.search(text)
     users = re.findall(r"^(\d+)\t([\d.]+)\t(.+)$", text, re.MULTILINE)
     most = ", ".join(f"{size} GB by {command[:COMMAND]} (pid {pid})" for pid, size, command in users[:USERS])
@@ -127,7 +129,7 @@ def for_memory(text: str) -> str:
 
 
 class Shared(Lazy):
-    """A batch column in Ray's shared memory; reading it, or some of its rows, copies them into this process."""
+    """A batch column in Ray's shared memory; reading the column, or some of its rows, copies them into this process."""
 
     def __init__(self, packed: Any) -> None:
         array, dtype, shape = packed
@@ -180,7 +182,7 @@ def read(value: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    """(numpy array, dtype, shape) of a tensor, without a copy where it is contiguous and on the CPU."""
+    """Return (numpy array, dtype, shape) of a tensor, without a copy where the tensor is contiguous and on the CPU."""
     tensor = tensor.detach().cpu()
     if tensor.dtype != torch.bfloat16 and not tensor.is_complex():
         array = np.ascontiguousarray(tensor.numpy())

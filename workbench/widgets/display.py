@@ -43,7 +43,7 @@ HEARTBEAT = 20.0
 
 
 def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel; IPython is not imported to find out."""
+    """Return whether this process is a Jupyter kernel, without importing IPython."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     return shell is not None and hasattr(shell, "kernel")
@@ -64,7 +64,7 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
 
 
 class Live:
-    """Progress and curves of one run, updated in place in a notebook's cell. `on_row` may be called on any thread."""
+    """Progress and curves of one run, updated in place in a notebook's cell. `on_row` may be called from any thread."""
 
     def __init__(
         self, steps: int, rows: list[dict[str, Any]], control: Control | None = None, path: Path | None = None
@@ -80,7 +80,9 @@ class Live:
     # --- what comes in --------------------------------------------------------------------------
 
     def on_row(self, row: Mapping[str, Any], eta: float) -> None:
-        """Add a step's metrics in place of those of the same and later steps, update the display. `eta`: seconds left."""
+        """Add a step's metrics and update the display; rows of this step or later ones are replaced. `eta` is the
+        seconds left.
+        """
         if self.rows and self.rows[-1][STEP] >= row[STEP]:
             self.rows = [one for one in self.rows if one[STEP] < row[STEP]]
             self._watch = Watch(self.rows)
@@ -96,7 +98,7 @@ class Live:
             self._draw(now)
 
     def every(self) -> float:
-        """Seconds between refreshes of the curves."""
+        """Return the seconds between refreshes of the curves."""
         return CURVES_EVERY
 
     async def watch(self) -> None:
@@ -123,7 +125,7 @@ class Live:
     # --- what goes out --------------------------------------------------------------------------
 
     def status(self) -> str:
-        """The progress line, with a pause or a long step noted."""
+        """Return the progress line, with a note if the run is paused or a step takes long."""
         waited = self._shown - self._since
         paused, holding = self._said
         if paused:
@@ -136,7 +138,7 @@ class Live:
         return list(self._watch.marks)
 
     def notes(self) -> list[str]:
-        """One line for each symptom found so far; it begins with the number that marks it in the curves."""
+        """Return one line for each symptom found so far, beginning with the number that marks it in the curves."""
         return [f"{number}  {one}" for number, one in enumerate(self.marks, 1)]
 
     def _show(self, now: float) -> None:
@@ -150,7 +152,7 @@ class Live:
             self.draw(picture)
 
     def picture(self) -> bytes:
-        """The curves as a PNG; empty before the second step, and where they cannot be drawn."""
+        """Draw the curves as a PNG; b"" before the second step, and where they cannot be drawn."""
         if len(self.rows) < 2:
             return b""
         try:
@@ -160,7 +162,7 @@ class Live:
             return b""
 
     def open(self) -> None:
-        """Display the progress block in the cell, and under it the place of the curves."""
+        """Display the progress block in the cell, and below it a place for the curves."""
         from IPython.display import display
 
         self._block = display(Block(self.line, 0.0), display_id=True)
@@ -178,14 +180,14 @@ class Live:
 
 
 class Progress(NamedTuple):
-    """What there is so far of a run that is being trained here."""
+    """The rows and traces so far of a run that is being trained in this process."""
 
     rows: Sequence[Mapping[str, Any]]
     traces: Mapping[int, Any]
 
 
 class Growing(curves.Live):
-    """The curves of a training that goes on."""
+    """The curves of a training that is still running, for its widget."""
 
     alone = True
 
@@ -194,7 +196,7 @@ class Growing(curves.Live):
 
     @property
     def plots(self) -> Plots:
-        """The curves so far; a recorded step's samples can be opened."""
+        """The curves so far; the samples of a recorded step can be opened from them."""
         run = self._training
         traces = Traces(run.path / "traces") if run.path is not None else {}
         return Plots({"this run": Progress(list(run.rows), traces)}, marks=run.marks)
@@ -247,7 +249,7 @@ class TrainingPanel(Live):
             self._cover.renewed += 1
 
     def every(self) -> float:
-        """Seconds between refreshes of the curves, which cost no picture."""
+        """Return the seconds between refreshes of the curves, which the page draws without a picture."""
         return LIVE_EVERY
 
     def _draw(self, now: float) -> None:
@@ -263,7 +265,7 @@ class TrainingPanel(Live):
         self._handle.update(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The static form."""
+        """Return the static form: progress, symptoms and the curves as a picture."""
         shown = Block(self.status(), self.share, self.notes())
         where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
         moment = () if self._over else block(f"As of this moment; {where} has the present state.")
@@ -274,7 +276,9 @@ class TrainingPanel(Live):
 
 
 class Seen(NamedTuple):
-    """The output of a widget with this id, nothing where it is empty; a page that cannot draw it shows nothing."""
+    """An output that displays the widget with this id, or nothing for ""; a page that cannot draw the widget shows
+    nothing.
+    """
 
     model_id: str
 
@@ -291,7 +295,7 @@ class Block(View):
         self._line, self._share, self._notes = line, share, list(notes)
 
     def document(self) -> Part:
-        """The view's content: the progress bar, and under it a line for each symptom."""
+        """Build the display: the progress bar, and below it a line for each symptom."""
         return bar(self._share, self._line), [block(note) for note in self._notes]
 
 

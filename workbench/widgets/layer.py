@@ -80,7 +80,9 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
 
 
 def _follow(_: Any) -> None:
-    """After each cell: the last view of an object that it has moved is drawn anew; earlier ones show what their own cell did."""
+    """After each cell, redraw the last widget of every object that the cell has moved; earlier widgets keep showing
+    what they showed.
+    """
     for face in {id(face._stepped): face for face in _alive if isinstance(face, Face)}.values():
         if face.face["stands"] != face._stands():
             face.face = face._face()
@@ -121,10 +123,10 @@ class Layer(anywidget.AnyWidget):
             self.send(self._replies[key])
 
     def reply(self, content: Any) -> dict[str, Any]:
-        """What goes back to the page for a message from its script: the answer, or what went wrong.
+        """Return the reply to a message from the page's script: the answer, or the error.
 
-        A page that waits sends its question again under the same id (`asked`), word for word. It is acted on once: a copy
-        gets the reply that is kept or, while another thread is still at work on the first, word that it runs.
+        A page that waits sends its message again under the same id (`asked`). The message is acted on once: a copy gets
+        the reply that is kept or, while another thread is still working on the first one, a note that it is running.
         """
         request = content.get("asked")
         key = repr(content)
@@ -146,16 +148,18 @@ class Layer(anywidget.AnyWidget):
         return self._replies[key]
 
     def work(self, request: dict[str, Any]) -> str:
-        """What a question makes the kernel do, in words, where that may take long; "" for one that only looks."""
+        """Describe what a message makes the kernel do, where that may take long; "" for a message that only looks."""
         return ""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a message from the page's script; both are dicts with a `kind`."""
+        """Return the reply to a message from the page's script; both are dicts with a `kind`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `answer`")
 
 
 class Cover(Layer):
-    """The first part of a box of widgets: in place of the box the static form is seen when the kernel is gone."""
+    """The first widget of a box of widgets. When the kernel is gone, its script shows the static form in place of the
+    box.
+    """
 
     script = "cover"
 
@@ -167,7 +171,7 @@ class Cover(Layer):
 
 
 def name_of(thing: Any, otherwise: str) -> str:
-    """The name of the notebook's variable that holds an object; `otherwise` where there is none."""
+    """Return the name of the notebook's variable that holds an object; `otherwise` where there is none."""
     names = vars(sys.modules["__main__"]).items()
     return next((name for name, value in names if value is thing and not name.startswith("_")), otherwise)
 
@@ -183,10 +187,12 @@ _FIRST = (
 
 
 class SamplesTable(Layer):
-    """The widget of a `Samples` view: a table whose script asks for `rows` (one page), for the `code` that makes them, and for one
-    row to `pick` it in full, for its `tokens`, `text` or `history`, for the `diff` to another, or to `pin` it.
+    """The widget of a `Samples` view: a table whose script sends messages for a page of `rows`, for their `code`, and
+    for one row.
 
-    A question with the tab `left` is about the rows that were left out."""
+    Of a row it asks for everything (`pick`), its `tokens`, `text` or `history`, the `diff` to another row, or to `pin`
+    it. A message with the tab `left` is about the rows that were left out.
+    """
 
     script = "samples"
 
@@ -223,8 +229,9 @@ class SamplesTable(Layer):
         self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply: a page of rows or the code for them; of one row all, its tokens, a difference or its history as HTML, its
-        text, or a note that it was pinned."""
+        """Return the reply: a page of rows, or the code for them; for one row its card, tokens, difference or history
+        as HTML, its text, or a note that it was pinned.
+        """
         left = self._samples.left_out
         view = left if request.get("tab") == "left" and left is not None else self._samples
         if request["kind"] == "rows":
@@ -244,7 +251,7 @@ class SamplesTable(Layer):
         return {"kind": "card", "html": self._shown(view, row, request).html()}
 
     def _shown(self, view: Samples, row: int, request: dict[str, Any]) -> doc.View:
-        """What is shown of a row in place of its card."""
+        """Return the view that replaces a row's card: its history, its tokens, or its difference to another row."""
         if request["kind"] == "history":
             made: doc.View = self._samples.against.history(view.row(row))
             return made
@@ -267,12 +274,14 @@ class SamplesTable(Layer):
         return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code, "more": more}
 
     def _name(self, view: Samples) -> str:
-        """What the samples are of, in code."""
+        """Return the Python expression for what the samples belong to, such as `trace` or
+        `wb.views.samples(trace).left_out`.
+        """
         name = name_of(self._samples.thing, "batch")
         return name if view is self._samples else f"wb.views.samples({name}).left_out"
 
     def _code(self, view: Samples, request: dict[str, Any]) -> str:
-        """The line that makes the DataFrame of what the page shows now."""
+        """Return the line of code that makes the DataFrame of what the page shows now."""
         page, where = _filters(request), view.where or {}
         if callable(where) or set(where) & set(page):
             rows = self._select(view, request).tolist()
@@ -284,7 +293,7 @@ class SamplesTable(Layer):
         return f"wb.views.samples({self._name(view)}{options}).to_pandas()"
 
     def _select(self, view: Samples, request: dict[str, Any]) -> np.ndarray:
-        """Rows that pass Python's and the page's filters, in the page's order."""
+        """Return the rows that pass the filters of Python and of the page, in the page's order."""
         order, search, by_group = str(request["order"]), str(request.get("search") or ""), bool(request.get("by_group"))
         rows = view.index.select(order, where=view.where, search=search, by_group=by_group)
         return rows[np.isin(rows, view.index.select("index", where=_filters(request)))]
@@ -317,7 +326,7 @@ class SamplesTable(Layer):
         }
 
     def _columns(self, view: Samples) -> list[str]:
-        """The columns of the page: the chosen ones, or the usual ones; of rows left out the reason first."""
+        """Return the columns to show: the chosen ones, or the usual ones; for left-out rows the reason comes first."""
         known = ["row", *view.index.frame]
         first = [name for name in (LEFT_OUT, OF_ROW) if name in known]
         chosen = [name for name in self.columns if name in known and name not in first]
@@ -327,7 +336,7 @@ class SamplesTable(Layer):
 
 
 def _filters(request: dict[str, Any]) -> dict[str, Any]:
-    """The page's filters as `where` takes them."""
+    """Return the page's filters in the form that `where` takes."""
     filters: dict[str, Any] = {"status": request["status"]} if request.get("status") else {}
     if request.get("low") is not None or request.get("high") is not None:
         filters["reward"] = (request.get("low"), request.get("high"))
@@ -351,7 +360,7 @@ def _pin(batch: DataProto, row: int, expected: str, note: str) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A number, or text on one line."""
+    """Return a cell's value as a number, or as text on one line; None for a value that is missing or not finite."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, bool | int | float):
@@ -365,7 +374,9 @@ _PROMPT = 2000
 
 
 class TokenView(Layer):
-    """The widget of a `Tokens` view: its script asks for `tokens` (texts, all numbers) or `colours` (of one quantity)."""
+    """The widget of a `Tokens` view: its script asks for `tokens` (texts and all numbers) or `colours` (of one
+    quantity).
+    """
 
     script = "tokens"
 
@@ -379,7 +390,7 @@ class TokenView(Layer):
         self.observe(lambda change: setattr(tokens, "colour", change["new"]), "colour")
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply: the tokens of all shown rows, or their colours for one quantity with its range."""
+        """Return the reply: the tokens of all shown rows, or their colours for one quantity with its range."""
         if request["kind"] == "tokens":
             return {"kind": "tokens", "rows": [_row(row) for row in self._tokens.rows]}
         quantity, span = self._tokens.quantity(str(request["colour"]))
@@ -406,7 +417,7 @@ def _row(row: TokenRow) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | None:
-    """JSON has no NaN, and nobody reads sixteen digits."""
+    """Round a number to four digits for the page; None for NaN and infinities, which JSON does not have."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
@@ -414,7 +425,9 @@ def _short(value: float) -> float | None:
 
 
 class Face(Layer):
-    """Base of the widgets whose buttons advance a `Stepper` or an episode: the very object of the notebook, not a copy."""
+    """Base of the widgets whose buttons advance a `Stepper` or an episode. They act on the notebook's own object, not
+    on a copy.
+    """
 
     face: Any = traitlets.Dict().tag(sync=True)
     """The view when the cell ended."""
@@ -427,38 +440,39 @@ class Face(Layer):
         super().__init__(face=self._face(), **traits)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Move the stepped object as the clicked button asks, and return its new view.
+        """Advance the stepped object as the clicked button asks, and return its new view.
 
-        Where a cell or another widget has moved the object meanwhile, the click only refreshes the view.
+        Where a cell or another widget has advanced the object meanwhile, the click only refreshes the view.
         """
         if request["kind"] != "look" and request.get("stands") != self._stands():
             return self._face(note=f"the {self.noun} is elsewhere by now")
         return self._face(self._move(request))
 
     def work(self, request: dict[str, Any]) -> str:
-        """What next and run are about to run: the first phase of it."""
+        """Return the name of the phase that the buttons next and run would run first; "" for other buttons."""
         moves = request.get("kind") in ("next", "run") and request.get("stands") == self._stands()
         return str(getattr(self._stepped, self.ahead) or "") if moves else ""
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
-        said = {"kind": "face", "html": self._html(), "code": code, "note": note}
-        return {**said, "stands": self._stands(), "next_stage": getattr(self._stepped, self.ahead)}
+        view = {"kind": "face", "html": self._html(), "code": code, "note": note}
+        return {**view, "stands": self._stands(), "next_stage": getattr(self._stepped, self.ahead)}
 
     def _html(self) -> str:
         return str(self._stepped._repr_html_())
 
     def _stands(self) -> Any:
-        """A value that differs between places of the stepped object."""
+        """Return a value that differs between positions of the stepped object."""
         raise NotImplementedError(f"{type(self).__name__} has no method `_stands`")
 
     def _move(self, request: dict[str, Any]) -> str:
-        """Do what was asked, and return the line of code for it."""
+        """Do what the message asks, and return the line of code for it."""
         raise NotImplementedError(f"{type(self).__name__} has no method `_move`")
 
 
 class StepperFace(Face):
-    """The widget of a `Stepper`: buttons next, back, run until a phase, back to a phase; a phase that is pressed is shown, and
-    the stepper stays where it stands."""
+    """The widget of a `Stepper`: buttons next, back, run until a phase, back to a phase. A pressed phase is shown
+    without moving the stepper.
+    """
 
     script = "stepping"
 
@@ -495,8 +509,8 @@ class StepperFace(Face):
         method, argument = kind.split()[0], {"run": "until", "back to": "to"}.get(kind)
         options = {argument: str(request["phase"])} if argument else {}
         getattr(self._stepped, method)(**options)
-        said = ", ".join(f'{option}="{value}"' for option, value in options.items())
-        return f"{name}.{method}({said})"
+        arguments = ", ".join(f'{option}="{value}"' for option, value in options.items())
+        return f"{name}.{method}({arguments})"
 
 
 class EpisodeFace(Face):
@@ -509,7 +523,7 @@ class EpisodeFace(Face):
     ahead = "next_role"
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As any face; the texts of its turns are drawn as Markdown, LaTeX and code if that is asked."""
+        """Advance the episode and return its new view; with `rendered` its texts are drawn as Markdown, LaTeX and code."""
         self.rendered = bool(request.get("rendered", self.rendered))
         return super().answer(request)
 
@@ -538,9 +552,9 @@ class EpisodeFace(Face):
             if turn is not None:
                 episode.back(to=int(turn))
             # answers to several calls: a line each
-            said = text.split("\n") if len(episode.asked) > 1 else text
-            episode.say(said)
-            return f"{name}.say({said!r})" if turn is None else f"{name}.replace({turn}, {said!r})"
+            turns = text.split("\n") if len(episode.asked) > 1 else text
+            episode.say(turns)
+            return f"{name}.say({turns!r})" if turn is None else f"{name}.replace({turn}, {turns!r})"
         return ""
 
 
@@ -553,7 +567,7 @@ CALM = 20
 
 
 class ClusterTable(Layer):
-    """The widget of a cluster's `Status`: a thread reads the status again every `every` seconds while a view is open."""
+    """The widget of a cluster's `Status`: a thread reads the status again every `every` seconds while a page shows it."""
 
     script = "cluster"
 
@@ -569,7 +583,7 @@ class ClusterTable(Layer):
         self._thread.start()
 
     def look(self) -> bool:
-        """Read the cluster's status once and show it; False where the cluster is closed or cannot be read. Never raises."""
+        """Read the cluster's status once and show it; returns False where the cluster is closed. Never raises."""
         html, note, live = self.face["html"], "", self._again is not None
         try:
             if self._again is not None:
@@ -607,8 +621,9 @@ class ClusterTable(Layer):
 
 
 class CurvePlots(Layer):
-    """The widget of a figure of curves: its script asks for all `columns`, again when `version` changes, and for the `samples`
-    of a run's step."""
+    """The widget of a figure of curves: its script asks for all `columns`, again when `version` changes, and for a
+    step's `samples`.
+    """
 
     script = "curves"
     library = "uplot/uPlot"
@@ -623,7 +638,9 @@ class CurvePlots(Layer):
         super().__init__(alone=figure.alone)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply: the columns (`keys`: those of other metrics), or a step's samples as HTML with the code that shows them."""
+        """Return the reply: the columns (with `keys` those of other metrics), or a step's samples as HTML with the code
+        that shows them.
+        """
         plots = self._figure.plots
         if request["kind"] == "columns":
             return {"kind": "columns", **plots.columns(tuple(map(str, request.get("keys") or ())))}
