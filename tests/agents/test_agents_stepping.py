@@ -354,9 +354,7 @@ def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper)
         step.episode("a")  # type: ignore[arg-type]
     rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
     other = wb.Stepper(step.pipeline, rows.batch(2, step=2)).run(until="rollout")
-    with pytest.raises(
-        PipelineError, match=r"of another batch; s|of another batch; make it from this stepper: episode\(0\)"
-    ):
+    with pytest.raises(PipelineError, match=r"of another batch; s|of another batch; use this stepper's episode\(0\)"):
         other.with_episodes(e)
 
 

@@ -160,7 +160,7 @@ def test_a_thread_that_saves_has_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch, 
         wrote.append((threading.current_thread().name, gpus.current))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(worker, "_planned", lambda *_: (SimpleNamespace(write_data=write), None, None))
+    monkeypatch.setattr(worker, "_plan_save", lambda *_: (SimpleNamespace(write_data=write), None, None))
     monkeypatch.setattr(worker, "everyone", lambda *_: None)
     monkeypatch.setattr(worker.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(worker.distributed, "get_world_size", lambda: 4)

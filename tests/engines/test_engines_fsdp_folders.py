@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests_architectures import ARCHITECTURES, make
 
 from workbench.base.errors import EngineError
-from workbench.engines.fsdp_engine.folders import Reader, adapters_of, begin_folder, planned, reverted
+from workbench.engines.fsdp_engine.folders import WeightReader, adapters_of, begin_folder, planned, reverted
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import load_model
 from workbench.engines.settings import LocalSettings
@@ -35,7 +35,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", EVERY)
 def test_folders_are_read_and_written_as_transformers_does(name: str, tmp_path: Path) -> None:
     folder = make(name, tmp_path / "model")
-    real, reader = load_model(folder, CPU), Reader.of(str(folder), CPU)
+    real, reader = load_model(folder, CPU), WeightReader.of(str(folder), CPU)
     for tensor, value in real.state_dict().items():
         box = middle(value.shape)
         assert torch.equal(reader.read(tensor, box).float(), value[box].float()), tensor
@@ -57,7 +57,7 @@ def test_folders_are_read_and_written_as_transformers_does(name: str, tmp_path: 
     assert (tmp_path / "parts/config.json").read_text() == (tmp_path / "whole/config.json").read_text()
     again = load_model(tmp_path / "parts", CPU).state_dict()
     assert all(torch.equal(again[one], whole[one]) for one in whole)
-    assert all(torch.equal(Reader.of(str(tmp_path / "parts"), CPU).read(one, middle(again[one].shape)), again[one][middle(again[one].shape)])
+    assert all(torch.equal(WeightReader.of(str(tmp_path / "parts"), CPU).read(one, middle(again[one].shape)), again[one][middle(again[one].shape)])
                for one in list(again)[:5])  # fmt: skip
 
 
@@ -72,17 +72,17 @@ def test_what_does_not_fit_is_told_by_name(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     folder = changed(make("llama", tmp_path / "a"), lambda tensors: tensors.pop(name))
     with pytest.raises(EngineError, match=f"the files lack {name}"):
-        Reader.of(str(folder), CPU)
+        WeightReader.of(str(folder), CPU)
     folder = changed(make("llama", tmp_path / "b"), lambda tensors: tensors.update({name: torch.zeros(3, 2)}))
     with pytest.raises(EngineError, match=rf"the files have {name} of shape \(3, 2\) in place of"):
-        Reader.of(str(folder), CPU)
+        WeightReader.of(str(folder), CPU)
     more = {"model.layers.9.mlp.down_proj.weight": torch.zeros(2)}
     folder = changed(make("llama", tmp_path / "c"), lambda tensors: tensors.update(more))
     with pytest.raises(EngineError, match=r"with no place in the model, model.layers.9"):
-        Reader.of(str(folder), CPU)
+        WeightReader.of(str(folder), CPU)
     (folder / "model.safetensors").unlink()
     with pytest.raises(EngineError, match="no weights at"):
-        Reader.of(str(folder), CPU)
+        WeightReader.of(str(folder), CPU)
 
 
 def test_older_files_are_mapped_and_sliced(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_older_files_are_mapped_and_sliced(tmp_path: Path) -> None:
         torch.save({name: tensors[name] for name in some}, folder / file)
     places = {name: file for file, some in halves.items() for name in some}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    reader = Reader.of(str(folder), CPU)
+    reader = WeightReader.of(str(folder), CPU)
     assert all(
         torch.equal(reader.read(name, middle(one.shape)), one[middle(one.shape)]) for name, one in tensors.items()
     )

@@ -173,7 +173,7 @@ def test_architectures_are_cut_by_their_own_plans(name: str, four: Group, tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("bloom", "a plan for its attention"), ("cohere", "found model.layers.0.self_attn.q_norm.weight")],
+    [("bloom", "tp_plan for its attention"), ("cohere", "found model.layers.0.self_attn.q_norm.weight")],
 )
 def test_what_cannot_be_cut_is_refused_before_it_is_loaded(name: str, told: str, four: Group, tmp_path: Path) -> None:
     folder = make(name, tmp_path / name)

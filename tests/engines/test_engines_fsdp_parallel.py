@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(name: str, sizes: Size
 
 
 def test_padded_rows_are_not_cut(folder: Folders, two: Group) -> None:
-    with pytest.raises(EngineError, match=r"mesh cp with Qwen3ForCausalLM.*rows that may be packed; found pack='no'"):
+    with pytest.raises(EngineError, match=r"mesh cp\) with Qwen3ForCausalLM.*rows that may be packed; found pack='no'"):
         fsdp(folder("qwen3"), on=two, device="cpu", mesh={"cp": 2}, pack="no")
 
 

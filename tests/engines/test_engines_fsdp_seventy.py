@@ -80,7 +80,7 @@ def test_no_rank_holds_a_whole_model(folder: str, monkeypatch: pytest.MonkeyPatc
         return full(value)
 
     monkeypatch.setattr(parallel, "_materialise", lambda whole, device: None)
-    monkeypatch.setattr(folders, "Files", lambda path: files)
+    monkeypatch.setattr(folders, "StoredTensors", lambda path: files)
     monkeypatch.setattr(meshes, "everyone", lambda told, kind: pytest.fail(told) if told else None)
     monkeypatch.setattr(sharded, "_full", noted)
     monkeypatch.setattr(

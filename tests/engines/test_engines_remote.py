@@ -20,7 +20,7 @@ from tests_remote import FIRST, LOGITS, Server, serving
 from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, SettingError
 from workbench.engines import Request, Sample, Sampler, SamplingSettings, local, paired, remote, server_command
-from workbench.engines.http.server import Reply, examine
+from workbench.engines.http.server import ServerReply, examine
 from workbench.engines.weights import weights_of
 from workbench.testing.models import make_random_model
 
@@ -342,10 +342,10 @@ def test_the_command_says_everything_that_a_server_needs(tmp_path: Path) -> None
 def test_log_probs_before_filters_are_told_or_unknown(second: float, expected: bool | None) -> None:
     """A model that is too sure of every prompt leaves it open; that is not the same as a server that filters."""
 
-    async def ask(request: Request, tops: int) -> Reply:
+    async def ask(request: Request, tops: int) -> ServerReply:
         scaled = torch.log_softmax(torch.tensor([0.0, second]) / request.settings.temperature, -1).tolist()
         ids = tuple((request.seed + place) % 2 for place in range(request.settings.max_tokens))
-        return Reply(ids, tuple(scaled[one] for one in ids), "length", "", ({0: scaled[0], 1: scaled[1]},))
+        return ServerReply(ids, tuple(scaled[one] for one in ids), "length", "", ({0: scaled[0], 1: scaled[1]},))
 
     found = asyncio.run(examine(ask, [(1, 2)]))
     assert found.before_filters is expected and found.follows_temperature and found.seeded

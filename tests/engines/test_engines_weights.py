@@ -18,8 +18,8 @@ from workbench.engines.vllm_server import process
 from workbench.engines.vllm_server.engine import VllmEngine, VllmSettings
 from workbench.engines.vllm_server.process import Piece
 from workbench.engines.weights import (
-    Careful,
     Entry,
+    FallbackSync,
     Push,
     Tensors,
     buckets_of,
@@ -263,16 +263,16 @@ def test_an_adapter_goes_alone_over_its_own_base(tmp_path: Path) -> None:
 
 def test_a_way_that_no_gpu_has_confirmed_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen = sync_of(Placed(devices=["a"]), Placed(devices=["a"]))
-    assert isinstance(chosen, Careful) and chosen.way == "CUDA IPC"
+    assert isinstance(chosen, FallbackSync) and chosen.way == "CUDA IPC"
     asked = sync_of(Placed(devices=["a"]), Placed(devices=["a"]), "CUDA IPC")
-    assert not isinstance(asked, Careful)  # who asked for it gets its error
+    assert not isinstance(asked, FallbackSync)  # who asked for it gets its error
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     weights.prove("CUDA IPC")
     weights.prove("broadcast")
     assert weights.proven() == {"CUDA IPC", "broadcast"}
-    assert not isinstance(sync_of(Placed(devices=["a"]), Placed(devices=["a"])), Careful)
+    assert not isinstance(sync_of(Placed(devices=["a"]), Placed(devices=["a"])), FallbackSync)
 
-    def ways(error: Exception) -> Careful:
+    def ways(error: Exception) -> FallbackSync:
         def fails(version: int) -> Push:
             raise error
 
@@ -281,7 +281,7 @@ def test_a_way_that_no_gpu_has_confirmed_falls_back(monkeypatch: pytest.MonkeyPa
             SimpleNamespace(way="CUDA IPC", push=fails),
             SimpleNamespace(way="shared memory", push=lambda version: push),
         )
-        return Careful(first, other)  # type: ignore[arg-type]
+        return FallbackSync(first, other)  # type: ignore[arg-type]
 
     careful = ways(EngineError("invalid device context"))
     with pytest.warns(

@@ -123,7 +123,7 @@ def test_D1_a_gradient_that_is_no_number_leaves_everything(tiny: str) -> None:
     told = str(caught.value)
     assert f"nan: the gradients of {len(named)} parameters are not finite, next to the loss {named[-1]}" in told
     assert caught.value.__notes__ == [
-        f"rows of the mini-batch with such a gradient of their own: [3], uids ['{batch['uid'][3]}']"
+        f"mini-batch rows whose own gradient is not finite: [3], uids ['{batch['uid'][3]}']"
     ]
     assert weights_hash(pipe) == before
     pipe["update_actor"](batch)  # and the next, good one works

@@ -339,7 +339,7 @@ def test_a_chain_that_cannot_work_is_refused_and_says_which_stage_to_move() -> N
         Pipeline([rollout, advantage, reward])
     with pytest.raises(PipelineError, match="add the stage 'values'"):
         Pipeline([rollout, reward, Advantage(functional.gae)])
-    with pytest.raises(PipelineError, match="one name; found reward"):
+    with pytest.raises(PipelineError, match="the same name; found reward"):
         Pipeline([rollout, reward, reward])
 
 
@@ -392,7 +392,7 @@ def test_a_stage_more() -> None:
         pipeline.insert_after("rewards", Doubled())
     with pytest.raises(PipelineError, match="no earlier stage writes it"):
         Pipeline([Rollout(Engine()), Reward(length_reward, in_process=True)]).insert_after("rollout", Doubled())
-    with pytest.raises(PipelineError, match="two stages have one name"):
+    with pytest.raises(PipelineError, match="two stages have the same name"):
         more.insert_after("doubled", Doubled())
     with pytest.raises(PipelineError, match=r"insert_after\('reward'\); expected a stage"):
         pipeline.insert_after("reward", Doubled)  # type: ignore[arg-type]

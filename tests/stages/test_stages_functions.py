@@ -95,7 +95,7 @@ def test_a_result_of_another_form_is_refused(returned: Any) -> None:
     def odd(batch: wb.DataProto) -> Any:
         return returned
 
-    with pytest.raises(PipelineError, match="what stage 'odd' returned; expected a dict of columns, or"):
+    with pytest.raises(PipelineError, match="the result of stage 'odd'; expected a dict of columns, or"):
         odd()(batch())
 
 

@@ -12,7 +12,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import BatchError, ColumnMissing
-from workbench.steps.compare import Compared, Spread, diverge
+from workbench.steps.compare import Compared, Mismatch, diverge
 from workbench.steps.trace import Phase, Trace
 
 NAN = float("nan")
@@ -93,9 +93,9 @@ def test_one_token_is_named_with_both_values_and_what_follows() -> None:
     assert (found.first, found.second, found.uid, found.token_ids) == (17, 5, "b", (17, 5))
     assert found.compared == Compared(phases=0, columns=4, metrics=0)
     assert found.later == (
-        Spread("rollout", "responses", 1, None),
-        Spread("rollout", "input_ids", 1, None),
-        Spread("old_log_prob", "old_log_probs", 1, 0.5),  # −8/8 against −1.5
+        Mismatch("rollout", "responses", 1, None),
+        Mismatch("rollout", "input_ids", 1, None),
+        Mismatch("old_log_prob", "old_log_probs", 1, 0.5),  # −8/8 against −1.5
     )
     around = [(one.token, one.first, one.second, one.differs, one.here) for one in found.beside]
     assert around == [(0, 16, 16, False, False), (1, 17, 5, True, True), (2, 18, 18, False, False)]
@@ -202,7 +202,7 @@ def test_other_rows_are_a_difference_and_the_shared_ones_are_followed() -> None:
         None,
     )
     assert found.inside == "4 rows against 3, 3 of them in both"
-    assert found.later == (Spread("filter", "uid", 1, None), Spread("values", "values", 3, 1.0))
+    assert found.later == (Mismatch("filter", "uid", 1, None), Mismatch("values", "values", 3, 1.0))
     assert diverge(valued(shorter), valued(longer)).second == "b"
 
 
@@ -283,7 +283,7 @@ def test_metrics_are_compared_after_the_columns_and_times_are_not() -> None:
         1.0,
         1.5,
     )
-    assert found.later == (Spread("reward", "reward/one", 0, 0.5),)
+    assert found.later == (Mismatch("reward", "reward/one", 0, 0.5),)
     phases[1] = replace(phases[1], metrics={})
     assert diverge(one, Trace(one.start, tuple(phases))).second is None
     assert diverge(one, Trace(one.start, tuple(phases)), columns=["reward"]).identical

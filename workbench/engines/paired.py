@@ -70,7 +70,7 @@ class Paired(can.SampleMany, can.Closing):
         self._pushed: tuple[Any, ...] | None = None
         self._turn = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
-        self._held: Held | None = None
+        self._held: HeldWeights | None = None
         self._flow: Flow | None = None
         # asked once: a sample of one token must not wait for `isinstance`
         self._restartable = sampler if isinstance(sampler, can.Restartable) else None
@@ -85,7 +85,7 @@ class Paired(can.SampleMany, can.Closing):
 
     @property
     def version(self) -> int:
-        """Policy version of the next sampled response: the learner's, inside `Held.drawing()` that of the held weights."""
+        """Policy version of the next sampled response: the learner's, inside `HeldWeights.drawing()` that of the held weights."""
         held = present(self)
         return self.learner.version if held is None else held.version
 
@@ -95,7 +95,7 @@ class Paired(can.SampleMany, can.Closing):
         return self.learner.tokenizer
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response with the learner's present weights, or inside `Held.drawing()` with the held ones.
+        """Sample one response with the learner's present weights, or inside `HeldWeights.drawing()` with the held ones.
 
         If the sampler's process dies, it is restarted and the request sent again with the same seed, at most twice. Raises
         `WorkerLost` where that fails, `EngineError` where the sampler's weights are not those that were pushed to it.
@@ -109,14 +109,14 @@ class Paired(can.SampleMany, can.Closing):
         for last in (False, False, True):
             starts = self._starts()
             try:
-                version = await self._given(held)
+                version = await self._present_version(held)
                 sample = await self.sampler.sample(request)
             except WorkerLost:
                 if last or held is not None or self._restartable is None:
                     raise
                 async with self._turn:
                     if self._starts() == starts:  # no other caller has started it again
-                        await self._finished(self._restartable.restart)
+                        await self._run_to_end(self._restartable.restart)
                 continue
             if sample.version == version or (self._lagging is not None and self._lagging.stale):
                 return sample
@@ -127,7 +127,7 @@ class Paired(can.SampleMany, can.Closing):
         found = f"version {sample.version} from {self.sampler!r}"
         raise EngineError(what, expected=f"policy version {version}", found=found, do="restart the sampler")
 
-    async def _given(self, held: Held | None) -> int | None:
+    async def _present_version(self, held: HeldWeights | None) -> int | None:
         """Return the policy version of the weights in the sampler, after pushing the learner's where the sampler lacks
         them. While weights are `held`, theirs."""
         if held is not None:
@@ -138,7 +138,7 @@ class Paired(can.SampleMany, can.Closing):
             return held.version
         if self._behind():
             if self._following is None or self._following.done():
-                self._following = asyncio.ensure_future(self._in_turn())
+                self._following = asyncio.ensure_future(self._push_in_turn())
             # one task for all who wait: they go on together, and share a wave as if there had been nothing to push
             await runtime.to_its_end(self._following)
         return self._pushed[1] if self._pushed else None
@@ -164,8 +164,8 @@ class Paired(can.SampleMany, can.Closing):
         self._pushed = (*held, self._starts())  # a push may start what was lost
         return self.last_push.seconds
 
-    def hold(self) -> Held:
-        """Push the learner's weights to the sampler if it lacks them, and keep them there until `Held.release()`.
+    def hold(self) -> HeldWeights:
+        """Push the learner's weights to the sampler if it lacks them, and keep them there until `HeldWeights.release()`.
 
         Waits until weights that are held already are released. Raises `EngineError` with `share_device=True`: there the
         sampler sleeps while the learner works.
@@ -177,14 +177,14 @@ class Paired(can.SampleMany, can.Closing):
             raise EngineError(what, expected="a sampler on a device of its own", found=found, do=do)
         return runtime.run(self._hold())
 
-    async def _hold(self) -> Held:
+    async def _hold(self) -> HeldWeights:
         await self._turn.acquire()
         try:
-            await self._follow()
+            await self._push_if_behind()
         except BaseException:
             self._turn.release()
             raise
-        self._held = Held(self, self.version, self._starts())
+        self._held = HeldWeights(self, self.version, self._starts())
         return self._held
 
     def flow(self, most: int) -> Flow:
@@ -196,7 +196,7 @@ class Paired(can.SampleMany, can.Closing):
         if self.share_device or self._held is not None or self._flow is not None:
             found = "share_device=True" if self.share_device else "weights that are held, or another stream"
             raise EngineError("cannot sample while the learner works", expected="a free sampler", found=found)
-        runtime.run(self._in_turn())
+        runtime.run(self._push_in_turn())
         self._flow = Flow(self, most)
         return self._flow
 
@@ -211,22 +211,22 @@ class Paired(can.SampleMany, can.Closing):
     def _behind(self) -> bool:
         return bool(self._asleep) or self._pushed != self._state()
 
-    async def _in_turn(self) -> None:
+    async def _push_in_turn(self) -> None:
         async with self._turn:
-            await self._follow()
+            await self._push_if_behind()
 
-    async def _follow(self) -> None:
+    async def _push_if_behind(self) -> None:
         """Wake the sampler and push the learner's weights, as far as needed; called under the lock."""
         if self._behind():
             awake = self._pushed == self._state()
             work = (lambda: self._wake(*_TAGS)) if awake else self.push
             if self._flow is None:
-                await self._finished(work)
+                await self._run_to_end(work)
             else:
                 await self._flow.between(work)
 
     @staticmethod
-    async def _finished(work: Callable[[], Any]) -> None:
+    async def _run_to_end(work: Callable[[], Any]) -> None:
         """Run `work` in a thread to its end, even where the caller is cancelled: nobody may sample, or push again,
         beside half a push."""
         await runtime.to_its_end(asyncio.to_thread(runtime.releasing_team(work)))
@@ -294,7 +294,7 @@ class Paired(can.SampleMany, can.Closing):
         Raises `EngineError` where the sampler has no process of its own.
         """
         if self._restartable is None:
-            raise EngineError("restart() of a pair", expected="a sampler in a process", found=repr(self.sampler))
+            raise EngineError("restart() of a pair", expected="a sampler in its own process", found=repr(self.sampler))
         self._restartable.restart()
         self._asleep, self._sync = [], None
 
@@ -307,8 +307,8 @@ class Paired(can.SampleMany, can.Closing):
     def describe(self) -> dict[str, Any]:
         """Return the learner's path and settings by name, for a run's record; those of the sampler are under `sampler`."""
         mine, its = (one.describe() if isinstance(one, can.Described) else {} for one in (self.learner, self.sampler))
-        asked = {} if self.weight_sync == "auto" else {"weight_sync": self.weight_sync}  # as runs of before have it
-        return {**mine, "sampler": its, **asked}
+        way = {} if self.weight_sync == "auto" else {"weight_sync": self.weight_sync}  # as runs of before have it
+        return {**mine, "sampler": its, **way}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("learner", "sampler"):
@@ -340,11 +340,11 @@ def paired(
     Raises `EngineError` where the tokenizers differ, or the sampler cannot take weights.
     """
     if learner is sampler:
-        raise EngineError("paired()", expected="two engines", found="one engine twice", do="use that engine alone")
+        raise EngineError("arguments of paired()", expected="two engines", found="one twice", do="use it alone")
     if isinstance(sampler, can.Pairable):
         sampler.check_paired()
     if share_device and not isinstance(sampler, can.Sleeper):
-        raise EngineError("share_device=True", expected="a sampler with sleep() and wake()", found=repr(sampler))
+        raise EngineError("paired(share_device=True)", expected="a sampler with sleep() and wake()", found=sampler)
     check_tokens(learner, sampler)
     given = {"share_device": share_device, "weight_sync": weight_sync, "bucket_bytes": bucket_bytes}
     return Paired(learner, sampler, **given)  # type: ignore[arg-type]
@@ -393,7 +393,7 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
     return replace(push, gap=gap, note="")
 
 
-class Held:
+class HeldWeights:
     """Weights kept in a pair's sampler from `Paired.hold()` until `release()`, while the learner trains on.
 
     Code inside `drawing()`, on its thread and in what it awaits, samples with these weights and sees their version.
@@ -485,7 +485,7 @@ class Flow:
         before that, where it has one."""
         if restart and self.engine._restartable is not None:
             self.engine.restart()
-        runtime.run(self.engine._in_turn())
+        runtime.run(self.engine._push_in_turn())
 
     async def between(self, work: Callable[[], Any]) -> None:
         """Run `work` on the sampler's weights while it samples nothing: between two tokens, or between two requests."""
@@ -499,7 +499,7 @@ class Flow:
             self._closed = True
             await self._changed.wait_for(lambda: renewable is not None or not self._out)
         try:
-            await Paired._finished(alone)
+            await Paired._run_to_end(alone)
         finally:
             async with self._changed:
                 self._closed = False
@@ -533,11 +533,11 @@ class Flow:
         self.engine._flow = None
 
 
-_present: ContextVar[Held | Flow | None] = ContextVar("workbench_held", default=None)
+_present: ContextVar[HeldWeights | Flow | None] = ContextVar("workbench_held", default=None)
 _drawn: ContextVar[Draw] = ContextVar("workbench_drawn")
 
 
-def present(engine: Paired) -> Held | Flow | None:
-    """Return the `Held` or `Flow` of this engine whose `drawing()` block the caller is in; None outside of one."""
+def present(engine: Paired) -> HeldWeights | Flow | None:
+    """Return the `HeldWeights` or `Flow` of this engine whose `drawing()` block the caller is in; None outside of one."""
     held = _present.get()
     return held if held is not None and held.engine is engine else None

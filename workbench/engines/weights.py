@@ -313,7 +313,7 @@ class WeightSync(Protocol):
         """
 
 
-class Whole:
+class WholeSync:
     """Pushes all tensors in one call of `load_weights`, on the CPU: for samplers and learners that do not take buckets."""
 
     way = "whole"
@@ -330,7 +330,7 @@ class Whole:
         return Push(self.way, version, size, time.perf_counter() - began, max(resident() - before, size))
 
 
-class Adapter:
+class AdapterSync:
     """Pushes a LoRA adapter alone, as a peft folder in host memory; every replica loads it over the base model that it
     has."""
 
@@ -354,7 +354,7 @@ class Adapter:
         )
 
 
-class Buckets:
+class BucketSync:
     """Pushes weights in buckets of bounded size, one after the other: the learner's process writes each, and every
     replica reads it."""
 
@@ -370,12 +370,12 @@ class Buckets:
         takes, layout = self._sampler.receives(), self._learner.weight_layout()
         dtype = None if self.way == "in place" else takes["dtype"]
         plan = buckets_of(layout, dtype, self._limit, split=takes["split"])
-        self._joined(takes)
+        self._form_group(takes)
         try:
             self._sampler.begin_weights({name: one.shape for name, one in layout.items()})
             with ExitStack() as files:
                 for pieces, nbytes in plan:
-                    self._one(pieces, nbytes, files, again=takes["split"])
+                    self._push_bucket(pieces, nbytes, files, again=takes["split"])
                     sent += nbytes
                     held = 0 if self.way in ("in place", *_ON_GPUS) else nbytes
                     most = max(most, held, resident() - before)
@@ -387,7 +387,7 @@ class Buckets:
             raise
         return Push(self.way, version, sent, time.perf_counter() - began, most, takes["dtype"], _note(self.way, takes))
 
-    def _one(self, pieces: list[Piece], nbytes: int, files: ExitStack, again: bool) -> None:
+    def _push_bucket(self, pieces: list[Piece], nbytes: int, files: ExitStack, again: bool) -> None:
         if self.way == "shared memory":
             place = {"file": self._file(nbytes, files, again), "nbytes": nbytes}
             self._learner.send_weights(pieces, place)
@@ -415,7 +415,7 @@ class Buckets:
         file.truncate(max(nbytes, os.fstat(file.fileno()).st_size))
         return path
 
-    def _joined(self, takes: Mapping[str, Any]) -> None:
+    def _form_group(self, takes: Mapping[str, Any]) -> None:
         """Form the process group of a broadcast, again where a sampler's process was restarted."""
         which = (takes["processes"], tuple(map(str, takes["pids"])))
         if self.way != "broadcast" or self._group == which:
@@ -430,11 +430,11 @@ class Buckets:
         self._group = which
 
 
-class Careful:
+class FallbackSync:
     """Pushes by a way that was chosen automatically and has not been verified on this GPU; where it fails, by another
     way (such as shared memory)."""
 
-    def __init__(self, first: Buckets, other: Buckets) -> None:
+    def __init__(self, first: BucketSync, other: BucketSync) -> None:
         self.way, self._first, self._other = first.way, first, other
 
     def push(self, version: int) -> Push:
@@ -460,17 +460,17 @@ def sync_of(learner: Any, sampler: Any, way: str = "auto", bucket_bytes: int = B
         raise EngineError(unknown("way of weights", way, WAYS))
     ways = possible(learner, sampler)
     makers: dict[str, Callable[[], Any]] = {
-        name: partial(Buckets, learner, sampler, name, bucket_bytes) for name in ways
+        name: partial(BucketSync, learner, sampler, name, bucket_bytes) for name in ways
     }
-    makers |= {"adapter": partial(Adapter, learner, sampler)} if "adapter" in ways else {}
-    makers["whole"] = partial(Whole, learner, sampler)
+    makers |= {"adapter": partial(AdapterSync, learner, sampler)} if "adapter" in ways else {}
+    makers["whole"] = partial(WholeSync, learner, sampler)
     if way != "auto" and way not in makers:
         what = f"weights cannot go from {learner!r} to {sampler!r} by {way!r}"
         raise EngineError(what, expected=f"one of {', '.join(makers)}", found=repr(way))
     chosen = way if way != "auto" else next(iter(makers))
     if way == "auto" and chosen in _ON_GPUS and chosen not in proven():
         other = next(one for one in ways if one in ("shared memory", "object store"))
-        return Careful(makers[chosen](), makers[other]())
+        return FallbackSync(makers[chosen](), makers[other]())
     sync: WeightSync = makers[chosen]()
     return sync
 
@@ -495,7 +495,7 @@ def possible(learner: Any, sampler: Any) -> list[str]:
     return [*ways, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else ways
 
 
-def _proofs() -> Path:
+def _proofs_path() -> Path:
     """Path of this user's file with the ways that were verified on this machine's GPU under this version of torch."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     name = re.sub(r"\W+", "-", f"weights {gpu} torch {torch.__version__}")
@@ -505,7 +505,7 @@ def _proofs() -> Path:
 def proven() -> set[str]:
     """The ways to push weights that `check_push` (run by the doctor, too) has verified on this machine."""
     with suppress(OSError, RuntimeError):  # a user without a home
-        return set(_proofs().read_text().splitlines())
+        return set(_proofs_path().read_text().splitlines())
     return set()
 
 
@@ -513,7 +513,7 @@ def prove(way: str) -> None:
     """Remember that a way to push weights was verified here. Where the home folder cannot be written the way stays
     unverified, without an error."""
     with suppress(OSError, RuntimeError):
-        path = _proofs()
+        path = _proofs_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(sorted({*proven(), way})))
 

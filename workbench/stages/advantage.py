@@ -91,31 +91,31 @@ class Advantage(BaseStage):
         self.estimator_settings = settings
         self.parts = tuple(parts)
         self._controller = kl_controller
-        self._called = getattr(estimator, "__name__", repr(estimator))
-        self._asked = _asked(estimator, settings)
+        self._estimator_name = getattr(estimator, "__name__", repr(estimator))
+        self._inputs = _inputs(estimator, settings)
         parameters = inspect.signature(estimator).parameters
         open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         strange = [name for name in settings if name not in parameters and not open_ended]
         if strange:
-            known = [name for name in parameters if name not in self._asked]
-            raise PipelineError(unknown(f"setting of {self._called!r}", strange[0], known))
-        needed = [name for arg, name in self._asked.items() if parameters[arg].default is inspect.Parameter.empty]
-        if "components" in self._asked.values() and not self.parts:
+            known = [name for name in parameters if name not in self._inputs]
+            raise PipelineError(unknown(f"setting of {self._estimator_name!r}", strange[0], known))
+        needed = [name for arg, name in self._inputs.items() if parameters[arg].default is inspect.Parameter.empty]
+        if "components" in self._inputs.values() and not self.parts:
             do = "name them: parts=('correct', 'format')"
             raise PipelineError("the estimator reads components, but no parts of the reward are given", do=do)
         self._whole = self._compares_rows()
         self.reads = self._needed(needed)
-        may = [*(INPUTS[name] for name in self._asked.values()), self.sessions]
+        may = [*(INPUTS[name] for name in self._inputs.values()), self.sessions]
         self.optional = ("loss_mask", "reward", *dict.fromkeys(name for name in may if name and name not in self.reads))
 
     def _compares_rows(self) -> bool:
         """Whether the estimator computes one advantage for each whole row. Raises `PipelineError` if it does not and
         `sessions` requires it."""
-        asked = set(self._asked.values())
-        whole = bool(asked & {"scores", "components"}) and not asked & _OF_TOKENS
+        inputs = set(self._inputs.values())
+        whole = bool(inputs & {"scores", "components"}) and not inputs & _OF_TOKENS
         if self.sessions not in (None, SESSION) and not whole:
-            what, do = f"sessions={self.sessions!r} with estimator {self._called}", "use grpo, rloo or such"
-            raise PipelineError(what, expected="one that reads scores, and no token's numbers", do=do)
+            what, do = f"sessions={self.sessions!r} with estimator {self._estimator_name}", "use grpo, rloo or such"
+            raise PipelineError(what, expected="one that reads scores and nothing per token", do=do)
         return whole
 
     def _needed(self, inputs: Sequence[str]) -> tuple[str, ...]:
@@ -170,12 +170,10 @@ class Advantage(BaseStage):
             rows, place = last.unique(return_inverse=True)
             inputs = {name: column[rows] for name, column in inputs.items()}
             whole = inputs["mask"] = inputs["mask"].clone()
-            whole[~whole.bool().any(-1), 0] = (
-                1  # a last row that is empty or rejected still has the session's advantage
-            )
-        given = {argument: inputs[name] for argument, name in self._asked.items() if name in inputs}
-        with boundary(f"estimator {self._called}", PipelineError):
-            result = self.estimator(**given, **self.estimator_settings)
+            whole[~whole.bool().any(-1), 0] = 1  # an empty or rejected last row still has the session's advantage
+        arguments = {argument: inputs[name] for argument, name in self._inputs.items() if name in inputs}
+        with boundary(f"estimator {self._estimator_name}", PipelineError):
+            result = self.estimator(**arguments, **self.estimator_settings)
         advantages, returns = result if isinstance(result, tuple) else (result, result)
         self._check(advantages, inputs["mask"])
         if last is not None:  # a row's advantage is one number: that of its first token
@@ -202,7 +200,7 @@ class Advantage(BaseStage):
         return scores - beta * kl, {"actor/reward_kl_penalty": penalty, "actor/reward_kl_penalty_coeff": Mean.of(beta)}
 
     def _check(self, advantages: Any, mask: torch.Tensor) -> None:
-        name = self._called
+        name = self._estimator_name
         if not isinstance(advantages, torch.Tensor) or advantages.shape != mask.shape:
             found = tuple(advantages.shape) if isinstance(advantages, torch.Tensor) else type(advantages).__name__
             raise PipelineError(f"advantages of {name}", expected=f"a tensor [B, T] = {tuple(mask.shape)}", found=found)
@@ -223,7 +221,7 @@ class Advantage(BaseStage):
         }
 
 
-def _asked(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
+def _inputs(estimator: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, str]:
     """Map each argument of an estimator that names an input to that input's name. Raises `PipelineError` for an unknown
     argument."""
     arguments = {}

@@ -120,10 +120,10 @@ class EpisodeRollout(Rollout):
         baseline)."""
         each = self.group_size + self.greedy_baseline
         rows = torch.arange(len(batch)).repeat_interleave(each)
-        every = self._played(batch, rows, range(len(rows)), self._teller(batch, rows))
-        return self._finished(batch, self._columns(every), rows[_numbers(every)], agent_metrics(_flat(every)))
+        every = self._play(batch, rows, range(len(rows)), self._teller(batch, rows))
+        return self._finished(batch, self._columns(every), rows[_episode_numbers(every)], agent_metrics(_flat(every)))
 
-    def _played(
+    def _play(
         self, batch: DataProto, rows: torch.Tensor, played: Sequence[int], tell: Callable[..., None]
     ) -> list[Sequences]:
         """Run the episodes with the numbers `played` to their ends, concurrently, and return their sequences; `rows`
@@ -145,8 +145,8 @@ class EpisodeRollout(Rollout):
             finally:
                 if waves is not None:
                     waves.leave(index)
-            given = sequences(output, place)
-            return self._received(tell, index, [episode.with_log_probs(one) for one in given])
+            outputs = sequences(output, place)
+            return self._cut_and_report(tell, index, [episode.with_log_probs(one) for one in outputs])
 
         every = runtime.run_all(run, played)
         whys = [broken_episode({"finish_reason": one.finish_reason, "agent_extra": one.extra}) for *_, one in every]
@@ -155,12 +155,12 @@ class EpisodeRollout(Rollout):
             raise ForeignError(f"all {len(whys)} episodes broke", found=whys[0], do=do)
         return every
 
-    def _received(self, tell: Callable[..., None], index: int, given: Sequence[AgentLoopOutput]) -> Sequences:
+    def _cut_and_report(self, tell: Callable[..., None], index: int, outputs: Sequence[AgentLoopOutput]) -> Sequences:
         """Cut a finished episode's sequences to `max_tokens`, pass it on to a reward that scores early, and return the
         sequences."""
-        found = tuple(one.within(self.sampling.max_tokens) for one in given)
-        tell(index, _sample(found[-1]), whole_episode([_objects(one) for one in found]))
-        return found
+        kept = tuple(one.within(self.sampling.max_tokens) for one in outputs)
+        tell(index, _sample(kept[-1]), whole_episode([_objects(one) for one in kept]))
+        return kept
 
     def _facts(self) -> dict[str, Any]:
         return {**super()._facts(), **({POLICY: self.policy} if self.policies else {})}
@@ -250,10 +250,10 @@ class EpisodeRollout(Rollout):
         ]
         columns, each = self._columns(every), self.group_size + self.greedy_baseline
         if self.greedy_baseline:
-            columns["greedy"] = _numbers(every) % each == self.group_size
+            columns["greedy"] = _episode_numbers(every) % each == self.group_size
         timed = ("agent_loop/generate_sequences", "agent_loop/tool_calls")
         counted = {name: one for name, one in agent_metrics(_flat(every)).items() if not name.startswith(timed)}
-        rows = torch.arange(len(before)).repeat_interleave(each)[_numbers(every)]
+        rows = torch.arange(len(before)).repeat_interleave(each)[_episode_numbers(every)]
         same = len(rows) == len(after)
         written = self.written(after if same else before.select_idxs(rows).with_meta(**after.meta_info), columns)
         return Outcome(written, {**length_metrics(written), **counted}, rows)
@@ -290,7 +290,7 @@ class EpisodeRollout(Rollout):
         if any(output.seen for output in outputs):
             columns[PIXELS] = [pixels_of(output.seen) for output in outputs]
         each = [_objects(output) for output in outputs]
-        several = {SESSION: _numbers(every).tolist()} if len(outputs) > len(every) else {}
+        several = {SESSION: _episode_numbers(every).tolist()} if len(outputs) > len(every) else {}
         return {**columns, **{name: [episode[name] for episode in each] for name in each[0]}, **several}
 
     def _texts(self, outputs: Sequence[AgentLoopOutput]) -> list[str]:
@@ -405,7 +405,7 @@ def _flat(every: Sequence[Sequences]) -> list[AgentLoopOutput]:
     return [one for many in every for one in many]
 
 
-def _numbers(every: Sequence[Sequences]) -> torch.Tensor:
+def _episode_numbers(every: Sequence[Sequences]) -> torch.Tensor:
     """Return each sequence's episode number, [B] int64."""
     return torch.arange(len(every)).repeat_interleave(torch.tensor([len(many) for many in every], dtype=torch.long))
 
@@ -481,7 +481,7 @@ class TreeRollout(EpisodeRollout):
         rows = torch.arange(len(batch)).repeat_interleave(size)
         tell, places = self._teller(batch, rows), range(len(rows))
         first = [row for row in places if row % size < whole]
-        outputs = dict(zip(first, map(only_sequence, self._played(batch, rows, first, tell)), strict=True))
+        outputs = dict(zip(first, map(only_sequence, self._play(batch, rows, first, tell)), strict=True))
         # the source of each row: itself, or the whole episode that it branches from
         sources = [
             row if row in outputs else row - row % size + (row % size - whole) // self.branches for row in places
@@ -570,7 +570,7 @@ class TreeRollout(EpisodeRollout):
             if source.turns:
                 stepper.back(turns[row])
             try:
-                return only_sequence(self._received(tell, row, await stepper.finished()))
+                return only_sequence(self._cut_and_report(tell, row, await stepper.finished()))
             finally:
                 if waves is not None:
                     waves.leave(row)

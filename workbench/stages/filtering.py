@@ -90,7 +90,7 @@ class FilterGroups(BaseStage):
         where no group differs."""
         wanted, batches = len(set(batch["uid"])), 1
         rows = _with_signal(batch)
-        kept, sampled = [batch.select_idxs(rows)], [_told(batch, rows)]
+        kept, sampled = [batch.select_idxs(rows)], [_recorded(batch, rows)]
         while self._rows is not None and _prompts(kept) < wanted and batches < self.max_num_gen_batches:
             step, seed = batch.meta_info.get("step", 1), batch.meta_info.get("seed", 0)
             more = self._rows.further(wanted, step=step, seed=seed, attempt=batches)
@@ -98,7 +98,7 @@ class FilterGroups(BaseStage):
                 more = stage(more).batch
             signal = _with_signal(more)
             kept.append(more.select_idxs(signal))
-            sampled.append(_told(more, signal))
+            sampled.append(_recorded(more, signal))
             batches += 1
         prompts = _prompts(kept)
         metrics: dict[str, Metric] = {
@@ -109,11 +109,11 @@ class FilterGroups(BaseStage):
         }
         full = [part for part in kept if len(part)]
         if not full:
-            return Outcome(batch, metrics, dropped=_record(sampled, batch["uid"]))
+            return Outcome(batch, metrics, dropped=_join_records(sampled, batch["uid"]))
         if batches == 1:
             return Outcome(kept[0], metrics, None if len(rows) == len(batch) else rows)
-        made = joined(list(_of_first(full, wanted))).with_meta(**batch.meta_info)
-        return Outcome(made, metrics, dropped=_record(sampled, made["uid"]))
+        made = joined(list(_first_prompts(full, wanted))).with_meta(**batch.meta_info)
+        return Outcome(made, metrics, dropped=_join_records(sampled, made["uid"]))
 
 
 def _with_signal(batch: DataProto) -> torch.Tensor:
@@ -123,18 +123,18 @@ def _with_signal(batch: DataProto) -> torch.Tensor:
     return ((groups.deviation() > 0) | (groups.count == 1)).nonzero()[:, 0]
 
 
-_TOLD = ("uid", "raw_prompt", "response_text", "reward_model", "reward", "scored", "score", "finish_reason")
+_RECORDED = ("uid", "raw_prompt", "response_text", "reward_model", "reward", "scored", "score", "finish_reason")
 
 
-def _told(batch: DataProto, signal: torch.Tensor) -> DataProto:
+def _recorded(batch: DataProto, signal: torch.Tensor) -> DataProto:
     """Build the record of a batch's rows for `Outcome.dropped`: texts and scores without tokens, and the reason why
     each would be left out; `signal` are the rows whose groups differ."""
-    columns = {name: batch[name] for name in batch.columns if name in _TOLD or name.startswith("reward/")}
+    columns = {name: batch[name] for name in batch.columns if name in _RECORDED or name.startswith("reward/")}
     has = set(signal.tolist())
     return DataProto(*apart({**columns, LEFT_OUT: [SURPLUS if row in has else NO_SIGNAL for row in range(len(batch))]}))
 
 
-def _record(parts: Sequence[DataProto], kept: Sequence[str]) -> DataProto | None:
+def _join_records(parts: Sequence[DataProto], kept: Sequence[str]) -> DataProto | None:
     """Join the recorded rows whose prompts are not among `kept`; None where there are none."""
     staying = set(kept)
     left = [part.select_idxs([uid not in staying for uid in part["uid"]]) for part in parts]
@@ -149,7 +149,7 @@ def _prompts(parts: Sequence[DataProto]) -> int:
     return sum(len(set(part["uid"])) for part in parts)
 
 
-def _of_first(parts: Sequence[DataProto], wanted: int) -> Iterator[DataProto]:
+def _first_prompts(parts: Sequence[DataProto], wanted: int) -> Iterator[DataProto]:
     """Yield the rows of the first `wanted` prompts, from several batches in order."""
     for part in parts:
         numbers = group_numbers(part["uid"])
@@ -202,10 +202,10 @@ def _alike(parts: Sequence[DataProto]) -> list[DataProto]:
     columns = {
         name: part[name] for part in parts for name in part.columns if name.startswith(("reward/", "reward_extra/"))
     }
-    return [part.with_columns(_without(part, columns)) for part in parts]
+    return [part.with_columns(_empty_columns(part, columns)) for part in parts]
 
 
-def _without(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any]:
+def _empty_columns(part: DataProto, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Make empty columns (NaN or `MISSING`) for those of `columns` that a batch lacks."""
     return {
         name: torch.full((len(part),), float("nan")) if isinstance(one, torch.Tensor) else [MISSING] * len(part)

@@ -67,10 +67,10 @@ class LogProb(BaseStage):
         """Return the same B rows with their log-probs."""
         rows = batch.select(scored_columns(batch, policy=bool(self._learners)))
         scores = self._model.compute_log_probs(rows, tuple(self._wanted), self.temperature)
-        columns, metrics = self.told(batch, scores)
+        columns, metrics = self.columns_of(batch, scores)
         return Outcome(self.written(batch, columns), metrics)
 
-    def told(self, batch: DataProto, scores: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Metric]]:
+    def columns_of(self, batch: DataProto, scores: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Metric]]:
         """Turn the `scores` of a pass over a batch (as `compute_log_probs` returns them) into the stage's columns and
         metrics."""
         columns = {name: scores[key] for key, name in self._wanted.items()}
@@ -86,7 +86,7 @@ class LogProb(BaseStage):
             metrics |= version_lag(learner.version, batch["policy_version"])
         return columns, metrics
 
-    def gives_what(self, other: LogProb) -> bool:
+    def covers(self, other: LogProb) -> bool:
         """Whether this stage writes every column that the `other` stage writes, with the same numbers: from the same
         model at the same temperature."""
         same = self._model is other._model and self._wanted.items() >= other._wanted.items()

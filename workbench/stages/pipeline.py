@@ -42,7 +42,7 @@ class Pipeline(Shown):
     def __init__(
         self, stages: Sequence[Stage | type[FunctionStage]], *, overlap: bool = False, given: Collection[str] = ()
     ) -> None:
-        self._stages = tuple(_made("a stage of a pipeline", one) for one in stages)
+        self._stages = tuple(_as_stage("a stage of a pipeline", one) for one in stages)
         self.overlap = overlap
         self.given = frozenset(given)
         """Columns that the batches bring along: a pipeline need not begin with the rollout."""
@@ -50,7 +50,7 @@ class Pipeline(Shown):
         doubled = {name for name in names if names.count(name) > 1}
         if doubled:
             found, do = ", ".join(sorted(doubled)), "give each stage a name of its own, or leave one out"
-            raise PipelineError("two stages have one name", found=found, do=do)
+            raise PipelineError("two stages have the same name", found=found, do=do)
         self._check_reads()
         self._check_changes()
         self._left = _left_to_update(self._stages)
@@ -165,7 +165,7 @@ class Pipeline(Shown):
         if other is None and not settings:
             raise PipelineError(f"with_stage({name!r}) changes nothing", do="give a stage, a function or settings")
         if inspect.isclass(other) and issubclass(other, BaseStage):
-            other = _made(f"with_stage({name!r})", other)
+            other = _as_stage(f"with_stage({name!r})", other)
         new = old if other is None else other if isinstance(other, Stage) else old.with_function(other)
         new = new.with_settings(**settings) if settings else new
         if new.name != old.name:
@@ -186,7 +186,7 @@ class Pipeline(Shown):
         Raises `PipelineError` for an unknown name, for two stages with the same name, and where a stage would lack a
         column.
         """
-        stage = _made(f"insert_after({name!r})", stage)
+        stage = _as_stage(f"insert_after({name!r})", stage)
         place = self.index(name) + 1
         return Pipeline([*self._stages[:place], stage, *self._stages[place:]], overlap=self.overlap, given=self.given)
 
@@ -244,7 +244,7 @@ class LeftToUpdate(BaseStage):
         return Outcome(batch) if self._update.is_on_policy(batch) else self._stage(batch)
 
 
-def _made(what: str, stage: Any) -> Stage:
+def _as_stage(what: str, stage: Any) -> Stage:
     """Return a stage unchanged, and for a class made by `wb.stage` an instance with its default settings. Raises
     `PipelineError` for anything else."""
     do: str | None = None

@@ -88,7 +88,7 @@ class OfPolicy(BaseStage):
         changed = {
             name: outcome.batch[name] for name in outcome.batch.columns if not unchanged(name, selected, outcome.batch)
         }
-        columns = {name: _among(batch, rows, name, values) for name, values in changed.items()}
+        columns = {name: _merged(batch, rows, name, values) for name, values in changed.items()}
         prefix = "" if self.first else f"{self.policy}/"
         metrics = {
             prefix + name.removeprefix("actor/").removeprefix(prefix): value for name, value in outcome.metrics.items()
@@ -96,7 +96,7 @@ class OfPolicy(BaseStage):
         return Outcome(self.written(batch, columns), outcome.metrics if self.first else metrics)
 
 
-def _among(batch: DataProto, rows: torch.Tensor, name: str, values: Any) -> Any:
+def _merged(batch: DataProto, rows: torch.Tensor, name: str, values: Any) -> Any:
     """Build a column of all rows: the given `rows` get `values`, others keep what they had, or get an empty value."""
     if isinstance(values, torch.Tensor):
         empty = math.nan if name.startswith(REWARD_PREFIX) else 0

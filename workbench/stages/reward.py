@@ -84,11 +84,8 @@ class Reward(BaseStage):
         scored_rows = whole_episodes(batch) if self.sessions else batch
         scores = self._reward.score(scored_rows) if self._early is None else self._reward.settle(self._early())
         if len(scores) != len(scored_rows):
-            expected, found = (
-                f"{len(scored_rows)}, one per {'row' if scored_rows is batch else 'episode'}",
-                f"{len(scores)}",
-            )
-            raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=found)
+            expected = f"{len(scored_rows)}, one per {'row' if scored_rows is batch else 'episode'}"
+            raise RewardError(f"number of scores of reward {self._reward.name!r}", expected=expected, found=len(scores))
         mask, once = batch["response_mask"], score_columns(scores)
         large = {float(score.value) for score in scores if abs(score.value) >= 2**24}
         if len(set(torch.tensor([*large]).tolist())) < len(large):

@@ -83,9 +83,7 @@ class Rollout(BaseStage):
         self.sampling = sampling or SamplingSettings()
         self.purpose = purpose
         self._arrived: Arrived | None = None
-        if not isinstance(
-            sampler, Late
-        ):  # the first step does not wait for what renders chats; no engine is opened for it
+        if not isinstance(sampler, Late):  # renders chats before the first step; no engine is opened for that
             prepare(getattr(sampler, "tokenizer", None))
 
     @contextmanager

@@ -75,7 +75,7 @@ class Stage(Protocol):
     def load_state(self, state: Mapping[str, float]) -> None:
         """Restore the state from a dict that `state` returned. Raises `PipelineError` if the stage keeps none."""
         if state:
-            raise PipelineError(f"state for stage {self.name!r}", expected="none", found=describe(dict(state)))
+            raise PipelineError(f"state to load into stage {self.name!r}", expected="none", found=describe(dict(state)))
 
     def with_function(self, function: Callable[..., Any]) -> Stage:
         """A copy of the stage with another function (reward, estimator). Raises `PipelineError` if the stage has none."""
@@ -121,14 +121,13 @@ class BaseStage(Remembering, Stage):
         _, *parameters = inspect.signature(type(self).__init__).parameters.values()
         accepted = [settings.name for settings in parameters if settings.kind is not inspect.Parameter.VAR_KEYWORD]
         arguments = {**self.made_with, **{name: value for name, value in changes.items() if name in accepted}}
-        given = {name: arguments.get(name, getattr(self, name, None)) for name in accepted}
-        nested = {name: value for name, value in given.items() if isinstance(value, Settings)}
+        present = {name: arguments.get(name, getattr(self, name, None)) for name in accepted}
+        nested = {name: value for name, value in present.items() if isinstance(value, Settings)}
         inner: dict[str, dict[str, Any]] = {}
         for name in sorted(changes.keys() - {*accepted}):
             holder = next((held for held, settings in nested.items() if name in settings.field_names()), None)
-            if name in arguments or (
-                holder is None and len(accepted) < len(parameters)
-            ):  # with **keywords the constructor knows
+            # a constructor with **keywords may know the name
+            if name in arguments or (holder is None and len(accepted) < len(parameters)):
                 arguments[name] = changes[name]
             elif holder is not None:
                 inner.setdefault(holder, {})[name] = changes[name]
@@ -228,8 +227,8 @@ class FunctionStage(BaseStage):
             raise
         columns, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not (isinstance(columns, Mapping) and isinstance(metrics, Mapping)):
-            expected = "a dict of columns, or (that, a dict of metrics)"
-            raise PipelineError(f"what stage {self.name!r} returned", expected=expected, found=describe(result))
+            expected = "a dict of columns, or (dict of columns, dict of metrics)"
+            raise PipelineError(f"the result of stage {self.name!r}", expected=expected, found=describe(result))
         for name in columns:
             if name not in self.writes:
                 what = f"stage {self.name!r} returned column {name!r}, which it does not declare"

@@ -208,7 +208,7 @@ class Targets(Given):
             other turns in the response have `response_mask` 0.
 
     Raises `DataError` for a row without a target, for one that is too long, and with `every_turn` where the chat
-    template does not write a chat as its beginning and what follows it.
+    template changes the text of earlier turns as the chat grows.
     """
 
     name = "targets"
@@ -261,8 +261,10 @@ class Targets(Given):
                 if not after.startswith(before):
                     what = f"every_turn for {place}"
                     do = "leave every_turn out: the last answer alone is then the target"
-                    expected = "a chat template that writes a chat as its beginning and what follows it"
-                    raise DataError(what, expected=expected, found=f"turn {at} is written otherwise later", do=do)
+                    expected = "a chat template that only appends text as a chat grows"
+                    raise DataError(
+                        what, expected=expected, found=f"other text for turn {at} in the longer chat", do=do
+                    )
                 pieces.append((after[len(before) :], 0))
             for text, mine in pieces:
                 part = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -345,8 +347,8 @@ class Pairs(Given):
         prompts, responses, end = [], [], self._pad_id
         for row, text in zip(rows.tolist(), both, strict=True):
             chat = batch["raw_prompt"][row]
-            asked = text_of(chat[-1]["content"]) if isinstance(chat, list) else chat
-            whole, _ = self._reader.text_for({"prompt": chat, "prompt_text": asked, "response": text})
+            question = text_of(chat[-1]["content"]) if isinstance(chat, list) else chat
+            whole, _ = self._reader.text_for({"prompt": chat, "prompt_text": question, "response": text})
             ids = tokenizer.encode(whole)
             at = next(
                 (at for at, (x, y) in enumerate(zip(ids, begun[row], strict=False)) if x != y),

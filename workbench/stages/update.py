@@ -116,12 +116,8 @@ class PolicyLoss(Settings):
         require(fits, "bypass", expected="a CorrectionSettings or None", found=self.bypass)
         if self.bypass is not None and self.rollout_is:
             level, ratio = self.bypass.rollout_is, self.loss_mode != "gpg"
-            require(
-                level is not None,
-                "rollout_is of bypass",
-                expected="a level: rollout_is=True asks for weights",
-                found=level,
-            )
+            needed = "a level: rollout_is=True asks for weights"
+            require(level is not None, "rollout_is of bypass", expected=needed, found=level)
             do = "set rollout_is=False: its ratio is against the sampler already, and weights would count it twice"
             require(not ratio, "loss_mode with bypass and rollout_is=True", expected="gpg", found=self.loss_mode, do=do)
 
@@ -206,8 +202,8 @@ class OnPolicyLoss:
         """Compute the loss of one micro-batch, its metrics and columns, and `old_log_probs` and `entropys` from the
         same pass."""
         old = outputs["log_probs"].detach()
-        made = self.loss(outputs, rows.with_columns({"old_log_probs": old}), loss_counts)
-        return replace(made, columns={**made.columns, "old_log_probs": old, "entropys": outputs["entropy"].detach()})
+        out = self.loss(outputs, rows.with_columns({"old_log_probs": old}), loss_counts)
+        return replace(out, columns={**out.columns, "old_log_probs": old, "entropys": outputs["entropy"].detach()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +410,7 @@ class Update(BaseStage):
     def replaces(self, stage: Stage) -> bool:
         """Whether this update's own pass can compute everything that an earlier `LogProb` stage writes, so that
         training may skip that stage."""
-        return self._on_policy is not None and type(stage) is LogProb and self._scoring.gives_what(stage)
+        return self._on_policy is not None and type(stage) is LogProb and self._scoring.covers(stage)
 
     def _scored(
         self, batch: DataProto, passed: dict[str, Tensor], signature: Origin | None = None
@@ -426,7 +422,7 @@ class Update(BaseStage):
         """
         if "old_log_probs" in passed:
             scores = {"log_probs": passed.pop("old_log_probs"), "entropy": passed.pop("entropys")}
-            columns, metrics = self._scoring.told(batch, scores)
+            columns, metrics = self._scoring.columns_of(batch, scores)
             return batch.with_columns(columns, origin=signature), {**metrics}
         if self._on_policy is None or "old_log_probs" in batch:
             return batch, {}
@@ -472,17 +468,14 @@ class Update(BaseStage):
     def _name_rows(self, error: NonFinite, rows: DataProto, loss: _Loss, loss_counts: LossCounts) -> None:
         """Add a note to the error that names the rows whose own gradient is not finite."""
         try:
-            norms = self._learner.probe(rows, loss, loss_counts, self.temperature, per_row=True).columns[
-                "row_grad_norm"
-            ]
+            probed = self._learner.probe(rows, loss, loss_counts, self.temperature, per_row=True)
+            norms = probed.columns["row_grad_norm"]
         except Exception as again:  # noqa: BLE001 - the error itself is raised, whatever its rows would say
             error.add_note(f"its rows were not looked for one by one: {first_line(again)}")
             return
         bad = (~norms.isfinite()).nonzero().flatten().tolist()
         uids = f", uids {[str(rows['uid'][row]) for row in bad[:8]]}" if "uid" in rows else ""
-        error.add_note(
-            f"rows of the mini-batch with such a gradient of their own: {bad[:8] or 'none'}{uids if bad else ''}"
-        )
+        error.add_note(f"mini-batch rows whose own gradient is not finite: {bad[:8] or 'none'}{uids if bad else ''}")
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint: how many mini-batches in a row were skipped; {} without `skip_nonfinite`."""

@@ -49,7 +49,7 @@ class Compared(NamedTuple):
     """Number of metrics; timings are not compared."""
 
 
-class Spread(NamedTuple):
+class Mismatch(NamedTuple):
     """One difference among those in `Divergence.later`: a column, a metric or a whole phase."""
 
     phase: str | None
@@ -123,10 +123,10 @@ class Divergence(Shown):
         return self.why is None
 
     @cached_property
-    def later(self) -> tuple[Spread, ...]:
+    def later(self) -> tuple[Mismatch, ...]:
         """All differences from the first one on; the remaining columns are read when this is first used."""
         every = (self, *self.further)
-        return tuple(Spread(one.phase, one.column, one.rows, one.largest) for one in every if not one.identical)
+        return tuple(Mismatch(one.phase, one.column, one.rows, one.largest) for one in every if not one.identical)
 
 
 # --- sides and rows -----------------------------------------------------------------------------
@@ -748,7 +748,7 @@ class _Walk:
                 order = [" ".join(phase.stage for phase in side[1:]) for side in self.sides]
                 yield number, "phase", Divergence(why="order", phase=ours.stage, first=order[0], second=order[1])
             self._note(
-                *(_taken_over(ours, theirs) or _settings(ours, theirs)), *(_facts(ours, theirs) if number == 0 else ())
+                *(_reuse_note(ours, theirs) or _settings(ours, theirs)), *(_facts(ours, theirs) if number == 0 else ())
             )
             pair = aligned(ours.batch, theirs.batch)
             self._note(pair.note)
@@ -804,8 +804,8 @@ class _Walk:
 
     def weights(self, number: int, column: str) -> Iterator[str]:
         """Yield a note where the two sides wrote the column under different policy versions."""
-        made = [phase and phase.batch.origins.get(column) for phase in self._pairs[number][:2]]
-        versions = [origin and origin.policy_version for origin in made]
+        origins = [phase and phase.batch.origins.get(column) for phase in self._pairs[number][:2]]
+        versions = [origin and origin.policy_version for origin in origins]
         if None not in versions and versions[0] != versions[1]:
             yield f"{column} was written under policy version {versions[0]} → {versions[1]}"
 
@@ -836,8 +836,8 @@ def _single(stage: str, batch: DataProto, wrote: Sequence[str]) -> Phase:
 
 def _writer(name: str, a: DataProto, b: DataProto) -> str | None:
     """Return the stage that wrote a column, by its origin, else by its declaration."""
-    made = a.origins.get(name) or b.origins.get(name)
-    return made.stage if made is not None else writer_of(name)
+    origin = a.origins.get(name) or b.origins.get(name)
+    return origin.stage if origin is not None else writer_of(name)
 
 
 def _declared_order(name: str, a: DataProto, b: DataProto) -> tuple[bool, int, bool, str]:
@@ -876,7 +876,7 @@ def _pairs(a: Side, b: Side) -> Iterator[tuple[Phase | None, Phase | None, bool]
 # --- what may explain it ------------------------------------------------------------------------
 
 
-def _taken_over(ours: Phase, theirs: Phase) -> list[str]:
+def _reuse_note(ours: Phase, theirs: Phase) -> list[str]:
     """Return a note where only one side ran the stage and the other holds its recorded outputs; the settings are then
     not compared."""
     key = f"{_TAKEN_OVER}{ours.stage}"
@@ -887,21 +887,21 @@ def _taken_over(ours: Phase, theirs: Phase) -> list[str]:
 
 def _settings(ours: Phase, theirs: Phase) -> Iterator[str]:
     for key in dict.fromkeys((*ours.settings, *theirs.settings)):
-        a, b = (_said(phase.settings, key) for phase in (ours, theirs))
+        a, b = (_setting_text(phase.settings, key) for phase in (ours, theirs))
         if a != b:
             yield f"{ours.stage}.{key}: {a} → {b}"
         elif ours.source.get(key, "") != theirs.source.get(key, "") and key in ours.source and key in theirs.source:
             yield f"{ours.stage}.{key}: another source under the same name, {a}"
 
 
-def _facts(one: Phase, two: Phase) -> Iterator[str]:
-    a, b = one.batch.meta_info, two.batch.meta_info
+def _facts(ours: Phase, theirs: Phase) -> Iterator[str]:
+    a, b = ours.batch.meta_info, theirs.batch.meta_info
     for key in dict.fromkeys((*a, *b)):
         if isinstance(a.get(key), _MERE) and isinstance(b.get(key), _MERE) and a.get(key) != b.get(key):
-            yield f"meta_info {key}: {_said(a, key)} → {_said(b, key)}"
+            yield f"meta_info {key}: {_setting_text(a, key)} → {_setting_text(b, key)}"
 
 
-def _said(values: Mapping[str, Any], key: str) -> str:
+def _setting_text(values: Mapping[str, Any], key: str) -> str:
     """Return a setting as text, without memory addresses of objects, which always differ."""
     if key not in values:
         return "not there"

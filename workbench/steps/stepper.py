@@ -168,7 +168,7 @@ class Snapshots:
                     del each[state_id]
             while len(held) >= self._settings.keep_snapshots:
                 held.popitem(last=False)
-            held[learner.state_id] = self._taken(learner, name, tokens)
+            held[learner.state_id] = self._take_snapshot(learner, name, tokens)
         held.move_to_end(learner.state_id)
 
     def align(self, role: str, learner: Learner, state_id: str) -> None:
@@ -189,8 +189,6 @@ class Snapshots:
             last = self._settings.keep_snapshots
             do = (
                 f"make a Stepper of a new batch (it keeps the last {last} states of its own updates, none of training; "
-            )
-            do += (
                 "keep_snapshots and snapshot_memory set how many), or open a recorded step of a run: run.stepper(step)"
             )
             what = f"the weights of {role!r} have moved on since this stepper used them"
@@ -212,7 +210,7 @@ class Snapshots:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _taken(self, learner: Learner, name: str, tokens: int) -> Snapshot:
+    def _take_snapshot(self, learner: Learner, name: str, tokens: int) -> Snapshot:
         # once for all: a replay begins at a state from which updates were recorded
         kind = self._kinds[id(learner)] = self._kinds.get(id(learner)) or self._kind(learner, tokens)
         folder = self._settings.snapshot_folder
@@ -568,9 +566,7 @@ class Stepper(Shown):
             if episode.next_role is not None:
                 raise PipelineError(f"{what} is not over", found=f"{episode.next_role} turn next", do="run() it first")
             if episode.row >= len(phase.batch) or episode.uid != phase.batch["uid"][episode.row]:
-                raise PipelineError(
-                    f"{what} is of another batch", do=f"make it from this stepper: episode({episode.row})"
-                )
+                raise PipelineError(f"{what} is of another batch", do=f"use this stepper's episode({episode.row})")
         outcome = stage.rewritten(before, phase.batch, {episode.number: episode.outputs for episode in episodes})
         settings = {**phase.settings, "edited_rows": ", ".join(str(episode.row) for episode in episodes)}
         metrics = {**phase.metrics, **reduce([outcome.metrics])}

@@ -174,7 +174,7 @@ class Trace(Shown):
             check_format(document.get("format"), f"trace {folder}", RunError)
             if len(document["phases"]) > PHASES_LIMIT:
                 raise RunError(f"phases of trace {folder}", expected=f"≤ {PHASES_LIMIT}", found=len(document["phases"]))
-            records = [_checked(one, folder) for one in document["phases"]]
+            records = [_checked_record(one, folder) for one in document["phases"]]
         trace = cls(DataProto.load(inside(folder, "start")))
         for record in records:
             delta = DataProto.load(inside(folder, record["folder"]))
@@ -186,7 +186,7 @@ class Trace(Shown):
         return trace
 
 
-def _checked(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _checked_record(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Convert every part of a phase's record to its type, or raise `RunError`: the file may come from anybody."""
     name = record["folder"]
     if not isinstance(name, str) or Path(name).name != name or name == "..":
@@ -326,12 +326,12 @@ def describe_settings(stage: Stage) -> tuple[dict[str, Any], dict[str, str]]:
     for name, secret in {**stage.settings(), **foreign_class(stage)}.items():
         value = without_secrets(secret, name)
         if name != "class":
-            plain[name] = value if isinstance(value, int | float | str | bool | type(None)) else _named(value)
+            plain[name] = value if isinstance(value, int | float | str | bool | type(None)) else _setting_name(value)
         if (text := source_of(value)) is not None:
             source[name] = shown(text)
     return plain, source
 
 
-def _named(value: Any) -> str:
+def _setting_name(value: Any) -> str:
     name = getattr(value, "name", None) or getattr(value, "__name__", None)
     return name if isinstance(name, str) else repr(value)

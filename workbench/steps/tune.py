@@ -95,7 +95,7 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
     first = Stepper(pipeline, rows.batch(batch_size))
     for role, learner in every.items():
         first.snapshots.take(learner, role)
-    with _taken_back(first):
+    with _undone_after(first):
         _run(first, learners)  # it warms up
         first.back(to=pipeline.names[0])
         second = Stepper(pipeline, rows.batch(batch_size, step=2))
@@ -112,7 +112,7 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
 
 
 @contextmanager
-def _taken_back(stepper: Stepper) -> Iterator[None]:
+def _undone_after(stepper: Stepper) -> Iterator[None]:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
         try:
@@ -166,10 +166,10 @@ def _references(pipeline: Pipeline) -> list[Adjustable]:
 def _trials(stepper: Stepper, role: str, learner: Any, deadline: float) -> list[Trial]:
     """Measure a learner's phases with its present settings, then with each other candidate until the deadline."""
     every = ({}, *_candidates(learner, stepper))
-    return [_tried(stepper, role, learner, one) for one in every if time.monotonic() < deadline or not one]
+    return [_try(stepper, role, learner, one) for one in every if time.monotonic() < deadline or not one]
 
 
-def _tried(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]) -> Trial:
+def _try(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]) -> Trial:
     names = _phases_of(stepper.pipeline, learner)
     reached = [name for name in names if name in stepper.trace.names]
     times, host, device = list[float](), 0, 0
@@ -183,15 +183,12 @@ def _tried(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]
                 fork.back(to=reached[0])
             found, failure = _run(fork, {role: learner}, names[-1])
             kept = [measure for measure in found if measure.phase in names]
-            host, device = (
-                max([host, *(measure.host for measure in kept)]),
-                max([device, *(measure.device for measure in kept)]),
-            )
+            host = max([host, *(measure.host for measure in kept)])
+            device = max([device, *(measure.device for measure in kept)])
+            took = sum(measure.seconds for measure in kept)
             if failure is not None:
-                return Trial(
-                    role, changes, sum(measure.seconds for measure in kept), host, device, first_line(failure[1], 300)
-                )
-            times.append(sum(measure.seconds for measure in kept))
+                return Trial(role, changes, took, host, device, first_line(failure[1], 300))
+            times.append(took)
     return Trial(role, changes, min(times), host, device)
 
 
@@ -245,9 +242,9 @@ def _best(trials: list[Trial]) -> dict[str, Any]:
     return changes
 
 
-def _saves(base: Trial, one: Trial) -> bool:
-    lean = base.peak and one.peak <= LESS * base.peak
-    return one.seconds <= FASTER * base.seconds or bool(lean and one.seconds <= SLOWER * base.seconds)
+def _saves(base: Trial, trial: Trial) -> bool:
+    lean = base.peak and trial.peak <= LESS * base.peak
+    return trial.seconds <= FASTER * base.seconds or bool(lean and trial.seconds <= SLOWER * base.seconds)
 
 
 def _lines(role: str, learner: Any, proposed: Mapping[str, Any], trials: list[Trial]) -> list[str]:
@@ -276,5 +273,5 @@ def _cache_share(actor: Any, phases: list[Measured]) -> list[str]:
     if not (total and rollout and isinstance(sampler, Mapping) and "gpu_memory_utilization" in sampler):
         return []
     share = int((1 - RESERVE - rollout.device / total) * 20) / 20
-    told = f"of {gib(total)} the learner holds {gib(rollout.device)} while rows are sampled"
-    return [f"sampler_settings={{'gpu_memory_utilization': {share}}},  # {told}"]
+    text = f"of {gib(total)} the learner holds {gib(rollout.device)} while rows are sampled"
+    return [f"sampler_settings={{'gpu_memory_utilization': {share}}},  # {text}"]

@@ -135,9 +135,7 @@ def _estimated(pipeline: Pipeline, batch: DataProto, advantage: Callable[..., An
     old: Any = pipeline["advantage"]
     stage = advantage if isinstance(advantage, Advantage) else old.with_function(advantage)
     state = stage.state()
-    later = (
-        name for one in pipeline if one.updates for name in one.writes
-    )  # a loss_mask of the update's own among them
+    later = (name for one in pipeline if one.updates for name in one.writes)  # such as the update's own loss_mask
     estimated = perform(stage, batch.without(*(name for name in {*stage.writes, *later} if name in batch))).batch
     if state:
         stage.load_state(state)

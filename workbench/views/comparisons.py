@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from workbench.replay.audit import Audit
     from workbench.replay.diagnosis import Diagnosis, Finding
-    from workbench.steps.compare import Beside, Comparison, Divergence, RowChange, Spread
+    from workbench.steps.compare import Beside, Comparison, Divergence, Mismatch, RowChange
     from workbench.steps.what_if import WhatIf
 
 _RED = "background:rgba(207,80,60,0.18);padding:0 4px;white-space:nowrap"
@@ -282,7 +282,7 @@ def _ids(pair: Beside) -> str:
     return first if first == second else f"{first} | {second}"
 
 
-def _extent(spread: Spread) -> str:
+def _extent(spread: Mismatch) -> str:
     rows = [doc.counted(spread.rows, "row")] if spread.rows else []
     if spread.largest is None:
         return "".join(rows)

@@ -342,9 +342,9 @@ class FsdpEngine(ModelEngine):
 
     def _save_lost(self, error: BaseException) -> None:
         """Add a note to `error`, with which the ranks ended, that a background save was not finished."""
-        one, self._saving = self._saving, None
-        if one is not None and not one.is_there():
-            error.add_note(f"the state that was being saved to {one.path} was not finished and is not there")
+        save, self._saving = self._saving, None
+        if save is not None and not save.is_there():
+            error.add_note(f"the state that was being saved to {save.path} was not finished and is not there")
 
     def _look_at_save(self, seconds: float = 0.0) -> None:
         """Check the save in the background, waiting up to `seconds` for its end; a failure is raised or logged (setting

@@ -48,7 +48,7 @@ Box = tuple[slice, ...]
 # --- reading --------------------------------------------------------------------------------------
 
 
-class Files:
+class StoredTensors:
     """The tensors of a model folder's (or hub model's) weight files, by their names there; each is read only when it is
     asked for."""
 
@@ -82,8 +82,8 @@ def _sliced(opened: Any, name: str, box: Box | None) -> torch.Tensor:
     return found
 
 
-def _indexed(one: torch.Tensor, box: Box | None) -> torch.Tensor:
-    return one[box] if box else one
+def _indexed(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+    return tensor[box] if box else tensor
 
 
 def _weight_files(path: str) -> list[str]:
@@ -161,7 +161,7 @@ def named_beside(adapters: Mapping[str, torch.Tensor], tensors: Mapping[str, Any
     return renamed
 
 
-class Reader:
+class WeightReader:
     """Reads the weights of a model folder in parts, under the model's own names; `model` has no adapters and is on the
     meta device.
 
@@ -170,19 +170,19 @@ class Reader:
     """
 
     def __init__(self, path: str, model: Any) -> None:
-        self._files, self._model = Files(path), model
+        self._files, self._model = StoredTensors(path), model
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self._found: dict[str, tuple[int, ...]] = {}
         self._extra: list[str] = []
-        self._sources = self._planned()
+        self._sources = self._plan_sources()
         for name, first in tied(model).items():  # a file may have either name
             found = self._sources.get(first) or self._sources.get(name)
             self._sources |= {one: found for one in (name, first) if found is not None}
         self._check(path)
 
     @classmethod
-    def of(cls, path: str, settings: Any) -> Reader:
-        """Open a `Reader` for the weights of a folder or hub name, without adapters."""
+    def of(cls, path: str, settings: Any) -> WeightReader:
+        """Open a `WeightReader` for the weights of a folder or hub name, without adapters."""
         plain = settings.replace(lora_rank=0, attn_implementation=None)
         return cls(path, load_model(path, plain, empty=True, buffers=True))
 
@@ -206,7 +206,7 @@ class Reader:
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _planned(self) -> dict[str, _Source]:
+    def _plan_sources(self) -> dict[str, _Source]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -261,7 +261,7 @@ def _matches(name: str, patterns: Any) -> bool:
 
 
 @dataclass
-class Part:
+class WeightFile:
     """One weight file of a model folder: which of the model's tensors it holds, and their names and shapes in the file."""
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -301,7 +301,7 @@ class Part:
         return failure
 
 
-def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
+def planned(model: Any, limit: int = FILE_BYTES) -> list[WeightFile] | None:
     """Divide a model's tensors into weight files of at most `limit` bytes (a larger tensor has its own file); `model`
     has no adapters and is on the meta device.
 
@@ -320,12 +320,12 @@ def planned(model: Any, limit: int = FILE_BYTES) -> list[Part] | None:
     return _files_of(each, limit)
 
 
-def _files_of(each: Mapping[str, dict[str, torch.Tensor]], limit: int) -> list[Part]:
+def _files_of(each: Mapping[str, dict[str, torch.Tensor]], limit: int) -> list[WeightFile]:
     """Fill files in the order of the tensors, each with at most `limit` bytes or a single larger tensor, and name them."""
-    parts = [Part()]
+    parts = [WeightFile()]
     for name, stored in each.items():
         if parts[-1].tensors and parts[-1].nbytes + sum(one.nbytes for one in stored.values()) > limit:
-            parts.append(Part())
+            parts.append(WeightFile())
         parts[-1].tensors[name] = stored
     for number, part in enumerate(parts, 1):
         if len(parts) > 1:
@@ -340,7 +340,7 @@ def reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 
-def begin_folder(model: Any, folder: Path, parts: Sequence[Part]) -> None:
+def begin_folder(model: Any, folder: Path, parts: Sequence[WeightFile]) -> None:
     """Write the parts of a model folder that are neither tensors nor tokenizer: configuration, generation settings, and
     the index of weight files. Old weight files are removed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -400,10 +400,10 @@ def write_together(
     with together():
         if first:
             begin_folder(model, folder, parts)
-    made = lambda name: reverted(model, {name: whole(name)})  # noqa: E731
-    ranks = [number % distributed.get_world_size() for number in range(len(parts))]
-    told = [part.write(folder, made, rank == distributed.get_rank()) for part, rank in zip(parts, ranks, strict=True)]
-    everyone(next(filter(None, told), None))
+    in_files = lambda name: reverted(model, {name: whole(name)})  # noqa: E731
+    mine = [number % distributed.get_world_size() == distributed.get_rank() for number in range(len(parts))]
+    failures = [part.write(folder, in_files, writes) for part, writes in zip(parts, mine, strict=True)]
+    everyone(next(filter(None, failures), None))
     with together():
         if first:
             _end_folder(model, head, source, folder, settings)
@@ -462,7 +462,7 @@ def export(state: str | Path, path: str | Path, *, model: str | Path | None = No
     return Path(path)
 
 
-def _write_part(part: Part, shell: Any, state: str | Path, folder: Path) -> None:
+def _write_part(part: WeightFile, shell: Any, state: str | Path, folder: Path) -> None:
     """Write one weight file of a model folder from a saved state. Raises `CheckpointError` where the state lacks a
     weight, or where writing fails."""
     held = read_weights(state, part.tensors)
@@ -470,5 +470,5 @@ def _write_part(part: Part, shell: Any, state: str | Path, folder: Path) -> None
         if name not in held:
             what, do = f"the sharded state at {state}", "name the model that was trained: export(…, model=…)"
             raise CheckpointError(what, expected=f"weight {name}", found="no tensor of that name", do=do)
-    if told := part.write(folder, lambda name: reverted(shell, {name: held[name]}), True):
-        raise CheckpointError(f"{folder / part.file} could not be written: {told}")
+    if failure := part.write(folder, lambda name: reverted(shell, {name: held[name]}), True):
+        raise CheckpointError(f"{folder / part.file} could not be written: {failure}")

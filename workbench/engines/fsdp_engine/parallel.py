@@ -69,7 +69,7 @@ def check_tensors(model: Any, size: int) -> None:
     plan, config = dict(_plan(model, size)), model.config.get_text_config()
     if not any(re.search(r"\.(self_)?attn\.", name) for name in plan):
         do = "leave tp out of the mesh: dp shards any model"
-        raise EngineError(what, expected="a plan for its attention in transformers", found="none", do=do)
+        raise EngineError(what, expected="transformers' tp_plan for its attention", found="none", do=do)
     for name, heads in vars(config).items():
         if name.endswith("_heads") and isinstance(heads, int) and heads % size:
             raise SettingError(what, expected=f"a tp that divides {name}", found=heads)
@@ -191,7 +191,7 @@ class Share:
     def spread(self, values: Tensor) -> Tensor:
         """Scatter the values [m] of this rank's `labels`, and those of the other ranks, to [b, T]; the gradient flows
         to this rank's values only."""
-        return self._tree.spread(_Whole.apply(values.float(), self._own.start, len(self._tree.labels), self._group))
+        return self._tree.spread(_AllValues.apply(values.float(), self._own.start, len(self._tree.labels), self._group))
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Compute the hidden states [m, H] that predict this rank's `labels`."""
@@ -249,7 +249,7 @@ class _Exchanged:
         return [one.flatten(1, 2)[None, :, : self._count] for one in whole]
 
 
-class _Whole(torch.autograd.Function):
+class _AllValues(torch.autograd.Function):
     """Autograd function that assembles values [m] of each rank to [M] on all ranks; its gradient is that of this rank's
     part, because gradients of weights are summed over ranks later."""
 
@@ -304,7 +304,7 @@ def shard_experts(model: Any, mesh: Any, **how: Any) -> None:
         fully_shard(experts, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1), **how)
 
 
-class _Part:
+class _LocalExperts:
     """A view of a layer of experts that shows only the experts of this rank, for transformers' expert code to run on."""
 
     def __init__(self, experts: Any, size: int) -> None:
@@ -321,7 +321,7 @@ def _forward(
     """Compute a layer of experts under expert parallelism, in place of its own forward: states [n, H], chosen experts
     [n, k] and their weights [n, k] → [n, H]."""
     size, shape, most = group.size(), hidden.shape, chosen.shape[-1]
-    part = _Part(experts, size)
+    part = _LocalExperts(experts, size)
     hidden, flat = hidden.reshape(-1, shape[-1]), chosen.flatten()
     order = torch.argsort(flat, stable=True)
     leaving = flat.new_zeros(experts.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
@@ -334,8 +334,8 @@ def _forward(
     # a state of zeros, so that a rank to which no token came computes, and has gradients, too
     states = torch.cat([states, states.new_zeros(1, shape[-1])])
     local_experts = torch.cat([local_experts, local_experts.new_zeros(1)])[:, None]
-    made = compute(part, states, local_experts, states.new_ones(local_experts.shape))[:-1]
-    back = Exchange.apply(made, here, there, group)[torch.argsort(order)]
+    computed = compute(part, states, local_experts, states.new_ones(local_experts.shape))[:-1]
+    back = Exchange.apply(computed, here, there, group)[torch.argsort(order)]
     return (back.view(*chosen.shape, -1) * weights[..., None]).sum(-2).to(hidden.dtype).view(shape)
 
 
@@ -370,7 +370,7 @@ class Exchange(torch.autograd.Function):
 # --- the whole model ------------------------------------------------------------------------------
 
 
-class Whole(torch.nn.Module):
+class RootModule(torch.nn.Module):
     """FSDP's root module: model and value head behind one `forward`, because FSDP needs its root to be called."""
 
     def __init__(self, causal: Any, head: torch.nn.Module | None) -> None:
@@ -402,7 +402,7 @@ def refuse(model: Any, sizes: Sizes) -> None:
         check_tokens(model, sizes.cp, sizes.tp)
 
 
-def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
+def build(path: str, settings: Any, mesh: Mesh, head: bool) -> RootModule:
     """Build a model that is cut and sharded over a mesh, with uninitialised weights; `head` adds a value head."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -418,7 +418,7 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> Whole:
         spread_experts(model, mesh["ep"])
     if mesh.sizes.cp > 1:
         share_tokens(model, mesh["cp"])
-    whole = Whole(model, value)
+    whole = RootModule(model, value)
     device = mesh.device_type
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh.fsdp, "offload_policy": offload}

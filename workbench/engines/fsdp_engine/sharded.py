@@ -24,7 +24,7 @@ from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.folders import (
-    Reader,
+    WeightReader,
     adapters_of,
     base_folder,
     named_beside,
@@ -231,7 +231,7 @@ class ShardedModel:
             for name in parameters.keys() - others.keys():
                 local(parameters[name]).copy_(small[name][box(parameters[name])])
             if not adapters:
-                whole = Reader.of(base_folder(folder), self.settings)
+                whole = WeightReader.of(base_folder(folder), self.settings)
                 for name, parameter in others.items():
                     local(parameter).copy_(whole.read(name.replace(".base_layer.", "."), box(parameter)))
                 for name, buffer in self.buffers.items():
@@ -244,9 +244,8 @@ class ShardedModel:
         mine = {**self.named, **self.buffers}
         wrong = [name for name in mine if name not in theirs and not name.startswith("value_head.")]
         if wrong:
-            raise EngineError(
-                "the model to copy has other LoRA layers", expected=f"weight {wrong[0]}", do="keep its LoRA settings"
-            )
+            what, do = "the model to copy has other LoRA layers", "keep its LoRA settings"
+            raise EngineError(what, expected=f"weight {wrong[0]}", do=do)
         for name, one in mine.items():
             one.copy_(theirs[name]) if name in theirs else one.zero_()
 
@@ -346,7 +345,7 @@ class ShardedModel:
         if self.mesh.sizes.cp == 1:
             return packs(model, settings)
         if why := "pack='no'" if settings.pack == "no" else why_padded(model, settings):
-            what, do = f"mesh cp with {type(model).__name__}", "take cp=1 (more ranks in dp)"
+            what, do = f"context parallelism (mesh cp) with {type(model).__name__}", "take cp=1 (more ranks in dp)"
             raise EngineError(what, expected="rows that may be packed", found=why, do=do)
         return True
 
@@ -494,10 +493,10 @@ class ShardedModel:
             self.optimizer.zero()
         return {**vars(account.read()), "trouble": account.trouble, "failed": failed}
 
-    def learn(self, share: DataProto, *given: Any) -> dict[str, Any]:
+    def learn(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
         """Run `backward`, then take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`
         to the report."""
-        report = self.probe(share, *given, keep=True)
+        report = self.probe(share, *arguments, keep=True)
         if report["failed"]:
             return report
         if math.isfinite(report["grad_norm"]):
@@ -508,20 +507,20 @@ class ShardedModel:
         self.optimizer.zero()
         return report
 
-    def probe(self, share: DataProto, *given: Any, keep: bool = False) -> dict[str, Any]:
+    def probe(self, share: DataProto, *arguments: Any, keep: bool = False) -> dict[str, Any]:
         """Run `backward` without an optimizer step; adds `grad_norm` and `lr` to the report. With `keep`, the clipped
         gradients are not dropped."""
-        report = self.backward(share, *given)
+        report = self.backward(share, *arguments)
         if not report["failed"]:
             report |= {"grad_norm": self.optimizer.clip(), "lr": self.optimizer.lr}
             if not keep:
                 self.optimizer.zero()
         return report
 
-    def gradient(self, share: DataProto, *given: Any) -> dict[str, Any]:
+    def gradient(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
         """Run `backward`; adds `gradient` to the report: whole tensors on the CPU by name on rank 0, None on other
         ranks."""
-        report = self.backward(share, *given)
+        report = self.backward(share, *arguments)
         found = {name: p.grad.full_tensor().cpu() for name, p in self.named.items() if p.grad is not None}  # type: ignore[attr-defined]
         self.optimizer.zero()
         return {**report, "gradient": found if distributed.get_rank() == 0 else None}

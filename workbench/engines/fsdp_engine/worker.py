@@ -191,7 +191,7 @@ class Saving:
         self._outcome: str | None = None  # None while it goes on, empty after success, else what went wrong
         everyone(self._begin() if self._rank == 0 else None, CheckpointError)
         held = {name: value.to("cpu", copy=True) if copy else value for name, value in tensors.items()}
-        self._planned = _planned(held, str(self._staging)) if held else None
+        self._plan = _plan_save(held, str(self._staging)) if held else None
         # in a thread even where it is waited for: a disk that hangs must not hold the rank beyond the deadline
         self._thread = threading.Thread(target=self._run, name="workbench-saving", daemon=True)
         self._thread.start()
@@ -214,10 +214,10 @@ class Saving:
         try:
             if self._gpu is not None:  # torch waits for copies from the thread's GPU, and a new thread has the first
                 torch.cuda.set_device(self._gpu)
-            outcome = self._written()
+            outcome = self._write()
             self._store.set(self._name(self._rank), outcome)
             if self._rank == 0:
-                outcome = self._published()
+                outcome = self._publish()
         except RuntimeError as error:  # the store went with rank 0
             outcome = first_line(error)
         finally:
@@ -233,13 +233,13 @@ class Saving:
         self._thread.join(max(seconds, 0.0))
         with self._lock:
             if self._outcome is None and time.monotonic() > self._end:
-                self._outcome = self._overdue([self._rank])
+                self._outcome = self._late_text([self._rank])
             return self._outcome
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _written(self) -> str:
-        planned, self._planned = self._planned, None
+    def _write(self) -> str:
+        planned, self._plan = self._plan, None
         try:
             if planned is not None:
                 writer, plan, planner = planned
@@ -248,7 +248,7 @@ class Saving:
             return f"rank {self._rank} could not write: {first_line(error)}"
         return ""
 
-    def _published(self) -> str:
+    def _publish(self) -> str:
         """Wait, on rank 0, until all ranks have written, then write the record and rename the folder. Where anything
         failed, remove the files; returns the error text, empty after success."""
         names = [self._name(rank) for rank in range(self._size)]
@@ -256,7 +256,7 @@ class Saving:
             time.sleep(_PAUSE)
         late = [rank for rank, name in enumerate(names) if not self._store.check([name])]
         if late:
-            return self._failed(self._overdue(late))
+            return self._failed(self._late_text(late))
         outcomes = [self._store.get(name).decode() for name in names]
         for name in names:
             self._store.delete_key(name)
@@ -266,14 +266,14 @@ class Saving:
             write_record(self._staging, self._record)
             with self._lock:
                 if self._outcome is not None or time.monotonic() > self._end:
-                    return self._failed(self._overdue([self._rank]))
+                    return self._failed(self._late_text([self._rank]))
                 os.rename(self._staging, self._path)
             fsync(self._path.parent)
         except OSError as error:
             return self._failed(f"rank 0 could not rename the finished folder: {first_line(error)}")
         return ""
 
-    def _overdue(self, late: list[int]) -> str:
+    def _late_text(self, late: list[int]) -> str:
         return f"ranks {late} of {self._size} had not written after {self._seconds:g} seconds"
 
     def _failed(self, why: str) -> str:
@@ -284,7 +284,7 @@ class Saving:
         return f"saving/{self._record['id']}/{rank}"
 
 
-def _planned(tensors: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
+def _plan_save(tensors: dict[str, Any], folder: str) -> tuple[Any, Any, Any]:
     """Plan, on all ranks together, which rank writes which tensors, by torch's own steps of a distributed save; returns
     (writer, this rank's plan, planner)."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

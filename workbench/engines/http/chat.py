@@ -64,7 +64,7 @@ class SamplerChat:
         return Completion(answer, text, len(ids), len(sample.ids), sample.finish_reason)
 
 
-class _Service:
+class _Endpoint:
     """Base class of models behind HTTP. After a temporary error a request is tried again (`base.http.Client`).
 
     `api_key_env` names the environment variable with the key. `tokenizer` is used to cut texts by tokens; without one a
@@ -95,7 +95,7 @@ class _Service:
         return f"{self.model} at {urlsplit(self.url).netloc}"
 
 
-class OpenAIChat(_Service):
+class OpenAIChat(_Endpoint):
     """A chat model behind `/chat/completions` of vLLM, SGLang or another OpenAI-compatible service.
 
     Made by `engines.openai("http://host:8000/v1", model)`. `body` has further fields for each request (`{"top_p":
@@ -121,11 +121,11 @@ def _completion(reply: Any) -> Completion:
     if not isinstance(text, str):
         raise ValueError(f"the reply's message content is of type {type(text).__name__}; expected text")
     usage = reply.get("usage") or {}
-    asked, written = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
-    return Completion(text, "", asked, written, str(choice.get("finish_reason") or "stop"))
+    prompt_tokens, tokens = (int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens"))
+    return Completion(text, "", prompt_tokens, tokens, str(choice.get("finish_reason") or "stop"))
 
 
-class ClassifyEndpoint(_Service):
+class ClassifyEndpoint(_Endpoint):
     """A reward model on a vLLM server, which scores texts at `POST /classify`. Made by
     `engines.classify("http://host:8000", model)`."""
 

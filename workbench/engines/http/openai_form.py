@@ -121,8 +121,8 @@ def _fields(body: bytes | Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _number(asked: Mapping[str, Any], name: str, least: int | None = None, most: int | None = None) -> int | None:
-    value = asked.get(name)
+def _number(fields: Mapping[str, Any], name: str, least: int | None = None, most: int | None = None) -> int | None:
+    value = fields.get(name)
     if value is None:
         return None
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -178,8 +178,8 @@ def _call(tool_call: Any, where: str) -> dict[str, Any]:
     function = tool_call.get("function") if isinstance(tool_call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise Refusal(400, f"{where}.tool_calls: expected {{id, type: function, function: {{name, arguments}}}}")
-    said = function.get("arguments")
-    text = said if isinstance(said, str) else json.dumps(said if said is not None else {})
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
     call = {"name": function["name"], "arguments": text}
     return {"id": str(tool_call.get("id") or ""), "type": "function", "function": call}
 
@@ -211,13 +211,13 @@ class Reply:
     tokenizer: Any = None
     """For the texts of single tokens (`logprobs`)."""
 
-    def sent(self, asked: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
+    def sent(self, request: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
         """Return the reply as the request wants it: one JSON object, or an iterator of a stream's objects."""
-        return self._stream(asked) if asked.stream else self._whole(asked)
+        return self._stream(request) if request.stream else self._whole(request)
 
-    def _whole(self, asked: ChatRequest) -> dict[str, Any]:
+    def _whole(self, request: ChatRequest) -> dict[str, Any]:
         choices = [
-            {"index": number, "message": {"role": "assistant", **one.message}, **self._ends(asked, one)}
+            {"index": number, "message": {"role": "assistant", **one.message}, **self._ends(request, one)}
             for number, one in enumerate(self.answers)
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
@@ -240,9 +240,9 @@ class Reply:
         asked = self.prompt_tokens
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
-    def _ends(self, asked: ChatRequest, one: Answer) -> dict[str, Any]:
-        told = asked.logprobs and one.sample is not None
-        return {"finish_reason": one.finish_reason, "logprobs": self._log_probs(asked, one) if told else None}
+    def _ends(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+        known = request.logprobs and answer.sample is not None
+        return {"finish_reason": answer.finish_reason, "logprobs": self._log_probs(request, answer) if known else None}
 
     def _log_probs(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         """Build the `logprobs` object of an answer; only the log-probs of its own tokens are known."""

@@ -28,7 +28,7 @@ from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.engines.http import server
-from workbench.engines.http.server import SGLANG, VLLM, About, Findings, RemoteSettings, Reply, checked
+from workbench.engines.http.server import SGLANG, VLLM, About, ProbeFindings, RemoteSettings, ServerReply, checked
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve, write_to
 from workbench.engines.pausing import PUSH_AGAIN, PUSH_FAILED, Pausing
@@ -69,7 +69,7 @@ class RemoteSampler(Pausing):
         self._tag: str | None = None
         self._look = asyncio.Lock()
         self._looked = 0.0
-        with self._named("cannot sample from the server"):
+        with self._as_engine_errors("cannot sample from the server"):
             runtime.run(self._begin())
 
     # --- the start --------------------------------------------------------------------------
@@ -85,13 +85,13 @@ class RemoteSampler(Pausing):
         prompts = await server.same_tokens(
             self._client, self.url, self.tokenizer, self._about, self._probe, s.ask_seconds
         )
-        self._findings: Findings = await server.examine(self._probe, prompts)
+        self._findings: ProbeFindings = await server.examine(self._probe, prompts)
         if not self._findings.seeded:
             do = ": start SGLang with --enable-deterministic-inference" if self._about.dialect is SGLANG else ""
             log.warning("%s: its samples do not follow their seeds, so that no step can be repeated%s", self, do)
         if s.weights is not None:
             one = Request(prompts[0], SamplingSettings(max_tokens=1), 0)
-            self._tag = await self._served() if kind == "vllm" else (await self._probe(one, 0)).tag
+            self._tag = await self._weights_tag() if kind == "vllm" else (await self._probe(one, 0)).tag
             if self._tag not in (None, UNTOUCHED):
                 self._refusal = f"the server no longer has its model's own weights: somebody pushed {self._tag!r}"
 
@@ -106,9 +106,9 @@ class RemoteSampler(Pausing):
             await self._post("/collective_rpc", {"method": "workbench_prepare"})
         except (Refused, Unreachable) as error:
             do = "start it by the command of engines.server_command(model, extension_folder), or pass weights=None"
-            raise EngineError("weights cannot be pushed to the server", found=self._plain(error), do=do) from None
+            raise EngineError("weights cannot be pushed to the server", found=self._without_key(error), do=do) from None
 
-    async def _probe(self, request: Request, tops: int) -> Reply:
+    async def _probe(self, request: Request, tops: int) -> ServerReply:
         return await self._reply_to(request, tops, min(self._settings.ask_seconds * 2, self._settings.timeout))
 
     # --- Sampler ----------------------------------------------------------------------------
@@ -117,22 +117,22 @@ class RemoteSampler(Pausing):
         version, tag = self.version, self._tag
         longest = self.max_length - len(request.ids)
         settings = replace(request.settings, max_tokens=min(request.settings.max_tokens, longest))
-        with self._named("no response from the server"):
+        with self._as_engine_errors("no response from the server"):
             reply = await self._reply_to(replace(request, settings=settings), 0, self._settings.timeout)
             if tag is not None:
-                await self._held_weights(reply, tag)
+                await self._check_weights(reply, tag)
         return Sample(reply.ids, reply.log_probs, reply.finish_reason, version)
 
-    async def _reply_to(self, request: Request, tops: int, timeout: float) -> Reply:
+    async def _reply_to(self, request: Request, tops: int, timeout: float) -> ServerReply:
         dialect = self._about.dialect
 
-        def read(reply: Any) -> Reply:
+        def read(reply: Any) -> ServerReply:
             return checked(dialect.read(reply, request, tops), request, tops, self._rows)
 
         body = dialect.body(request, self._about.name, self._ends, tops)
         return await self._client.post(f"{self.url}{dialect.path}", body, timeout=timeout, read=read)
 
-    async def _held_weights(self, reply: Reply, tag: str) -> None:
+    async def _check_weights(self, reply: ServerReply, tag: str) -> None:
         """Raise `EngineError` where the server no longer has the weights that this process pushed: it was restarted, or
         another client pushed."""
         served = reply.tag
@@ -141,7 +141,7 @@ class RemoteSampler(Pausing):
             async with self._look:  # one question is enough for all rows that arrived before it
                 if self._looked < arrived:
                     began = time.monotonic()
-                    served = await self._served()
+                    served = await self._weights_tag()
                     if served == tag:
                         self._looked = began
         if served is not None and served != tag:
@@ -216,7 +216,7 @@ class RemoteSampler(Pausing):
                 raise EngineError(what, expected=f"at most {allowed} updates (max_staleness)", found=found)
             return 0.0
         self.check_whole({name: one.shape for name, one in weights.items()})
-        with self._named(PUSH_FAILED), self._folder_of(weights) as path:
+        with self._as_engine_errors(PUSH_FAILED), self._folder_of(weights) as path:
             runtime.run(self._sglang(path, version))
         return time.perf_counter() - began
 
@@ -233,14 +233,14 @@ class RemoteSampler(Pausing):
 
     async def _step(self, step: str, *arguments: Any) -> Any:
         body = {"method": f"workbench_{step}", "args": arguments, "timeout": self._settings.push_seconds}
-        with self._named(PUSH_FAILED):
+        with self._as_engine_errors(PUSH_FAILED):
             if step == "begin":
                 await self._post("/pause?mode=wait")
             return await self._post("/collective_rpc", body, lambda reply: reply["results"])
 
     async def _serve(self, version: int) -> None:
         tag = _tag(version)
-        with self._named(PUSH_FAILED):
+        with self._as_engine_errors(PUSH_FAILED):
             await self._post("/reset_prefix_cache", None, _successful)
             await self._post("/update_weight_version", {"new_version": tag})
             await self._post("/resume")
@@ -290,7 +290,7 @@ class RemoteSampler(Pausing):
             return {name: tensor for name, tensor in weights.items() if name != _HEAD}
         return weights
 
-    async def _served(self) -> str:
+    async def _weights_tag(self) -> str:
         """Ask a vLLM server for the name of its present weights (SGLang tells it in every reply)."""
         return str((await self._get("/weight_info"))["weight_version"])
 
@@ -303,7 +303,7 @@ class RemoteSampler(Pausing):
     def restart(self) -> None:
         """Check and probe the server anew, after it was restarted by somebody else; a pair then pushes its weights
         again."""
-        with self._named("cannot sample from the server"):
+        with self._as_engine_errors("cannot sample from the server"):
             runtime.run(self._begin())
         self.version = self._settings.version
         self.starts += 1
@@ -322,7 +322,7 @@ class RemoteSampler(Pausing):
         longest = {"max_model_len": known.max_length}
         return {"path": self.path, **self._settings.to_dict(), **where, **longest, **asdict(self._findings)}
 
-    def _plain(self, error: Exception) -> str:
+    def _without_key(self, error: Exception) -> str:
         """Return an error's text without the API key, which a server may have echoed."""
         words = str(error)
         for value in self._headers.values():
@@ -330,11 +330,11 @@ class RemoteSampler(Pausing):
         return words
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _as_engine_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except (Refused, Unreachable) as error:
-            raise EngineError(what, found=f"{self._plain(error)} ({self.url})") from None
+            raise EngineError(what, found=f"{self._without_key(error)} ({self.url})") from None
 
     def __repr__(self) -> str:
         kind = f"{self._about.dialect.kind} {self._about.version}, "

@@ -29,7 +29,7 @@ from workbench.engines.vllm_server import process
 
 
 @dataclass(frozen=True)
-class Reply:
+class ServerReply:
     """One response read from a vLLM or SGLang server."""
 
     ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Dialect:
     path: str
     body: Callable[[Request, str, Sequence[int], int], dict[str, Any]]
     """Of a request, the server's name for the model, the ids that end a response, and how many of the likeliest are wanted."""
-    read: Callable[[Any, Request, int], Reply]
+    read: Callable[[Any, Request, int], ServerReply]
     """Raises `ValueError`, `LookupError` or `TypeError` for a reply that it cannot read."""
     coldest: float
     """Smallest temperature above 0 that it takes; `hottest` is the largest."""
@@ -65,7 +65,7 @@ def _vllm_body(request: Request, model: str, ends: Sequence[int], tops: int) -> 
     return {**vllm_fields(request, ends), "model": model, "prompt": list(request.ids), **asks}
 
 
-def _vllm_read(reply: Any, request: Request, wanted: int) -> Reply:
+def _vllm_read(reply: Any, request: Request, wanted: int) -> ServerReply:
     choice = reply["choices"][0]
     if "token_ids" not in choice:
         raise ValueError("the reply has no token ids; vLLM returns them since 0.10.2")
@@ -75,7 +75,7 @@ def _vllm_read(reply: Any, request: Request, wanted: int) -> Reply:
     places = held.get("top_logprobs") or () if wanted else ()
     tops = tuple({int(key.removeprefix("token_id:")): float(value) for key, value in place.items()} for place in places)
     ids, values = tuple(choice["token_ids"]), tuple(held["token_logprobs"])
-    return Reply(ids, values, choice["finish_reason"], choice["text"], tops)
+    return ServerReply(ids, values, choice["finish_reason"], choice["text"], tops)
 
 
 def _sglang_body(request: Request, model: str, ends: Sequence[int], tops: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _sglang_body(request: Request, model: str, ends: Sequence[int], tops: int) -
     }
 
 
-def _sglang_read(reply: Any, request: Request, wanted: int) -> Reply:
+def _sglang_read(reply: Any, request: Request, wanted: int) -> ServerReply:
     about = reply["meta_info"]
     values, ids = [tuple(one[place] for one in about["output_token_logprobs"]) for place in (0, 1)]
     given = reply.get("output_ids")
@@ -104,8 +104,8 @@ def _sglang_read(reply: Any, request: Request, wanted: int) -> Reply:
         raise ValueError("the reply's output_ids are not the tokens of its output_token_logprobs")
     places = about.get("output_top_logprobs") or () if wanted else ()
     tops = tuple({int(token): float(value) for value, token, *_ in place} for place in places)
-    tag = about.get("weight_version")
-    return Reply(ids, values, about["finish_reason"]["type"], reply["text"], tops, None if tag is None else str(tag))
+    tag = str(version) if (version := about.get("weight_version")) is not None else None
+    return ServerReply(ids, values, about["finish_reason"]["type"], reply["text"], tops, tag)
 
 
 VLLM = Dialect("vllm", "/v1/completions", _vllm_body, _vllm_read, 0.01, 2.0, "--logprobs-mode processed_logprobs")
@@ -114,7 +114,7 @@ SGLANG = Dialect("sglang", "/generate", _sglang_body, _sglang_read, 1e-5, math.i
 DIALECTS: dict[str, Dialect] = {one.kind: one for one in (VLLM, SGLANG)}
 
 
-def checked(reply: Reply, request: Request, tops: int, rows: int) -> Reply:
+def checked(reply: ServerReply, request: Request, tops: int, rows: int) -> ServerReply:
     """Check that a reply fits its request, and return it. `tops` is how many top log-probs were requested, `rows` the
     size of the model's vocabulary. Raises `ValueError` where it does not fit."""
     count = len(reply.ids)
@@ -207,7 +207,7 @@ def _chosen(served: list[dict[str, Any]], folder: str | Path, name: str | None) 
     return fitting[0]
 
 
-Ask = Callable[[Request, int], Awaitable[Reply]]
+Ask = Callable[[Request, int], Awaitable[ServerReply]]
 """`(request, how many of the likeliest tokens are wanted with their log-probs)`."""
 
 
@@ -326,7 +326,7 @@ _PLAIN = SamplingSettings(max_tokens=1, ignore_eos=True)
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeFindings:
     """Results of probing a server: what its log-probs are, and whether its seeds repeat a sample."""
 
     follows_temperature: bool
@@ -337,7 +337,7 @@ class Findings:
     """The same seed gives the same tokens."""
 
 
-async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
+async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> ProbeFindings:
     """Probe what a server's log-probs are and whether it follows seeds, prompt by prompt until the answers decide.
 
     Raises `EngineError` where log-probs are of no known kind, or where the model is too certain on every prompt to
@@ -360,7 +360,7 @@ async def examine(ask: Ask, prompts: Sequence[tuple[int, ...]]) -> Findings:
         raise EngineError(what, expected="a prompt whose likeliest tokens differ in log-prob", found=found)
     settings = replace(_PLAIN, max_tokens=12, temperature=_WARM)
     ids = [(await ask(Request(prompts[0], settings, seed), 0)).ids for seed in (11, 11, 12)]
-    return Findings(follows, before, seeded=ids[0] == ids[1] != ids[2])
+    return ProbeFindings(follows, before, seeded=ids[0] == ids[1] != ids[2])
 
 
 def _follows(plain: Mapping[int, float], warm: Mapping[int, float]) -> bool | None:

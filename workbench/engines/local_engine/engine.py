@@ -119,8 +119,8 @@ class ModelEngine(Rewinding):
     # --- weights ----------------------------------------------------------------------------
 
     def weight_layout(self) -> dict[str, Entry]:
-        """Return the names, shapes and places of the model's tensors under their Hugging Face names, as if LoRA
-        adapters were merged."""
+        """Return the shape and dtype of each of the model's tensors by Hugging Face names, as if LoRA adapters were
+        merged."""
         return layout_of(self._model)
 
     def save(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """vLLM as a sampler: prompt ids in, token ids and log-probs out, weights pushed in place; and as a reward model.
 
 vLLM runs in a process of its own (`vllm_server.process`), since in the notebook's it would reset seeds and threads;
-`Link` starts it, sends requests, watches it, and leaves nothing of it behind. The log-probs are those that the
+`VllmLink` starts it, sends requests, watches it, and leaves nothing of it behind. The log-probs are those that the
 trainer computes: after temperature, before top-k and top-p. Nothing of vLLM is imported here, so that another
 interpreter can run it (`python=`, or WORKBENCH_VLLM_PYTHON).
 """
@@ -54,7 +54,7 @@ _REFERS = re.compile(
 )
 
 
-class Link:
+class VllmLink:
     """The driver's connection to a process that runs vLLM, with the requests that are not answered yet; ended by
     `close()`. If the process fails, every waiting request raises the error."""
 
@@ -258,7 +258,7 @@ class Served(Closing):
             raise EngineError("vLLM is not installed", expected=expected, do=install("vllm"))
         first = {"arguments": {**arguments_of(self._folder, s), **self._arguments}, "on_cpu": on_cpu_of(s)}
         env = {**os.environ, **environment_of(self._folder, s)}
-        link = Link(python, env, first, stall_seconds=s.stall_seconds)
+        link = VllmLink(python, env, first, stall_seconds=s.stall_seconds)
         try:
             if not hasattr(self, "tokenizer"):
                 self.tokenizer, self._eos, self._rows = tokenizer_of(self._folder, s.trust_remote_code)

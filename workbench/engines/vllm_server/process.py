@@ -1,6 +1,6 @@
 """The program of vLLM's own process. It imports vLLM, which sets seeds and threads of its process, and nothing of ours.
 
-The driver (`engine.Link`) starts a copy of this file (`base.child`) under the name `workbench_vllm` in a folder of
+The driver (`engine.VllmLink`) starts a copy of this file (`base.child`) under the name `workbench_vllm` in a folder of
 its own, since none of our folders should be on the import path of vLLM; vLLM's workers import `WorkerExtension` from
 there by name. The two exchange messages of JSON. Weights come in buckets: in shared memory, by CUDA IPC, or by
 broadcast.

@@ -70,10 +70,10 @@ class Host:
         one = self._engine
         return one.tokenizer, switches_of(one), one.max_length, one.describe(), repr(one)
 
-    def exchange(self, asked: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
+    def exchange(self, questions: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
         """Start the questions `asked`, cancel those whose numbers are in `given_up`, and return the answers that are
         ready within `seconds`."""
-        return runtime.run(self._exchange(asked, given_up, seconds))
+        return runtime.run(self._exchange(questions, given_up, seconds))
 
     async def _exchange(self, questions: Sequence[Question], given_up: Sequence[int], seconds: float) -> list[Answer]:
         for number in given_up:
@@ -102,7 +102,7 @@ class Forwarding(Receiving, Closing):
     """Base class of `Hosted` and `Replicas`: implements the methods that only pass a call on to one engine or to all of
     several."""
 
-    def _each(self, method: str, *given: Any) -> list[Any]:
+    def _each(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each engine and return the results. A subclass implements it."""
         raise NotImplementedError
 
@@ -162,7 +162,7 @@ class Hosted(Forwarding):
         self._text = "not started"
         self._lock = threading.Lock()
         self._call = threading.Lock()
-        self._asked: list[tuple[int, str, Any]] = []
+        self._unsent: list[tuple[int, str, Any]] = []
         self._out = Questions()
         self._carrier: threading.Thread | None = None
         self.starts = 0
@@ -228,7 +228,7 @@ class Hosted(Forwarding):
         runtime.check()
         with self._lock:
             number, future = self._out.open()
-            self._asked.append((number, method, argument))
+            self._unsent.append((number, method, argument))
             if self._carrier is None:
                 self._carrier = threading.Thread(target=self._carry, name=f"workbench-{self.name}", daemon=True)
                 self._carrier.start()
@@ -245,12 +245,12 @@ class Hosted(Forwarding):
                     if not out and not given_up:
                         self._carrier = None
                         return
-                    asked, self._asked = self._asked, []
-                wanted = [one for one in asked if one[0] in out]
+                    questions, self._unsent = self._unsent, []
+                wanted = [one for one in questions if one[0] in out]
                 try:
                     answers = self._do("exchange", wanted, given_up, EXCHANGE_SECONDS)
                 except Interrupted as error:
-                    # questions that were asked after the interrupt must not fail with it
+                    # questions that were questions after the interrupt must not fail with it
                     self._out.fail(error, out)
                     continue
                 for number, outcome in answers:
@@ -261,14 +261,14 @@ class Hosted(Forwarding):
                     self._end()
                     how = f"responds, but has finished nothing for {limit:g} s"
                     raise WorkerLost(f"the worker of engine {self.name!r} {how}", do="restart() the engine", exit=how)
-        except BaseException as error:  # noqa: BLE001 - raised where the questions were asked
+        except BaseException as error:  # noqa: BLE001 - raised where the questions were questions
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """Raise the error for all questions without an answer, and end the carrier thread's work."""
         with self._lock:
             failed = self._out.numbers()
-            self._asked.clear()
+            self._unsent.clear()
             self._carrier = None
         self._out.fail(error, failed)
 
@@ -289,8 +289,8 @@ class Hosted(Forwarding):
         """Describe where the engine is and what it takes (see `WeightReceiver.receives`)."""
         return dict(self._do("do", "receives"))
 
-    def _each(self, method: str, *given: Any) -> list[Any]:
-        return [self._do("do", method, *given)]
+    def _each(self, method: str, *arguments: Any) -> list[Any]:
+        return [self._do("do", method, *arguments)]
 
     def _confirmed(self, versions: list[int], version: int) -> int:
         self.version = versions[0]

@@ -133,7 +133,7 @@ class Processes:
         except queue.Empty:
             return None
         if body is None:
-            raise self._lost(rank)
+            raise self._lost_error(rank)
         if answered != number:
             return None
         ok, answers[rank] = cloudpickle.loads(body)  # bytes from our own child, over a socket pair
@@ -146,20 +146,20 @@ class Processes:
             return error
         return there
 
-    def _lost(self, rank: int) -> WorkerLost:
+    def _lost_error(self, rank: int) -> WorkerLost:
         """Make the `WorkerLost` error for a dead worker, with the end of its log, and end the other workers."""
         worker = self._workers[rank]
         how = worker.how() or "still running, but its connection is closed"
         log = worker.tail()
         where = f"pid {worker.pid} on {socket.gethostname()}, of {self.size}"
-        told = message(f"the worker of rank {rank} ({where}) died", found=how, do=_ENDED)
+        text = message(f"the worker of rank {rank} ({where}) died", found=how, do=_ENDED)
         self.close(f"rank {rank} (pid {worker.pid}) died: {how}")
-        return WorkerLost(f"{told}; the end of its log:\n{log or '(empty)'}", rank=rank, exit=how, log=log)
+        return WorkerLost(f"{text}; the end of its log:\n{log or '(empty)'}", rank=rank, exit=how, log=log)
 
-    def _overdue(self, found: Mapping[int, Any], timeout: float | None, raised: BaseException | None) -> BaseException:
+    def _overdue(self, done: Mapping[int, Any], timeout: float | None, raised: BaseException | None) -> BaseException:
         """Make the error for a call past its deadline: late ranks write their stacks to their logs, and all workers are
         ended."""
-        late = [rank for rank in range(self.size) if rank not in found]
+        late = [rank for rank in range(self.size) if rank not in done]
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._workers[rank].pid, signal.SIGUSR1)
@@ -172,8 +172,8 @@ class Processes:
             raised.add_note("the other ranks waited for this one in a collective: the group was ended")
             return raised
         what = f"ranks {late} of {self.size} did not answer in {timeout or 0:.0f} seconds (pids {pids} on {socket.gethostname()})"
-        told = message(what, found=f"ranks {halted} are stopped (SIGSTOP)" if halted else None, do=_ENDED)
-        return TimeoutError(f"{told}; their stacks, from their logs:\n{logs}")
+        text = message(what, found=f"ranks {halted} are stopped (SIGSTOP)" if halted else None, do=_ENDED)
+        return TimeoutError(f"{text}; their stacks, from their logs:\n{logs}")
 
     def log(self, rank: int, size: int = 2000) -> str:
         """The last `size` bytes of a worker's log, as text."""
@@ -235,13 +235,13 @@ def main(parent: Any) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     calls: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
     stop = [0]
-    threading.Thread(target=_hear, args=(parent, calls, stop), daemon=True).start()
+    threading.Thread(target=_read_calls, args=(parent, calls, stop), daemon=True).start()
     held: Any = None
     while True:
-        held = _answered(held, *calls.get(), parent, stop)
+        held = _answer_call(held, *calls.get(), parent, stop)
 
 
-def _answered(held: Any, head: bytes, blob: bytes, parent: Any, stop: list[int]) -> Any:
+def _answer_call(held: Any, head: bytes, blob: bytes, parent: Any, stop: list[int]) -> Any:
     """Make one call and send its answer to the driver; returns the object that the worker holds from then on."""
     number, method, mine = cloudpickle.loads(head)  # bytes from our own parent, over a socket pair
     if stop[0] != number:
@@ -265,7 +265,7 @@ def _answered(held: Any, head: bytes, blob: bytes, parent: Any, stop: list[int])
     return held
 
 
-def _hear(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list[int]) -> None:
+def _read_calls(parent: Any, calls: queue.SimpleQueue[tuple[bytes, bytes]], stop: list[int]) -> None:
     """Run in a thread: put calls into the queue, and set the interrupt flag when the driver asks to stop."""
     while True:
         head = parent.frames.get()
