@@ -175,7 +175,7 @@ def test_what_going_back_over_an_update_of_a_7b_takes(tmp_path: Path, batch: Dat
     assert engine.snapshot_cost("memory") == engine.snapshot_cost("replay") == SnapshotCost()
     assert engine.snapshot_cost("disk").disk / GB == pytest.approx(12 * 7.615616512)
     loaded = engine.snapshot("replay")
-    engine._taught = True
+    engine._trained = True
     for kind in ("memory", "disk"):
         assert engine.snapshot_cost(kind).disk / GB == pytest.approx(91.387, abs=0.001)
     engine._record(batch, LikelihoodLoss(), counts(batch), 1.0, (torch.get_rng_state(),))
@@ -184,6 +184,6 @@ def test_what_going_back_over_an_update_of_a_7b_takes(tmp_path: Path, batch: Dat
     assert kept.base is loaded and kept.on_disk() == {}
     assert kept.nbytes == sum(one.nbytes for one in batch.batch.values()) < 1e5
     adapted = seven_billion(tmp_path / "lora", lora_rank=32)
-    adapted._taught = True
+    adapted._trained = True
     # r·(in + out) of q, k, v and o in 28 layers: 32·28·(7168 + 4096 + 4096 + 7168) parameters
     assert adapted.snapshot_cost("memory").disk == 12 * 32 * 28 * (7168 + 4096 + 4096 + 7168) == 242_221_056

@@ -33,7 +33,7 @@ from workbench.runs.folder import read_settings
 from workbench.runs.settings import Plan, in_memory
 from workbench.runs.streaming import streamed
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.targets import Given
+from workbench.stages.targets import DataResponses
 from workbench.steps import execute
 
 log = logging.getLogger("workbench")
@@ -81,7 +81,7 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
         prompts.check(part)
     first = rows.batch(plan.batch_size)
     rows.check_steps(plan.batch_size, plan.steps, plan.seed)
-    if isinstance(rollout, Given):
+    if isinstance(rollout, DataResponses):
         pipeline.check(first)
         judged = [("targets", rollout.check_rows(part.views())) for part in parts]
     else:
@@ -108,8 +108,8 @@ def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
     replays = any(
         one.describe().get("routing_replay") for one in pipeline.learners().values() if isinstance(one, Described)
     )
-    if replays and (isinstance(rollout, Given) or not getattr(rollout, "records_routing", True)):
-        kind = "given targets" if isinstance(rollout, Given) else "agents' episodes"
+    if replays and (isinstance(rollout, DataResponses) or not getattr(rollout, "records_routing", True)):
+        kind = "given targets" if isinstance(rollout, DataResponses) else "agents' episodes"
         expected, do = "rows of single responses, which say how they were routed", "open the learner without it"
         raise SettingError("routing_replay of a learner", expected=expected, found=kind, do=do)
 

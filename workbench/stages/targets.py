@@ -116,7 +116,7 @@ _SAMPLED = ("rollout_log_probs", "finish_reason", "policy_version")
 """Columns of a rollout that only sampled responses have."""
 
 
-class Given(Rollout):
+class DataResponses(Rollout):
     """Base class of stages whose responses are texts of the data set; nothing is sampled."""
 
     def __init__(self, engine: Any, columns: Sequence[str], max_tokens: int, answers: int = 1) -> None:
@@ -193,7 +193,7 @@ def _columns(
     return {name: one for name, one in columns.items() if name not in _SAMPLED}
 
 
-class Targets(Given):
+class Targets(DataResponses):
     """Write each row's target text as its response, as if the model had written it: the columns of a rollout, without
     sampling.
 
@@ -262,9 +262,7 @@ class Targets(Given):
                     what = f"every_turn for {place}"
                     do = "leave every_turn out: the last answer alone is then the target"
                     expected = "a chat template that only appends text as a chat grows"
-                    raise DataError(
-                        what, expected=expected, found=f"other text for turn {at} in the longer chat", do=do
-                    )
+                    raise DataError(what, expected=expected, found=f"other text for turn {at} later", do=do)
                 pieces.append((after[len(before) :], 0))
             for text, mine in pieces:
                 part = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -280,7 +278,7 @@ def _first_answer(chat: Any) -> int | None:
     return next((at for at, turn in enumerate(turns) if turn["role"] == "assistant"), None)
 
 
-class Pairs(Given):
+class Pairs(DataResponses):
     """Write both answers of each preference pair as rows: P pairs in, 2P rows out, the chosen answer before the
     rejected one.
 
@@ -327,7 +325,7 @@ class Pairs(Given):
         return {**{name: getattr(self, name) for name in names}, "max_tokens": self.sampling.max_tokens}
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Check both answers and the margin of every row of a data set (see `Given.check_rows`). Raises `DataError` for
+        """Check both answers and the margin of every row of a data set (see `DataResponses.check_rows`). Raises `DataError` for
         the first wrong row."""
         held = list(rows)
         for number, row in enumerate(held):

@@ -747,9 +747,8 @@ class _Walk:
                 order_reported = True
                 order = [" ".join(phase.stage for phase in side[1:]) for side in self.sides]
                 yield number, "phase", Divergence(why="order", phase=ours.stage, first=order[0], second=order[1])
-            self._note(
-                *(_reuse_note(ours, theirs) or _settings(ours, theirs)), *(_facts(ours, theirs) if number == 0 else ())
-            )
+            self._note(*(_reuse_note(ours, theirs) or _settings(ours, theirs)))
+            self._note(*(_facts(ours, theirs) if number == 0 else ()))
             pair = aligned(ours.batch, theirs.batch)
             self._note(pair.note)
             if pair.found is not None and pair.found != rows:

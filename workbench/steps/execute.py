@@ -38,7 +38,7 @@ from workbench.stages.pipeline import Pipeline
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
-from workbench.stages.targets import Given
+from workbench.stages.targets import DataResponses
 from workbench.steps.trace import Phase, Trace, completed, perform
 
 log = logging.getLogger("workbench")
@@ -208,13 +208,10 @@ def sampler_of(pipeline: Pipeline, setting: str = "ahead=1") -> PinnedWeights:
     policy version.
     """
     first = next(iter(pipeline))
-    engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, Given) else None
+    engine = first.sampler if isinstance(first, Rollout) and not isinstance(first, DataResponses) else None
     found = f"a pipeline that begins with stage {first.name!r}"
     if getattr(first, "policies", None):
-        do = f"leave out {setting}"
-        raise SettingError(
-            f"{setting} with several policies", expected="one: the others' weights are not pinned", do=do
-        )
+        raise SettingError(f"{setting} with several policies", expected="one policy", do=f"leave out {setting}")
     if isinstance(engine, PinnedWeights):
         if not engine.share_device:
             return engine

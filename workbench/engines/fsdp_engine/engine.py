@@ -76,7 +76,7 @@ class FsdpEngine(ModelEngine):
         self._start: ShardedSnapshot | None = None
         self._scratch = scratch
         self._name = new_id()
-        self._taught = False
+        self._trained = False
         self._saving: _Save | None = None
         self._open(source)
         weakref.finalize(self, group.let_go, self._name)
@@ -104,7 +104,7 @@ class FsdpEngine(ModelEngine):
         like: tuple[str, int] | None = None,
     ) -> list[Any]:
         if self.lost:
-            if self._taught:
+            if self._trained:
                 what = "the workers that held this engine's weights have ended"
                 found = f"weights of version {self.version} (state {self.state_id}) are lost"
                 do = "restore a snapshot or load a checkpoint; that starts new workers"
@@ -172,8 +172,8 @@ class FsdpEngine(ModelEngine):
         """Take one optimizer step on one mini-batch. Raises `NonFinite`, with nothing changed, for a NaN or infinite loss."""
         check_routed(self._settings, batch)
         steps, rng = self._steps(), self._rng()
-        before, self.state_id = (self.state_id, self._taught), new_id()
-        self._taught = True
+        before, self.state_id = (self.state_id, self._trained), new_id()
+        self._trained = True
         try:
             learned = self._backward("learn", batch, loss, loss_counts, temperature)
             self._record(batch, loss, loss_counts, temperature, rng)
@@ -182,7 +182,7 @@ class FsdpEngine(ModelEngine):
             # an interrupt may come before the step or after it: the ranks know, where they are still there
             with suppress(WorkerLost):
                 if not self.lost and self._steps() == steps:
-                    self.state_id, self._taught = before
+                    self.state_id, self._trained = before
                     raise
             self._since = None  # it may have been taken
             raise
@@ -277,7 +277,7 @@ class FsdpEngine(ModelEngine):
         With the kinds `memory` and `replay`, a model still in the state of its own files is not saved: it can be loaded
         from them again.
         """
-        named = self.state_id, self.version, self._taught
+        named = self.state_id, self.version, self._trained
         if kind in ("memory", "replay") and self._as_loaded():
             return ShardedSnapshot("", *named)
         place = tempfile.mkdtemp(prefix="workbench-snapshot-", dir=self._scratch)
@@ -304,7 +304,7 @@ class FsdpEngine(ModelEngine):
             self._open(start)
         else:
             self._on("reload", self._source, start)
-        self.version, self._taught = snapshot.version, snapshot.taught
+        self.version, self._trained = snapshot.version, snapshot.trained
 
     def _full_cost(self, kind: str) -> SnapshotCost:
         """Bytes on disk that a snapshot takes, as much as a checkpoint: with LoRA the adapters and their moments."""
@@ -395,7 +395,7 @@ class FsdpEngine(ModelEngine):
         folder = str(Path(path).absolute())
         given = (None, self._name, method, folder, *shared)
         self._group.call("on", *given, timeout=self._settings.deadline, like=(method, 1))
-        self.version, self.state_id, self._taught = int(record["version"]), new_id(), True
+        self.version, self.state_id, self._trained = int(record["version"]), new_id(), True
         self._last = self._since = None
 
     def critic(self, **changes: Any) -> FsdpEngine:
@@ -404,7 +404,7 @@ class FsdpEngine(ModelEngine):
         return self._copy(self._settings.replace(**{"routing_replay": False, **changes}), head=True)
 
     def _untouched(self) -> bool:
-        return self.version == 0 and not self._taught
+        return self.version == 0 and not self._trained
 
     def as_loaded(self) -> bool:
         """Whether the engine is still in the state of the files at its path: nothing was learned or loaded, and the

@@ -139,11 +139,11 @@ class ShardedSnapshot:
     It outlives the workers; the folder is deleted together with this object.
     """
 
-    def __init__(self, folder: str, state_id: str, version: int, taught: bool) -> None:
+    def __init__(self, folder: str, state_id: str, version: int, trained: bool) -> None:
         self.folder = folder
         self.state_id = state_id
         self.version = version
-        self.taught = taught
+        self.trained = trained
         self._gone = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     kind, nbytes = "disk", 0
