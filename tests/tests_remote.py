@@ -50,7 +50,7 @@ class Server:
         keep = 1 if not s["temperature"] else s["top_k"] if s["top_k"] > 0 else len(LOGITS)
         mass, kept = 0.0, []
         for place, value in enumerate(scaled[:keep]):
-            if mass < s["top_p"]:
+            if mass < s["top_p"] and math.exp(value - scaled[0]) >= s["min_p"]:
                 kept.append(place)
                 mass += math.exp(value)
         shown = {

@@ -47,6 +47,8 @@ def test_top_p_and_top_k_by_hand() -> None:
     assert left(top_k=2) == left(top_p=0.7) == pytest.approx([0.5, 0.3, 0, 0])
     assert left(top_p=0.49) == pytest.approx([0.5, 0, 0, 0])
     assert left(top_k=2, top_p=0.62) == pytest.approx([0.5, 0, 0, 0])  # half is 0.625 of the two
+    assert left(min_p=0.4) == left(min_p=0.59) == pytest.approx([0.5, 0.3, 0, 0])  # at least 0.2 or 0.295
+    assert left(min_p=0.4, top_p=0.62) == pytest.approx([0.5, 0, 0, 0])  # half is 0.625 of the two
     assert left(top_k=9, top_p=1.0) == pytest.approx([0.5, 0.3, 0.15, 0.05])
 
 
@@ -56,6 +58,10 @@ def test_draws_by_hand() -> None:
     tokens, log_probs = draw(logits, uniforms, SamplingSettings())
     assert tokens.tolist() == [0, 0, 1, 2]
     assert log_probs.exp().tolist() == pytest.approx([0.5, 0.5, 0.3, 0.2])
+    altered = torch.tensor([[0.0, 0.5, 0.5, 0.0]] * 4).log()  # what tokens are chosen by; log-probs stay the policy's
+    tokens, log_probs = draw(logits, uniforms, SamplingSettings(min_p=0.1), altered)
+    assert tokens.tolist() == [1, 1, 2, 2]
+    assert log_probs.exp().tolist() == pytest.approx([0.3, 0.3, 0.2, 0.2])
     tokens, log_probs = draw(logits, uniforms, SamplingSettings(temperature=0))
     assert tokens.tolist() == [0] * 4 and log_probs.exp().tolist() == pytest.approx([0.5] * 4)
     _, halved = draw(logits, uniforms, SamplingSettings(temperature=0.5))

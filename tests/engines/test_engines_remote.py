@@ -59,14 +59,18 @@ def test_tokens_and_log_probs_of_both_kinds(kind: str) -> None:
 
 def test_what_is_sent_is_what_was_asked(server: Server) -> None:
     engine = remote(server.url, TINY, **QUICK)
-    settings = SamplingSettings(temperature=0.7, top_p=0.9, top_k=5, max_tokens=300, stop=("</a>",))
+    more: dict[str, Any] = {"min_p": 0.1, "stop_token_ids": (77,), "stop": ("</a>",)}
+    settings = SamplingSettings(temperature=0.7, top_p=0.9, top_k=5, max_tokens=300, **more)
     engine.sample_many([Request((5, 9), settings, 2**62 + 3)])
     body = server.asked("/generate")[-1]
     sent = body["sampling_params"]
     assert body["input_ids"] == [5, 9] and body["return_logprob"] and body["top_logprobs_num"] == 0
     assert sent["max_new_tokens"] == 254 and sent["stop"] == ["</a>"] and sent["no_stop_trim"]
     assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["sampling_seed"]) == (0.7, 0.9, 5, 3)
-    assert engine.tokenizer.eos_token_id in sent["stop_token_ids"] and not sent["ignore_eos"]
+    assert sent["min_p"] == 0.1 and not sent["ignore_eos"]
+    assert {engine.tokenizer.eos_token_id, 77} <= set(sent["stop_token_ids"])
+    engine.sample_many([Request((5, 9), settings.replace(ignore_eos=True), 0)])
+    assert server.asked("/generate")[-1]["sampling_params"]["stop_token_ids"] == [77]
 
 
 def test_log_probs_that_are_not_a_trainers_are_refused(server: Server) -> None:
@@ -82,8 +86,13 @@ def test_log_probs_that_are_not_a_trainers_are_refused(server: Server) -> None:
     server.mode = "filtered"
     engine = remote(server.url, TINY, **QUICK)
     assert engine.sample_many([request(temperature=0.7)])
-    for settings in ({"top_k": 3}, {"top_p": 0.9}):
+    for settings in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
         with pytest.raises(EngineError, match="log-probs before them"):
+            engine.sample_many([request(**settings)])
+    for settings in ({"repetition_penalty": 1.2}, {"min_tokens": 2}):
+        with pytest.raises(
+            EngineError, match="before them.*start vLLM by engines.server_command and pass weights='vllm'"
+        ):
             engine.sample_many([request(**settings)])
     server.mode = "nonsense"
     with pytest.raises(EngineError, match=r"of no known kind; expected .* 1 \(raw logits\) or 0\.50"):

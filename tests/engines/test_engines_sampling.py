@@ -206,6 +206,56 @@ def test_the_same_requests_together_give_the_same_bits(folder: Path) -> None:
     assert engine.sample_many(mixed()) == engine.sample_many(mixed())
 
 
+def test_penalty_and_least_length_are_those_of_transformers(folder: Path) -> None:
+    """Greedy tokens are those of transformers' own `generate`; log-probs stay those of the policy."""
+    engine = local(folder)
+    prompt = (1, 5, 9, 7)
+    for mine, theirs in (
+        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        ({"repetition_penalty": 0.8, "min_tokens": 9}, {"repetition_penalty": 0.8, "min_new_tokens": 9}),
+    ):
+        settings = SamplingSettings(temperature=0, max_tokens=12, **mine)
+        sample = engine.sample_many([Request(prompt, settings, 0)])[0]
+        plain = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+        found = engine._model.generate(torch.tensor([prompt]), **plain, **theirs)[0, len(prompt) :]
+        assert list(sample.ids) == found.tolist()
+        with torch.no_grad():
+            logits = engine._model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1]
+        policys = logits.log_softmax(-1).gather(-1, found[:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(sample.log_probs), policys, atol=2e-5, rtol=0)
+
+
+def test_stop_tokens_and_least_length(folder: Path) -> None:
+    engine = local(folder)
+
+    def ids(**settings: Any) -> tuple[tuple[int, ...], str]:
+        chosen = SamplingSettings(**{"max_tokens": 12, "ignore_eos": True, **settings})
+        sample = engine.sample_many([Request((1, 5, 9, 7), chosen, 3)])[0]
+        return sample.ids, sample.finish_reason
+
+    free, _ = ids()
+    assert ids(stop_token_ids=(free[4],)) == (free[: free.index(free[4]) + 1], "stop")
+    held, _ = ids(stop_token_ids=(free[4],), min_tokens=8)
+    assert len(held) > 8 and free[4] not in held[:8]
+    ended = ids(stop_token_ids=tuple(range(64)), min_tokens=0)
+    assert ended == (free[:1], "stop")
+    with pytest.raises(EngineError, match="stop_token_ids of a request; expected token ids from 0 to 63"):
+        ids(stop_token_ids=(64,))
+
+
+def test_the_likeliest_tokens_are_those_of_the_policy(folder: Path) -> None:
+    engine = local(folder)
+    settings = SamplingSettings(temperature=0.7, top_k=2, repetition_penalty=1.5, max_tokens=6, ignore_eos=True)
+    wanted, plain = engine.sample_many([Request((1, 5, 9, 7), settings, 3, tops=n) for n in (3, 0)])
+    assert wanted == plain and plain.tops == () and len(wanted.tops) == 6
+    with torch.no_grad():
+        logits = engine._model(torch.tensor([[1, 5, 9, 7, *wanted.ids]])).logits[0, 3:-1] / 0.7
+    values, ids = logits.log_softmax(-1).topk(3)
+    assert [list(one) for one in wanted.tops] == ids.tolist()
+    found = torch.tensor([list(one.values()) for one in wanted.tops])
+    torch.testing.assert_close(found, values, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("ids", [(), (1, 64), (-1, 5)])
 def test_a_prompt_that_the_model_cannot_read_is_refused_alone(folder: Path, ids: tuple[int, ...]) -> None:
     engine = local(folder, self_check=False)

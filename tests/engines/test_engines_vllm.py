@@ -127,7 +127,7 @@ class TestPairedWithVllm(EngineContract):
 @slow
 class TestVllm:
     @pytest.mark.parametrize(
-        "settings", [{}, {"temperature": 0.5}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.7}, {"temperature": 0.0}], ids=str
+        "settings", [{}, {"temperature": 0.5}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.7, "min_p": 0.1}, {"temperature": 0.0}], ids=str
     )  # fmt: skip
     def test_log_probs_are_the_trainers(self, engine: VllmEngine, settings: dict[str, Any]) -> None:
         """At any temperature, and before top-k and top-p, also where requests of several kinds share a batch."""
@@ -145,6 +145,30 @@ class TestVllm:
         mine, theirs = learner.sample_many(requests), engine.sample_many(requests)
         assert [one.ids for one in mine] == [one.ids for one in theirs]
         assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    def test_penalties_and_limits_leave_the_policys_log_probs(self, engine: VllmEngine, temperature: float) -> None:
+        learner = local("data/tiny-arith")
+        engine.sync(learner)
+        limits: dict[str, Any] = {"repetition_penalty": 1.3, "min_tokens": 20, "min_p": 0.05}
+        requests = asked(engine, 8, temperature=temperature, stop_token_ids=(23,), **limits)
+        mine, theirs = learner.sample_many(requests), engine.sample_many([*requests, *asked(engine, 4)])[:8]
+        assert gap(learner, requests, theirs) < TOLERANCE
+        for one in theirs:
+            assert 23 not in one.ids[:20] and (one.ids[-1] == 23 or one.finish_reason != "stop" or len(one.ids) > 20)
+        if not temperature:
+            assert [one.ids for one in mine] == [one.ids for one in theirs]
+
+    def test_the_likeliest_tokens_are_the_local_engines(self, engine: VllmEngine) -> None:
+        learner = local("data/tiny-arith")
+        engine.sync(learner)
+        wanted = [dataclasses.replace(one, tops=3) for one in asked(engine, 4, temperature=0.0)]
+        for mine, theirs in zip(learner.sample_many(wanted), engine.sample_many(wanted), strict=True):
+            for left, right in zip(mine.tops, theirs.tops, strict=True):
+                assert max(left.values()) == pytest.approx(max(right.values()), abs=TOLERANCE)
+                assert set(left) <= set(right) or min(left.values()) == pytest.approx(
+                    min(right.values()), abs=TOLERANCE
+                )
 
     def test_samples_follow_the_distribution(self, engine: VllmEngine) -> None:
         learner = local("data/tiny-arith")

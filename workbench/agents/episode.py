@@ -158,7 +158,7 @@ class Episode:
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
         if room <= 0:
             return self._full(ids)
-        settings = settings.replace(max_tokens=int(min(settings.max_tokens, room)))
+        settings = settings.within(int(min(settings.max_tokens, room)))
         return await self.draw(ids, settings, self.seed(turn, self.attempt), policy=policy, pixels=pixels)
 
     async def draw(
@@ -169,10 +169,13 @@ class Episode:
         *,
         policy: str | None = None,
         pixels: Mapping[str, torch.Tensor] | None = None,
+        tops: int = 0,
     ) -> Sample:
-        """Sample one answer after the token ids `ids` with the caller's `seed`, and keep it among the episode's
-        samples."""
-        request = Request(tuple(ids), settings, seed, pixels or None)
+        """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples.
+
+        `tops` as in `Request`.
+        """
+        request = Request(tuple(ids), settings, seed, pixels or None, tops)
         began = time.perf_counter()
         try:
             waves = self.lock_step

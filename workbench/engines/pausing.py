@@ -32,16 +32,18 @@ def sampling_fields(s: SamplingSettings, ends: Sequence[int]) -> dict[str, Any]:
 
     Fields that a server's own defaults could change are always sent.
     """
-    ending = {"stop": list(s.stop), "stop_token_ids": [] if s.ignore_eos else list(ends), "ignore_eos": s.ignore_eos}
-    whole = {"min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
-    return {"temperature": s.temperature, "top_p": s.top_p, **ending, **whole}
+    stops = [*(() if s.ignore_eos else ends), *s.stop_token_ids]
+    ending = {"stop": list(s.stop), "stop_token_ids": stops, "ignore_eos": s.ignore_eos, "skip_special_tokens": False}
+    choice = {"top_p": s.top_p, "min_p": s.min_p, "repetition_penalty": s.repetition_penalty}
+    return {"temperature": s.temperature, **choice, **ending}
 
 
 def vllm_fields(request: Request, ends: Sequence[int]) -> dict[str, Any]:
     """Build the sampling fields of a request to vLLM, by the names of its `SamplingParams`, which its HTTP server uses,
     too."""
     s = request.settings
-    numbers = {"top_k": max(s.top_k, 0), "max_tokens": s.max_tokens, "seed": request.seed}
+    limits = {"max_tokens": s.max_tokens, "min_tokens": s.min_tokens}
+    numbers = {"top_k": max(s.top_k, 0), **limits, "seed": request.seed}
     return {**sampling_fields(s, ends), **numbers, "include_stop_str_in_output": True}
 
 

@@ -27,7 +27,11 @@ from workbench.dataproto.core import DataProto
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings(Settings):
-    """How to sample one response: temperature, top-p, top-k and when to stop."""
+    """How to sample one response: what its tokens are chosen from, and when to stop.
+
+    Whatever limits or penalises the choice, the recorded log-probs are those of the policy: the full softmax of
+    logits / `temperature`. `min_p`, `top_k` and `top_p` apply in this order, after penalties and temperature, as in vLLM.
+    """
 
     temperature: float = 1.0
     """Divides the logits; 0 is greedy."""
@@ -35,10 +39,19 @@ class SamplingSettings(Settings):
     """Keep the smallest set of tokens whose probability reaches this."""
     top_k: int = -1
     """Keep the k likeliest tokens; -1 keeps all."""
+    min_p: float = 0.0
+    """Keep the tokens that are at least this share as likely as the likeliest one; 0 keeps all. https://arxiv.org/abs/2407.01082"""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that are in the prompt or the response so far, and multiplies negative ones; 1: none.
+    https://arxiv.org/abs/1909.05858"""
     max_tokens: int = 128
     """Longest response, in tokens (EOS counts)."""
+    min_tokens: int = 0
+    """EOS and `stop_token_ids` are not sampled before the response has this many tokens, and stop texts in them do not count."""
     stop: tuple[str, ...] = ()
     """Texts that end the response; the text itself is kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the response, with `ignore_eos` too; the token itself is kept."""
     ignore_eos: bool = False
     """Go on after EOS, up to `max_tokens`."""
 
@@ -46,7 +59,27 @@ class SamplingSettings(Settings):
         require(self.temperature >= 0, "temperature", expected="a number ≥ 0", found=self.temperature)
         require(0 < self.top_p <= 1, "top_p", expected="a number in (0, 1]", found=self.top_p)
         require(self.top_k == -1 or self.top_k > 0, "top_k", expected="-1 (all) or ≥ 1", found=self.top_k)
+        require(0 <= self.min_p <= 1, "min_p", expected="a number in [0, 1]", found=self.min_p)
+        penalty = self.repetition_penalty
+        require(penalty > 0, "repetition_penalty", expected="a number > 0 (1: none)", found=penalty)
         require(self.max_tokens > 0, "max_tokens", expected="≥ 1", found=self.max_tokens)
+        least = f"0 to max_tokens, {self.max_tokens}"
+        require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", expected=least, found=self.min_tokens)
+
+    @property
+    def filters(self) -> bool:
+        """Whether `top_p`, `top_k` or `min_p` rule tokens out."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def alters(self) -> bool:
+        """Whether `repetition_penalty` or `min_tokens` change the logits that tokens are chosen by."""
+        return self.repetition_penalty != 1 or self.min_tokens > 0
+
+    def within(self, room: int) -> Self:
+        """These settings with `max_tokens` of at most `room` (≥ 1), and `min_tokens` of at most that."""
+        most = min(self.max_tokens, room)
+        return self.replace(max_tokens=most, min_tokens=min(self.min_tokens, most))
 
 
 @dataclass(frozen=True)
@@ -60,6 +93,8 @@ class Request:
     """Seed of this response alone; see `seeds.derive`."""
     pixels: Mapping[str, torch.Tensor] | None = field(default=None, compare=False)
     """What a `Multimodal` sampler's model reads of the prompt's pictures, by the names of its inputs."""
+    tops: int = 0
+    """How many of the likeliest tokens are wanted beside each token (`Sample.tops`)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +104,8 @@ class Sample:
     ids: tuple[int, ...]
     """Response token ids, EOS included where the model wrote it."""
     log_probs: tuple[float, ...]
-    """Log-prob of each token in nats, under logits / temperature before top-k and top-p (greedy: temperature 1)."""
+    """Log-prob of each token in nats, under logits / temperature, before anything limits or penalises the choice (greedy:
+    temperature 1)."""
     finish_reason: str
     """`stop` (EOS or a stop text), `length` or `abort`."""
     version: int
@@ -80,6 +116,8 @@ class Sample:
     """[S + T, L, k] int16: the experts that the layers' routers chose for each token of prompt and response, -1 where not known."""
     times: tuple[float, float] | None = field(default=None, compare=False, repr=False)
     """When work on it began and when its first token was there, in seconds since the epoch; None where nobody says."""
+    tops: tuple[Mapping[int, float], ...] = field(default=(), compare=False, repr=False)
+    """Where `Request.tops` wants them: at each token the likeliest and their log-probs, as in `log_probs`; else empty."""
 
 
 @runtime_checkable

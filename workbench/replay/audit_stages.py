@@ -174,7 +174,8 @@ def _of_turns(turns: list[dict[str, Any]], row: list[int]) -> list[int | None]:
 def _ends(v: View, whole: list[list[int]]) -> Claims:
     """Claim where responses end: finish reason `stop` at the first end token, `length` at `max_tokens`."""
     b, limit = v.after, v.sampling.get("max_tokens")
-    plain = v.sampling.get("stop") == "()" and not v.sampling.get("ignore_eos")
+    more = v.sampling.get("ignore_eos") or v.sampling.get("stop_token_ids", "()") != "()"
+    plain = v.sampling.get("stop") == "()" and not more
     if "turns" in b or not plain or not limit:
         return
     expected = []

@@ -16,7 +16,7 @@ from workbench.base.errors import CheckpointError, DataError, RunError, describe
 from workbench.datasets.feedback import STEP as LEARNED_AT
 from workbench.datasets.rendering import encode
 from workbench.datasets.rows import Rows
-from workbench.engines.protocol import Bounded, switches_of
+from workbench.engines.protocol import Bounded, SamplingSettings, switches_of
 from workbench.engines.settings import FsdpSettings
 from workbench.runs import checkpoint
 from workbench.runs.folder import STEP, RunFolder, read_json, read_metrics, read_settings, step_folders
@@ -51,7 +51,7 @@ class Start:
     """The trace with the first step's rows, where they were sampled ahead; what a stream's checkpoint holds."""
 
 
-_DEFAULTS = FsdpSettings().to_dict()
+_DEFAULTS, _SAMPLING = FsdpSettings().to_dict(), SamplingSettings().to_dict()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -207,6 +207,7 @@ def _changes(old: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, s
     """
     new = json.loads(json.dumps({part: settings[part] for part in (*_COMPARED, "pipeline")}, default=str))
     was, now = ({part: one.get(part) for part in _COMPARED} | {"sources": _of_ours(new, one)} for one in (old, new))
+    was["stages"] = _with_new_sampling(was.get("stages") or {}, now.get("stages") or {})
     was["engines"] = _with_new_settings(was["engines"] or {}, now["engines"] or {})
     names = {text: text.split(": ")[0] for text in differences(was, now)}
     return {text: name for text, name in names.items() if not _only_moved(name, new["engines"])}
@@ -238,6 +239,16 @@ def _recorded(run: Path) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
             raise
         return saved, (f"settings.json is written again from the checkpoint: {damage}",)
     return (present if saved is None else {**saved, "history": present.get("history", [])}), ()
+
+
+def _with_new_sampling(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded settings of stages; those of sampling that there were not yet have their defaults."""
+    since = {name: value if isinstance(value, int | float) else str(value) for name, value in _SAMPLING.items()}
+
+    def filled(stage: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, Any]:
+        return {**{name: value for name, value in since.items() if name in there}, **stage}
+
+    return {name: filled(stage, new.get(name) or {}) for name, stage in old.items()}
 
 
 def _with_new_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class RemoteSampler(Pausing):
     # --- the start --------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        s, self._refusal = self._settings, ""
+        s, self._refusal, self._exact = self._settings, "", False
         self._about: About = await server.about(self._client, self.url, self._folder, s)
         kind = self._about.dialect.kind
         if s.weights not in (None, kind):
@@ -96,14 +96,15 @@ class RemoteSampler(Pausing):
                 self._refusal = f"the server no longer has its model's own weights: somebody pushed {self._tag!r}"
 
     async def _prepare(self) -> None:
-        """Prepare a vLLM server for pushes of weights, and for log-probs before top-k and top-p. Raises `EngineError`
-        where it cannot be prepared."""
+        """Prepare a vLLM server for pushes of weights, and for log-probs before anything limits or penalises the choice of
+        tokens. Raises `EngineError` where it cannot be prepared."""
         try:
             if (await self._get("/is_paused"))["is_paused"]:
                 found = "a push that failed half-way, or one that is still under way"
                 do = "push again from the process that pushed, or restart the server"
                 raise EngineError("the server is paused", found=found, do=do)
-            await self._post("/collective_rpc", {"method": "workbench_prepare"})
+            prepared = {"method": "workbench_prepare"}
+            self._exact = all(await self._post("/collective_rpc", prepared, lambda reply: reply["results"]))
         except (Refused, Unreachable) as error:
             do = "start it by the command of engines.server_command(model, extension_folder), or pass weights=None"
             raise EngineError("weights cannot be pushed to the server", found=self._without_key(error), do=do) from None
@@ -116,12 +117,12 @@ class RemoteSampler(Pausing):
     async def _answered(self, request: Request) -> Sample:
         version, tag = self.version, self._tag
         longest = self.max_length - len(request.ids)
-        settings = replace(request.settings, max_tokens=min(request.settings.max_tokens, longest))
+        settings = request.settings.within(longest)
         with self._as_engine_errors("no response from the server"):
-            reply = await self._reply_to(replace(request, settings=settings), 0, self._settings.timeout)
+            reply = await self._reply_to(replace(request, settings=settings), request.tops, self._settings.timeout)
             if tag is not None:
                 await self._check_weights(reply, tag)
-        return Sample(reply.ids, reply.log_probs, reply.finish_reason, version)
+        return Sample(reply.ids, reply.log_probs, reply.finish_reason, version, tops=reply.tops)
 
     async def _reply_to(self, request: Request, tops: int, timeout: float) -> ServerReply:
         dialect = self._about.dialect
@@ -153,7 +154,7 @@ class RemoteSampler(Pausing):
 
     def _check(self, request: Request) -> None:
         s, findings, dialect = request.settings, self._findings, self._about.dialect
-        check_prompt(request.ids, self._rows, self.max_length, "the server", "its longest sequence")
+        check_prompt(request.ids, self._rows, self.max_length, "the server", "its longest sequence", s.stop_token_ids)
         if s.temperature and not dialect.coldest <= s.temperature <= dialect.hottest:
             expected = f"0, or {dialect.coldest:g} to {dialect.hottest:g}, which the server can do"
             raise EngineError("the sampling temperature", expected=expected, found=s.temperature)
@@ -164,12 +165,16 @@ class RemoteSampler(Pausing):
         if warm and s.top_k == 1 and dialect is SGLANG:  # which is then greedy, with log-probs of temperature 1
             what = "SGLang cannot sample with top_k=1 at a temperature other than 1"
             raise EngineError(what, do="for greedy decoding pass temperature=0")
-        if (s.top_p < 1 or s.top_k > 0) and not findings.before_filters:
+        if s.alters and not (dialect is VLLM and (self._exact or not findings.follows_temperature)):
+            what = "repetition_penalty and min_tokens: the server does not return the log-probs before them, which a trainer needs"
+            do = "leave them out, or start vLLM by engines.server_command and pass weights='vllm'"
+            raise EngineError(what, do=do)
+        if s.filters and not findings.before_filters:
             why = "the server does not return the log-probs before them, which a trainer needs"
             if findings.before_filters is None:
                 why = "whether the server returns the log-probs before them could not be told: the model was too sure of the probes"
-            what = f"top_p and top_k: {why}"
-            do = "pass top_p=1 and top_k=-1, or start vLLM by engines.server_command and pass weights='vllm'"
+            what = f"top_p, top_k and min_p: {why}"
+            do = "pass top_p=1, top_k=-1 and min_p=0, or start vLLM by engines.server_command and pass weights='vllm'"
             raise EngineError(what, do=do)
 
     # --- weights ----------------------------------------------------------------------------

@@ -84,6 +84,7 @@ def _sglang_body(request: Request, model: str, ends: Sequence[int], tops: int) -
         "sampling_params": {
             **sampling_fields(request.settings, ends),
             "max_new_tokens": request.settings.max_tokens,
+            "min_new_tokens": request.settings.min_tokens,
             "top_k": request.settings.top_k,
             "sampling_seed": request.seed % 2**31,  # its kernels want a small one
             "no_stop_trim": True,
@@ -332,7 +333,7 @@ class ProbeFindings:
     follows_temperature: bool
     """Log-probs are those of logits / temperature; else those of the logits."""
     before_filters: bool | None
-    """Log-probs are those before top-k and top-p; None where the model was too sure of every prompt to tell."""
+    """Log-probs are those before min-p, top-k and top-p; None where the model was too sure of every prompt to tell."""
     seeded: bool
     """The same seed gives the same tokens."""
 
@@ -384,7 +385,7 @@ async def _before_filters(
     off. None where too little is cut off to decide."""
     if max(free.values()) > -4 * _SAME:
         return None
-    for settings in (replace(_PLAIN, top_k=2), replace(_PLAIN, top_p=1e-3)):
+    for settings in (replace(_PLAIN, top_k=2), replace(_PLAIN, top_p=1e-3), replace(_PLAIN, min_p=1.0)):
         reply = await ask(Request(prompt, replace(settings, temperature=temperature), 2), 0)
         if reply.ids[0] not in free or abs(reply.log_probs[0] - free[reply.ids[0]]) > _SAME:
             return False

@@ -251,9 +251,14 @@ class LocalEngine(ModelEngine, Pushing):
         """
         self.check_weights()
         count = self._model.get_input_embeddings().num_embeddings
-        if not request.ids or not 0 <= min(request.ids) <= max(request.ids) < count:
-            found = f"ids from {min(request.ids)} to {max(request.ids)}" if request.ids else "no token"
-            raise EngineError("the prompt of a request", expected=f"token ids from 0 to {count - 1}", found=found)
+        ids = (*request.ids, *request.settings.stop_token_ids)
+        if not request.ids or not 0 <= min(ids) <= max(ids) < count:
+            found = f"ids from {min(ids)} to {max(ids)}" if request.ids else "no token"
+            raise EngineError(
+                "the prompt or the stop_token_ids of a request",
+                expected=f"token ids from 0 to {count - 1}",
+                found=found,
+            )
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
         return await (self._waves if request.pixels is None else self._pictured).ask(request)
 

@@ -3,7 +3,7 @@
 It is a loop of our own rather than `generate`, because a row's tokens must depend on its seed and its prompt alone,
 never on which rows happen to share its wave. Requests that wait take the seats of rows that have ended.
 
-Tokens are chosen by inverse-CDF draws on the logits' own device, with temperature, top-k and top-p. The cumulative
+Tokens are chosen by inverse-CDF draws on the logits' own device, with temperature, min-p, top-k and top-p. The cumulative
 distribution has two levels, blocks of about √V tokens and the tokens of one block, so that a draw reads the logits a
 few times in float32 and only 2√V numbers a row in float64. Tokens are those of a whole CDF in float64 but where a
 draw lies within 1e-5 of an edge between two tokens.
@@ -275,6 +275,8 @@ class Rows:
         self._requests: list[Request] = []
         self._experts: defaultdict[int, list[Tensor]] = defaultdict(list)
         """By place the experts [L, k] of each token from the prompt's last on, where they are recorded."""
+        self._tops: defaultdict[int, list[dict[int, float]]] = defaultdict(list)
+        """By place the likeliest tokens beside each token, where they are wanted."""
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
         self._times: list[tuple[float, float]] = []
@@ -331,12 +333,14 @@ class Rows:
         for name, one in new.items():
             moved = self._held.get(name, one)[list(order)]
             self._held[name] = moved.index_copy(0, torch.tensor(seats, dtype=torch.long), one)
-        by_kind: dict[tuple[float, float, int], list[int]] = {}
+        by_kind: dict[tuple[float, ...], list[int]] = {}
         for seat, request in enumerate(self._requests):
-            kind = (request.settings.temperature, request.settings.top_p, request.settings.top_k)
+            s = request.settings
+            kind = (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, s.min_tokens)
             by_kind.setdefault(kind, []).append(seat)
         self._kinds = [(self._requests[seats[0]].settings, torch.tensor(seats)) for seats in by_kind.values()]
-        self._stopping = [seat for seat, request in enumerate(self._requests) if request.settings.stop]
+        each = [request.settings for request in self._requests]
+        self._stopping = [seat for seat, s in enumerate(each) if s.stop or s.stop_token_ids]
 
     def advance(self, logits: Tensor, experts: Tensor | None = None) -> list[int]:
         """Draw the next token of each row from logits [n, V], and return the seats of the rows that end with it.
@@ -357,6 +361,8 @@ class Rows:
         self._new = []
         held["ids"].scatter_(1, column, tokens[:, None])
         held["log_probs"].scatter_(1, column, log_probs[:, None])
+        for seat in [seat for seat in self.alive if self._requests[seat].tops]:
+            self._tops[self.places[seat]] += [_likeliest(logits[seat], self._requests[seat])]
         if experts is not None:
             for seat in held["alive"].nonzero().flatten().tolist():
                 self._experts[self.places[seat]] += [experts[seat]]
@@ -374,18 +380,36 @@ class Rows:
         both exactly."""
         uniforms, parts = sent(uniforms, logits.device), []
         for kind, seats in self._kinds:
-            alone = len(self._kinds) == 1
-            tokens, log_probs = draw(*((logits, uniforms) if alone else (logits[seats], uniforms[seats])), kind)
+            theirs, numbers = (logits, uniforms) if len(self._kinds) == 1 else (logits[seats], uniforms[seats])
+            altered = self._altered(theirs, seats.tolist(), kind) if kind.alters else None
+            tokens, log_probs = draw(theirs, numbers, kind, altered)
             parts.append(torch.stack([tokens.double(), log_probs.double()]))
         read = torch.cat(parts, 1).cpu()
         found = torch.empty_like(read).index_copy(1, torch.cat([seats for _, seats in self._kinds]), read)
         return found[0].long(), found[1].float()
 
+    def _altered(self, logits: Tensor, seats: Sequence[int], kind: SamplingSettings) -> Tensor:
+        """The logits [n, V] that the tokens of these seats are chosen by, under `repetition_penalty` and `min_tokens`."""
+        altered = logits.float().clone()
+        for seat, row in zip(seats, altered, strict=True):
+            seen = torch.tensor(self.written(seat), device=row.device)
+            known = row[seen]
+            row[seen] = torch.where(known > 0, known / kind.repetition_penalty, known * kind.repetition_penalty)
+            if int(self._held["length"][seat]) < kind.min_tokens:
+                ends = self._eos.tolist() if self._held["minds_eos"][seat] else []
+                row[[*ends, *self._requests[seat].settings.stop_token_ids]] = -math.inf
+        return altered
+
     def _stops(self, seat: int) -> bool:
-        """Whether the newest token of a row completed one of its stop texts; only the last few tokens are decoded to
-        text."""
-        stop = self._requests[seat].settings.stop
-        end = int(self._held["length"][seat])
+        """Whether the newest token is a stop token or completed a stop text; only the tail is decoded."""
+        s, end = self._requests[seat].settings, int(self._held["length"][seat])
+        if end <= s.min_tokens:  # a stop token was not sampled
+            return False
+        if int(self._held["last"][seat]) in s.stop_token_ids:
+            return True
+        stop = s.stop
+        if not stop:
+            return False
         tail = self._held["ids"][seat, max(0, end - max(map(len, stop)) - 8) : end].tolist()
         now, before = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (tail, tail[:-1]))
         return any(text in now and text not in before for text in stop)
@@ -399,7 +423,8 @@ class Rows:
         ends = [*(first for first, _ in marks[1:]), end]
         each = [one for (first, one), last in zip(marks, ends, strict=True) for _ in range(first, last)]
         versions = tuple(each) if len(marks) > 1 else ()
-        return Sample(ids, log_probs, reason, version, versions, self._chosen(seat, prompt_experts), self._times[seat])
+        experts, tops = self._chosen(seat, prompt_experts), tuple(self._tops.pop(self.places[seat], ()))
+        return Sample(ids, log_probs, reason, version, versions, experts, self._times[seat], tops)
 
     def _chosen(self, seat: int, prompt_experts: Mapping[tuple[int, ...], Tensor]) -> Tensor | None:
         """The experts [S + T, L, k] of a row that has just ended; -1 for its last token, and for a prompt whose experts
@@ -410,6 +435,12 @@ class Rows:
         prompt = self._requests[seat].ids[:-1]
         before = prompt_experts.get(prompt, experts[0].new_full((len(prompt), *experts[0].shape), -1))
         return torch.cat([before, torch.stack([*experts, torch.full_like(experts[0], -1)])])
+
+
+def _likeliest(logits: Tensor, request: Request) -> dict[int, float]:
+    """The likeliest tokens of one row's logits [V] and their log-probs, as many as the request wants."""
+    values, ids = (logits.float() / (request.settings.temperature or 1.0)).log_softmax(-1).topk(request.tops)
+    return dict(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def _uniforms(requests: Sequence[Request], width: int) -> Tensor:
@@ -477,13 +508,18 @@ _BINS = 2**11
 """What the leading 13 bits of floats from 0 to 1 can be."""
 
 
-def draw(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
-    """Sample one token for each row, [n], and return it with its log-prob [n] float32 under logits / temperature before
-    top-k and top-p.
+def draw(
+    logits: Tensor, uniforms: Tensor, settings: SamplingSettings, altered: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One token a row, [n], and its log-prob under logits / temperature before min-p, top-k and top-p, [n] float32.
 
-    `logits` [n, V] may be of any float type, `uniforms` [n] are float64 in [0, 1). At temperature 0 it is the likeliest
-    token, with the log-prob at temperature 1.
+    `logits` [n, V] of any float type, `uniforms` [n] float64 in [0, 1). At temperature 0 it is the likeliest token, and the
+    log-prob at temperature 1. With `altered` [n, V] tokens are chosen by these logits; log-probs remain those of `logits`.
     """
+    if altered is not None:
+        tokens, _ = draw(altered, uniforms, settings)
+        whole = (logits.float() / (settings.temperature or 1.0)).log_softmax(-1)
+        return tokens, whole.gather(-1, tokens[:, None]).squeeze(-1)
     rows = max(1, (_CHUNK if logits.is_cpu else _DEVICE_CHUNK) // logits.shape[-1])
     parts = [
         _draw(some.float(), uniform, settings)
@@ -502,7 +538,7 @@ def _draw(logits: Tensor, uniforms: Tensor, settings: SamplingSettings) -> tuple
     if settings.temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        if settings.top_k > 0 or settings.top_p < 1:
+        if settings.filters:
             keep_allowed(weights.flatten(1), settings)
             blocks = weights.sum(-1)
         tokens = inverse_cdf(weights, blocks, uniforms)
@@ -547,11 +583,13 @@ def _first_beyond(edges: Tensor, target: Tensor) -> Tensor:
 
 
 def keep_allowed(weights: Tensor, settings: SamplingSettings) -> None:
-    """Set the weights of tokens that top-k or top-p exclude to 0, in place; `weights` [n, V] are in [0, 1].
+    """Set the weights [n, V], at most 1, of tokens that min-p, top-k or top-p rule out to 0, in place.
 
-    Top-k keeps the k likeliest tokens and any that are as likely as the k-th. Top-p then keeps the likeliest tokens (of
-    equal ones those with smaller ids) until their share of what remains reaches p.
+    Min-p keeps a share of the largest weight, top-k what is as likely as the k-th token. Top-p then keeps, from the likeliest down and among equals from the first
+    on, tokens until their share of the rest reaches p.
     """
+    if settings.min_p > 0:
+        weights.masked_fill_(weights < settings.min_p * weights.amax(-1, keepdim=True), 0)
     if 0 < settings.top_k < weights.shape[-1]:
         least = weights.topk(settings.top_k, dim=-1).values[:, -1:]
         weights.masked_fill_(weights < least, 0)

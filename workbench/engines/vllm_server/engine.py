@@ -330,12 +330,17 @@ def tokenizer_of(folder: str | Path, trust: bool) -> tuple[Any, frozenset[int], 
     return tokenizer, eos_ids_of(generation, text, tokenizer), int(text.vocab_size)
 
 
-def check_prompt(ids: Sequence[int], rows: int, longest: int | None, where: str, limit: str) -> None:
-    """Raise `EngineError` for a prompt that could crash vLLM: with ids outside the vocabulary (`rows` ids), without
-    tokens, or with too many."""
-    wrong = [token for token in ids if not 0 <= token < rows]
+def check_prompt(
+    ids: Sequence[int], rows: int, longest: int | None, where: str, limit: str, stops: Sequence[int] = ()
+) -> None:
+    """Raise `EngineError` for a prompt that could crash vLLM: with ids outside the vocabulary (`rows` ids), in the stop tokens
+    `stops` too, without tokens, or with too many."""
+    wrong = [token for token in (*ids, *stops) if not 0 <= token < rows]
     if wrong:
-        raise EngineError(f"token id {wrong[0]} in a prompt", expected=f"ids 0 to {rows - 1}, the model's vocabulary")
+        raise EngineError(
+            f"token id {wrong[0]} in a prompt or in stop_token_ids",
+            expected=f"ids 0 to {rows - 1}, the model's vocabulary",
+        )
     if not ids or (longest is not None and len(ids) >= longest):
         expected = f"1 to {(longest or 0) - 1} tokens, one less than {limit}"
         raise EngineError(f"length of a prompt for {where}", expected=expected, found=len(ids))
@@ -366,22 +371,25 @@ class VllmEngine(Served, Pausing):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def _answered(self, request: Request) -> Sample:
-        content = {"ids": list(request.ids), "params": self._parameters(request), "adapter": self._adapter}
+        wanted = {"params": self._parameters(request), "tops": request.tops}
+        content = {"ids": list(request.ids), **wanted, "adapter": self._adapter}
         reply = await asyncio.wrap_future(self._link.ask("sample", stoppable=True, **content))
         reason = reply["finish_reason"]
         if reason not in ("stop", "length", "abort"):
             raise EngineError("vLLM did not finish a response", expected="finish_reason stop or length", found=reason)
         experts = _experts(reply, len(request.ids) + len(reply["ids"])) if "experts" in reply else None
-        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, self.version, experts=experts)
+        tops = tuple(dict(zip(ids, values, strict=True)) for ids, values in reply.get("tops", ()))
+        return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, self.version, experts=experts, tops=tops)
 
     def _check(self, request: Request) -> None:
         s = request.settings
-        check_prompt(request.ids, self._rows, self.max_length, "vLLM", "max_model_len")
+        check_prompt(request.ids, self._rows, self.max_length, "vLLM", "max_model_len", s.stop_token_ids)
         if 0 < s.temperature < 0.01:
             raise EngineError("the sampling temperature", expected="0 or ≥ 0.01, vLLM's smallest", found=s.temperature)
-        if (s.top_p < 1 or s.top_k > 0) and not self._about["exact"]:
-            what = "top_p and top_k: this vLLM does not return the log-probs before them, which a trainer needs"
-            raise EngineError(what, do="pass top_p=1 and top_k=-1, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
+        if (s.filters or s.alters) and not self._about["exact"]:
+            names = "top_p, top_k, min_p, repetition_penalty and min_tokens"
+            what = f"{names}: this vLLM does not return the log-probs before them, which a trainer needs"
+            raise EngineError(what, do="leave them out, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
 
     def _check_serving(self) -> None:
         self._link.check()  # what happened to its process comes before what happened to a push

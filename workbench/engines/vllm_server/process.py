@@ -147,26 +147,34 @@ class WorkerExtension:
     list_loras: Any
 
     def workbench_prepare(self) -> bool:
-        """Make the sampler return log-probs before top-k and top-p; False where this vLLM cannot.
+        """Make the sampler return the policy's log-probs, of logits / temperature; False where this vLLM cannot.
 
-        vLLM gives them after temperature (`processed_logprobs`), but renormalised over what top-k and top-p leave, which
-        no trainer computes. Here they are taken one statement earlier.
+        vLLM gives them after temperature (`processed_logprobs`), but after penalties and masks, too, and renormalised over what
+        min-p, top-k and top-p leave, which no trainer computes. Here they are computed from the model's own logits.
         """
-        inner = getattr(getattr(self.model_runner, "sampler", None), "topk_topp_sampler", None)
-        if inner is None:
+        sampler: Any = getattr(self.model_runner, "sampler", None)
+        if getattr(sampler, "topk_topp_sampler", None) is None or not hasattr(sampler, "apply_logits_processors"):
             return False
-        if getattr(inner, "workbench_exact", False):  # every client of a server asks for it
+        if getattr(sampler, "workbench_exact", False):  # every client of a server asks for it
             return True
-        sample = inner.forward
+        raw: list[Any] = []
+        alter, sample = sampler.apply_logits_processors, sampler.sample
 
-        def forward(logits: Any, generators: Any, k: Any, p: Any) -> tuple[Any, Any]:
-            # sampling may write into the logits
-            whole = None if k is None and p is None else logits.log_softmax(-1, dtype=logits.dtype)
-            tokens, log_probs = sample(logits, generators, k, p)
-            return tokens, log_probs if whole is None else whole
+        def altered(logits: Any, about: Any, *more: Any, **named: Any) -> Any:
+            raw[:] = [logits.clone() if _limited(about) else None]  # what follows writes into the logits
+            return alter(logits, about, *more, **named)
 
-        inner.forward = forward
-        inner.workbench_exact = True
+        def sampled(logits: Any, about: Any, *more: Any, **named: Any) -> tuple[Any, Any]:
+            tokens, log_probs = sample(logits, about, *more, **named)
+            whole = raw.pop() if raw else None
+            if whole is not None and log_probs is not None:
+                if about.temperature is not None:
+                    whole = sampler.apply_temperature(whole, about.temperature, about.all_random)
+                log_probs = whole.log_softmax(-1, dtype=whole.dtype)
+            return tokens, log_probs
+
+        sampler.apply_logits_processors, sampler.sample = altered, sampled
+        sampler.workbench_exact = True
         return True
 
     def workbench_device(self) -> str:
@@ -298,7 +306,7 @@ class Service:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        answer = {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+        answer = {"logprobs": message["tops"], "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
         params = SamplingParams(**message["params"], **answer)
         self._ask(message, params, None if message["adapter"] is None else _adapter(*message["adapter"]))
 
@@ -338,6 +346,9 @@ class Service:
             flat, reason = best.logprobs, best.finish_reason
             picked = [flat.logprobs[place] for place in flat.start_indices]  # the sampled token comes first
             answer = {"ids": list(best.token_ids), "log_probs": picked, "finish_reason": reason}
+            if len(flat.logprobs) > len(picked):
+                spans = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
+                answer["tops"] = [[flat.token_ids[one], flat.logprobs[one]] for one in spans]
             if (experts := getattr(best, "routed_experts", None)) is not None:
                 packed = base64.b64encode(experts.astype("<i2").tobytes()).decode()
                 answer |= {"experts": packed, "experts_shape": list(experts.shape)}
@@ -349,6 +360,13 @@ class Service:
     def say(self, **message: Any) -> None:
         """Send one message to the driver."""
         self._parent.send(json.dumps(message).encode())
+
+
+def _limited(about: Any) -> bool:
+    """Whether a batch's `SamplingMetadata` limits or penalises the choice of a row's tokens."""
+    processors = [*about.logitsprocs.argmax_invariant, *about.logitsprocs.non_argmax_invariant]
+    busy = any(getattr(one, "min_p_count", 0) or getattr(one, "min_toks", None) for one in processors)
+    return busy or not about.no_penalties or about.top_k is not None or about.top_p is not None
 
 
 def _adapter(number: int, path: str) -> Any:
