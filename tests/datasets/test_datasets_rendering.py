@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
+import workbench as wb
 from workbench.base.errors import DataError
 from workbench.datasets import render_worker, rendering
 
@@ -68,3 +70,45 @@ def test_a_process_that_dies_at_its_start_is_not_called_slow_and_says_its_last_l
         DataError, match="exit code 1; it said: ValueError: current limit exceeds .*template is not to blame"
     ):
         rendering.Renderer().render("{{ messages | length }}", [[{"role": "user", "content": "hi"}]], {})
+
+
+CLOCKED = (
+    "{%- if date_string is not defined %}{%- set date_string = strftime_now('%d %b') %}{%- endif %}{{ date_string }} hi"
+)
+
+
+def test_a_template_that_reads_the_clock_is_reported() -> None:
+    plain = AutoTokenizer.from_pretrained("data/tiny-arith")
+    rows = wb.rows([{"prompt": "2 + 2?", "answer": "4"}])
+    assert rows.report(plain).template == "the tokenizer's own"
+    clocked = AutoTokenizer.from_pretrained("data/tiny-arith", chat_template=CLOCKED)
+    said = rows.report(clocked).template
+    assert "no later day repeats these prompts" in said and "template_switches={'date_string': " in said
+    assert rows.report(clocked, date_string="26 Jul 2024").template == "the tokenizer's own"
+    idle = AutoTokenizer.from_pretrained(
+        "data/tiny-arith", chat_template="{% if tools %}{{ strftime_now('%d') }}{% endif %}hi"
+    )
+    assert rows.report(idle).template == "the tokenizer's own"
+
+
+def test_arguments_of_earlier_calls_are_what_the_template_reads() -> None:
+    """OpenAI's form has JSON text, most templates want objects, some text: each gets its own, through the door of rows too."""
+    function = {"name": "add", "arguments": '{"a": 2}'}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+    arguments = "messages[1].tool_calls[0].function.arguments"
+    chat = [{"role": "user", "content": "2?"}, called]
+    for template, expected in (
+        (f"{{# tool_calls #}}{{{{ {arguments} | tojson }}}}", '{"a": 2}'),  # Qwen's, SmolLM's
+        (f"{{% for k, v in {arguments} | items %}}{{{{ k }}}}={{{{ v }}}}{{% endfor %}}", "a=2"),  # GLM's, MiniMax's
+        (f"{{{{ 'args: ' + {arguments} }}}}", 'args: {"a": 2}'),  # DeepSeek's
+    ):
+        tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith", chat_template=template)
+        for given in ('{"a": 2}', {"a": 2}):
+            function["arguments"] = given  # type: ignore[assignment]
+            assert rendering.render(tokenizer, [chat]) == [expected]
+    function["arguments"] = "no JSON"
+    assert rendering.render(tokenizer, [chat]) == ["args: no JSON"]

@@ -95,3 +95,8 @@ def test_a_run_with_lora_resumes_and_replays_exactly(tiny: str, tmp_path: Path) 
 def test_layers_that_are_not_there(tiny: str) -> None:
     with pytest.raises(EngineError, match="adding LoRA adapters"):
         wb.engines.local(tiny, device="cpu", lora_rank=4, lora_targets=("nothing",))
+
+
+def test_an_adapter_on_an_embedding_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="names of linear layers.*found 'embed_tokens', a table of embeddings"):
+        wb.engines.local("data/tiny-arith", lora_rank=2, lora_targets=("q_proj", "embed_tokens"))

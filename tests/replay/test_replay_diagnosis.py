@@ -209,3 +209,29 @@ def test_a_healthy_run_has_nothing_beyond_hints(reward: Any, tmp_path: Path) -> 
     found = run.diagnose()
     assert all(one.sure == "hint" for one in found.findings), str(found)
     assert "3 recorded steps" not in str(found) and "samples: 48 of the recorded steps [4, 5, 6]" in str(found)
+
+
+def test_a_group_of_one_is_named_first() -> None:
+    alone = {
+        "advantage/singleton_groups": 4.0,
+        "advantage/zero_share": 1.0,
+        "critic/score/min": 0.0,
+        "critic/score/max": 0.0,
+    }
+    rows = [row(step, **alone) for step in range(1, 6)]
+    settings = {"stages": {"rollout": {"group_size": 1}}}
+    found = diagnosed(Evidence(rows, settings=settings)).findings
+    assert found[0].cause == "no response is compared with another" and "group_size=8" in found[0].turn
+    assert all(
+        "no response" not in one
+        for one in named(rows=[row(1, **{**alone, "advantage/zero_share": 0.5})], settings=settings)
+    )
+
+
+def test_a_learning_rate_that_moves_nothing() -> None:
+    def rates(*values: float) -> list[str]:
+        return named(rows=[row(step, **{"actor/lr": value}) for step, value in enumerate(values, 1)])
+
+    assert rates(*[1e-9] * 8) == ["sure: the learning rate is too small"]
+    assert rates(*[0.0] * 8) == ["sure: the learning rate is 0"]
+    assert rates(*[1e-9] * 7) == rates(*[1e-6] * 8) == rates(*[step * 1e-8 for step in range(1, 9)]) == []

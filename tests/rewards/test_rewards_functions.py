@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests_patience import patience, within
 
+import workbench as wb
 from workbench.base.config import helpers
 from workbench.base.errors import DataError, RewardError
 from workbench.rewards import (
@@ -606,3 +607,12 @@ def test_workers_that_cannot_start_are_not_the_rewards_failure(
         RewardError, match="no worker process could be started.*it said: no room for a worker.*not to blame"
     ):
         reward.score(answered(["a"] * 4))
+
+
+def test_what_makes_a_reward_stands_for_it_or_is_named() -> None:
+    """`math_verify` is listed among the functions, and is a maker of a reward."""
+    assert repr(wb.rewards.as_reward(wb.rewards.math_verify)) == repr(wb.rewards.math_verify())
+    assert wb.rewards.as_reward(wb.rewards.by_data_source).name == wb.rewards.by_data_source().name
+    for maker in (wb.rewards.code, wb.rewards.Rubric, wb.rewards.Judge):
+        with pytest.raises(DataError, match=rf"{maker.__name__} makes a reward; .*call it: {maker.__name__}\("):
+            wb.rewards.as_reward(maker)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import workbench as wb
 from workbench import functional as F
 from workbench.base.errors import PipelineError
 from workbench.base.metrics import reduce
@@ -164,3 +166,26 @@ def test_an_estimator_of_a_notebook_may_name_itself(monkeypatch: pytest.MonkeyPa
     mine.__wrapped__ = mine  # type: ignore[attr-defined]
     with pytest.raises(PipelineError, match="estimator .* has no readable signature"):
         Advantage(mine)
+
+
+def test_an_estimator_by_name_is_told_its_function() -> None:
+    with pytest.raises(
+        PipelineError, match=r"expected a function; found the text 'grpo'; Advantage\(wb.functional.grpo\)"
+    ):
+        wb.stages.Advantage("grpo")  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_is_named_where_nothing_can_be_learnt(caplog: pytest.LogCaptureFixture) -> None:
+    def said(estimator: Any, group_size: int, **settings: Any) -> str:
+        caplog.clear()
+        stages = wb.stages
+        rollout = stages.Rollout(SimpleNamespace(tokenizer=None), group_size=group_size)
+        pipe = wb.Pipeline([rollout, stages.Reward(lambda response: 1.0), stages.Advantage(estimator, **settings)])
+        assert caplog.text.count("nothing is learnt") == bool(pipe.alone)
+        return pipe.alone
+
+    for one in (F.grpo, F.rloo, F.opo, F.reinforce_plus_plus_baseline):
+        assert "group_size=1: advantage compares a prompt's responses" in said(one, 1)
+        assert not said(one, 2)
+        assert not said(one, 1, singleton="verl")
+    assert not said(F.reinforce_plus_plus, 1)

@@ -236,10 +236,8 @@ class PolicyTokens:
         return True
 
     def for_template(self, message: Mapping[str, Any], recording: Recording) -> dict[str, Any]:
-        """Convert a message to the form that the chat template reads: arguments of calls as objects.
-
-        Where the template writes no calls, the message becomes the text with which the model wrote them.
-        """
+        """Convert a message to the form that the chat template reads: where that writes no calls, the message becomes the
+        text with which the model wrote them."""
         if not message.get("tool_calls"):
             return dict(message)
         if "tool_calls" not in str(getattr(self.tokenizer, "chat_template", "")):
@@ -248,11 +246,7 @@ class PolicyTokens:
                 why = "an assistant's message has tool_calls that the model did not make, and its chat template writes none"
                 raise Refusal(400, why, None, "messages")
             return {"role": "assistant", "content": written}
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-        return {**message, "tool_calls": calls}
+        return dict(message)
 
     def message(
         self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int
@@ -300,14 +294,6 @@ class PolicyTokens:
 def _before(text: str, stops: Sequence[str]) -> str:
     """Return a text without the stop text that ended it."""
     return next((text[: -len(one)] for one in stops if one and text.endswith(one)), text)
-
-
-def _object(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, dict) else text
 
 
 def split_reasoning(text: str, opened: str = "") -> tuple[str, str]:

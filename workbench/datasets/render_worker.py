@@ -44,6 +44,8 @@ def main(parent: Any) -> None:
     parent.send(b"ready")
     while True:
         asked = json.loads(parent.frames.get())
+        if (moment := asked.get("clock")) is not None:
+            asked["variables"]["strftime_now"] = lambda form, moment=moment: moment
         try:
             texts = render_jinja_template(asked["chats"], chat_template=asked["template"], **asked["variables"])[0]
             longest = max(map(len, texts))

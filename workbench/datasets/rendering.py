@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -45,14 +46,18 @@ class Renderer:
         return self._child
 
     def render(
-        self, template: str, chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
+        self,
+        template: str,
+        chats: Sequence[Sequence[Mapping[str, Any]]],
+        variables: Mapping[str, Any],
+        clock: str | None = None,
     ) -> list[str]:
-        """Render each chat as text. Raises `DataError` where the template fails, takes too long, or needs too much
-        memory."""
+        """Render each chat as text; `clock` is what templates read as the time, None: the time. Raises `DataError` where the
+        template fails, takes too long, or needs too much memory."""
         texts: list[str] = []
         for start in range(0, len(chats), BLOCK):
             block = [list(chat) for chat in chats[start : start + BLOCK]]
-            request = {"template": template, "chats": block, "variables": dict(variables)}
+            request = {"template": template, "chats": block, "variables": dict(variables), "clock": clock}
             with self._lock:
                 child = self._running()
                 if not self._ready:
@@ -85,7 +90,45 @@ def prepare(tokenizer: Any) -> None:
 
 def render(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]]], **variables: Any) -> list[str]:
     """Render chats as text by the tokenizer's chat template, in a child process. Raises `DataError` where that fails."""
-    return _renderer.render(tokenizer.get_chat_template(), chats, {**tokenizer.special_tokens_map, **variables})
+    template, names = tokenizer.get_chat_template(), {**tokenizer.special_tokens_map, **variables}
+    try:
+        return _renderer.render(template, [[_with_arguments(turn, dict) for turn in chat] for chat in chats], names)
+    except DataError as cause:
+        if "TypeError" not in str(cause) or not any(turn.get("tool_calls") for chat in chats for turn in chat):
+            raise
+        return _renderer.render(template, [[_with_arguments(turn, str) for turn in chat] for chat in chats], names)
+
+
+def _with_arguments(turn: Mapping[str, Any], kind: type) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as objects (`dict`), as most templates read them, or as JSON text (`str`)."""
+    if not turn.get("tool_calls"):
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        function = dict(call.get("function") or call)
+        given = function.get("arguments")
+        if kind is dict and isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                given = json.loads(given or "{}")
+        elif kind is str and not isinstance(given, str):
+            given = json.dumps(given or {}, ensure_ascii=False)
+        function["arguments"] = given if isinstance(given, str | dict) else function.get("arguments")
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**turn, "tool_calls": calls}
+
+
+def of_the_clock(tokenizer: Any, chat: Any, **switches: Any) -> str:
+    """What to say where the prompt of a chat holds the time at which it is rendered; "" where it does not."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if "strftime_now" not in template or isinstance(chat, str):
+        return ""
+    variables = {**tokenizer.special_tokens_map, "add_generation_prompt": True, **switches}
+    now, then = (_renderer.render(template, [chat], variables, clock) for clock in (None, "another time"))
+    if now == then:
+        return ""
+    fixed = "a template_switches={'date_string': '26 Jul 2024'} of the engine fixes it"
+    do = fixed if "date_string" in template else "a tokenizer whose template has a fixed date fixes it"
+    return f"it writes the date of the day, so that no later day repeats these prompts: {do}"
 
 
 def encode(

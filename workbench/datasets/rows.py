@@ -30,7 +30,7 @@ from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import find, read
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, Reading, has_answer, table_records, truth_kinds, truth_of
-from workbench.datasets.rendering import as_read, bounds, encode_rows, tokenizer_of
+from workbench.datasets.rendering import as_read, bounds, encode_rows, of_the_clock, tokenizer_of
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -232,14 +232,17 @@ class Rows(Shown):
             else as_read(tokenizer, self._rows[0][CHAT], self._rows[0].get(IMAGES), **switches)
         )
         judged = "" if reward is None else scorable(self._rows, reward)
-        return replace(summary, read_as=self.read_as, first=first, template=self._template(tokenizer), scorable=judged)
+        template = self._template(tokenizer, **switches)
+        return replace(summary, read_as=self.read_as, first=first, template=template, scorable=judged)
 
-    def _template(self, tokenizer: Any) -> str:
+    def _template(self, tokenizer: Any, **switches: Any) -> str:
         if tokenizer is None:
             return ""
         if self.raw:
             return "not used: the prompts are bare texts (raw=True)"
         there = getattr(tokenizer_of(tokenizer), "chat_template", None)
+        if there and self._rows and (note := of_the_clock(tokenizer_of(tokenizer), self._rows[0][CHAT], **switches)):
+            return f"the tokenizer's own: {note}"
         return "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:

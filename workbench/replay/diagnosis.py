@@ -238,6 +238,29 @@ def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def little_learning_rate(seen: Evidence) -> Iterator[Finding]:
+    """All steps together cannot move a weight: the optimizer moves each by about the learning rate a step."""
+    rates = [row["actor/lr"] for row in seen.rows if row.get("actor/lr")]
+    if len(rates) >= ENOUGH and sum(rates) < 1e-7:
+        numbers = f"actor/lr is at most {max(rates):.1g}, {sum(rates):.1g} in {len(rates)} steps together"
+        yield Finding(
+            "the learning rate is too small", "sure", numbers, 'run.figure("actor/lr", "reward")',
+            "engines.local(…, lr=1e-6) or, with adapters, 1e-5", (FLAT,),
+        )  # fmt: skip
+
+
+def lonely_responses(seen: Evidence) -> Iterator[Finding]:
+    """Each prompt has one response, which no other is compared with."""
+    alone = seen.last("advantage/singleton_groups")
+    size = ((seen.settings.get("stages") or {}).get("rollout") or {}).get("group_size")
+    if alone and size == 1 and seen.last("advantage/zero_share") == 1:
+        numbers = f"group_size is 1: {alone:.0f} groups of one response a step, whose advantage is 0"
+        yield Finding(
+            "no response is compared with another", "sure", numbers, seen.look(),
+            "group_size=8, or recipes.reinforce_plus_plus or ppo, which compare no group", (TEACH, FLAT, "the gradient jumps"),
+        )  # fmt: skip
+
+
 def much_learning_rate(seen: Evidence) -> Iterator[Finding]:
     """Find a learning rate that is too high: the policy moves far from where it started within a few steps."""
     name = next(
@@ -497,11 +520,13 @@ def _end(text: str) -> str:
 CAUSES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     disagreeing_audit,
     flipped_advantage,
+    lonely_responses,
     stale_sampler,
     failing_reward,
     never_stops,
     unmatched_truth,
     no_learning_rate,
+    little_learning_rate,
     much_learning_rate,
     leaked_answer,
     paid_length,

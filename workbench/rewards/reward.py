@@ -359,13 +359,30 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
         options = {"name": name, **options}
         # ours says more under the module's own name: what it extracted, and why
         function = getattr(function, name, function.compute_score)
+    maker = _made_by(function)
+    if maker is not None:
+        parameters = inspect.signature(function).parameters.values()
+        if any(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in parameters):
+            do = f"call it: {function.__name__}(…)"
+            raise DataError(f"{function.__name__} makes a reward", expected="a reward", found="what makes one", do=do)
+        return as_reward(function(**options))
     if not callable(function):
         several = isinstance(function, list | tuple)
-        do = 'several are one: wb.rewards.Rubric({"right": f, "short": g})' if several else None
-        raise DataError("the reward", expected="a function, a file or a reward", found=describe(function), do=do)
+        advice = 'several are one: wb.rewards.Rubric({"right": f, "short": g})' if several else None
+        raise DataError("the reward", expected="a function, a file or a reward", found=describe(function), do=advice)
     if getattr(function, "in_process", False) is True:
         return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})
     return Reward(function, **options)
+
+
+def _made_by(function: Any) -> Any:
+    """The kind of reward that a function (`math_verify`) or class (`Judge`, `code`) makes; None for what scores."""
+    if inspect.isfunction(function):
+        made = function.__annotations__.get("return")
+        function = function.__globals__.get(made) if isinstance(made, str) else made
+    kind = function if isinstance(function, type) else object
+    scores = issubclass(kind, BaseReward) or any("__call__" in vars(one) for one in kind.__mro__)
+    return kind if scores else None
 
 
 class Rubric(BaseReward, Shown):

@@ -247,6 +247,12 @@ def as_text(truth: Any) -> str | None:
         return None
 
 
+def as_written(truth: Any) -> Any:
+    """A ground truth as rules that compare texts need it: a number as text (`as_text`), anything else as it is."""
+    number = not isinstance(truth, str) and as_text(truth)
+    return number or truth
+
+
 def no_truth(truth: Any = None) -> Score:
     """Make the score of a row whose ground truth is missing, or cannot be matched by any answer: *not_applicable*."""
     if truth is None:

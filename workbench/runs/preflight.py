@@ -23,8 +23,8 @@ from workbench.base.memory import estimated, gib
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.datasets.pictures import refuse_pictures
-from workbench.datasets.records import has_answer
-from workbench.datasets.rendering import tokenizer_of
+from workbench.datasets.records import CHAT, has_answer
+from workbench.datasets.rendering import of_the_clock, tokenizer_of
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
@@ -92,6 +92,8 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
         ("data", _data(rows, plan.eval_rows)),
         *[finding for finding in judged if finding[0] not in _LAST],
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
+        *([("groups", pipeline.alone)] if pipeline.alone else []),
+        *_clock(parts, rollout),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
@@ -99,6 +101,15 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
         *[finding for finding in judged if finding[0] in _LAST],
     ]
     return Preflight(tuple(findings), prompts.found, _begun(pipeline))
+
+
+def _clock(parts: Sequence[Rows], rollout: Any) -> list[tuple[str, str]]:
+    """Whether the chat template writes the date, of which resume and replay on another day know nothing."""
+    first: Mapping[str, Any] = next(parts[0].views(), {CHAT: ""})
+    note = of_the_clock(rollout.sampler.tokenizer, first[CHAT], **switches_of(rollout.sampler))
+    if note:
+        log.warning("chat template: %s", note)
+    return [("chat template", note)] if note else []
 
 
 def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:

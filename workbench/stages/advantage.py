@@ -85,6 +85,9 @@ class Advantage(BaseStage):
         sessions: str | None = SESSION,
         **settings: Any,
     ) -> None:
+        if isinstance(estimator, str):
+            what, found = "the estimator of Advantage", f"the text {estimator!r}"
+            raise PipelineError(what, expected="a function", found=found, do=f"Advantage(wb.functional.{estimator})")
         self.estimator = estimator
         self.sessions = sessions
         self.kl_type = kl_type
@@ -107,6 +110,13 @@ class Advantage(BaseStage):
         self.reads = self._needed(needed)
         may = [*(INPUTS[name] for name in self._inputs.values()), self.sessions]
         self.optional = ("loss_mask", "reward", *dict.fromkeys(name for name in may if name and name not in self.reads))
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a row alone in its group gets 0."""
+        parameters = inspect.signature(self.estimator).parameters
+        default = parameters["singleton"].default if "singleton" in parameters else None
+        return bool(self.estimator_settings.get("singleton", default) == "zero")
 
     def _compares_rows(self) -> bool:
         """Whether the estimator computes one advantage for each whole row. Raises `PipelineError` if it does not and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,15 @@ from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS, declared, provided
 from workbench.dataproto.core import DataProto
 from workbench.rewards.base import EPISODE
+from workbench.stages.advantage import Advantage
 from workbench.stages.filtering import FilterGroups, Resample
 from workbench.stages.log_prob import LogProb
 from workbench.stages.reward import Reward
-from workbench.stages.rollout import Baseline
+from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, FunctionStage, Outcome, Stage
 from workbench.stages.update import Update
 
+log = logging.getLogger("workbench")
 _WIDE = (Reward, FilterGroups, Resample, Baseline)
 """Stages that see whole rows, or change which rows there are."""
 
@@ -53,7 +56,21 @@ class Pipeline(Shown):
             raise PipelineError("two stages have the same name", found=found, do=do)
         self._check_reads()
         self._check_changes()
+        if self.alone:
+            log.warning("%s", self.alone)
         self._left = _left_to_update(self._stages)
+
+    @property
+    def alone(self) -> str:
+        """Why no response can be better than another of its prompt (`group_size` 1 and an estimator of groups); "" where it can."""
+        size = next((one.group_size for one in self._stages if isinstance(one, Rollout)), 0)
+        lonely = [one.name for one in self._stages if isinstance(one, Advantage) and one.compares_groups]
+        if size != 1 or not lonely or any("nodes" in one.writes for one in self._stages):
+            return ""
+        do = "pass group_size=8, or take recipes.reinforce_plus_plus or ppo, which compare no group"
+        return (
+            f"group_size=1: {lonely[0]} compares a prompt's responses, and its only one gets 0: nothing is learnt; {do}"
+        )
 
     @property
     def left_out(self) -> str | None:

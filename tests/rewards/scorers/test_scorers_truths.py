@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+import workbench.rewards.scorers.math_dapo as dapo
 from workbench.base.errors import DataError, RewardError
 from workbench.rewards import Reward, Rubric, Status, as_reward, by_data_source, code, episodes, shaping
 from workbench.rewards.reward import SCORERS
 from workbench.rewards.score import as_text
+from workbench.rewards.scorers import math_string as boxes
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
 from workbench.rewards.scorers.math_string import math_string
@@ -346,3 +348,17 @@ def test_code_rows_without_readable_tests_are_refused_before_a_run() -> None:
     assert reward.check_rows(rows([{"inputs": ["1"], "outputs": ["1"]}])) == ""
     with pytest.raises(DataError, match="1 of 2 rows cannot be read by code"):
         reward.check_rows(rows(["not tests", None], "apps"))
+
+
+@pytest.mark.parametrize("truth", [4, 4.0, np.int64(4), "4"])
+def test_the_plain_numbers_of_a_rule_read_numbers(truth: Any) -> None:
+    assert wb.rewards.gsm8k.compute_score("#### 4", truth) == 1.0
+    assert wb.rewards.gsm8k.compute_score("#### 5", truth, format_score=0.1) == 0.1
+    assert boxes.compute_score("\\boxed{4}", truth) == 1.0
+    assert dapo.compute_score("Answer: 4", truth)["score"] == 1.0
+    assert dapo.compute_score("\\boxed{4}", truth, strict_box_verify=True)["acc"]
+
+
+def test_verls_texts_are_compared_as_texts() -> None:
+    assert wb.rewards.gsm8k.compute_score("#### 4", "4.0") == 0.0
+    assert wb.rewards.gsm8k.compute_score("#### 4", None) == 0.0

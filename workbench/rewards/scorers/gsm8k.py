@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from workbench.base.errors import RewardError
-from workbench.rewards.score import Score, as_text, no_answer, rule
+from workbench.rewards.score import Score, as_text, as_written, no_answer, rule
 
 WINDOW = 300
 """Characters at the end of a response that are searched."""
@@ -46,9 +46,12 @@ def reference_answer(worked: str) -> str:
 def compute_score(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """GSM8K's number, as verl computes it: `score` where right, `format_score` where wrong, 0 without an answer."""
+    """GSM8K's number, as verl computes it: `score` where right, `format_score` where wrong, 0 without an answer.
+
+    A truth that is a number counts as its text (`4.0` as `4`), where verl's comparison is false.
+    """
     answer = extract_answer(solution_str, method)
-    return 0.0 if answer is None else score if answer == ground_truth else format_score
+    return 0.0 if answer is None else score if answer == as_written(ground_truth) else format_score
 
 
 def accepted(truth: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from workbench.datasets.records import last_box
-from workbench.rewards.score import Score, compared, rule
+from workbench.rewards.score import Score, as_written, compared, rule
 
 WINDOW, BOX_WINDOW = 300, 100
 """Characters at the end that are searched for a line, and for a box."""
@@ -53,8 +53,9 @@ def normalise(answer: str) -> str:
     return (plain if plain.isdigit() else text).strip()
 
 
-def compute_score(solution_str: str, ground_truth: str, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
     """DAPO's score as verl's dict: `score` ±1.0, `acc`, `pred`. With `strict_box_verify` only a `\\boxed{…}` counts."""
+    ground_truth = as_written(ground_truth)
     tail = solution_str[-WINDOW:]
     boxed = last_box(tail[-BOX_WINDOW:])
     lines = _LINE.findall(tail)

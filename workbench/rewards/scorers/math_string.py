@@ -7,8 +7,10 @@ equivalence as mathematics see `math_verify`. The rules are those of Hendrycks e
 
 from __future__ import annotations
 
+from typing import Any
+
 from workbench.datasets.records import last_box
-from workbench.rewards.score import Score, compared, no_answer, rule
+from workbench.rewards.score import Score, as_written, compared, no_answer, rule
 from workbench.rewards.scorers.equivalence import same
 
 
@@ -21,10 +23,10 @@ def box(text: str) -> str | None:
     return last_box(text[start:]) if start >= 0 and text.startswith("\\boxed{", start) else None
 
 
-def compute_score(solution_str: str, ground_truth: str) -> float:
+def compute_score(solution_str: str, ground_truth: Any) -> float:
     """verl's `math_reward`: 1.0 where the last `\\boxed{…}` equals the ground truth as a normalised string, else 0.0."""
     answer = box(solution_str)
-    return float(answer is not None and same(answer, ground_truth))
+    return float(answer is not None and same(answer, as_written(ground_truth)))
 
 
 @rule(lambda truth: f"\\boxed{{{truth}}}", lambda response, truth: compute_score(response, truth) == 1.0)
