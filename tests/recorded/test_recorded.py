@@ -90,6 +90,7 @@ def test_a_recorded_step_is_done_again(folder: Path) -> None:
     """Elsewhere from the recorded responses on, and nearly."""
     found = replayed(folder, STEPS[folder.name], at="reward" if elsewhere() else None)
     said = said_of(folder.name)["replayed"]
+    found["columns"].pop("new_log_probs/1", None)  # of each pass before the last, since 0.16
     if elsewhere():  # where a gradient is all but 0 Adam's step takes its sign from the last digits
         assert set(found.pop("weights")) == set(said.pop("weights"))
     parted = differing(found, said, near=1e-2 if elsewhere() else 1e-6)

@@ -78,6 +78,8 @@ PIPELINES: dict[str, Make] = {  # others beside the slips, in test_replay_audit_
     "grpo": recipe("grpo", entropy_coeff=0.01),
     "grpo, mini-batches": recipe("grpo", **tight),
     "grpo, epochs": recipe("grpo", ppo_epochs=2, ppo_mini_batch_size=2, clip_ratio_high=0.01),
+    "grpo, three epochs": recipe("grpo", ppo_epochs=3, kl_type="k3", **tight),
+    "gspo, epochs": recipe("grpo", ppo_epochs=3, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean"),
     "grpo, KL in the reward": grpo_with(F.grpo, kl_controller=F.AdaptiveKL(0.1, 0.01, 50), kl_type="k3"),
     "grpo, pass@k, sapo": grpo_with(F.grpo_passk, settings={"loss_mode": "sapo"}),
     "grpo, groups of one": grpo_with(F.grpo, settings={"group_size": 1, "loss_mode": "geo_mean"}, singleton="verl"),
@@ -166,15 +168,34 @@ def test_rows_of_an_older_policy_and_their_correction_agree(make: Make, train: C
 @pytest.mark.parametrize(
     "inexact", [{"lora_rank": 2, "lora_dropout": 0.3}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long)]
 )
-def test_a_first_pass_with_dropout_or_in_half_precision_is_left_out(inexact: dict[str, Any], train: Any) -> None:
-    """It does not compute old_log_probs again."""
+def test_passes_with_dropout_or_in_half_precision_are_recomputed(inexact: dict[str, Any], train: Any) -> None:
+    """The first does not compute old_log_probs again: its own log-probs are recorded, as those of each pass."""
 
     def make(_: Any) -> wb.Pipeline:
         engine = wb.engines.local(ROOT / "data/tiny-arith", lr=1e-3, device="cpu", **inexact)
         return recipe("grpo", ppo_epochs=2)(engine)
 
     found = train(make, steps=1).audit()
-    assert found.agrees and "actor/pg_loss" in found.left, found
+    assert found.agrees and "actor/pg_loss" in found.metrics, found
+
+
+def test_every_pass_of_an_update_is_looked_at() -> None:
+    make = recipe("grpo", ppo_epochs=3, kl_coef=0.1, ppo_mini_batch_size=2)
+    update = {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/kl_loss", "actor/loss"}
+    for trace, found in two_steps(make):
+        assert found.agrees and update <= found.metrics and "new_log_probs/2" in trace.batch
+        assert "not looked at: gradients, weights, " in found.summary()
+        for column in ("new_log_probs/1", "new_log_probs/2"):
+            moved = with_column(
+                trace, "update_actor", column, lambda b, column=column: b[column] - 0.1 * b["response_mask"]
+            )
+            assert {"actor/ppo_kl", "actor/kl_loss"} <= names(audit_trace(moved)), column
+        before = Trace(trace.start)  # as runs were recorded until now
+        for phase in trace:
+            passes = [name for name in phase.batch.columns if name.startswith("new_log_probs/")]
+            before = before.add(replace(phase, batch=phase.batch.without(*passes)))
+        left = audit_trace(before)
+        assert "actor/pg_loss" in left.left and "actor/pg_loss" in left.summary() and "clipped" in left.columns
 
 
 def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:

@@ -164,6 +164,19 @@ def test_a_reward_that_is_gamed() -> None:
     assert named(rows=rows[:9], held=held) == []  # too few steps to tell
 
 
+def test_the_held_out_reward_is_compared_with_its_best() -> None:
+    """0.21 → 0.38 → 0.27: above the first, and still lost; a fall within the best's interval is no finding."""
+    rows = [row(step, **{"critic/score/mean": step / 20}) for step in range(1, 21)]
+    held = [row(step, **{"val/reward": value}) for step, value in ((0, 0.21), (10, 0.38), (20, 0.27))]
+    (finding,) = diagnosed(Evidence(rows, held)).findings
+    assert finding.cause == "the training reward rises and the held-out one falls"
+    assert "0.210 → 0.380 at step 10 → 0.270" in finding.numbers and "go back to step 10" in finding.turn
+    unsure = [{**one, "val/reward_low": one["val/reward"] - 0.15} for one in held]
+    assert named(rows=rows, held=unsure) == []
+    foreign = [{"loss": 1.0}, row(3, **{"val/reward": None})]
+    assert named(rows=rows, held=foreign) == [] and named(rows=[{"reward": 1.0}] * 12, held=foreign) == []
+
+
 def test_one_answer_and_truths_that_are_not_read() -> None:
     same = [sample(f"q{number}", "It is 10.", float(number % 2)) for number in range(8)]
     assert named(samples=same) == ["likely: one answer is given to every prompt"]

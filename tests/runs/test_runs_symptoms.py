@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from tests_lint import lint
 
 import workbench as wb
 from workbench.rewards import Score
-from workbench.runs.symptoms import Symptoms, symptoms
+from workbench.runs.symptoms import Symptoms, shown_by, symptoms
 
 WELL = {
     "critic/score/mean": 0.5, "critic/score/max": 1.0, "actor/kl_loss": 0.01, "actor/entropy": 1.0, "actor/pg_clipfrac": 0.01,
@@ -39,6 +41,29 @@ def test_a_run_that_is_well_has_none_and_a_short_one_says_nothing() -> None:
     assert repr(Symptoms()) == "no symptoms" and "no symptoms" in Symptoms()._repr_html_()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_that_learn_with_noise_have_none(seed: int) -> None:
+    """Reward, groups, cut-offs, length and critic as runs have them that go well; a critic begins worse than a constant."""
+    noise = random.Random(seed)
+
+    def learned(first: float, last: float, rough: float) -> Callable[[int], float]:
+        return lambda step: max(last + (first - last) * 0.9**step + noise.gauss(0, rough), 0.0)
+
+    changed: dict[str, Any] = {
+        "critic/score/mean": learned(0.2, 0.8, 0.08), "advantage/zero_share": learned(0.3, 0.45, 0.08),
+        "response/cut_ratio": learned(0.4, 0.02, 0.04), "response_length/mean": learned(200, 150, 12),
+        "actor/entropy": learned(1.5, 0.6, 0.05), "critic/vf_loss": learned(0.6, 0.2, 0.05),
+        "critic/vf_explained_var": lambda step: 0.6 - 2.0 * 0.9**step + noise.gauss(0, 0.1),
+    }  # fmt: skip
+    assert names(run(60, **changed)) == [] and names(run(12, **changed)) == []
+
+
+def test_rows_of_another_program_are_read_as_far_as_they_go() -> None:
+    foreign = [{"step": step, "critic/score/mean": "high", "loss": 1.0} for step in range(20)]
+    assert names(foreign) == [] and shown_by(foreign) == []
+    assert names(run(**{"critic/score/mean": "high", "actor/grad_norm": "", "actor/entropy": [1.0]})) == []
+
+
 @pytest.mark.parametrize(
     ("changed", "name", "hint"),
     [
@@ -53,6 +78,13 @@ def test_a_run_that_is_well_has_none_and_a_short_one_says_nothing() -> None:
         ({"training/rollout_probs_diff_mean": 0.1}, "sampler and trainer differ", "RolloutCorrection"),
         ({"critic/score/mean": lambda step: 0.8 if step < 12 else 0.3}, "reward has fallen", "go back to a checkpoint"),
         ({"actor/grad_norm": lambda step: 90.0 if step == 7 else 0.3}, "the gradient jumps", "run.stepper(step)"),
+        ({"response/cut_ratio": lambda step: 0.02 * step}, "more and more responses are cut off", "raise max_tokens"),
+        ({"advantage/zero_share": lambda step: 0.03 * step}, "most groups teach nothing", "recipes.dapo"),
+        (
+            {"critic/vf_explained_var": lambda step: 0.3 - 0.04 * step, "critic/vf_loss": lambda step: 0.1 * step},
+            "the critic diverges",
+            "critic_warmup",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " in value else "",
 )

@@ -135,7 +135,10 @@ COLUMNS: Mapping[str, Column] = _declare(
     },
     influence={"influence": ("float B T", "How much a small step on the token would raise a held-out objective.")},
     update_actor={
-        "new_log_probs": ("float B T", "Log-prob of each response token in the update's last pass over its row."),
+        "new_log_probs": (
+            "float B T",
+            "Log-prob of each response token in the update's last pass over its row; of an earlier pass `new_log_probs/1`, ….",
+        ),
         "clipped": ("bool B T", "Whether the surrogate was clipped there in the last pass over the row."),
     },
 )

@@ -118,10 +118,15 @@ class Audit(Shown):
         return not self.disagreements
 
     def summary(self) -> str:
-        """Return one line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree`."""
+        """One line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree; not looked at: gradients, weights`, and
+        which metrics of the update, how many other columns and metrics, and how many that no formula knows."""
         found = f"recomputed from the recorded tokens: {len(self.columns)} columns, {len(self.metrics)} metrics agree"
         wrong = len({one.name for one in self.disagreements})
-        return f"{found}; {wrong} DISAGREE" if wrong else found
+        missed = [name for name, why in self.left.items() if why in (audit_losses.UNKNOWN, audit_losses.LATER)]
+        others = len(self.left) - len(missed)
+        parts = ["gradients, weights", *missed, *([f"{others} others (.left says why)"] if others else [])]
+        parts += [f"{len(self.unaudited)} without a formula"] if self.unaudited else []
+        return f"{found}{f'; {wrong} DISAGREE' if wrong else ''}; not looked at: {', '.join(parts)}"
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,8 @@
 """The second reading of updates: rollout correction as verl has it, losses, clipping and KL, token by token.
 
 As `audit_formulas`: plain Python floats from the definitions, nothing of `functional` and `stages`. A row's own log-probs of its
-last pass are recorded (`new_log_probs`), so that a single pass is recomputed whole, of several the last one's `clipped`.
+last pass are recorded (`new_log_probs`), and those of the passes before (`new_log_probs/1`, …), so that an update is recomputed whole.
+Of a run that was recorded without them only the last pass's `clipped` is.
 """
 
 from __future__ import annotations
@@ -248,6 +249,9 @@ def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> 
 
 
 Masks = list[list[int]]
+UNKNOWN = "mini-batches are shuffled or skipped, or passes before the last are not recorded"
+LATER = "what the model gives in a later mini-batch, or pass, is not recorded"
+"""Why a metric over the steps of an update is not recomputed."""
 
 
 def update(v: View) -> Claims:
@@ -263,7 +267,8 @@ def update(v: View) -> Claims:
             yield Claim(f"{role}/skipped", 1.0, "step < from_step")
         if "new_log_probs" in v.after:
             old = "rollout_log_probs" if any(name.startswith("bypass.") for name in v.settings) else "old_log_probs"
-            yield Claim("new_log_probs", v.after[old], "nothing was updated", near=0.0)
+            for name in ("new_log_probs", *_earlier(v)):
+                yield Claim(name, v.after[old], "nothing was updated", near=0.0)
             yield Claim("clipped", [[False] * len(row) for row in v.after.mask], "nothing was updated")
             for name in ("rollout_is_weights", "loss_mask") if old == "rollout_log_probs" else ():
                 if name in v.after:
@@ -294,20 +299,26 @@ def _one_pass(v: View) -> bool:
     return made is not None and made.stage == v.stage and v.setting("ppo_epochs") == 1 and single
 
 
-def minis(v: View, role: str) -> list[range] | None:
-    """Return the rows of each optimizer step as ranges; a second pass counts on behind the first one's rows.
+def _earlier(v: View) -> list[str]:
+    """The recorded columns of the passes before the last, in order."""
+    names = [f"new_log_probs/{number}" for number in range(1, int(v.setting("ppo_epochs")))]
+    return names if all(name in v.after for name in names) else []
 
-    None where some step's log-probs are not recorded: rows were shuffled, a step was skipped, or there were several
-    passes, except two passes of one step each whose first has the old log-probs.
-    """
-    total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), v.setting("ppo_epochs")
+
+def minis(v: View, role: str) -> list[Sequence[int]] | None:
+    """Rows of each optimizer step, each pass behind the one before; None where a step's own log-probs are not recorded: rows were
+    shuffled, skipped, or passed several times without a column of each, but for two passes of one step whose first has the old log-probs."""
+    total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), int(v.setting("ppo_epochs"))
     every = list(sessions_of(v.after).values())
     number = len(every) if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
-    ends = [sum(map(len, every[: end + number])) for end in range(0, len(every), max(number, 1))]
-    known = epochs == 1 or (epochs == 2 and len(ends) == 1 and _begins_with_old(v))
-    if not known or (v.setting("shuffle") and prompts) or v.metrics.get(f"{role}/nonfinite"):
+    starts = range(0, len(every), max(number, 1))
+    sampler = any(name.startswith("bypass.") for name in v.settings)  # its weights are those of the last pass
+    known = epochs == 1 or (bool(_earlier(v)) and not sampler)
+    known = known or (epochs == 2 and len(starts) == 1 and _begins_with_old(v))
+    if not known or (v.setting("shuffle") and len(starts) > 1) or v.metrics.get(f"{role}/nonfinite"):
         return None
-    return [range(e * total + a, e * total + b) for e in range(int(epochs)) for a, b in itertools.pairwise([0, *ends])]
+    parts = [[row for rows in every[start : start + number] for row in rows] for start in starts]
+    return [[epoch * total + row for row in part] for epoch in range(epochs) for part in parts]
 
 
 def _begins_with_old(v: View) -> bool:
@@ -322,12 +333,12 @@ def _begins_with_old(v: View) -> bool:
     return v.exact and learned and same and old is not None and old + 1 == v.version
 
 
-def _of_steps(v: View, cut: list[range] | None, name: str, mask: Masks) -> Ragged:
-    """Return a column's values at the mask's tokens, one list per row of each optimizer step. In the first of two
-    passes the old log-probs stand in for the new ones.
-    """
-    twice = cut is not None and cut[-1].stop > len(mask)
-    names = ("old_log_probs" if name == "new_log_probs" else name, name) if twice else (name,)
+def _of_steps(v: View, cut: list[Sequence[int]] | None, name: str, mask: Masks) -> Ragged:
+    """A column at the mask's tokens, row by row of the steps; new log-probs of a first pass without a column are the old ones."""
+    passes = 1 if cut is None else sum(map(len, cut)) // max(len(mask), 1)
+    names = [name] * passes
+    if name == "new_log_probs" and passes > 1:
+        names[:-1] = _earlier(v) or ["old_log_probs"]
     return [row for one in names for row in v.after.own(one, mask)]
 
 
@@ -355,7 +366,7 @@ def _critic(v: View, role: str) -> Claims:
     """
     if (cut := minis(v, role)) is None or len(cut) > 1:
         for name in ("vf_loss", "vf_clipfrac", "vpred_mean"):
-            yield Left(f"{role}/{name}", "the values of a later mini-batch are not recorded")
+            yield Left(f"{role}/{name}", LATER)
     else:
         mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
         guesses, returns = v.after.own("values", mask), v.after.own("returns", mask)
@@ -371,16 +382,17 @@ def _critic(v: View, role: str) -> Claims:
 
 
 def _supervised(v: View, role: str) -> Claims:
-    """Claim the cross-entropy loss, from the recorded log-probs of the pass itself."""
-    yield Left("new_log_probs", MODEL)
-    yield from bounded(v.after, "new_log_probs")
+    """Cross-entropy from the log-probs of the pass itself, which are recorded."""
+    for name in ("new_log_probs", *_earlier(v)):
+        yield Left(name, MODEL)
+        yield from bounded(v.after, name)
     if (cut := minis(v, role)) is None:
         for name in ("loss", "nll"):
-            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+            yield Left(f"{role}/{name}", UNKNOWN)
         return
     mask, mode = counted_tokens(v.after), v.setting("loss_agg_mode")
-    rows, width = each(lambda x: -x, v.after.own("new_log_probs", mask)), float(len(mask[0]))
-    steps = [rows[one.start : one.stop] for one in cut]
+    rows, width = each(lambda x: -x, _of_steps(v, cut, "new_log_probs", mask)), float(len(mask[0]))
+    steps = [[rows[row] for row in one] for one in cut]
     losses = [aggregated(step, mode, width) for step in steps]
     yield Claim(f"{role}/loss", mean(losses), "−log π of the target tokens, aggregated", size(losses))
     yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
@@ -392,7 +404,7 @@ def _preferences(v: View, role: str) -> Claims:
     names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
     if (cut := minis(v, role)) is None or len(cut) > 1:
         for name in names:
-            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+            yield Left(f"{role}/{name}", UNKNOWN)
         return
     rewards, c = [math.fsum(row) for row in v.after["values"]], v.setting("center_rewards_coefficient")
     chosen, rejected = rewards[::2], rewards[1::2]
@@ -406,8 +418,9 @@ def _preferences(v: View, role: str) -> Claims:
 
 def _policy(v: View, role: str) -> Claims:
     b, mask, mode, cut = v.after, counted_tokens(v.after), str(v.setting("loss_mode")), minis(v, role)
-    yield Left("new_log_probs", MODEL)
-    yield from bounded(b, "new_log_probs")
+    for name in ("new_log_probs", *_earlier(v)):
+        yield Left(name, MODEL)
+        yield from bounded(b, name)
     kept, sampler = mask, any(name.startswith("bypass.") for name in v.settings)
     yield from _first_step(v, cut)
     if sampler:  # weights and rejection come from this pass's own log-probs
@@ -428,12 +441,12 @@ def _policy(v: View, role: str) -> Claims:
     yield _whole_loss(v, role, cut, mask)
 
 
-def _first_step(v: View, cut: list[range] | None) -> Claims:
-    """Claim that the new log-probs of the first mini-batch equal the old ones, because its weights are the same."""
-    old = v.after["old_log_probs"] if cut and _begins_with_old(v) and cut[-1].stop == len(v.after["uid"]) else []
-    if old and cut:
-        first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(old)]
-        yield Claim("new_log_probs", first, "of the first mini-batch the old ones: the same weights", 1e3, partial=True)
+def _first_step(v: View, cut: list[Sequence[int]] | None) -> Claims:
+    """The first mini-batch of the first pass has the old log-probs."""
+    name = ("new_log_probs/1" if _earlier(v) else "new_log_probs") if cut and _begins_with_old(v) else ""
+    if cut and name and (name != "new_log_probs" or v.setting("ppo_epochs") == 1):
+        first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(v.after["old_log_probs"])]
+        yield Claim(name, first, "of the first mini-batch the old ones: the same weights", 1e3, partial=True)
 
 
 def _row(mode: str, v: View, rows: Any) -> list[Token]:
@@ -441,7 +454,7 @@ def _row(mode: str, v: View, rows: Any) -> list[Token]:
     return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
 
 
-def _whole_loss(v: View, role: str, cut: list[range] | None, mask: Masks) -> Claim:
+def _whole_loss(v: View, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim:
     factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
     formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss"
@@ -454,22 +467,22 @@ _RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov
 """Loss → metrics that depend on how a mini-batch was cut, or on a draw."""
 
 
-def _of_minis(v: View, role: str, cut: list[range] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
-    """Claim the metrics of a pass, each as the mean over its mini-batches."""
+def _of_minis(v: View, role: str, cut: list[Sequence[int]] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
+    """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
     mode = str(v.setting("loss_mode"))
     for name in _RANDOM.get(mode, ()):
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
     every = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_clipfrac", "ppo_kl", "kl_loss", "entropy_loss")
     if cut is None:
         for name in every:
-            yield Left(f"{role}/{name}", "passes before the last, shuffled or skipped mini-batches are not recorded")
+            yield Left(f"{role}/{name}", UNKNOWN)
         return
     counts = _of_steps(v, cut, "advantages", masks[0])
     steps = [one for one in cut if any(counts[row] for row in one)]
     if len(steps) < len(cut):
         yield Claim(f"{role}/empty_mini_batches", len(cut) - len(steps), "mini-batches without a token to learn from")
-    scale, twice = v.setting("loss_scale_factor") or float(len(masks[0][0])), len(counts) > len(masks[0])
-    over = _Over(role, steps, scale, counts, 10 * twice)
+    scale = v.setting("loss_scale_factor") or float(len(masks[0][0]))
+    over = _Over(role, steps, scale, counts, 10.0 * (len(counts) > len(masks[0]) and not _earlier(v)))
     yield from _of_surrogate(v, mode, over, tokens, (cut, masks[1]))
     yield from _of_terms(v, role, cut, over, masks[0])
 
@@ -479,7 +492,7 @@ class _Over:
     """Makes claims about metrics that are means over mini-batches."""
 
     role: str
-    steps: list[range]
+    steps: list[Sequence[int]]
     scale: float
     counts: Ragged
     first: float = 0.0
@@ -496,7 +509,7 @@ class _Over:
         rough = each(lambda x: abs(x) + self.first * (1 + abs(x)), rows if noise is None else noise)
         return Claim(f"{self.role}/{name}", found, formula, mean([self._one(step, rough, how) for step in steps]))
 
-    def _one(self, step: range, rows: Ragged, how: str) -> float:
+    def _one(self, step: Sequence[int], rows: Ragged, how: str) -> float:
         counts = [self.counts[row] for row in step] if how else None
         return aggregated([rows[row] for row in step], how or "token-mean", self.scale, counts)
 
@@ -520,8 +533,8 @@ def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> 
     yield over("ppo_kl", each(lambda x: x[3], tokens), "mean old − new; kl_cov: of magnitudes")
 
 
-def _of_terms(v: View, role: str, cut: list[range], over: _Over, mask: Masks) -> Claims:
-    """Claim the loss terms of KL to the reference and of entropy."""
+def _of_terms(v: View, role: str, cut: list[Sequence[int]], over: _Over, mask: Masks) -> Claims:
+    """KL to the reference, and entropy."""
     b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
     if v.setting("kl_coef"):
         deltas = each(gap, *(_of_steps(v, cut, name, mask) for name in ("new_log_probs", "ref_log_prob")))
@@ -532,7 +545,7 @@ def _of_terms(v: View, role: str, cut: list[range], over: _Over, mask: Masks) ->
             "entropy_loss", entropies, f"entropies before the update, {agg}", agg, each(lambda _: 100.0, entropies)
         )
     elif v.setting("entropy_coeff"):
-        yield Left(f"{role}/entropy_loss", "entropies of a later mini-batch are not recorded")
+        yield Left(f"{role}/entropy_loss", LATER)
 
 
 Token = tuple[float, bool | None, bool | None, float]

@@ -19,8 +19,7 @@ from workbench.datasets.records import truth_of
 from workbench.functional.masking import masked_mean
 from workbench.replay.audit import Audit
 from workbench.rewards.score import Score, as_text
-from workbench.runs.folder import STEP
-from workbench.runs.symptoms import WINDOW, Rows, Symptom
+from workbench.runs.symptoms import WINDOW, Rows, Symptom, series, step_of
 
 TRACES, SAMPLES = 3, 1024
 """The last recorded steps that are read, and how many rows of each."""
@@ -92,7 +91,7 @@ class Evidence:
 
 
 def _mean(rows: Rows, name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
+    values = series(rows, name)
     return fmean(values) if values else None
 
 
@@ -103,7 +102,7 @@ def gathered(rows: Rows, batches: Mapping[int, Any], **found: Any) -> Evidence:
     `found` are the other fields of `Evidence`: symptoms, settings, audit.
     """
     samples = [row for step, batch in sorted(batches.items()) for row in _samples(step, batch[:SAMPLES])]
-    training = [row for row in rows if row[STEP] > 0]
+    training = [row for row in rows if step_of(row) > 0]
     return Evidence(training, [row for row in rows if row.get("val/reward") is not None], samples, **found)
 
 
@@ -228,8 +227,8 @@ def stale_sampler(seen: Evidence) -> Iterator[Finding]:
 
 
 def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
-    """Find a learning rate that is 0 in every step."""
-    rates = [row["actor/lr"] for row in seen.rows if row.get("actor/lr") is not None]
+    """The learning rate is 0 in every step."""
+    rates = series(seen.rows, "actor/lr")
     if rates and not any(rates):
         numbers = f"actor/lr is 0 in {len(rates)} steps"
         yield Finding(
@@ -270,8 +269,8 @@ def much_learning_rate(seen: Evidence) -> Iterator[Finding]:
     began = seen.rows[0].get(name) or 0.0 if seen.rows else 0.0
     if kl is None or not rate or kl <= 1.0 or began > 0.1 * kl:
         return
-    jump = next((int(row[STEP]) for row in seen.rows if (row.get(name) or 0.0) > 1.0), 0)
-    fast = 0 < jump - int(seen.rows[0][STEP]) <= 10
+    jump = next((step_of(row) for row in seen.rows if (row.get(name) or 0.0) > 1.0), 0)
+    fast = 0 < jump - step_of(seen.rows[0]) <= 10
     numbers = f"{name} {began:.2g} → {kl:.3g} nats a token, above 1 from step {jump} on; lr {rate:.2g}"
     explained = (
         "KL to the reference is large", "reward has fallen", "entropy has collapsed", CUT, "the gradient jumps",
@@ -305,8 +304,8 @@ def much_kl(seen: Evidence) -> Iterator[Finding]:
 
 
 def never_stops(seen: Evidence) -> Iterator[Finding]:
-    """Find responses that are cut off at the token limit from the first step to the last."""
-    cut = [row["response/cut_ratio"] for row in seen.rows if row.get("response/cut_ratio") is not None]
+    """Responses are cut off at the limit from the first step on."""
+    cut = series(seen.rows, "response/cut_ratio")
     if not cut or cut[0] < 0.8 or fmean(cut[-5:]) < 0.8:
         return
     rollout = (seen.settings.get("stages") or {}).get("rollout") or {}
@@ -465,11 +464,19 @@ def gamed_reward(seen: Evidence) -> Iterator[Finding]:
     if first is None or last is None or len(seen.rows) < 10 or last - first < 0.1:
         return
     rise = f"training reward {first:.3f} → {last:.3f}"
-    held = [row["val/reward"] for row in seen.held]
-    if len(held) > 1 and held[-1] < held[0] - 0.02:
+    held = [row for row in seen.held if series([row], "val/reward")]
+    values = series(held, "val/reward")
+    best = max(held, key=lambda row: row["val/reward"], default={})
+    # the best of several is high by chance, too: the last must be below its interval
+    least = 0.2 * (max(values) - min(values)) if values else 0.0
+    chance = max(0.02, least, *(max(values) - low for low in series([best], "val/reward_low")))
+    if len(values) > 1 and values[-1] < max(values) - chance:
+        step = step_of(best)
         yield Finding(
-            "the training reward rises and the held-out one falls", "likely", f"{rise}, held out {held[0]:.3f} → {held[-1]:.3f}",
-            "wb.views.samples(run.val())", "fewer epochs, more rows, kl_coef=0.001; score held-out rows by the truth alone",
+            "the training reward rises and the held-out one falls", "likely",
+            f"{rise}, held out {values[0]:.3f} → {max(values):.3f} at step {step} → {values[-1]:.3f}",
+            "wb.views.samples(run.val())",
+            f"go back to step {step} (save_best='val/reward'); fewer epochs, more rows, kl_coef=0.001; score held-out rows by the truth alone",
         )  # fmt: skip
     names = {name for row in seen.rows for name in row if re.fullmatch(r"reward/(?!status/).+/mean", name)}
     for name in sorted(names):

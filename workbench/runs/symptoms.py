@@ -47,18 +47,30 @@ def symptoms(rows: Rows, batch: Any = None) -> list[Symptom]:
 
     Fewer than three steps are not checked, nor are metrics that a run does not have.
     """
-    steps = [row for row in rows if row[STEP] > 0]
+    steps = [row for row in rows if step_of(row) > 0]
     if len(steps) < 3:
         return []
     return [found for check in CHECKS for found in check(steps, batch)]
 
 
-def _series(rows: Rows, name: str) -> list[float]:
-    return [row[name] for row in rows if row.get(name) is not None]
+def step_of(row: Mapping[str, Any]) -> int:
+    """The row's step; 0, as before training, for a row of another program that names none."""
+    return int(row.get(STEP) or 0)
+
+
+def series(rows: Rows, name: str) -> list[float]:
+    """The metric's values, of the rows where it is a number."""
+    return [value for row in rows if isinstance(value := row.get(name), int | float) and value == value]
+
+
+def running(rows: Rows, name: str) -> list[float]:
+    """The metric's means over each `WINDOW` steps in turn; the mean of all where there are fewer."""
+    values = series(rows, name)
+    return [fmean(values[at : at + WINDOW]) for at in range(max(len(values) - WINDOW + 1, min(len(values), 1)))]
 
 
 def _mean(rows: Rows, name: str) -> float | None:
-    values = _series(rows, name)
+    values = series(rows, name)
     return fmean(values) if values else None
 
 
@@ -78,7 +90,7 @@ def _since(rows: Rows) -> int:
 
 
 def _flat_reward(rows: Rows, batch: Any) -> Iterator[Symptom]:
-    values = _series(rows[-WINDOW:], "critic/score/max")
+    values = series(rows[-WINDOW:], "critic/score/max")
     if len(values) < 3 or any(value > 0 for value in values):
         return
     causes = []
@@ -133,6 +145,36 @@ def _drifting_length(rows: Rows, _: Any) -> Iterator[Symptom]:
         yield Symptom("responses change their length", f"{first:.0f} → {last:.0f} tokens{tail}", _since(rows), do)
 
 
+def _more_cut_off(rows: Rows, _: Any) -> Iterator[Symptom]:
+    first, last = _mean(rows[:WINDOW], "response/cut_ratio"), _last(rows, "response/cut_ratio")
+    if first is not None and last is not None and last > 0.3 and last - first > 0.2:
+        do = "they are scored without their end: raise max_tokens, or let dapo's overlong penalty make them shorter"
+        yield Symptom("more and more responses are cut off", f"{first:.0%} → {last:.0%} of them", _since(rows), do)
+
+
+def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
+    first, last = _mean(rows[:WINDOW], "advantage/zero_share"), _last(rows, "advantage/zero_share")
+    grown = len(rows) > 2 * WINDOW and first is not None and last is not None and last > 0.5 and last - first > 0.2
+    if last is not None and (last > 0.7 or grown):
+        before = f", {first:.0%} at first" if grown else ""
+        do = "prompts are too easy or too hard: recipes.dapo samples others, or raise group_size or the temperature"
+        found = f"{last:.0%} of the rows have advantage 0{before}"
+        yield Symptom("most groups teach nothing", found, _since(rows), do)
+
+
+def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
+    """A critic that has become worse than a constant, while its loss grew: an early one is bad, too, but not worse than before."""
+    explained, losses = running(rows, "critic/vf_explained_var"), running(rows, "critic/vf_loss")
+    if len(rows) <= WINDOW or not explained or not losses:
+        return
+    if explained[-1] < 0 and max(explained) - explained[-1] > 0.3 and losses[-1] > 1.5 * min(losses):
+        found = (
+            f"explained variance {max(explained):.2f} → {explained[-1]:.2f}, loss {min(losses):.3g} → {losses[-1]:.3g}"
+        )
+        do = "advantages are noise then: lower the critic's lr, raise its warm-up (critic_warmup), clip its gradient"
+        yield Symptom("the critic diverges", found, _since(rows), do)
+
+
 def _two_policies(rows: Rows, _: Any) -> Iterator[Symptom]:
     value = _last(rows, "training/rollout_probs_diff_mean")
     late = _last(rows, "training/policy_lag/max")
@@ -154,10 +196,10 @@ def _cancelled_rollouts(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
-    values = _series(rows, "critic/score/mean")
+    values = series(rows, "critic/score/mean")
     if len(values) < 3 * WINDOW:
         return
-    means = [fmean(values[start : start + WINDOW]) for start in range(len(values) - WINDOW + 1)]
+    means = running(rows, "critic/score/mean")
     best, last = max(means), means[-1]
     spread = max(values) - min(values)
     if best - last > 0.3 * spread and best - last > 0.05:
@@ -167,7 +209,7 @@ def _falling_reward(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _jumping_gradient(rows: Rows, _: Any) -> Iterator[Symptom]:
-    norms = {int(row[STEP]): row["actor/grad_norm"] for row in rows if row.get("actor/grad_norm") is not None}
+    norms = {step_of(row): value for row in rows for value in series([row], "actor/grad_norm")}
     usual = median(norms.values()) if norms else 0.0
     if steps := tuple(step for step, norm in norms.items() if usual and norm > 20 * usual):
         found = f"norm {norms[steps[0]]:.3g}, usually {usual:.3g}, at steps {list(steps)[:5]}"
@@ -179,8 +221,8 @@ _NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_l
 
 
 def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
-    """Find the steps in which a metric was NaN or infinite; such a value is stored as null in a run's rows."""
-    every = {int(row[STEP]): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
+    """NaN and infinities are null in a run's rows."""
+    every = {step_of(row): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
     if steps := tuple(step for step, names in every.items() if names):
         found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
         do = "look at that step: run.stepper(step, at='update_actor'); is a reward huge, or an advantage NaN?"
@@ -202,13 +244,7 @@ CHECKS: tuple[Check, ...] = (
     _collapsed_entropy,
     _cancelled_rollouts,
     _jumping_gradient,
-    _above(
-        "most groups teach nothing",
-        ("advantage/zero_share",),
-        0.7,
-        "{value:.0%} of the rows have advantage 0",
-        "prompts are too easy or too hard: recipes.dapo samples others, or raise group_size or the temperature",
-    ),
+    _idle_groups,
     _above(
         "much of the update is clipped",
         ("actor/pg_clipfrac",),
@@ -217,6 +253,8 @@ CHECKS: tuple[Check, ...] = (
         "the policy moves too far in one step: lower lr or ppo_epochs, or enlarge the mini-batch",
     ),
     _drifting_length,
+    _more_cut_off,
+    _diverging_critic,
 )
 
 
@@ -242,13 +280,15 @@ class Watch:
     def look(self, row: Mapping[str, Any], *, check: bool = True) -> list[Symptom]:
         """Add one row and return the symptoms that begin with it. A symptom of single steps (a gradient that jumps) is
         returned only with the row of such a step."""
-        if row[STEP] > 0:
+        if step_of(row) > 0:
             (self._first if len(self._first) < WINDOW else self._last).append(row)
         if not check:
             return []
         rows = [*self._first, *self._last]
         present = {
-            symptom.name: symptom for symptom in symptoms(rows) if not symptom.steps or rows[-1][STEP] in symptom.steps
+            symptom.name: symptom
+            for symptom in symptoms(rows)
+            if not symptom.steps or step_of(rows[-1]) in symptom.steps
         }
         begun = [symptom for name, symptom in present.items() if name not in self._there]
         for name, symptom in present.items():

@@ -25,6 +25,9 @@ from workbench.stages.correction import CorrectionSettings
 from workbench.stages.log_prob import SCORED_COLUMNS, LogProb
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
 
+PASS = "new_log_probs/"
+"""Of several passes (`ppo_epochs`) each before the last has a column of its log-probs: `new_log_probs/1` is the first's."""
+
 
 def loss_mask(rows: DataProto) -> Tensor:
     """Return the mask of tokens to learn from, [B, T] float: 1 on tokens that the model wrote and that were not
@@ -320,7 +323,8 @@ class Update(BaseStage):
         self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
         scored = () if getattr(loss, "supervised", False) else ("scored",)
         self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
-        self.writes = loss.writes
+        passes = range(1, ppo_epochs) if "new_log_probs" in loss.writes else ()
+        self.writes = (*loss.writes, *(f"{PASS}{number}" for number in passes))
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
         self.optional = (PIXELS, EXPERTS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))
 
@@ -382,6 +386,9 @@ class Update(BaseStage):
                     skipped += 1
                     continue
                 steps.append(join([learned.metrics]))
+                if (earlier := f"{PASS}{epoch + 1}") in self.writes:
+                    columns.setdefault(earlier, torch.zeros_like(batch["response_mask"], dtype=torch.float32))
+                    columns[earlier][indices] = learned.columns["new_log_probs"].to(columns[earlier])
                 for name, values in learned.columns.items():  # [b, …] into [B, …]; later epochs overwrite earlier ones
                     columns.setdefault(name, values.new_zeros((len(batch), *values.shape[1:])))[indices] = values
         counted: dict[str, Metric] = {}
@@ -506,7 +513,7 @@ class Update(BaseStage):
         old = batch["rollout_log_probs" if "rollout_log_probs" in self.reads else "old_log_probs"]
         found = {"new_log_probs": old.clone(), "clipped": torch.zeros_like(mask, dtype=torch.bool)}
         found |= {"rollout_is_weights": mask.to(old.dtype), "loss_mask": mask.clone()}
-        return {name: found[name] for name in self.writes}
+        return {name: found[name.partition("/")[0]].clone() for name in self.writes}
 
 
 def _counts(rows: DataProto) -> LossCounts:
