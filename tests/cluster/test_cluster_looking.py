@@ -291,8 +291,8 @@ def test_a_mute_worker_is_said_soon_and_not_asked_again_and_again(
     looks = [local.status(), local.status()]
     assert not wait.done, "it is said while the worker is mute"
     assert all(one.state == MUTE and one.resident is None for look in looks for one in look.workers)
-    out = dict(local._asked)
-    assert len(out) == 2 and local.status() and dict(local._asked) == out, "the same question is still out"
+    out = dict(local._unanswered)
+    assert len(out) == 2 and local.status() and dict(local._unanswered) == out, "the same question is still out"
     wait.result()
     assert within(lambda: [one.state for one in local.status().workers] == ["idle"] * 2)
 

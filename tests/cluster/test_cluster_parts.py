@@ -430,7 +430,7 @@ def test_a_process_of_rays_that_has_ended_is_not_waited_for(tmp_path: Path, monk
     for one in started:
         one.wait()
 
-    watch = discovery.Watch()
+    watch = discovery.StartWatch()
     (logs / "raylet.out").unlink()
     program.write_text(DIES.replace("exit 1", "while :; do sleep 1; done"))
     child = subprocess.Popen([str(program), f"--log_dir={logs}"])

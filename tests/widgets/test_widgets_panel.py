@@ -10,7 +10,7 @@ from tests_lint import lint
 
 from workbench.base.runtime import Control
 from workbench.widgets import display
-from workbench.widgets.display import Seen
+from workbench.widgets.display import PanelOutput
 
 
 class Handle:
@@ -51,7 +51,7 @@ def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
         shown.on_row(row, 60.0)
     bundle = shown._repr_mimebundle_()
     assert set(bundle) == {"text/html", "text/plain"} and "workbench-static" in bundle["text/html"]
-    live = Seen(shown._box.model_id)._repr_mimebundle_()
+    live = PanelOutput(shown._box.model_id)._repr_mimebundle_()
     assert live["application/vnd.jupyter.widget-view+json"]["model_id"] == shown._box.model_id
     assert live["text/html"] == live["text/plain"] == "", "where it cannot be drawn the static form is there"
     assert type(shown._box.children[0]).__name__ == "Cover", "which hides the one, or the other"

@@ -25,7 +25,7 @@ import workbench as wb
 from workbench.cluster.status import Status
 from workbench.rewards import Score
 from workbench.testing.rewards import answered
-from workbench.views.curves import Live
+from workbench.views.curves import LiveFigure
 from workbench.widgets import layer
 from workbench.widgets.layer import (
     ClusterTable,
@@ -299,7 +299,7 @@ def views(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     rows = [{"training/global_step": step, "critic/score/mean": step / 4} for step in (1, 2, 3)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figure = wb.load_run(path).curves()
-    assert isinstance(figure, Live)
+    assert isinstance(figure, LiveFigure)
     engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
     data = wb.rows("data/arith/train.parquet", max_prompt_length=256)
     stepper = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), data.batch(1))

@@ -54,14 +54,14 @@ def of_session(session: str) -> list[Process]:
     return _with_descendants(psutil.process_iter(), "ray", session)
 
 
-class Watch:
+class StartWatch:
     """Watches the processes of Ray that this process starts from now on, and notes when one of them has ended."""
 
     def __init__(self) -> None:
         import psutil
 
         self.ended = ""
-        """The first that was seen to have ended, with its last line of weight in its log; "" while all live."""
+        """The first process seen to have ended, with the last important line of its log; "" while all live."""
         self._before = {child.pid for child in psutil.Process().children()}
         self._names: dict[int, str] = {}
         self._logs = Path()
@@ -139,7 +139,7 @@ def end(processes: Sequence[Process], seconds: float = 5.0) -> list[Process]:
 
 
 @dataclass(frozen=True)
-class Record:
+class ClusterRecord:
     """A local Ray cluster that a workbench process (`driver`) started, as recorded in the file `path`."""
 
     driver: Process
@@ -160,23 +160,23 @@ def _folder() -> Path:
     return folder
 
 
-def remember(session: str, processes: Sequence[Process]) -> Record:
-    """Write a `Record` of a Ray session that this process started, so that its processes can be found after a crash."""
+def remember(session: str, processes: Sequence[Process]) -> ClusterRecord:
+    """Write a `ClusterRecord` of a Ray session that this process started: its processes are then found after a crash."""
     path = _folder() / f"{session}.json"
-    record = Record(process(os.getpid()), session, tuple(processes), path)
+    record = ClusterRecord(process(os.getpid()), session, tuple(processes), path)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(asdict(record), default=str), encoding="utf-8")
     part.replace(path)
     return record
 
 
-def records() -> Iterator[Record]:
-    """Yield the `Record` of every recorded local cluster; unreadable files are skipped."""
+def records() -> Iterator[ClusterRecord]:
+    """Yield the `ClusterRecord` of every recorded local cluster; unreadable files are skipped."""
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             facts = json.loads(path.read_text(encoding="utf-8"))
             members = tuple(Process(**one) for one in facts["processes"])
-            yield Record(Process(**facts["driver"]), str(facts["session"]), members, path)
+            yield ClusterRecord(Process(**facts["driver"]), str(facts["session"]), members, path)
 
 
 def clear_left() -> list[str]:

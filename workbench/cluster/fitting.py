@@ -107,7 +107,7 @@ CPU_CACHE = 256 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """The bytes of one kind of data (`what`: weights, gradients, KV cache …) of one role in a process."""
 
     role: str
@@ -116,11 +116,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Phase:
+class MemoryPhase:
     """The most that one process holds in a phase of a step: `sample`, `score` or `learn`."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def size(self) -> int:
@@ -154,7 +154,7 @@ class Fit(Shown):
     """Arguments of `fits`, but for the model."""
     placement: Placement
     parameters: int
-    phases: tuple[Phase, ...]
+    phases: tuple[MemoryPhase, ...]
     available: int
     """Bytes that one process has."""
     source: str
@@ -298,7 +298,7 @@ def fits(
 
 def _phases(
     model: Any, placement: Placement, tokens: int, have: int, reference: bool, critic: bool
-) -> tuple[tuple[Phase, ...], int, int | None]:
+) -> tuple[tuple[MemoryPhase, ...], int, int | None]:
     """Compute (the phases of a step with their bytes, the number of parameters, the tokens that a sampler's cache
     holds).
     """
@@ -306,10 +306,10 @@ def _phases(
     shape = Shape.of(placement.learner.budget(kind), tokens)
     policy = sharded(model, placement.learner, placement.ranks, shape, gpu=placement.gpus)
     config, settings = config_of(model, placement.learner)
-    runtime = [] if placement.gpus else [Part("process", "Python and torch", PROCESS)]
+    runtime = [] if placement.gpus else [MemoryPart("process", "Python and torch", PROCESS)]
     beside = list(runtime)
     if reference and not settings.lora_rank:
-        beside.append(Part("reference", "weights", policy.weights))
+        beside.append(MemoryPart("reference", "weights", policy.weights))
     held = [*beside, *_held("policy", policy)]
     learn, score = [*beside, *_learning("policy", policy)], [*beside, *_scoring("policy", policy)]
     if critic:
@@ -318,28 +318,28 @@ def _phases(
         learn = max(([*beside, *turns[0]], turns[1]), key=lambda parts: sum(part.size for part in parts))
         score, held = [*score, *_held("critic", values)], [*held, *_held("critic", values)]
     sampling, cached = _sampling(placement, config, policy, have)
-    phases = [Phase("score", tuple(score)), Phase("learn", tuple(learn))]
+    phases = [MemoryPhase("score", tuple(score)), MemoryPhase("learn", tuple(learn))]
     if sampling:
-        phases.insert(0, Phase("sample", tuple([*held, *sampling] if placement.shared else [*runtime, *sampling])))
+        phases.insert(0, MemoryPhase("sample", (*(held if placement.shared else runtime), *sampling)))
     return tuple(phases), policy.parameters, cached
 
 
-def _held(role: str, found: Footprint) -> list[Part]:
-    return [Part(role, "weights", found.weights), Part(role, "optimizer", found.optimizer)]
+def _held(role: str, found: Footprint) -> list[MemoryPart]:
+    return [MemoryPart(role, "weights", found.weights), MemoryPart(role, "optimizer", found.optimizer)]
 
 
-def _learning(role: str, found: Footprint) -> list[Part]:
-    more = [Part(role, "gradients", found.gradients), Part(role, "activations", found.activations)]
+def _learning(role: str, found: Footprint) -> list[MemoryPart]:
+    more = [MemoryPart(role, "gradients", found.gradients), MemoryPart(role, "activations", found.activations)]
     return [*_held(role, found), *more]
 
 
-def _scoring(role: str, found: Footprint) -> list[Part]:
-    return [*_held(role, found), Part(role, "activations", found.scoring - found.weights - found.optimizer)]
+def _scoring(role: str, found: Footprint) -> list[MemoryPart]:
+    return [*_held(role, found), MemoryPart(role, "activations", found.scoring - found.weights - found.optimizer)]
 
 
 def _sampling(
     placement: Placement, config: Mapping[str, Any], policy: Footprint, have: int
-) -> tuple[list[Part], int | None]:
+) -> tuple[list[MemoryPart], int | None]:
     """Compute (the parts that a sampler holds, the tokens of its cache). vLLM's cache is what its share leaves after
     weights and graphs.
     """
@@ -347,14 +347,14 @@ def _sampling(
         return [], None
     chosen, tp = placement.sampler_settings, placement.tensor_parallel_size if placement.gpus else 1
     if placement.sampler == "local":
-        return [Part("sampler", "weights", 4 * policy.parameters)], None
+        return [MemoryPart("sampler", "weights", 4 * policy.parameters)], None
     width = 4 if chosen.dtype == "float32" or (chosen.dtype == "auto" and not placement.gpus) else 2
     weights = policy.parameters * width // tp
     cache = (chosen.kv_cache_memory_mb or 0) << 20
     if not cache:
         cache = int(chosen.gpu_memory_utilization * have) - weights - GRAPHS if placement.gpus else CPU_CACHE
-    graphs = [Part("sampler", "graphs", GRAPHS)] if placement.gpus else []
-    parts = [Part("sampler", "weights", weights), *graphs, Part("sampler", "KV cache", max(cache, 0))]
+    graphs = [MemoryPart("sampler", "graphs", GRAPHS)] if placement.gpus else []
+    parts = [MemoryPart("sampler", "weights", weights), *graphs, MemoryPart("sampler", "KV cache", max(cache, 0))]
     token = _cached_token(language(config), tp) * width
     return parts, max(cache, 0) // token if token else None
 

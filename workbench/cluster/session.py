@@ -16,7 +16,7 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ TOKEN_HOW = "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
 @dataclass
-class Link:
+class Connection:
     """A connection to a Ray cluster: its address, Ray's session name, notes for the user, and the local cluster to stop
     at the end.
     """
@@ -58,7 +58,7 @@ class Link:
     address: str
     session: str
     notes: list[str]
-    record: discovery.Record | None = None
+    record: discovery.ClusterRecord | None = None
     """The local cluster that this process started, and stops; None where it attached to a running one."""
 
 
@@ -77,7 +77,7 @@ def require_ray() -> None:
 
 def start(
     environment: Environment, gpus: int | None, cpus: int | None, store: int | None, dashboard: bool, seconds: float
-) -> Link:
+) -> Connection:
     """Start a local Ray cluster that listens only on loopback and ends with this process.
 
     `store` is the size of the object store in bytes, `seconds` how long each of Ray's processes may take to start.
@@ -101,16 +101,16 @@ def start(
     if dashboard:
         notes.append(f"the dashboard is at http://{context.dashboard_url}")
     record = discovery.remember(session, discovery.of_session(session))
-    return Link(context.address_info["gcs_address"], session, notes, record)
+    return Connection(context.address_info["gcs_address"], session, notes, record)
 
 
 def _begin(environment: Environment, notes: list[str], seconds: float, **options: Any) -> Any:
     """Start a cluster, once more where one of Ray's processes ended during the start, which happens on a busy machine."""
     again = False
     while True:
-        watch = discovery.Watch()
+        watch = discovery.StartWatch()
         try:
-            return _begun(environment, notes, seconds, watch, **options)
+            return _begun(environment, notes, seconds, watch.look, **options)
         except EngineError as error:
             discovery.end(discovery.half_started(), 0.0)
             if watch.ended and not again:
@@ -127,13 +127,13 @@ def _begin(environment: Environment, notes: list[str], seconds: float, **options
                 raise
 
 
-def _begun(environment: Environment, notes: list[str], seconds: float, watch: discovery.Watch, **options: Any) -> Any:
+def _begun(environment: Environment, notes: list[str], seconds: float, look: Callable[[], str], **options: Any) -> Any:
     """Start a cluster that listens only on loopback, within `seconds`."""
-    with ray_internals.starting_on_loopback(seconds, watch.look):
+    with ray_internals.starting_on_loopback(seconds, look):
         return _init("starting a local cluster", environment, notes, dashboard_host="127.0.0.1", **options)
 
 
-def attach(address: str, environment: Environment, seconds: float) -> Link:
+def attach(address: str, environment: Environment, seconds: float) -> Connection:
     """Connect to a running cluster. Raises `EngineError` in about `seconds` where nothing answers or the token is
     wrong.
     """
@@ -148,10 +148,10 @@ def attach(address: str, environment: Environment, seconds: float) -> Link:
     info: Mapping[str, Any] = getattr(context, "address_info", None) or {}
     if not info:
         notes.append("over ray:// batches travel at a tenth of a gigabyte a second: run the notebook on the cluster")
-    return Link(target, Path(str(info.get("session_dir", ""))).name, notes)
+    return Connection(target, Path(str(info.get("session_dir", ""))).name, notes)
 
 
-def leave(link: Link) -> list[str]:
+def leave(link: Connection) -> list[str]:
     """Disconnect, and stop a cluster that was started here; returns a note of processes that had to be killed, or []."""
     import ray
 
@@ -348,7 +348,7 @@ def connect(
     global _open
     request = (address, gpus, cpus, str(runtime_env), object_store_memory, dashboard)
     if _open is not None and not _open.closed:
-        if _open.asked == request:
+        if _open.request == request:
             return _open
         raise EngineError("a cluster is open in this process already", found=_open.title, do="close() it first")
     environment = Environment.of(runtime_env)
@@ -376,14 +376,14 @@ def opened() -> Cluster | None:
 class Cluster(Session, Closing):
     """A connection to a Ray cluster, with the pools, worker groups and engines made through it. Made by `wb.cluster(…)`."""
 
-    def __init__(self, link: Link, environment: Environment, asked: tuple[Any, ...]) -> None:
+    def __init__(self, link: Connection, environment: Environment, request: tuple[Any, ...]) -> None:
         where = f"the local cluster at {link.address}" if link.record else f"the cluster at {link.address}, attached"
         super().__init__(where, environment, link.notes)
         self.link = link
-        self.asked = asked
+        self.request = request
         self._looking = threading.Lock()
         """Held while a status is made: one at a time, and Ray does not shut down meanwhile."""
-        self._asked: dict[Any, Any] = {}
+        self._unanswered: dict[Any, Any] = {}
         atexit.register(self.close)
 
     place = placing.place
@@ -406,7 +406,7 @@ class Cluster(Session, Closing):
         """Return nodes, pools, workers and unanswered calls; displayed as a table, which in a cell updates itself."""
         with self._looking:
             self.check()
-            return look(self, self._asked, self.status)
+            return look(self, self._unanswered, self.status)
 
     def logs(self, group: RayRanks | str, rank: int | None = None, lines: int = 100) -> Logs:
         """Return the last `lines` of the output of a group's worker `rank`, dead or alive, or (`rank=None`) of all its
@@ -442,7 +442,7 @@ class Cluster(Session, Closing):
             return
         self.closed = True
         if self._looking.acquire(timeout=10 * ANSWER_SECONDS):
-            self._asked.clear()
+            self._unanswered.clear()
             self._looking.release()
         atexit.unregister(self.close)
         try:

@@ -76,11 +76,11 @@ class Status(Shown):
     """Makes a new `Status`; raises `EngineError` when the cluster is closed."""
 
 
-def look(cluster: Session, asked: dict[Any, Any], again: Callable[[], Status]) -> Status:
-    """Make a `Status` of the cluster by asking every worker. `asked` keeps requests that are not answered yet for the
-    next look.
+def look(cluster: Session, unanswered: dict[Any, Any], again: Callable[[], Status]) -> Status:
+    """Make a `Status` of the cluster by asking every worker. `unanswered` keeps requests without an answer for the next
+    look.
     """
-    answers, machines = _answers(cluster, asked), nodes()
+    answers, machines = _answers(cluster, unanswered), nodes()
     hosts = {node.id: node.host for node in machines}
     pools, workers, calls = [], [], []
     for pool in list(cluster.pools.values()):
@@ -111,7 +111,7 @@ def _pushes(cluster: Session) -> list[str]:
 
 
 def _answers(cluster: Session, pending: dict[Any, Any]) -> dict[Any, Mapping[str, Any] | None]:
-    """Ask all actors and return actor → its answer, or None. One that has not answered yet is not asked again, so that
+    """Ask all actors and return actor → its answer, or None. An actor that has not answered yet is not asked again, so that
     no requests pile up.
     """
     # none that still starts

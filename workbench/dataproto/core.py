@@ -303,7 +303,7 @@ class DataProto(Value, Shown):
         the number of rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise BatchError("mini_batch_size", expected=f"a divisor of {len(self)}", found=mini_batch_size)
+            raise BatchError("mini_batch_size", expected=f"a divisor of the {len(self)} rows", found=mini_batch_size)
         generator = torch.Generator().manual_seed(seed if seed is not None else 0)
         shuffled = seed is not None if shuffle is None else shuffle
         for _ in range(epochs):

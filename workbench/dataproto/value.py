@@ -23,7 +23,7 @@ from workbench.dataproto.columns import check_objects, check_tensor, letter_size
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Which stage wrote a column, and at which step."""
+    """Record of which stage wrote a column of a batch, and at which step."""
 
     stage: str
     """Name of the stage, or `dataset`."""
@@ -193,12 +193,12 @@ class Value:
 
     @property
     def batch(self) -> Columns:
-        """Name → tensor [B, …], read-only."""
+        """Columns of tensors: name → tensor [B, …], read-only."""
         return self._batch
 
     @property
     def non_tensor_batch(self) -> Columns:
-        """Name → object array [B], read-only."""
+        """Columns of Python objects: name → object array [B], read-only."""
         return self._objects
 
     @property

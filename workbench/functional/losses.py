@@ -322,8 +322,8 @@ def _covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Callable
 
 
 def _highest(values: Tensor, number: int) -> Tensor:
-    """Return the flat places of the `number` highest values. Of each part only values above the best so far are ranked,
-    to save time.
+    """Return the flat indices of the `number` highest values. The tensor is read part by part, and values that the best
+    so far exceed are not sorted.
     """
     flat = values.flatten()
     best, places = flat[:0], torch.zeros(0, dtype=torch.long, device=flat.device)

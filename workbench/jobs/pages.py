@@ -28,7 +28,7 @@ from workbench.runs.symptoms import Watch
 from workbench.steps.compare import compare
 from workbench.views import document as doc
 from workbench.views.comparisons import metrics_beside
-from workbench.views.curves import Live, panel, png
+from workbench.views.curves import LiveFigure, panel, png
 from workbench.views.plots import Plots
 from workbench.views.samples import samples
 from workbench.views.tokens import tokens, transcript
@@ -64,7 +64,7 @@ class Page:
     """Of a page that may change: gives a text that changes with it, empty once it no longer will."""
 
 
-class Watched(Live):
+class Watched(LiveFigure):
     """The curves of several runs; the symptoms are looked for again each time that the curves are read."""
 
     alone = True
@@ -74,7 +74,7 @@ class Watched(Live):
 
     @property
     def plots(self) -> Plots:
-        """The curves as they are now."""
+        """Return the curves of all runs up to their last recorded step, with the symptoms of the first run."""
         return Plots(self._runs, (), Watch(next(iter(self._runs.values())).rows).marks)
 
 

@@ -15,7 +15,7 @@ from workbench.compat.verl_account import DEFAULTS, Row, account, canonical, ent
 from workbench.compat.verl_command import TEXTS, Command, read_command
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets.rows import Rows
-from workbench.jobs.verl_plan import Call, Name, Plan, data, needs_steps, plan, program
+from workbench.jobs.verl_plan import Call, Name, VerlPlan, data, needs_steps, plan, program
 from workbench.stages.pipeline import Pipeline
 from workbench.views import document as doc
 
@@ -238,7 +238,7 @@ def _job(command: Command) -> VerlJob:
 
 
 def _of_parser(row: Row, settings: Mapping[str, Any]) -> Row:
-    """Mark a row of the table as refused where it names a tool parser that does not exist here."""
+    """Mark the row of a verl setting as refused where it names a tool parser that workbench does not have."""
     wrong = (
         row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers()
     )
@@ -251,7 +251,7 @@ def _parsers() -> tuple[str, ...]:
     return (*agents.parsers.parser_names(), "None")
 
 
-def _planned(job: VerlJob, *, policy: bool = True) -> Plan:
+def _planned(job: VerlJob, *, policy: bool = True) -> VerlPlan:
     values = canonical(job.settings)
     if what := needs_steps(values, policy=policy):
         raise SettingError(f"{what} needs the number of steps", found="epochs alone", do="add steps=…")

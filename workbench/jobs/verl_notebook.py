@@ -13,7 +13,7 @@ from workbench.base.distribution import optional
 from workbench.base.files import write_text
 from workbench.compat.verl_account import Row
 from workbench.compat.verl_command import TEXTS
-from workbench.jobs.verl_plan import Call, Name, Plan, data, program
+from workbench.jobs.verl_plan import Call, Name, VerlPlan, data, program
 
 with optional("jobs", "writing a notebook"):
     import nbformat
@@ -44,7 +44,7 @@ _TITLES = {
 }  # fmt: skip
 
 
-def write(path: str | Path, source: str, planned: Plan, near: Sequence[Row]) -> Path:
+def write(path: str | Path, source: str, planned: VerlPlan, near: Sequence[Row]) -> Path:
     """Write the notebook of a plan to `path`, and return the path. `near` are the settings that are not followed to the
     letter; the notebook's first cell lists them.
     """
@@ -89,7 +89,7 @@ def write(path: str | Path, source: str, planned: Plan, near: Sequence[Row]) -> 
     return Path(path)
 
 
-def _parameters(planned: Plan) -> dict[str, Any]:
+def _parameters(planned: VerlPlan) -> dict[str, Any]:
     """Return the notebook's parameters: name → value. `steps` is None where the command counts epochs."""
     known = inspect.signature(recipes.by_name(planned.recipe)).parameters
     settings = {
@@ -125,7 +125,7 @@ def _parameter_lines(values: Mapping[str, Any]) -> str:
     return optional + "\n".join(lines)
 
 
-def _data(made: Plan) -> str:
+def _data(made: VerlPlan) -> str:
     rows: dict[str, Any] = {**made.rows, "max_prompt_length": Name("max_prompt_length")}
     named = replace(made, engine={**made.engine, "lr": Name("lr")}, rows=rows)
     parts = Name(f"[{_source_of(Call('rows', (Name('file'),), rows))} for file in train_file]")
@@ -134,12 +134,12 @@ def _data(made: Plan) -> str:
     return lines + " if eval_file else None\nrows.report(policy.tokenizer)"
 
 
-def _reward(made: Plan) -> str:
+def _reward(made: VerlPlan) -> str:
     inner = "".join(f"    {_source_of(key)}: {_source_of(value)},\n" for key, value in made.reward.items())
     return f"reward = wb.reward_from({{\n{inner}}}, tokenizer=policy.tokenizer)\nreward"
 
 
-def _recipe_settings(planned: Plan) -> dict[str, Any]:
+def _recipe_settings(planned: VerlPlan) -> dict[str, Any]:
     """Return the recipe's settings, with those that are parameters of the notebook replaced by their variable names."""
     names = {name: Name(name) for name in ("group_size", "ppo_mini_batch_size", "kl_coef", "max_tokens")}
     settings = {**planned.settings, **names}
@@ -149,7 +149,7 @@ def _recipe_settings(planned: Plan) -> dict[str, Any]:
     return settings
 
 
-def _training(planned: Plan, values: Mapping[str, Any]) -> str:
+def _training(planned: VerlPlan, values: Mapping[str, Any]) -> str:
     names = ("steps", "batch_size", "seed", "run", "resume", "eval_rows", "test_freq", "save_freq")
     settings = {name: Name(name) for name in names} | {
         name: one for name, one in planned.train.items() if name not in names

@@ -1,4 +1,4 @@
-"""What a verl command asks for, in workbench's own words: a `Plan`, from which `verl_job` opens and `verl_notebook` writes."""
+"""What a verl command asks for, in workbench's own words: a `VerlPlan`, from which `verl_job` opens and `verl_notebook` writes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerlPlan:
     """A verl command in workbench's terms: model, data, recipe, and the settings of engine, stages and training."""
 
     model: str
@@ -96,7 +96,7 @@ class Plan:
     epochs: int
 
 
-def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Plan:
+def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> VerlPlan:
     """Make the plan of settings that are named as in the newest verl (`canonical`); verl's defaults hold for those left
     out.
 
@@ -105,7 +105,7 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Pla
     read = _Read(values)
     steps = read("trainer.total_training_steps")
     reward = reward_block(values)
-    return Plan(
+    return VerlPlan(
         model=_path(read(f"{_MODEL}.path") or ""),
         train_files=_paths(read("data.train_files")),
         weights=read("data.dataset_weights"),
@@ -137,7 +137,7 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Pla
     )
 
 
-def data(planned: Plan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
+def data(planned: VerlPlan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
     """Yield the statements `name = call` that make `policy`, `rows` and `eval_rows`. `parts`, for a mixture, are the
     rows of each file.
     """
@@ -158,7 +158,7 @@ def data(planned: Plan, model: Any, train_files: Any, eval_files: Any, parts: An
     yield "eval_rows", fitting(Call("rows", (eval_files,), held))
 
 
-def program(planned: Plan, *, reward: bool) -> Iterator[tuple[str, Call]]:
+def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
     """Yield the statements `name = call` that make `agent`, `critic` and `pipe` from `policy`, `rows` and, if there is
     one, `reward`.
     """

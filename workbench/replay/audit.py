@@ -75,19 +75,19 @@ class Disagreement:
     recomputed: Any
     formula: str
     count: int = 1
-    """In how many places it differs; the first is shown."""
+    """In how many places the column differs; the first is shown."""
 
     @property
     def place(self) -> str:
-        """Where it differs, such as `row 3, token 7, 12 places`: the first place, then how many there are. Empty for a
-        metric.
+        """Return where the recorded and the recomputed column differ, such as `row 3, token 7, 12 places`: the first
+        place, then how many there are. Empty for a metric.
         """
         found = [f"{what} {at}" for what, at in (("row", self.row), ("token", self.token)) if at is not None]
         return ", ".join([*found, *([f"{self.count} places"] if self.count > 1 else [])])
 
     @property
     def numbers(self) -> str:
-        """Both values as text: `recorded 1.5, recomputed 0.5`."""
+        """Return both values as text: `recorded 1.5, recomputed 0.5`."""
         return f"recorded {_short(self.recorded)}, recomputed {_short(self.recomputed)}"
 
     def __str__(self) -> str:
@@ -359,7 +359,7 @@ def _exact(actor: Mapping[str, Any]) -> bool:
 
 
 def _carried(view: View, spoken: set[str]) -> Claims:
-    """Claim that a stage that drops or repeats rows leaves all columns that it does not write as they were."""
+    """Check that a stage that drops or repeats rows leaves all columns that it does not write as they were."""
     if view.rows is None and view.stage not in ("filter_groups", "baseline", "resample"):
         return
     rows = range(len(view.before["uid"])) if view.rows is None else view.rows

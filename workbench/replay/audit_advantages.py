@@ -76,7 +76,7 @@ def _whole(keys: Sequence[Sequence[Key | None]]) -> list[list[int | None]]:
 
 
 def trees(v: View, *, counted: bool) -> Claims:
-    """Claim that rows that share a tree node have equal tokens and log-probs there; with `counted` also how many tokens
+    """Check that rows that share a tree node have equal tokens and log-probs there; with `counted` also how many tokens
     were sampled, shared ones counted once.
     """
     b = v.after
@@ -104,8 +104,8 @@ def trees(v: View, *, counted: bool) -> Claims:
 
 
 def learnt_once(v: View) -> Claims:
-    """Claim the `loss_mask` with which each node's tokens are learnt from once: in the first scored row that has the
-    node.
+    """Recompute the `loss_mask` with which each node's tokens are learnt from once: in the first scored row that has
+    the node.
     """
     b, scored = v.after, list(map(bool, v.after["scored"]))
     keys = _keys(b)
@@ -194,7 +194,7 @@ TREES: Mapping[str, Callable[..., Any]] = {
 
 
 def advantage(v: View) -> Claims:
-    """Claim token rewards with their KL penalty, advantages, returns, and the metrics of all three."""
+    """Recompute token rewards with their KL penalty, advantages, returns, and the metrics of all three."""
     b, mask = v.after, [list(map(bool, row)) for row in v.after.get("loss_mask", v.after.mask)]
     yield from _penalised(v)
     yield from _estimated(v, each(int, mask))
@@ -266,7 +266,7 @@ def _penalised(v: View) -> Claims:
 
 
 def controller(v: View) -> Claims:
-    """Claim the adaptive KL coefficient after the step: β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)."""
+    """Recompute the adaptive KL coefficient after the step: β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)."""
     numbers = _numbers(v)
     error = clamp(v.metrics["actor/reward_kl_penalty"] / numbers["target"] - 1, -0.2, 0.2)
     beta = v.metrics["actor/reward_kl_penalty_coeff"]

@@ -229,7 +229,7 @@ def kl(delta: float, kind: str) -> float:
 
 
 def bounded(b: Lists, name: str, mask: Sequence[Sequence[int | None]] | None = None) -> Claims:
-    """Claim that the log-probs in column `name` are at most 0, and 0 outside the mask."""
+    """Check that the log-probs in column `name` are at most 0, and 0 outside the mask."""
     pairs = zip(b[name], b.mask if mask is None else mask, strict=True)
     limits = [[0.0 if not own or x > 1e-6 else None for x, own in zip(row, m, strict=True)] for row, m in pairs]
     yield Claim(name, limits, "at most 0; 0 outside the mask", partial=True)
@@ -245,7 +245,7 @@ def shares(name: str, flags: Sequence[bool], formula: str) -> Claims:
 
 
 def measured_lengths(b: Lists) -> Claims:
-    """Claim verl's length metrics. A response's length counts all its tokens, including those of tools and users."""
+    """Recompute verl's length metrics. A response's length counts all its tokens, including those of tools and users."""
     lengths, prompts, meta = b.lengths, [sum(row) for row in b["prompt_mask"]], b.batch.meta_info
     yield from shares("response/aborted_ratio", [n == 0 for n in lengths], "share of empty responses")
     there = [n for n in lengths if n]
@@ -292,7 +292,7 @@ def row_sums(b: Lists, column: str) -> list[float]:
 
 
 def measured_scores(b: Lists) -> Claims:
-    """Claim verl's metrics of scores and rewards, over the scored rows whose response is not empty."""
+    """Recompute verl's metrics of scores and rewards, over the scored rows whose response is not empty."""
     scored_rows = [bool(ok and counted) for ok, counted in zip(b.get("scored", lasts(b)), lasts(b), strict=True)]
     rows = [ok and n > 0 for ok, n in zip(scored_rows, b.lengths, strict=True)]
     for prefix, column in (("critic/score", "token_level_scores"), ("critic/rewards", "token_level_rewards")):
@@ -321,7 +321,7 @@ def counted_tokens(b: Lists, *, of_loss: bool = False) -> list[list[int]]:
 
 
 def measured_advantages(b: Lists) -> Claims:
-    """Claim verl's metrics of advantages, returns, values and explained variance, over the counted tokens."""
+    """Recompute verl's metrics of advantages, returns, values and explained variance, over the counted tokens."""
     mask = counted_tokens(b)
     for column in ("advantages", "returns", "values"):
         if column in b:
@@ -335,8 +335,8 @@ def measured_advantages(b: Lists) -> Claims:
 
 
 def measured_batch(b: Lists) -> Claims:
-    """Claim all metrics of lengths, scores and advantages for which the batch has the columns; with several policies
-    for the rows of the first one.
+    """Recompute all metrics of lengths, scores and advantages for which the batch has the columns; with several
+    policies for the rows of the first one.
     """
     if "policy" in b:
         b = Lists(b.batch.select_idxs([name == b.batch.meta_info.get("policy") for name in b["policy"]]))
@@ -350,7 +350,9 @@ def measured_batch(b: Lists) -> Claims:
 
 
 def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
-    """Claim what the training loop adds to a step's metrics: measures of the last batch, aliases, and sums of seconds."""
+    """Recompute what the training loop adds to a step's metrics: measures of the last batch, aliases, and sums of
+    seconds.
+    """
     b = v.after
     yield Claim("training/global_step", v.step, "the trace's step")
     yield Claim("training/epoch", b.batch.meta_info.get("epoch", 0), "the batch's epoch")
@@ -378,7 +380,7 @@ def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
 
 
 def _held_out(row: Mapping[str, Any]) -> Claims:
-    """Claim how the metrics of a validation relate to each other; its rows are not recorded."""
+    """Check how the metrics of a validation relate to each other; its rows are not recorded."""
     if row.get("val/reward") is None:
         return
     yield Claim("accuracy", row["val/reward"], "another name of val/reward", partial=True)
@@ -394,7 +396,7 @@ def _held_out(row: Mapping[str, Any]) -> Claims:
 
 
 def policy_lag(version: int, rows: Sequence[int]) -> Claims:
-    """Claim how many versions the rows' weights are behind the learner's at the start of the step."""
+    """Recompute how many versions the rows' weights are behind the learner's at the start of the step."""
     yield Claim("policy_version", [min(x, version) for x in rows], "at most the learner's", near=0.0, partial=True)
     yield averaged("training/policy_lag/mean", [version - x for x in rows], "learner's version − rows' versions")
     yield Claim("training/policy_lag/max", version - min(rows), "learner's version − oldest row's")

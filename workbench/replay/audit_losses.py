@@ -42,8 +42,8 @@ from workbench.replay.audit_stages import log_prob
 
 
 def correction(v: View) -> Claims:
-    """Claim what the rollout correction stage writes: importance weights, rejected tokens, and the metrics of how far
-    trainer and sampler are apart.
+    """Recompute what the rollout correction stage writes: importance weights, rejected tokens, and the metrics of how
+    far trainer and sampler are apart.
     """
     if v.setting("bypass_mode"):
         yield Claim("old_log_probs", v.after["rollout_log_probs"], "bypass: the sampler's", near=0.0)
@@ -52,7 +52,7 @@ def correction(v: View) -> Claims:
 
 
 def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
-    """Claim weights, rejections and metrics that follow from the trainer's log-probs in `column`.
+    """Recompute weights, rejections and metrics that follow from the trainer's log-probs in `column`.
 
     `prefix` begins the names of the correction's settings. `whole` is false where the log-probs come from several
     mini-batches, whose metrics cannot be recomputed.
@@ -77,7 +77,7 @@ def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
 
 
 def _off_policy(trainer: Ragged, sampler: Ragged, logs: Ragged) -> Iterator[Claim]:
-    """Claim verl's diagnostics of trainer against sampler log-probs: perplexities, KL, χ². A row without tokens has
+    """Recompute verl's diagnostics of trainer against sampler log-probs: perplexities, KL, χ². A row without tokens has
     log-perplexity 0.
     """
     each_log = flat(logs)
@@ -122,7 +122,7 @@ def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:
 
 
 def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
-    """Claim the importance weights, of tokens or of whole rows; a row's weight is the product over its own tokens."""
+    """Recompute the importance weights, of tokens or of whole rows; a row's weight is the product over its own tokens."""
     lower, upper = _band(v.setting(f"{prefix}rollout_is_threshold"))
     whole, sums = v.setting(f"{prefix}rollout_is") == "sequence", list(map(math.fsum, logs))
     exponents = [[total] * len(row) for row, total in zip(logs, sums, strict=True)] if whole else logs
@@ -142,7 +142,9 @@ def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Itera
 
 
 def _of_weights(p: str, raw: Ragged, kept: Ragged, of_rows: list[float] | None, band: Any) -> Iterator[Claim]:
-    """Claim verl's statistics of the importance weights. The largest and smallest of rows are those before truncation."""
+    """Recompute verl's statistics of the importance weights. The largest and smallest of rows are those before
+    truncation.
+    """
     tokens, rows, (lower, upper) = flat(kept), list(map(mean, kept)), band
     low = 1 / upper if lower is None else lower
     ratios, extremes = (flat(raw), tokens) if of_rows is None else (of_rows, of_rows)
@@ -192,7 +194,7 @@ _OVER: dict[str, Any] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lamb
 
 
 def _rejections(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
-    """Claim which tokens and rows the loss leaves out.
+    """Recompute which tokens and rows the loss leaves out.
 
     k1 = −log r must lie between the logarithms of the two bounds; k2 and k3 must not exceed one bound.
     """
@@ -226,7 +228,7 @@ def _any(flags: Sequence[bool | None]) -> bool | None:
 
 
 def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> Iterator[Claim]:
-    """Claim verl's statistics of one kind of rejection."""
+    """Recompute verl's statistics of one kind of rejection."""
     (high, low, out), (lower, upper) = flags, bounds
     tokens, rows = flat(stat), [mean(row) for row in stat if row]
     if not tokens:
@@ -255,7 +257,7 @@ LATER = "what the model gives in a later mini-batch, or pass, is not recorded"
 
 
 def update(v: View) -> Claims:
-    """Claim loss, clipping and KL of an update stage's last pass over the batch."""
+    """Recompute loss, clipping and KL of an update stage's last pass over the batch."""
     role = v.stage.removeprefix("update_")
     for name in ("grad_norm", "lr", "nonfinite"):
         yield Left(f"{role}/{name}", "the optimizer's")
@@ -280,8 +282,8 @@ def update(v: View) -> Claims:
 
 
 def _own_scores(v: View, role: str) -> Claims:
-    """Claim the old log-probs and entropies that the update itself computed, in its single pass or in a pass of its own
-    before it.
+    """Recompute the old log-probs and entropies that the update itself computed, in its single pass or in a pass of its
+    own before it.
     """
     if _one_pass(v):
         yield Claim("new_log_probs", v.after["old_log_probs"], "the old ones: of one pass", near=0.0, partial=True)
@@ -361,8 +363,8 @@ def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = No
 
 
 def _critic(v: View, role: str) -> Claims:
-    """Claim the value loss and its metrics for a single mini-batch, whose values are the recorded ones, so that nothing
-    is clipped.
+    """Recompute the value loss and its metrics for a single mini-batch, whose values are the recorded ones, so that
+    nothing is clipped.
     """
     if (cut := minis(v, role)) is None or len(cut) > 1:
         for name in ("vf_loss", "vf_clipfrac", "vpred_mean"):
@@ -382,7 +384,7 @@ def _critic(v: View, role: str) -> Claims:
 
 
 def _supervised(v: View, role: str) -> Claims:
-    """Cross-entropy from the log-probs of the pass itself, which are recorded."""
+    """Recompute the cross-entropy loss, from the recorded log-probs of the pass itself."""
     for name in ("new_log_probs", *_earlier(v)):
         yield Left(name, MODEL)
         yield from bounded(v.after, name)
@@ -399,7 +401,7 @@ def _supervised(v: View, role: str) -> Claims:
 
 
 def _preferences(v: View, role: str) -> Claims:
-    """Claim the Bradley–Terry loss and its metrics, from the recorded rewards of the pass itself."""
+    """Recompute the Bradley–Terry loss and its metrics, from the recorded rewards of the pass itself."""
     yield Left("values", MODEL)
     names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
     if (cut := minis(v, role)) is None or len(cut) > 1:
@@ -442,7 +444,7 @@ def _policy(v: View, role: str) -> Claims:
 
 
 def _first_step(v: View, cut: list[Sequence[int]] | None) -> Claims:
-    """The first mini-batch of the first pass has the old log-probs."""
+    """Check that the log-probs of the first mini-batch equal the old ones, because its weights are the same."""
     name = ("new_log_probs/1" if _earlier(v) else "new_log_probs") if cut and _begins_with_old(v) else ""
     if cut and name and (name != "new_log_probs" or v.setting("ppo_epochs") == 1):
         first = [row if at in cut[0] else [None] * len(row) for at, row in enumerate(v.after["old_log_probs"])]
@@ -468,7 +470,7 @@ _RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov
 
 
 def _of_minis(v: View, role: str, cut: list[Sequence[int]] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
-    """Metrics of a single pass: each the mean over mini-batches of the mini-batch's own number."""
+    """Recompute the metrics of a pass, each as the mean over its mini-batches."""
     mode = str(v.setting("loss_mode"))
     for name in _RANDOM.get(mode, ()):
         yield Left(f"{role}/{name}", f"{mode} chooses tokens in each micro-batch")
@@ -515,7 +517,7 @@ class _Over:
 
 
 def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> Claims:
-    """Claim the policy loss, the shares of clipped tokens, and `ppo_kl`."""
+    """Recompute the policy loss, the shares of clipped tokens, and `ppo_kl`."""
     agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
     if mode not in _RANDOM:
         losses = each(lambda x: x[0], tokens)
@@ -534,7 +536,7 @@ def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> 
 
 
 def _of_terms(v: View, role: str, cut: list[Sequence[int]], over: _Over, mask: Masks) -> Claims:
-    """KL to the reference, and entropy."""
+    """Recompute the loss terms of KL to the reference and of entropy."""
     b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
     if v.setting("kl_coef"):
         deltas = each(gap, *(_of_steps(v, cut, name, mask) for name in ("new_log_probs", "ref_log_prob")))

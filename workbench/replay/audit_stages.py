@@ -46,7 +46,7 @@ from workbench.replay.audit_formulas import (
 
 
 def rollout(v: View) -> Claims:
-    """Claim what a rollout writes: masks, positions and lengths, from prompts, responses, finish reasons and
+    """Recompute what a rollout writes: masks, positions and lengths, from prompts, responses, finish reasons and
     transcripts.
     """
     b, joined = v.after, "prompts" in v.before or v.rows is None
@@ -72,7 +72,7 @@ def rollout(v: View) -> Claims:
 
 
 def _streamed(v: View, whole: list[list[int]]) -> Claims:
-    """Claim the weights' versions along the rows of a stream: each begins with the row's own version and never falls."""
+    """Check the weights' versions along the rows of a stream: each begins with the row's own version and never falls."""
     b = v.after
     yield Left(
         "token_versions", "no draw of a stream can be repeated: later phases are done again from the recorded rows"
@@ -85,7 +85,7 @@ def _streamed(v: View, whole: list[list[int]]) -> Claims:
 
 
 def targets(v: View) -> Claims:
-    """Claim masks, positions and lengths of supervised rows, whose prompts and responses come from the data."""
+    """Recompute masks, positions and lengths of supervised rows, whose prompts and responses come from the data."""
     b = v.after
     prompts, whole = yield from _laid_out(b)
     many = bool(v.setting("every_turn"))
@@ -100,7 +100,7 @@ def targets(v: View) -> Claims:
 
 
 def pairs(v: View) -> Claims:
-    """Claim masks, positions and lengths of preference pairs, where each row's only own token is its last."""
+    """Recompute masks, positions and lengths of preference pairs, where each row's only own token is its last."""
     b = v.after
     prompts, whole = yield from _laid_out(b)
     own = [[int(t == n - 1) for t in range(len(row))] for row, n in zip(whole, b.lengths, strict=True)]
@@ -113,7 +113,7 @@ def pairs(v: View) -> Claims:
 
 
 def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[list[int]]]]:
-    """Claim masks, ids and positions; returns the prompts' lengths, and [B, T] with 1 on every response token."""
+    """Recompute masks, ids and positions; returns the prompts' lengths, and [B, T] with 1 on every response token."""
     prompts, lengths = list(map(sum, b["prompt_mask"])), b.lengths
     wide, long = len(b["prompts"][0]), len(b["responses"][0])
     real = [[0] * (wide - n) + [1] * n + [1] * m + [0] * (long - m) for n, m in zip(prompts, lengths, strict=True)]
@@ -126,7 +126,7 @@ def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[l
 
 
 def _repeated(v: View) -> Claims:
-    """Claim that each prompt stands G times in the batch, with the last row greedy where a greedy baseline is set."""
+    """Check that each prompt stands G times in the batch, with the last row greedy where a greedy baseline is set."""
     number = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
     rows = v.after["session"] if "session" in v.after else range(len(v.before["uid"]) * number)
     yield Claim("uid", [v.before["uid"][row // number] for row in rows], "each prompt G times", partial=True)
@@ -152,7 +152,7 @@ def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
 
 
 def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
-    """Claim the response mask: 1 on all response tokens, or in episodes on those of the model's turns."""
+    """Recompute the response mask: 1 on all response tokens, or in episodes on those of the model's turns."""
     b = v.after
     if "turns" not in b:
         yield Claim("response_mask", whole, "1 on the response's tokens, 0 behind")
@@ -172,7 +172,7 @@ def _of_turns(turns: list[dict[str, Any]], row: list[int]) -> list[int | None]:
 
 
 def _ends(v: View, whole: list[list[int]]) -> Claims:
-    """Claim where responses end: finish reason `stop` at the first end token, `length` at `max_tokens`."""
+    """Check where responses end: finish reason `stop` at the first end token, `length` at `max_tokens`."""
     b, limit = v.after, v.sampling.get("max_tokens")
     more = v.sampling.get("ignore_eos") or v.sampling.get("stop_token_ids", "()") != "()"
     plain = v.sampling.get("stop") == "()" and not more
@@ -187,7 +187,7 @@ def _ends(v: View, whole: list[list[int]]) -> Claims:
 
 
 def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
-    """Claim that everything before prompts and behind responses is padding: the padding id, or 0 where batches were
+    """Check that everything before prompts and behind responses is padding: the padding id, or 0 where batches were
     joined.
     """
     b = v.after
@@ -205,7 +205,7 @@ def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
 
 
 def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
-    """Claim that each response text is its tokens decoded, and that each prompt's tokens contain the row's last
+    """Check that each response text is its tokens decoded, and that each prompt's tokens contain the row's last
     message.
     """
     b, decode = v.after, getattr(v.tokenizer, "decode", None)
@@ -225,7 +225,7 @@ def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
 
 
 def _episodes(v: View) -> Claims:
-    """Claim the counts of turns, tool calls and errors of episodes, from their transcripts."""
+    """Recompute the counts of turns, tool calls and errors of episodes, from their transcripts."""
     b = v.after
     yield Left("turns", "the agent's own transcript")
     yield Left("agent_extra", "whatever the agent loop gave")
@@ -266,7 +266,7 @@ UNSCORED = ("infra_error", "not_applicable")
 
 
 def reward(v: View) -> Claims:
-    """Claim rewards and their metrics, from the recorded `Score` objects."""
+    """Recompute rewards and their metrics, from the recorded `Score` objects."""
     b, mask, records = v.after, v.after.mask, v.after["score"]
     scored = [str(record.status.value) not in UNSCORED for record in records]
     once = [row == last for row, last in enumerate(_counting(v))]
@@ -286,7 +286,7 @@ def reward(v: View) -> Claims:
 
 
 def _parts(v: View, once: list[bool]) -> Claims:
-    """Claim the columns of the scores' parts and extras. `once` marks the row of each episode that metrics count."""
+    """Recompute the columns of the scores' parts and extras. `once` marks the row of each episode that metrics count."""
     b, records = v.after, v.after["score"]
     for part in dict.fromkeys(part for score in records for part in score.parts):
         column = [float(score.parts.get(part, math.nan)) for score in records]
@@ -309,7 +309,7 @@ def _counting(v: View) -> list[int]:
 
 
 def _scores(v: View, last: list[int]) -> Claims:
-    """Claim rewards by GSM8K's rule where `data_source` chose that scorer; every other score is the scorer's own
+    """Recompute rewards by GSM8K's rule where `data_source` chose that scorer; every other score is the scorer's own
     record.
     """
     b, routed = v.after, v.settings.get("function") == "by data_source"  # a function named gsm8k may have other rules
@@ -328,7 +328,7 @@ def _scores(v: View, last: list[int]) -> Claims:
 
 
 def overlong(v: View) -> Claims:
-    """Claim DAPO's soft penalty for long responses, and the rewards with it."""
+    """Recompute DAPO's soft penalty for long responses, and the rewards with it."""
     b, start = v.before, v.setting("max_tokens") - v.setting("buffer")
     beyond = [clamp(n - start, 0, v.setting("buffer")) / v.setting("buffer") for n in b.lengths]
     taken = [-v.setting("penalty") * x if ok else 0.0 for x, ok in zip(beyond, b["scored"], strict=True)]
@@ -344,7 +344,7 @@ def overlong(v: View) -> Claims:
 
 
 def turn_scores(v: View) -> Claims:
-    """Claim the scores of turns and tool calls, placed on the last tokens of their turns."""
+    """Recompute the scores of turns and tool calls, placed on the last tokens of their turns."""
     b, mask = v.before, v.before.mask
     extra = [[0.0] * len(row) for row in mask]
     for row, turns in enumerate(b["turns"]):
@@ -374,7 +374,7 @@ def with_signal(b: Lists) -> list[int]:
 
 
 def filter_groups(v: View) -> Claims:
-    """Claim which groups dynamic sampling keeps, and how many it sampled, kept and dropped."""
+    """Recompute which groups dynamic sampling keeps, and how many it sampled, kept and dropped."""
     b, rows, number = v.before, with_signal(v.before), v.metrics.get("train/num_gen_batches", 1)
     wanted = len(set(b["uid"]))
     mine = len({b["uid"][row] for row in rows})
@@ -400,7 +400,7 @@ def filter_groups(v: View) -> Claims:
 
 
 def baseline(v: View) -> Claims:
-    """Claim ReMax's baselines: the reward of each prompt's greedy row becomes a column of the other rows."""
+    """Recompute ReMax's baselines: the reward of each prompt's greedy row becomes a column of the other rows."""
     b = v.before
     greedy = {uid: row for row, uid in enumerate(b["uid"]) if b["greedy"][row]}
     rest = [row for row in range(len(b["uid"])) if not b["greedy"][row]]
@@ -417,7 +417,7 @@ def baseline(v: View) -> Claims:
 
 
 def resample(v: View) -> Claims:
-    """Claim what is certain about randomly drawn rows: their rewards, and the share of different ones."""
+    """Check what is certain about randomly drawn rows: their rewards, and the share of different ones."""
     rows = v.rows or []
     yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
     drawn = [v.before["reward"][row] for row in rows]
@@ -428,7 +428,7 @@ def resample(v: View) -> Claims:
 
 
 def log_prob(v: View) -> Claims:
-    """Claim the metrics of log-probs and entropies, and how far the trainer's log-probs are from the sampler's."""
+    """Recompute the metrics of log-probs and entropies, and how far the trainer's log-probs are from the sampler's."""
     b, column = v.after, v.setting("column")
     yield Left(column, MODEL)
     yield from bounded(b, column)
@@ -468,7 +468,7 @@ def _sampler_diff(v: View, column: str) -> Claims:
 
 
 def _same_version(v: View, column: str, logs: list[list[float]]) -> Claims:
-    """Claim that the sampler's log-probs are within 0.05 nats of the trainer's, on average, in rows that the same
+    """Check that the sampler's log-probs are within 0.05 nats of the trainer's, on average, in rows that the same
     weights sampled at the same temperature.
     """
     b = v.after
@@ -483,7 +483,7 @@ def _same_version(v: View, column: str, logs: list[list[float]]) -> Claims:
 
 
 def values(v: View) -> Claims:
-    """Claim the metrics of the critic's values."""
+    """Recompute the metrics of the critic's values."""
     yield Left("values", MODEL)
     yield Claim(
         "values", [[None if own else 0.0 for own in row] for row in v.after.mask], "0 outside the mask", partial=True
@@ -492,7 +492,7 @@ def values(v: View) -> Claims:
 
 
 def exact_kl(v: View) -> Claims:
-    """Claim the metrics of the exact KL, and those of two estimators of it."""
+    """Recompute the metrics of the exact KL, and those of two estimators of it."""
     b, full = v.after, flat(v.after.own("full_kl"))
     yield Left("full_kl", MODEL)
     yield averaged("actor/full_kl", full, "mean over own tokens")
@@ -504,7 +504,7 @@ def exact_kl(v: View) -> Claims:
 
 
 def influence(v: View) -> Claims:
-    """Claim mean, largest and smallest of the rows' influence, summed over their tokens."""
+    """Recompute mean, largest and smallest of the rows' influence, summed over their tokens."""
     yield Left("influence", MODEL)
     yield Left("influence/gradient_norm", "needs the model")
     rows = [math.fsum(row) for row in v.after["influence"]]

@@ -394,7 +394,7 @@ def _signed(batch: DataProto, state_id: str) -> DataProto:
 
 
 def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
-    """Make a stepper before the first phase, on engines that are opened now."""
+    """Make a stepper that stands before the first phase of a step, with all engines opened at once."""
     start = start_of(folder, step)
     try:
         pipeline = standing_after(folder, step - 1, trust)

@@ -241,12 +241,12 @@ def _of_one_policy(batch: DataProto, greedy: bool | None) -> tuple[DataProto, bo
     """
     if "step" in batch and len(steps := sorted({*batch["step"].tolist()})) > 1:
         do = f"choose a step: step={steps[-1]}"
-        raise DataError("the file has responses of several steps", expected="one step", found=steps, do=do)
+        raise DataError("the saved responses are of several steps", expected="one step", found=steps, do=do)
     marks = batch["greedy"].tolist() if "greedy" in batch else [False] * len(batch)
     wanted = greedy if greedy is not None else all(marks)
     rows = [row for row, mark in enumerate(marks) if mark == wanted]
     if not rows:
-        raise DataError(f"no {'greedy' if wanted else 'sampled'} response in the file", found=f"{len(batch)} others")
+        raise DataError(f"no {'greedy' if wanted else 'sampled'} response is saved", found=f"{len(batch)} others")
     return batch.select_idxs(rows), wanted
 
 
@@ -254,7 +254,7 @@ def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -
     """Sample and score responses to all rows of some batches. Raises `DataError` where there is no batch."""
     parts = [reward(rollout(batch).batch).batch for batch in batches]
     if not parts:
-        raise DataError("nothing to evaluate", found="no rows")
+        raise DataError("nothing to evaluate", expected="at least one row", found="none")
     return _evaluation(_joined(parts), greedy=rollout.sampling.temperature == 0)
 
 

@@ -142,7 +142,7 @@ class TrainSettings(Settings):
     def _check_conditions(self) -> None:
         rows = self.eval_rows
         if rows is not None and not isinstance(rows, Rows):
-            raise DataError("eval_rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
+            raise DataError("argument eval_rows", expected="Rows", found=describe(rows), do="make them: wb.rows(…)")
         check_condition(self.break_if, validates=rows is not None)
         for setting in ("save_best", "stop_when"):
             if (text := getattr(self, setting)) is not None:

@@ -527,7 +527,7 @@ def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
         axes.set_title(number_text(plotted.last), fontsize=9, loc="right", color=shade, y=1.0)
 
 
-class Live(Shown):
+class LiveFigure(Shown):
     """Base of figures that may have a widget: `plots` has the curves for the widget; with None there is no widget."""
 
     plots: Any = None
@@ -544,7 +544,7 @@ def cell_figure(width: float, height: float, *, dpi: float = 100, **options: Any
     """Make a matplotlib `Figure` of this size in inches that a notebook shows as a PNG although pyplot is not imported."""
     from matplotlib.figure import Figure
 
-    class Shown(Figure, Live):  # its name stands in the text form
+    class Shown(Figure, LiveFigure):  # its name stands in the text form
         def _repr_png_(self) -> bytes:
             return png(self)
 

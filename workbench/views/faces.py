@@ -72,5 +72,5 @@ FACES["workbench.replay.run:Run"] |= {
 }
 FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.sample_table:compared_row"
 FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
-FACES["workbench.views.curves:Live"] = {"widget": "workbench.widgets.layer:CurvePlots"}
+FACES["workbench.views.curves:LiveFigure"] = {"widget": "workbench.widgets.layer:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

@@ -66,7 +66,7 @@ class History(doc.View):
         without samples.
         """
         if which not in ("best", "worst"):
-            raise RunError("argument which of diff", expected="'best' or 'worst'", found=repr(which))
+            raise RunError("argument which of History.diff", expected="'best' or 'worst'", found=repr(which))
         lines = [line for line in self._drawn() if line.step in (step, other)]
         for wanted in (step, other):
             if all(line.step != wanted for line in lines):

@@ -167,7 +167,7 @@ OF_ROW, _TOKENS = "of_row", ("response_mask", "advantages", LEFT_OUT)
 _WHY = {"filter_groups": NO_SIGNAL, "resample": "not drawn when rows were resampled"}
 
 
-class Left(NamedTuple):
+class LeftOut(NamedTuple):
     """Rows of one batch that were left out."""
 
     batch: DataProto
@@ -178,7 +178,7 @@ class Left(NamedTuple):
     """Whether they are among the step's rows all the same."""
 
 
-def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) -> list[Left]:
+def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) -> list[LeftOut]:
     """Return the rows that were left out of a step: dropped ones, found in the trace of `thing`, and untrained ones of
     its last `batch`.
 
@@ -190,10 +190,10 @@ def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) ->
             batch.without(*(name for name in batch.columns if name not in ("reward", "scored", "score")))
         )
     untrained = _untrained(batch, frame)
-    return [*gone, Left(batch, list(untrained), list(untrained.values()), True)] if untrained else gone
+    return [*gone, LeftOut(batch, list(untrained), list(untrained.values()), True)] if untrained else gone
 
 
-def dropped(thing: Any) -> list[Left]:
+def dropped(thing: Any) -> list[LeftOut]:
     """Return the rows that a phase removed from the step, found in the trace of `thing`; [] where it has no trace."""
     trace = _trace(thing)
     return [one for phase in trace for one in _dropped(phase, trace.before(phase.stage))] if trace is not None else []
@@ -214,13 +214,13 @@ def _trace(thing: Any) -> Trace | None:
     return found if isinstance(found, Trace) else None
 
 
-def _dropped(phase: Phase, before: DataProto) -> list[Left]:
+def _dropped(phase: Phase, before: DataProto) -> list[LeftOut]:
     """Return the rows that a phase removed: as it recorded them, else those of the batch before it that the batch after
     it lacks.
     """
     if phase.dropped is not None:
         rows = list(range(len(phase.dropped)))
-        return [Left(phase.dropped, rows, [str(why) for why in phase.dropped[LEFT_OUT]], False)]
+        return [LeftOut(phase.dropped, rows, [str(why) for why in phase.dropped[LEFT_OUT]], False)]
     if "response_text" not in before:
         return []
     if phase.rows is not None:
@@ -234,7 +234,7 @@ def _dropped(phase: Phase, before: DataProto) -> list[Left]:
         greedy = before.batch.passing("greedy")
         gone = [row for row in gone if not greedy[row]]
     why = _WHY.get(phase.stage, f"dropped by the stage {phase.stage}")
-    return [Left(before, gone, [why] * len(gone), False)] if gone else []
+    return [LeftOut(before, gone, [why] * len(gone), False)] if gone else []
 
 
 def _untrained(batch: DataProto, frame: pd.DataFrame) -> dict[int, str]:
@@ -259,7 +259,7 @@ def _untrained(batch: DataProto, frame: pd.DataFrame) -> dict[int, str]:
     return dict(sorted(reasons.items()))
 
 
-def gathered(groups: Sequence[Left], most: int | None = None) -> DataProto:
+def gathered(groups: Sequence[LeftOut], most: int | None = None) -> DataProto:
     """Join the left-out rows (or the first `most`) into one batch: texts, scores, numbers of tokens, and the reason
     (`left_out`).
 
@@ -279,7 +279,7 @@ def gathered(groups: Sequence[Left], most: int | None = None) -> DataProto:
     return DataProto(*apart(columns))
 
 
-def _with_reasons(left: Left, rows: Sequence[int]) -> DataProto:
+def _with_reasons(left: LeftOut, rows: Sequence[int]) -> DataProto:
     batch = some_rows(left.batch, rows)
     table = samples_table(batch)
     counts = {"tokens": torch.tensor(table["tokens"].to_numpy(float))} if "tokens" in table else {}

@@ -186,7 +186,7 @@ class Progress(NamedTuple):
     traces: Mapping[int, Any]
 
 
-class Growing(curves.Live):
+class Growing(curves.LiveFigure):
     """The curves of a training that is still running, for its widget."""
 
     alone = True
@@ -228,7 +228,7 @@ class TrainingPanel(Live):
         buttons = ipywidgets.HBox([self._pause, self._stop])
         self._box = ipywidgets.VBox([self._cover, buttons, self._bar, self._curves])
         self._handle: Any = display(self, display_id=True)
-        self._seen: Any = display(Seen(self._box.model_id), display_id=True)
+        self._seen: Any = display(PanelOutput(self._box.model_id), display_id=True)
 
     def _on_pause(self, _: Any) -> None:
         change = self.control.resume if self.control.paused else self.control.pause
@@ -261,7 +261,7 @@ class TrainingPanel(Live):
         super().close(stopped)
         self._over = True
         self._pause.layout.display = self._stop.layout.display = "none"  # a page that was reloaded keeps the panel
-        self._seen.update(Seen(""))
+        self._seen.update(PanelOutput(""))
         self._handle.update(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class TrainingPanel(Live):
         return {"text/html": f'<div class="workbench-static">{form}</div>', "text/plain": repr(shown)}
 
 
-class Seen(NamedTuple):
+class PanelOutput(NamedTuple):
     """An output that displays the widget with this id, or nothing for ""; a page that cannot draw the widget shows
     nothing.
     """

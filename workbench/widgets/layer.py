@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from workbench.cluster.status import Status
     from workbench.dataproto.core import DataProto
     from workbench.steps.stepper import Stepper
-    from workbench.views.curves import Live
+    from workbench.views.curves import LiveFigure
     from workbench.views.samples import SampleIndex, Samples
     from workbench.views.tokens import Tokens
 
@@ -633,7 +633,7 @@ class CurvePlots(Layer):
     alone = traitlets.Bool().tag(sync=True)
     """Whether no static form lies above it, which it would hide."""
 
-    def __init__(self, figure: Live) -> None:
+    def __init__(self, figure: LiveFigure) -> None:
         self._figure = figure
         super().__init__(alone=figure.alone)
 
