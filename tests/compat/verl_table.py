@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench.compat.verl_account import Entry, entries, keys
+from workbench.compat.verl_account import TableEntry, entries, keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 
@@ -162,7 +162,7 @@ def matching(key: str, pattern: str) -> bool:
     )
 
 
-def _kind(entry: Entry) -> str:
+def _kind(entry: TableEntry) -> str:
     """`refused unless null`, as the table has it."""
     unless = f" unless {', '.join(entry.unless)}" if entry.unless else ""
     return f"{entry.kind}{unless}{f' if {entry.only_if}' if entry.only_if else ''}"

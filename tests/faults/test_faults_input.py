@@ -150,7 +150,7 @@ def test_the_check_says_what_each_argument_gets(tiny: str, tmp_path: Path, monke
 
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "more prompts than rows": ({}, {"batch_size": 9}, "batch size; expected 1 to 8, the rows there are; found 9"),
+    "more prompts than rows": ({}, {"batch_size": 9}, "batch size; expected 1 to 8, the number of rows; found 9"),
     "a mini-batch larger than the batch": (
         {"ppo_mini_batch_size": 6},
         {"batch_size": 4},

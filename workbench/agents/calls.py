@@ -98,9 +98,9 @@ def not_async(method: Any) -> bool:
     return (inspect.ismethod(method) or inspect.isfunction(method)) and not inspect.iscoroutinefunction(method)
 
 
-def named(one: Any) -> str:
+def named(value: Any) -> str:
     """Return the `__name__` of a function or class; for any other object the name of its class."""
-    return str(getattr(one, "__name__", None) or type(one).__name__)
+    return str(getattr(value, "__name__", None) or type(value).__name__)
 
 
 def not_run(call: FunctionCall, status: str) -> ToolCall:
@@ -149,8 +149,8 @@ class Toolbox:
     def opened(self, episode: str, row: Mapping[str, Any]) -> OpenTools:
         """Make the tools for the episode named `episode`, with the row's `tools_kwargs` (or those of its `extra_info`)
         as arguments."""
-        given = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
-        return OpenTools(self, episode, given)
+        kwargs = row.get("tools_kwargs") or (row.get("extra_info") or {}).get("tools_kwargs") or {}
+        return OpenTools(self, episode, kwargs)
 
 
 class OpenTools:
@@ -185,7 +185,7 @@ class OpenTools:
         began = time.perf_counter()
         seconds = getattr(tool, "seconds_per_call", self._box._seconds)  # a sub-agent has none
         try:
-            return self._answered(call, await within(self._executed(tool, arguments), seconds))
+            return self._record_of(call, await within(self._execute(tool, arguments), seconds))
         except TimeoutError as error:
             status = "late" if time.perf_counter() - began >= (seconds or math.inf) else "error"
             return self._failed(call, status, f"Error when executing tool {call.name}: {error}")
@@ -194,7 +194,7 @@ class OpenTools:
         finally:
             self.seconds += time.perf_counter() - began
 
-    async def _executed(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+    async def _execute(self, tool: Tool, arguments: dict[str, Any]) -> Any:
         instance = await self._instance(tool)
         return await tool.execute(instance, arguments, **self._kwargs(tool, "execute"))
 
@@ -236,10 +236,10 @@ class OpenTools:
     def _kwargs(self, tool: Tool, act: str) -> dict[str, Any]:
         """Return the row's arguments for a tool's method (`create`, `execute`, …), without those that are None, which
         parquet adds."""
-        given = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
-        return {key: value for key, value in given.items() if value is not None}
+        kwargs = (self._given.get(tool.name) or {}).get(f"{act}_kwargs") or {}
+        return {key: value for key, value in kwargs.items() if value is not None}
 
-    def _answered(self, call: FunctionCall, found: Any) -> ToolCall:
+    def _record_of(self, call: FunctionCall, found: Any) -> ToolCall:
         response, reward, metrics = found
         if not isinstance(response, ToolResponse):
             response = ToolResponse(text=None if response is None else as_text(response))
@@ -252,8 +252,8 @@ class OpenTools:
         films = f"{len(response.video)} video left out" if response.video else ""
         cut, record = "; ".join(filter(None, (cut, films))), dict(metrics or {})
         status, why = _STATUSES.get(str(record.get("status")), "ok"), encodable(str(record.get("why", "")))
-        given = None if reward is None else float(reward)
-        answer = (status, text, given, cut, why, record, call.tool_call_id, pictures)
+        number = None if reward is None else float(reward)
+        answer = (status, text, number, cut, why, record, call.tool_call_id, pictures)
         return ToolCall(call.name, call.arguments, *answer)
 
     def _failed(self, call: FunctionCall, status: str, text: str) -> ToolCall:
@@ -272,7 +272,7 @@ class OpenTools:
         rewards: dict[str, float] = {}
         for name, instance in instances.items():
             tool = self._box.tools[name]
-            with self._noting(f"calc_reward of {name}"):
+            with self._noting_errors(f"calc_reward of {name}"):
                 work = tool.calc_reward(instance, **self._kwargs(tool, "calc_reward"))
                 reward = await within(work, None if getattr(tool, "seconds_per_call", 1.0) is None else END_SECONDS)
                 if isinstance(reward, Score):
@@ -282,12 +282,12 @@ class OpenTools:
                     raise ValueError(f"the tool's reward of the episode is {total}; expected a finite number")
                 if not isinstance(reward, Score) or reward.scored:
                     rewards[name] = total
-            with self._noting(f"release of {name}"):
+            with self._noting_errors(f"release of {name}"):
                 await within(tool.release(instance, **self._kwargs(tool, "release")), END_SECONDS)
         return rewards
 
     @contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def _noting_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - foreign code; the record says it

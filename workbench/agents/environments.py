@@ -85,7 +85,7 @@ class GymInteraction(BaseInteraction):
         if state["over"]:
             return True, "The episode is over.", 0.0, {}
         try:
-            action = self._chosen(last_message(messages), getattr(env, "action_space", None))
+            action = self._action_in(last_message(messages), getattr(env, "action_space", None))
         except ValueError as error:
             return False, f"This is no action: {error}", 0.0, {"action": None}
         outcome = await self._run(env.step, action)
@@ -110,7 +110,7 @@ class GymInteraction(BaseInteraction):
         if state := self._instances.pop(instance_id or "", None):
             await self._run(_close, state["env"])
 
-    def _chosen(self, text: str, space: Any) -> Any:
+    def _action_in(self, text: str, space: Any) -> Any:
         """Read the action in a text. Raises `ValueError`, whose text the model reads, where it names no action of a
         discrete `space`."""
         discrete = isinstance(getattr(space, "n", None), int | np.integer) and callable(
@@ -267,8 +267,8 @@ class VerifiersInteraction(BaseInteraction):
         step = {"prompt": before, "completion": [reply], "response": None, "tokens": None, "reward": None}
         state["trajectory"].append({**step, "advantage": None, "is_truncated": False, "extras": {}})
         heard = [*before, reply]
-        if await self._over(heard, state):
-            return True, "", await self.calculate_score(instance_id), _extra(state)
+        if await self._is_completed(heard, state):
+            return True, "", await self.calculate_score(instance_id), _state_fields(state)
         response = await maybe_awaited(self.env.env_response(heard, state))
         if isinstance(response, tuple):
             response, changed = response
@@ -276,8 +276,8 @@ class VerifiersInteraction(BaseInteraction):
         answers = _messages(response if response is not None else state.get("final_env_response"))
         state["completion"] = [*state["completion"], *answers]
         text = "\n".join(last_message([one], one["role"]) for one in answers)
-        if state.get("final_env_response") is not None or await self._over([*heard, *answers], state):
-            return True, text, await self.calculate_score(instance_id), _extra(state)
+        if state.get("final_env_response") is not None or await self._is_completed([*heard, *answers], state):
+            return True, text, await self.calculate_score(instance_id), _state_fields(state)
         return False, text, 0.0, {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
@@ -286,8 +286,8 @@ class VerifiersInteraction(BaseInteraction):
         if state is None:
             return 0.0
         if state.get("reward") is None:
-            given = {key: state.get(key) for key in ("prompt", "completion", "answer", "task", "info")}
-            result = await maybe_awaited(_call_with_known(self.env.rubric.score_rollout, {"state": state, **given}))
+            values = {key: state.get(key) for key in ("prompt", "completion", "answer", "task", "info")}
+            result = await maybe_awaited(_call_with_known(self.env.rubric.score_rollout, {"state": state, **values}))
             if state.get("reward") is None:  # the older form returns it
                 state["reward"] = float(getattr(result, "reward", result))
                 state["metrics"] = dict(getattr(result, "metrics", {}) or {})
@@ -300,12 +300,12 @@ class VerifiersInteraction(BaseInteraction):
         if state is not None and callable(leave):
             await maybe_awaited(leave(state))
 
-    async def _over(self, messages: list[dict[str, Any]], state: Any) -> bool:
+    async def _is_completed(self, messages: list[dict[str, Any]], state: Any) -> bool:
         older = "messages" in inspect.signature(self.env.is_completed).parameters
         return bool(await maybe_awaited(self.env.is_completed(*([messages] if older else []), state)))
 
 
-def _extra(state: Mapping[str, Any]) -> dict[str, Any]:
+def _state_fields(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"metrics": dict(state.get("metrics") or {}), "stop_condition": state.get("stop_condition")}
 
 
@@ -326,8 +326,8 @@ def verifiers_rows(
         kwargs = {key: record[key] for key in ("answer", "task") if record.get(key) is not None}
         if record.get("info") is not None:
             kwargs["info"] = record["info"] if isinstance(record["info"], str) else json.dumps(record["info"])
-        asked = {"name": name, "prompt": prompt, **kwargs}
-        rows.append(_row(data_source, prompt, str(record.get("answer") or ""), index, asked))
+        fields = {"name": name, "prompt": prompt, **kwargs}
+        rows.append(_row(data_source, prompt, str(record.get("answer") or ""), index, fields))
     return rows
 
 
@@ -391,8 +391,8 @@ def _close(env: Any) -> None:
 def _reset(env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
     """Reset an environment: (observation, info). `seed` and `options` are passed where `reset` takes them; info is {}
     where it returns none."""
-    given = {"seed": seed, "options": options}
-    found = _call_with_known(env.reset, {key: one for key, one in given.items() if one is not None})
+    wanted = {"seed": seed, "options": options}
+    found = _call_with_known(env.reset, {key: one for key, one in wanted.items() if one is not None})
     pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)
     return found if pair else (found, {})
 
@@ -408,10 +408,10 @@ ENDPOINT = "let the environment play by itself: it asks an OpenAI endpoint, whic
 """What to do with an environment that cannot be played turn by turn here."""
 
 
-def taskset_of(given: Any) -> Any | None:
+def taskset_of(env: Any) -> Any | None:
     """Return the task set that an object is, or that an environment of verifiers' v1 interface has; None for anything
     else."""
-    for one in (given, getattr(given, "taskset", None)):
+    for one in (env, getattr(env, "taskset", None)):
         if all(hasattr(one, name) for name in ("load", "task_type", "bounded", "__iter__")):
             return one
     return None

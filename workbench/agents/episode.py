@@ -157,7 +157,7 @@ class Episode:
             self._check_prompt(ids, room)
         settings = sampling if isinstance(sampling, SamplingSettings) else SamplingSettings.from_parameters(sampling)
         if room <= 0:
-            return self._full(ids)
+            return self._end_at_full(ids)
         settings = settings.within(int(min(settings.max_tokens, room)))
         return await self.draw(ids, settings, self.seed(turn, self.attempt), policy=policy, pixels=pixels)
 
@@ -201,7 +201,7 @@ class Episode:
             do = "raise max_prompt_length (tool schemas need room), or use rows.fitting(tokenizer, overlong='drop')"
             raise DataError(what, expected=expected, found=f"{len(ids)} tokens", do=do)
 
-    def _full(self, ids: Sequence[int]) -> Sample:
+    def _end_at_full(self, ids: Sequence[int]) -> Sample:
         if self.samples and not self.samples[-1].ids and self.samples[-1].finish_reason == "length":
             what, do = f"row {self.row} (uid {self.uid}): its agent loop samples on", "end at finish_reason 'length'"
             raise DataError(what, found=f"{len(ids)} tokens, which fill the sampler's longest sequence", do=do)
@@ -276,7 +276,7 @@ class Transcript:
         self.versions |= {
             first + n: one for n, one in enumerate(sample.versions or (sample.version,) * bool(sample.ids))
         }
-        return self._put("assistant", text, sample.ids, sample.log_probs, 1, cut)
+        return self._add("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "", seen: Seen | None = None) -> bool:
         """Append a tool's or user's turn (mask 0). Returns False, and leaves out its tokens, if no room is left for an
@@ -286,10 +286,10 @@ class Transcript:
         """
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"
-            self._put(role, text, (), (), 0, f"{cut}; {left}" if cut else left)
+            self._add(role, text, (), (), 0, f"{cut}; {left}" if cut else left)
             return False
         self.seen += [replace(seen, first=len(self.ids))] if seen else []
-        self._put(role, text, ids, [0.0] * len(ids), 0, cut)
+        self._add(role, text, ids, [0.0] * len(ids), 0, cut)
         return True
 
     def copy(self) -> Transcript:
@@ -315,7 +315,7 @@ class Transcript:
         """Change fields of the last `Turn`: `calls`, `score`, `error` and so on."""
         self.turns[-1] = replace(self.turns[-1], **changes)
 
-    def _put(self, role: str, text: str, ids: Sequence[int], log_probs: Sequence[float], learnt: int, cut: str) -> Turn:
+    def _add(self, role: str, text: str, ids: Sequence[int], log_probs: Sequence[float], learnt: int, cut: str) -> Turn:
         first = len(self.ids)
         self.ids += [int(one) for one in ids]
         self.mask += [learnt] * len(ids)
@@ -396,9 +396,9 @@ class History:
             value = getattr(self, name)
             require(value is None or value >= 1, name, expected="≥ 1", found=value)
         require(bool(self.compact_prompt), "compact_prompt", expected="a text", found=self.compact_prompt)
-        own = {"compact_at": None, "compact_prompt": COMPACT_PROMPT, "max_sequences": 16}
-        given = {name: getattr(self, name) for name, usual in own.items() if getattr(self, name) != usual}
-        object.__setattr__(self, "settings", given | ({"history": self.kind} if self.kind != "append" else {}))
+        defaults = {"compact_at": None, "compact_prompt": COMPACT_PROMPT, "max_sequences": 16}
+        changed = {name: getattr(self, name) for name, usual in defaults.items() if getattr(self, name) != usual}
+        object.__setattr__(self, "settings", changed | ({"history": self.kind} if self.kind != "append" else {}))
 
     def is_full(self, tokens: int) -> bool:
         """Return whether a context of `tokens` tokens is to be compacted, by a summary."""
@@ -419,9 +419,9 @@ class History:
         return f"\n\n{self.compact_prompt}"
 
 
-def mark_asked(said: Transcript) -> None:
+def mark_asked(transcript: Transcript) -> None:
     """Mark the last turn as one that ends with the request for a summary."""
-    said.note(extra={**said.turns[-1].extra, _ASKED: True})
+    transcript.note(extra={**transcript.turns[-1].extra, _ASKED: True})
 
 
 def is_asked(turns: Sequence[Turn]) -> bool:

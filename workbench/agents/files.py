@@ -41,7 +41,7 @@ INTERACTIONS: Mapping[str, type] = {
 _OF_A_TOOL = ("class_name", "name", "description", "parameters", "config", "tool_schema", "mcp")
 
 
-def _entries(
+def _make_entries(
     path: str | Path, key: str, kind: str, make: Callable[[Mapping[str, Any]], Iterable[Any]], *, alone: bool = False
 ) -> dict[str, Any]:
     """Make objects of the entries of the list under `key` in a yaml file: name → object; `make(entry)` returns those of
@@ -67,11 +67,11 @@ def _entries(
     return by_name(objects, kind)
 
 
-def by_name(made: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
+def by_name(objects: Iterable[Any], kind: str = "tool") -> dict[str, Any]:
     """Return tools (or interactions) as a dict by name. Raises `SettingError`, which calls them `kind`, if two have the
     same name."""
     named: dict[str, Any] = {}
-    for item in made:
+    for item in objects:
         if item.name in named:
             raise SettingError(f"two {kind}s are named {item.name!r}", do="give one of them another name")
         named[item.name] = item
@@ -94,7 +94,7 @@ def load_interactions(path: str | Path, *, roots: Sequence[str | Path] = ()) -> 
         one.name = name
         yield one
 
-    return _entries(path, "interaction", "interaction", made, alone=True)
+    return _make_entries(path, "interaction", "interaction", made, alone=True)
 
 
 def load_tools(path: str | Path, *, sandbox: Any = None, roots: Sequence[str | Path] = ()) -> dict[str, BaseTool]:
@@ -109,7 +109,7 @@ def load_tools(path: str | Path, *, sandbox: Any = None, roots: Sequence[str | P
         sandbox: where a `python` or `terminal` tool runs.
         roots: further folders from which your own classes may be imported (see `find_class`).
     """
-    return _entries(path, "tools", "tool", lambda entry: _tools(entry, sandbox, roots, Path(path).parent))
+    return _make_entries(path, "tools", "tool", lambda entry: _tools(entry, sandbox, roots, Path(path).parent))
 
 
 def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], folder: Path) -> list[BaseTool]:
@@ -120,8 +120,8 @@ def _tools(entry: Mapping[str, Any], sandbox: Any, roots: Sequence[str | Path], 
     schema = entry.get("tool_schema")
     cls = find_class(entry.get("class_name", entry.get("name")), "tool", TOOLS, roots)
     if "class_name" not in entry:
-        given = {key: entry[key] for key in ("name", "description", "parameters") if entry.get(key) is not None}
-        schema = {**getattr(cls, "SCHEMA", {}), **given}
+        short = {key: entry[key] for key in ("name", "description", "parameters") if entry.get(key) is not None}
+        schema = {**getattr(cls, "SCHEMA", {}), **short}
     kind = config.pop("type", "mcp" if cls is MCPTool else "native")
     if kind not in ("native", "mcp"):
         raise SettingError("config.type of a tool in a yaml file", expected="native or mcp", found=describe(kind))
@@ -186,24 +186,24 @@ def _imported(dotted: str, kind: str, roots: Sequence[str | Path]) -> ModuleType
         raise SettingError(f"class_name of a {kind}", expected="package.module.Class", found=dotted)
     allowed = allowed_roots(roots)
     if (loaded := sys.modules.get(dotted)) is not None:
-        return _below(loaded, dotted, allowed)
+        return _check_place(loaded, dotted, allowed)
     for root in allowed:
         file = root.joinpath(*parts)
         if file.with_suffix(".py").is_file() or (file / "__init__.py").is_file():
-            return _from(root, parts, allowed)
+            return _import_from(root, parts, allowed)
     expected = f"{'/'.join(parts)}.py below {', '.join(map(str, allowed))}"
     do = f"start Python in its folder, pass roots=[…], or name the folder in {ROOTS}"
     raise SettingError(f"module {dotted!r} of a {kind} is not found", expected=expected, do=do)
 
 
-def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleType:
+def _import_from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleType:
     """Import a module package by package from the folder `root` alone, so that no other entry of sys.path can provide
     it."""
     folders, name, module = [str(root)], "", ModuleType("")
     for part in parts:
         name = f"{name}.{part}" if name else part
         if name in sys.modules:
-            module = _below(sys.modules[name], name, allowed)
+            module = _check_place(sys.modules[name], name, allowed)
         else:
             spec = PathFinder.find_spec(name, folders)
             if spec is None:
@@ -211,7 +211,7 @@ def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleTy
             module = module_from_spec(spec)
             if spec.submodule_search_locations is not None:  # a folder without __init__ would look along sys.path again
                 module.__path__ = list(spec.submodule_search_locations)
-            _below(module, name, allowed)
+            _check_place(module, name, allowed)
             sys.modules[name] = module
             try:
                 with boundary(f"importing {name} from {folders[0]}", SettingError):
@@ -224,7 +224,7 @@ def _from(root: Path, parts: Sequence[str], allowed: Sequence[Path]) -> ModuleTy
     return module
 
 
-def _below(module: ModuleType, name: str, allowed: Sequence[Path]) -> ModuleType:
+def _check_place(module: ModuleType, name: str, allowed: Sequence[Path]) -> ModuleType:
     places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", []))
     found = [Path(str(one)).resolve() for one in places]
     check_roots(f"module {name!r}", found, allowed, SettingError, "rename yours if it has the name of another module")

@@ -210,7 +210,7 @@ class ApertusParser(TaggedJson):
         if not listed or not all(isinstance(entry, Mapping) and len(entry) == 1 for entry in listed):
             return (FunctionCall("", as_written(written)),)
         return tuple(
-            FunctionCall(name, arguments_text(given, written)) for entry in listed for name, given in entry.items()
+            FunctionCall(name, arguments_text(values, written)) for entry in listed for name, values in entry.items()
         )
 
 
@@ -397,9 +397,9 @@ class MiniMaxM3Parser(FindsCalls):
             return None
         schema = {"type": "object", **parameters_of(opened[1], tools)}
         with contextlib.suppress(ValueError):
-            given, end = self._value(text, opened.end(), "invoke", schema, 0)
+            arguments, end = self._value(text, opened.end(), "invoke", schema, 0)
             end = cast(re.Match[str], self._CLOSE.match(text, end)).end()
-            return opened.start(), end, (FunctionCall(opened[1], dumped(given)),)
+            return opened.start(), end, (FunctionCall(opened[1], dumped(arguments)),)
         stop = next_mark(text, opened.end(), self._OPEN)
         return opened.start(), stop, (FunctionCall(opened[1], text[opened.end() : stop].strip()),)
 

@@ -178,9 +178,9 @@ class Harness(AgentLoopBase):
             env = {
                 **os.environ, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_BASE": session.base_url,
                 "OPENAI_API_KEY": session.api_key, "OPENAI_MODEL": session.model, "WORKBENCH_ROW": values["row"],
-                "WORKBENCH_RESULT": values["result"], **{key: _filled(text, values) for key, text in self._env.items()},
+                "WORKBENCH_RESULT": values["result"], **{key: _fill_places(text, values) for key, text in self._env.items()},
             }  # fmt: skip
-            command = [_filled(text, values) for text in self._play]
+            command = [_fill_places(text, values) for text in self._play]
             with ExitStack() as opened:
                 pipes = [opened.enter_context(open(files[stream], mode)) for stream, mode in _PIPES]
                 trouble = await self._ended(session, command, pipes, env, self._folder or str(files["work"]))
@@ -237,10 +237,10 @@ class Harness(AgentLoopBase):
         if trouble and session.reason is not None and answered:  # it could not go on, because a limit refused it
             extra, trouble = {**extra, "stopped": trouble}, ""
         extra = {**extra, "errors": [trouble] if trouble else []}
-        found = session.sequences(**extra) or [self._silent(row, extra)]
+        found = session.sequences(**extra) or [self._silent_output(row, extra)]
         return [replace(one, finish_reason="abort") for one in found] if trouble else found
 
-    def _silent(self, row: Mapping[str, Any], extra: Mapping[str, Any]) -> AgentLoopOutput:
+    def _silent_output(self, row: Mapping[str, Any], extra: Mapping[str, Any]) -> AgentLoopOutput:
         """Make the output of an episode in which the harness asked the policy nothing."""
         chat = row.get("raw_prompt")
         chat = chat if isinstance(chat, list) else [{"role": "user", "content": str(chat or "")}]
@@ -287,7 +287,7 @@ class _Endpoints:
                 await asyncio.shield(asyncio.to_thread(room.stack.close))
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def _fill_places(text: str, values: Mapping[str, str]) -> str:
     for name in _PLACES:
         text = text.replace("{" + name + "}", values[name])
     return text

@@ -69,8 +69,8 @@ class Gsm8kInteraction(BaseInteraction):
         """Start a conversation; return its id. Raises `SettingError` for a row whose `ground_truth` is no number."""
         truth = written_truth(kwargs.get("ground_truth"))
         if truth is None:
-            given = describe(kwargs.get("ground_truth"))
-            raise SettingError("ground_truth in interaction_kwargs for 'gsm8k'", expected="a number", found=given)
+            value = describe(kwargs.get("ground_truth"))
+            raise SettingError("ground_truth in interaction_kwargs for 'gsm8k'", expected="a number", found=value)
         instance_id = instance_id or str(uuid4())
         self._instances[instance_id] = {"ground_truth": truth, "response": ""}
         return instance_id
@@ -182,7 +182,7 @@ class Conversation:
         chat = [dict(one) for one in messages]
         answer = self.interaction.generate_response(self.instance_id, chat, **self.kwargs)
         found: Any = await within(answer, self.seconds) if inspect.isawaitable(answer) else answer
-        return _checked(self.name, found)
+        return _check_reply(self.name, found)
 
     async def respond(self, messages: Sequence[Mapping[str, Any]]) -> UserReply:
         """Ask the simulated user to answer the conversation so far, and keep the score that it gives.
@@ -200,15 +200,15 @@ class Conversation:
         does."""
         with boundary(f"interaction {self.name!r}"):
             found = await within(self.interaction.calculate_score(self.instance_id), self.seconds)
-        return _number(self.name, "calculate_score", found)
+        return _finite_number(self.name, "calculate_score", found)
 
     async def end(self) -> None:
         """Finalise the conversation, even when cancelled; a second call does nothing. A failure is kept in `trouble`."""
         if self.open:
             self.open = False
-            await runtime.to_its_end(self._left())
+            await runtime.to_its_end(self._finish())
 
-    async def _left(self) -> None:
+    async def _finish(self) -> None:
         try:
             await within(self.interaction.finalize_interaction(self.instance_id), LEAVE_SECONDS)
         except Exception as cause:  # noqa: BLE001 - reported; the conversation's own outcome is not changed
@@ -320,9 +320,9 @@ def _check_interaction(name: Any, user: Any) -> None:
         do = f"make an object of it: {user.__name__}()"
         raise SettingError("interactions", expected="objects, not classes", found=f"the class {user.__name__}", do=do)
     kind = type(user).__name__
-    asked = getattr(user, "generate_response", None)
-    own = getattr(type(user), "generate_response", None) is not BaseInteraction.generate_response
-    if not callable(asked) or not own:
+    method_of_user = getattr(user, "generate_response", None)
+    overridden = getattr(type(user), "generate_response", None) is not BaseInteraction.generate_response
+    if not callable(method_of_user) or not overridden:
         do = "give the class `async def generate_response(self, instance_id, messages, **kwargs)`"
         raise SettingError(f"interaction {kind} has no generate_response of its own", do=do)
     for method in ("start_interaction", "generate_response", "finalize_interaction"):
@@ -348,7 +348,7 @@ def last_message(messages: Sequence[Mapping[str, Any]], role: str = "assistant")
     return content if isinstance(content, str) else ""
 
 
-def _checked(name: str, answer: Any) -> UserReply:
+def _check_reply(name: str, answer: Any) -> UserReply:
     """Check the types of an interaction's answer. Raises `ForeignError` for one of another form."""
     try:
         stop, text, score, extra = answer if isinstance(answer, tuple | list) else ()
@@ -356,7 +356,7 @@ def _checked(name: str, answer: Any) -> UserReply:
         good = isinstance(text, str) and not isinstance(stop, str) and stop in (True, False)
         if not good or not isinstance(extra, Mapping | None):
             raise TypeError("the answer is not a tuple (stop, text, score, extra)")
-        number = None if score is None else _number(name, "the score", score)
+        number = None if score is None else _finite_number(name, "the score", score)
         return UserReply(bool(stop), encodable(text), number, plain(extra or {}, describe))
     except (TypeError, ValueError, RecursionError, ForeignError) as cause:
         shape = "(stop: bool, text: str, score: a finite number, extra: dict)"
@@ -364,7 +364,7 @@ def _checked(name: str, answer: Any) -> UserReply:
         raise ForeignError(f"the answer of interaction {name!r}", expected=shape, found=found) from cause
 
 
-def _number(name: str, what: str, value: Any) -> float:
+def _finite_number(name: str, what: str, value: Any) -> float:
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, str) and math.isfinite(value):
             return float(value)

@@ -311,9 +311,9 @@ class Loops:
     def __init__(self, agent: Any, default: str | None = None, *, response_length: int | None = None) -> None:
         self._length = response_length
         self._alone = not isinstance(agent, Mapping)
-        own = agent if isinstance(agent, str) else str(getattr(agent, "name", "") or type(agent).__name__)
-        named = dict(agent) if isinstance(agent, Mapping) else {own: agent}
-        self._loops = {_ALIASES.get(name, name): _made(entry, response_length) for name, entry in named.items()}
+        alone = agent if isinstance(agent, str) else str(getattr(agent, "name", "") or type(agent).__name__)
+        named = dict(agent) if isinstance(agent, Mapping) else {alone: agent}
+        self._loops = {_ALIASES.get(name, name): _make_agent(entry, response_length) for name, entry in named.items()}
         if not self._loops:
             raise SettingError("agent=", expected="at least one agent loop", found="an empty mapping")
         first = next(iter(self._loops))
@@ -345,7 +345,7 @@ class Loops:
                 known = dict.fromkeys((*self._loops, *_LOOPS, *_ALIASES))
                 why = unknown("registered agent loop", name, known)
                 raise SettingError(f"agent_name of {place}: {why}" if place else why)
-            self._by_row[name] = _made(name, self._length)
+            self._by_row[name] = _make_agent(name, self._length)
         if self._by_row[name].lacks:
             what = f"rows name agent {name!r}, which has {self._by_row[name].lacks}"
             do = f"give agent={{{name!r}: loop}}, with a loop that has them"
@@ -357,7 +357,7 @@ class Loops:
         return {name: loop.describe() for name, loop in self._loops.items()}
 
 
-def _made(agent: Any, response_length: int | None) -> AgentLoopBase:
+def _make_agent(agent: Any, response_length: int | None) -> AgentLoopBase:
     if isinstance(agent, str):
         agent = agent_loop(agent)
     if isinstance(agent, type) and issubclass(agent, AgentLoopBase):

@@ -129,11 +129,11 @@ def calls_of(
             raise TypeError(f"the parser's result: expected FunctionCalls of two texts, found {describe(call)}")
     if cut and calls and isinstance(parser, FindsCalls):
         longer = parser.extract_tool_calls(f"{text}0", tools)[1]
-        calls = [one for one, _ in takewhile(_settled, zip(calls, longer, strict=False))]
+        calls = [one for one, _ in takewhile(_readings_agree, zip(calls, longer, strict=False))]
     return calls
 
 
-def _settled(pair: tuple[FunctionCall, FunctionCall]) -> bool:
+def _readings_agree(pair: tuple[FunctionCall, FunctionCall]) -> bool:
     with contextlib.suppress(ValueError, RecursionError):
         return pair[0] == pair[1] and read_json(pair[0].arguments) is not None
     return False
@@ -381,10 +381,10 @@ def calls_in_json(written: str, *, many: bool = False) -> tuple[FunctionCall, ..
 
 
 def _call_of(record: Mapping[str, Any], written: str) -> FunctionCall:
-    own = record["function"] if isinstance(record.get("function"), Mapping) else record  # OpenAI's own nesting
-    name, given = own.get("name", own.get("tool_name")), own.get("arguments", own.get("parameters"))
+    call = record["function"] if isinstance(record.get("function"), Mapping) else record  # OpenAI's own nesting
+    name, values = call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
     key = record.get("id", record.get("tool_call_id"))
-    text = arguments_text({} if given is None else given, written)
+    text = arguments_text({} if values is None else values, written)
     return FunctionCall(name if isinstance(name, str) else "", text, key if isinstance(key, str) else None)
 
 
@@ -519,7 +519,7 @@ def read_json(text: str) -> Any:
     as a float, and more than `MAX_DEPTH` levels.
     """
     value = json.loads(text, strict=False, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
-    if text.count("{") + text.count("[") > MAX_DEPTH and _deeper(value, MAX_DEPTH):
+    if text.count("{") + text.count("[") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
     return value
 
@@ -539,9 +539,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def _deeper(value: Any, levels: int) -> bool:
+def _is_deeper(value: Any, levels: int) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_deeper(one, levels - 1) for one in inside)
+    return levels < 0 or any(_is_deeper(one, levels - 1) for one in inside)
 
 
 def loose_json(text: str) -> Any:
@@ -562,12 +562,12 @@ def loose_json(text: str) -> Any:
         if len(text) > MAX_LENGTH:
             return None
     try:
-        return read_json(_mended(text))
+        return read_json(_mended_json(text))
     except (ValueError, LookupError, RecursionError):
         return None
 
 
-def _mended(text: str) -> str:
+def _mended_json(text: str) -> str:
     """Rewrite the object or array that a text begins with as valid JSON, with the repairs that `loose_json` lists."""
     written, closes, place = [""], list[str](), 0
     while place == 0 or (closes and place < len(text)):
@@ -587,11 +587,11 @@ def _mended(text: str) -> str:
             written += [","] if written[-1] not in ("", "{", "[", ":") else []
             named = closes[-1:] == ["}"] and written[-1] != ":"
             closes += {"{": "}", "[": "]"}.get(sign, "")
-            written.append(sign or _sound(token, named))
+            written.append(sign or _json_token(token, named))
     return "".join([*written, *reversed(closes)])
 
 
-def _sound(token: re.Match[str], named: bool) -> str:
+def _json_token(token: re.Match[str], named: bool) -> str:
     """Write a token (a string, a number or a word) as JSON; a word is a key (`named`), or a value such as `True`."""
     _, quote, string, word, number = token.groups()
     if quote:

@@ -35,11 +35,11 @@ Message = Mapping[str, Any]
 
 
 @dataclass(eq=False)
-class Node:
+class AnswerNode:
     """One answer of the policy in the tree of an episode's requests, and the token ids that it read since the answer
     before."""
 
-    parent: Node | None
+    parent: AnswerNode | None
     heard: tuple[int, ...]
     """Ids of the prompt, or of the template's delta after the parent's answer."""
     new: tuple[Message, ...]
@@ -57,10 +57,10 @@ class Node:
     """Whether somebody was there to read it."""
 
     @property
-    def path(self) -> list[Node]:
+    def path(self) -> list[AnswerNode]:
         """The answers of its sequence, from the first one to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
+        nodes: list[AnswerNode] = []
+        node: AnswerNode | None = self
         while node is not None:
             nodes.append(node)
             node = node.parent
@@ -82,7 +82,7 @@ def chain(messages: Iterable[Message], first: str = "", *, reasoning: bool = Fal
     names: list[str] = []
     name = first
     for message in messages:
-        calls = [(call["function"]["name"], _settled(call["function"]["arguments"])) for call in _calls(message)]
+        calls = [(call["function"]["name"], _canonical_json(call["function"]["arguments"])) for call in _calls(message)]
         thought = (message.get("reasoning_content") or "").strip() if reasoning else ""
         key = json.dumps([name, message["role"], (message.get("content") or "").strip(), calls, thought])
         name = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -94,7 +94,7 @@ def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
     return message.get("tool_calls") or ()
 
 
-def _settled(arguments: str) -> str:
+def _canonical_json(arguments: str) -> str:
     """Write a call's arguments in one canonical JSON form, so that equal arguments give equal texts; text that is not
     JSON is stripped."""
     try:
@@ -112,11 +112,11 @@ class Recording:
     """
 
     reasoning: bool = False
-    nodes: list[Node] = field(default_factory=list)
-    _by_answer: dict[str, Node] = field(default_factory=dict)
+    nodes: list[AnswerNode] = field(default_factory=list)
+    _by_answer: dict[str, AnswerNode] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
 
-    def before(self, messages: Sequence[Message], first: str = "") -> tuple[Node | None, int, str]:
+    def before(self, messages: Sequence[Message], first: str = "") -> tuple[AnswerNode | None, int, str]:
         """Find the answer that a request continues: (that answer or None, how many of the messages it ends, the hash of
         all messages).
 
@@ -130,22 +130,22 @@ class Recording:
                 return found, place + 1 if found else 0, names[-1]
         return None, 0, names[-1]
 
-    def add(self, nodes: Sequence[Node]) -> None:
+    def add(self, nodes: Sequence[AnswerNode]) -> None:
         """Append the answers to one request to the tree."""
         for node in nodes:
             self.nodes.append(node)
             (name,) = chain([{"role": "assistant", **node.message}], node.asked, reasoning=self.reasoning)
             self._by_answer.setdefault(name, node)
-            (own,) = chain([{"role": "assistant", **node.message}])
-            self._texts.setdefault(own, node.text)
+            (key,) = chain([{"role": "assistant", **node.message}])
+            self._texts.setdefault(key, node.text)
 
     def as_written(self, message: Message) -> str | None:
         """Return the text with which the model gave this answer, for templates that cannot write calls; None where the
         model did not give it."""
-        (own,) = chain([message])
-        return self._texts.get(own)
+        (key,) = chain([message])
+        return self._texts.get(key)
 
-    def leaves(self) -> list[Node]:
+    def leaves(self) -> list[AnswerNode]:
         """Return the last answers of the sequences, in the order in which they were requested.
 
         Only answers that a client received count. Of `n` answers to one request those count that were continued, and
@@ -180,8 +180,8 @@ class Recording:
                     transcript.log_probs[first:] = [0.0] * len(node.sample.ids)
                 learnt.add(id(node))
             transcript.reason = reason if reason and leaf is leaves[-1] else leaf.sample.finish_reason
-            own = replace(episode, versions=[node.sample.version for node in path])
-            outputs.append(transcript.output(own, **extra))
+            part = replace(episode, versions=[node.sample.version for node in path])
+            outputs.append(transcript.output(part, **extra))
         return outputs
 
 
@@ -261,9 +261,9 @@ class PolicyTokens:
         if calls:
             assert self._parser is not None
             rest = self._parser.extract_tool_calls(rest, request.tools)[0].strip()
-        answer: dict[str, Any] = {"content": _before(self._plain(rest), request.sampling.get("stop", ()))}
+        answer: dict[str, Any] = {"content": _without_stop(self._decoded(rest), request.sampling.get("stop", ()))}
         if thought:
-            answer["reasoning_content"] = self._plain(thought)
+            answer["reasoning_content"] = self._decoded(thought)
         if calls:
             answer["content"] = answer["content"] or None
             answer["tool_calls"] = [
@@ -284,14 +284,14 @@ class PolicyTokens:
         except Exception:  # noqa: BLE001 - what a model wrote is data, whatever it does to a parser: then it is text
             return []
 
-    def _plain(self, text: str) -> str:
+    def _decoded(self, text: str) -> str:
         """Return a text without special tokens."""
         for token in self.tokenizer.all_special_tokens:
             text = text.replace(token, "")
         return text
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
+def _without_stop(text: str, stops: Sequence[str]) -> str:
     """Return a text without the stop text that ended it."""
     return next((text[: -len(one)] for one in stops if one and text.endswith(one)), text)
 
@@ -327,7 +327,7 @@ class _Pending:
     """A request that is under way or answered; a client that repeats the request because it lost the answer gets that
     answer."""
 
-    answers: asyncio.Future[tuple[Reply, list[Node]]]
+    answers: asyncio.Future[tuple[Reply, list[AnswerNode]]]
     asked: Asked | None
 
     @property
@@ -366,27 +366,27 @@ class PolicySession:
     _turns: int = 0
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def chat(self, **asked: Any) -> dict[str, Any]:
+    async def chat(self, **arguments: Any) -> dict[str, Any]:
         """Answer a chat request of this process without HTTP: OpenAI's arguments (`messages`, `tools`, …), and its
         reply as a dict.
 
         Raises `openai_form.Refusal`, which has the HTTP status and OpenAI's error, for a request that an endpoint would
         refuse.
         """
-        request = chat_request({**asked, "stream": False})
+        request = chat_request({**arguments, "stream": False})
         return (await self.answer(request)).sent(request)  # type: ignore[return-value]
 
-    async def answer(self, asked: ChatRequest, connection: Asked | None = None) -> Reply:
+    async def answer(self, chat: ChatRequest, connection: Asked | None = None) -> Reply:
         """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. Raises
         `Refusal`."""
-        tools = json.dumps(asked.tools, sort_keys=True)
-        parent, taken, name = self.recording.before(asked.messages, tools)
-        own = (asked.n, asked.max_tokens, asked.seed, asked.calls, asked.parallel, *sorted(asked.sampling.items()))
-        same = self._pending.setdefault((name, own), [])
+        tools = json.dumps(chat.tools, sort_keys=True)
+        parent, taken, name = self.recording.before(chat.messages, tools)
+        settings = (chat.n, chat.max_tokens, chat.seed, chat.calls, chat.parallel, *sorted(chat.sampling.items()))
+        same = self._pending.setdefault((name, settings), [])
         again = connection is not None and (connection.headers.get("x-stainless-retry-count") or "0") != "0"
         pending = next((one for one in reversed(same) if one.lost or again), None)
         if pending is None:
-            task = asyncio.ensure_future(self._sampled(asked, parent, taken, name, len(same)))
+            task = asyncio.ensure_future(self._sampled(chat, parent, taken, name, len(same)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             pending = _Pending(task, connection)
@@ -405,8 +405,8 @@ class PolicySession:
         return reply
 
     async def _sampled(
-        self, request: ChatRequest, parent: Node | None, taken: int, name: str, again: int
-    ) -> tuple[Reply, list[Node]]:
+        self, request: ChatRequest, parent: AnswerNode | None, taken: int, name: str, again: int
+    ) -> tuple[Reply, list[AnswerNode]]:
         """Sample the answers to a request that continues `parent`, the answer that ends its first `taken` messages."""
         number, began = self._requests, time.monotonic()
         self._requests += 1
@@ -421,19 +421,19 @@ class PolicySession:
         before = () if parent is None else parent.ids
         prompt = heard if parent is None else parent.path[0].heard
         settings = self._settings(request, self._room(len(before) + len(heard), len(prompt)))
-        self._in_turn()
+        self._count_answer()
         depth = 0 if parent is None else len(parent.path)
-        samples, seeds = await self._drawn([*before, *heard], settings, request, depth, again)
+        samples, seeds = await self._sample_answers([*before, *heard], settings, request, depth, again)
         nodes = []
         for sample, seed in zip(samples, seeds, strict=True):
             said, text = self.policy.message(request, tokens, sample, seed)
-            nodes.append(Node(parent, tuple(heard), tuple(new), name, number, sample, said, text))
+            nodes.append(AnswerNode(parent, tuple(heard), tuple(new), name, number, sample, said, text))
         self._record(nodes, began)
-        answers = [Answer(node.message, _ended(node), len(node.sample.ids), node.sample) for node in nodes]
+        answers = [Answer(node.message, _finish_reason(node), len(node.sample.ids), node.sample) for node in nodes]
         read = len(before) + len(heard)
         return Reply(f"chatcmpl-{seeds[0]:016x}", self.model, read, answers, self.policy.tokenizer), nodes
 
-    def _record(self, nodes: Sequence[Node], began: float) -> None:
+    def _record(self, nodes: Sequence[AnswerNode], began: float) -> None:
         """Record the answers to a request that came at the time `began`, and mark the answer before them as read.
 
         A request that was answered after a refusal by length shows that the refusal is over.
@@ -444,7 +444,7 @@ class PolicySession:
         if self.refused is not None and self.reason == "length" and began > self.refused:
             self.reason = self.refused = None
 
-    async def _drawn(
+    async def _sample_answers(
         self, ids: Sequence[int], settings: SamplingSettings, request: ChatRequest, depth: int, again: int
     ) -> tuple[list[Sample], list[int]]:
         """Sample `request.n` answers after the token ids `ids`: (the samples, their seeds). An engine's exception is
@@ -461,7 +461,7 @@ class PolicySession:
             raise Refusal(500, "the engine gave up sampling this answer")
         return samples, seeds
 
-    def _in_turn(self) -> None:
+    def _count_answer(self) -> None:
         """Count an answer that is about to be sampled. Raises `Refusal` where the episode has had as many as its limit
         allows."""
         most = self.limits.max_assistant_turns
@@ -489,9 +489,9 @@ class PolicySession:
         raise Refusal(400, why, "context_length_exceeded", "messages")
 
     def _settings(self, request: ChatRequest, room: int) -> SamplingSettings:
-        given = dict(request.sampling if self.sampling is None else self.sampling)
-        given["stop"] = tuple(dict.fromkeys((*given.get("stop", ()), *request.sampling["stop"])))
-        return SamplingSettings(**{**given, "max_tokens": min(request.max_tokens or room, room)})
+        chosen = dict(request.sampling if self.sampling is None else self.sampling)
+        chosen["stop"] = tuple(dict.fromkeys((*chosen.get("stop", ()), *request.sampling["stop"])))
+        return SamplingSettings(**{**chosen, "max_tokens": min(request.max_tokens or room, room)})
 
     def sequences(self, reason: str | None = None, **extra: Any) -> list[AgentLoopOutput]:
         """Return the episode so far as a rollout's outputs (see `Recording.sequences`); `extra` is added to each."""
@@ -504,7 +504,7 @@ class PolicySession:
             task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-def _ended(node: Node) -> str:
+def _finish_reason(node: AnswerNode) -> str:
     """Return OpenAI's finish reason of an answer."""
     if node.message.get("tool_calls"):
         return "tool_calls"

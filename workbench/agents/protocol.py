@@ -259,8 +259,8 @@ def _check_each(name: str, values: Iterable[Any], holds: Callable[[Any], bool], 
             raise DataError(f"{name} of an agent loop's output", expected=expected, found=found)
 
 
-def _refuse_media(what: str, **given: Any) -> None:
-    for name, value in given.items():
+def _refuse_media(what: str, **media: Any) -> None:
+    for name, value in media.items():
         if value is not None and not (isinstance(value, Mapping) and not any(value.values())):
             raise DataError(f"{name} of {what}", expected="none: text alone", found=describe(value))
 
@@ -347,33 +347,33 @@ def plain(value: Any, otherwise: Otherwise = None) -> Any:
     `TypeError`, which names its type. Raises `SettingError` for a value that contains itself or is nested too deeply.
     """
     check_nesting(value, f"a value of type {type(value).__name__}", SettingError)
-    return _plain(value, otherwise)
+    return _plain_value(value, otherwise)
 
 
-def _plain(value: Any, otherwise: Otherwise) -> Any:
+def _plain_value(value: Any, otherwise: Otherwise) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, Enum):
-        return _plain(value.value, otherwise)
+        return _plain_value(value.value, otherwise)
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, Mapping):
-        named = {_name(name): _plain(item, otherwise) for name, item in value.items()}
+        named = {_name(name): _plain_value(item, otherwise) for name, item in value.items()}
         if len(named) < len(value):
             raise TypeError(f"two keys of a {type(value).__name__} have the same text: {describe(list(value))}")
         return named
     if isinstance(value, list | tuple):
-        return [_plain(item, otherwise) for item in value]
+        return [_plain_value(item, otherwise) for item in value]
     if isinstance(value, Set):
-        listed = [_plain(item, otherwise) for item in value]
+        listed = [_plain_value(item, otherwise) for item in value]
         try:
             return sorted(listed)
         except TypeError:  # of several kinds
             return sorted(listed, key=lambda item: (type(item).__name__, str(item)))
-    return _unusual(value, otherwise)
+    return _plain_unusual(value, otherwise)
 
 
-def _unusual(value: Any, otherwise: Otherwise) -> Any:
+def _plain_unusual(value: Any, otherwise: Otherwise) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         try:
             return bytes(value).decode()
@@ -385,12 +385,12 @@ def _unusual(value: Any, otherwise: Otherwise) -> Any:
         return encodable(str(value))
     if not isinstance(value, type):
         if is_dataclass(value):
-            return {one.name: _plain(getattr(value, one.name), otherwise) for one in fields(value)}
+            return {one.name: _plain_value(getattr(value, one.name), otherwise) for one in fields(value)}
         if callable(getattr(value, "tolist", None)):  # of numpy or torch; numpy's dates are numbers there
             dated = getattr(getattr(value, "dtype", None), "kind", None) in ("m", "M")
             found = (value.astype(str) if dated else value).tolist()
             if type(found) is not type(value):
-                return _plain(found, otherwise)
+                return _plain_value(found, otherwise)
         if isinstance(value, int | float):
             return value
     if otherwise is None:

@@ -94,10 +94,10 @@ class EpisodeStepper(Shown):
             episode.others = [output for output in recorded if call_of(output) != (0, 0)]
             main = [output for output in recorded if call_of(output) == (0, 0)]
             transcripts = [_transcript(self._now.transcript, output) for output in main]
-            self._now, self._fits = self._at(transcripts), False
+            self._now, self._fits = self._state_after(transcripts), False
             self._now.state = AgentState.TERMINATED
             pairs = zip(transcripts, main, strict=True)
-            episode.versions = [output.version for made, output in pairs for _ in range(made.count("assistant"))]
+            episode.versions = [output.version for part, output in pairs for _ in range(part.count("assistant"))]
 
     # --- the episode so far ---------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class EpisodeStepper(Shown):
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
         try:
-            self._do(self._turn, samples=self.next_role == "assistant" or bool(self._loop.sub_agents))
+            self._run_step(self._turn, samples=self.next_role == "assistant" or bool(self._loop.sub_agents))
         finally:
             self._loop.episode.attempt, self._now.sampling = 0, whole
         return self
@@ -194,7 +194,7 @@ class EpisodeStepper(Shown):
             expected = f"{needed} texts, one for each call in .asked" if needed > 1 else "a text"
             raise SettingError(f"words for the {self.next_role}'s turn", expected=expected, found=describe(text))
         words = self._by_hand(texts[0], end) if self.next_role == "assistant" else None
-        self._do(lambda: self._put(texts, words, end), samples=words is not None and not end)
+        self._run_step(lambda: self._put(texts, words, end), samples=words is not None and not end)
         return self
 
     async def _put(self, texts: Sequence[str], sample: Sample | None, end: bool) -> None:
@@ -204,7 +204,7 @@ class EpisodeStepper(Shown):
         if self.next_role is None:  # its user could not start
             pass
         elif sample is not None:
-            await self._opened(always=self._now.user is not None)
+            await self._open_tools(always=self._now.user is not None)
             if end:
                 self._loop.episode.versions.append(sample.version)
             whole = sample if end else await self._continued(sample)
@@ -226,7 +226,7 @@ class EpisodeStepper(Shown):
             known = f"one of turns 0 to {count - 1}" if count else "an episode with at least one turn"
             found = f"turn {to!r}" if count else "no turns"
             raise PipelineError("the turn to go back to in this episode", expected=known, found=found)
-        self._now, self._outputs, self._fits = self._at(cut(self._now.said, to)), None, False
+        self._now, self._outputs, self._fits = self._state_after(cut(self._now.said, to)), None, False
         return self
 
     def replace(self, turn: int, text: str | Sequence[str], *, end: bool = True) -> EpisodeStepper:
@@ -252,8 +252,8 @@ class EpisodeStepper(Shown):
     def fork(self) -> EpisodeStepper:
         """Make a second stepper at the same place, with tools and a simulated user of its own."""
         twin = copy.copy(self)
-        own = self._loop.episode
-        twin._loop = self._loop.bound(replace(own, versions=list(own.versions), others=list(own.others), called={}))
+        here = self._loop.episode
+        twin._loop = self._loop.bound(replace(here, versions=list(here.versions), others=list(here.others), called={}))
         kept: dict[str, Any] = {"transcript": self._now.transcript.copy(), "errors": list(self._now.errors)}
         kept["past"] = [replace(one, transcript=one.transcript.copy()) for one in self._now.past]
         tools, user = twin._loop.opened(self._now.row)
@@ -299,9 +299,9 @@ class EpisodeStepper(Shown):
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _at(self, said: Sequence[Transcript]) -> EpisodeState:
+    def _state_after(self, transcripts: Sequence[Transcript]) -> EpisodeState:
         """Make the state after the turns of exactly these sequences, with the present tools and user."""
-        state, episode = self._loop.at(self._now, said), self._loop.episode
+        state, episode = self._loop.at(self._now, transcripts), self._loop.episode
         answered = sum(turn.role == "assistant" for turn in state.turns[:-1])
         episode.others = [one for one in episode.others if call_of(one)[0] <= answered]
         episode.called = {}
@@ -309,22 +309,22 @@ class EpisodeStepper(Shown):
 
     def _spans(self) -> list[tuple[Transcript, int]]:
         """Pair each sequence with the number of turns before it."""
-        said = self._now.said
-        return list(zip(said, itertools.accumulate((len(one.turns) for one in said), initial=0), strict=False))
+        parts = self._now.said
+        return list(zip(parts, itertools.accumulate((len(one.turns) for one in parts), initial=0), strict=False))
 
     def _expect(self) -> None:
         if self.next_role is None:
             found = f"finish_reason {self._now.transcript.reason!r} after {len(self.turns)} turns"
             raise PipelineError("this episode is over", found=found, do="go back by back(to=…) or replace(turn, text)")
 
-    def _do(self, work: Callable[[], Any], samples: bool) -> None:
+    def _run_step(self, work: Callable[[], Any], samples: bool) -> None:
         self._counted()
         kept = [one.copy() for one in self._now.said]
         try:
             with self._lent() if samples else nullcontext():
                 runtime.run(work())
         except BaseException:  # interrupted half-way: as if the turn had not begun
-            self._now, self._outputs, self._fits = self._at(kept), None, False
+            self._now, self._outputs, self._fits = self._state_after(kept), None, False
             raise
 
     def _counted(self) -> None:
@@ -337,7 +337,7 @@ class EpisodeStepper(Shown):
     async def _turn(self) -> None:
         count = len(self.turns)
         while len(self.turns) == count and self.next_role is not None:
-            await self._opened(always=self._now.user is not None or self.next_role == "tool")
+            await self._open_tools(always=self._now.user is not None or self.next_role == "tool")
             if self.next_role is not None:
                 await self._loop.advance(self._now)
         if self._fits and self.turns and self.turns[-1].role == "tool":
@@ -346,12 +346,12 @@ class EpisodeStepper(Shown):
 
     async def _ended(self) -> None:
         if self._now.state is AgentState.TERMINATED:
-            await self._opened(always=True)
+            await self._open_tools(always=True)
             self._now.state = AgentState.TERMINATED
             self._outputs = sequences(await self._loop.finish(self._now), self._loop.name)
             self._fits = False
 
-    async def _opened(self, always: bool) -> None:
+    async def _open_tools(self, always: bool) -> None:
         """Make tools and user anew, and repeat the earlier calls, where their state does not fit the transcript."""
         if self._fits or not always:
             return
@@ -393,8 +393,8 @@ class EpisodeStepper(Shown):
                 yield count, turn, answer
 
     def _ran(self) -> Ran:
-        asked = [call for _, turn, _ in self._asked_before() for call in turn.calls if call.ran]
-        return tuple((call.name, call.arguments) for call in asked if call.name not in self._loop.sub_agents)
+        calls = [call for _, turn, _ in self._asked_before() for call in turn.calls if call.ran]
+        return tuple((call.name, call.arguments) for call in calls if call.name not in self._loop.sub_agents)
 
     async def _save(self) -> None:
         """Keep the present state of the tools that can be saved."""
@@ -449,8 +449,8 @@ def _transcript(empty: Transcript, output: AgentLoopOutput) -> Transcript:
 def call_text(call: ToolCall) -> str:
     """Write a tool call as one line of text: `name(arguments) → status, reward: answer`."""
     reward = f", reward {call.reward:g}" if call.reward is not None else ""
-    asked, result = (" ".join(text.split())[:200] for text in (call.arguments, call.result))
-    return f"{call.name}({asked}) → {call.status}{reward}: {result}"
+    arguments, result = (" ".join(text.split())[:200] for text in (call.arguments, call.result))
+    return f"{call.name}({arguments}) → {call.status}{reward}: {result}"
 
 
 def only_sequence(outputs: Sequences) -> AgentLoopOutput:
@@ -598,8 +598,8 @@ class Tree(Shown):
             drawn, before = self._drawn(point), self.value(point)
             for row in drawn:
                 number += 1
-                own = self._rewards([row])
-                value = Estimate(own[0], 0.0, 1) if own else nothing
+                rewards = self._rewards([row])
+                value = Estimate(rewards[0], 0.0, 1) if rewards else nothing
                 others = Estimate.of(self._rewards([one for one in drawn if one != row]))
                 turns = self.leaves[row].turns[point:]
                 yield TreeNode(number, trunk, point, turns, (row,), value, value.minus(others), False)

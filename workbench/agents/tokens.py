@@ -138,23 +138,23 @@ class TurnTokens:
             ids, processed["pixels"] = self._processor.encode(text, images)
             return tuple(ids)
 
-        ids = self._behind(*self._unwritten(messages, wrote), wrote, encoded)
+        ids = self._ids_after_end(*self._unwritten(messages, wrote), wrote, encoded)
         return ids, Seen(0, len(pictures), processed["pixels"])
 
     def readable(self, ids: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
         """Return a response's token ids as a model with pictures reads them: a picture's token that the model wrote
         itself (mask 1) becomes `STAND_IN`."""
         place = self._processor.token_id
-        return tuple(STAND_IN if own and one == place else one for one, own in zip(ids, mask, strict=True))
+        return tuple(STAND_IN if drawn and one == place else one for one, drawn in zip(ids, mask, strict=True))
 
     def delta(
         self, messages: Sequence[Message], wrote: Sequence[int] = (), *, generation: bool = True
     ) -> tuple[int, ...]:
         """Encode the token ids to append after an assistant turn with the ids `wrote`, so that the model reads
         `messages`."""
-        return self._behind(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
+        return self._ids_after_end(*self._unwritten(messages, wrote, generation), wrote, self._encoded)
 
-    def _behind(
+    def _ids_after_end(
         self, ending: str, text: str, wrote: Sequence[int], encoded: Callable[[str], tuple[int, ...]]
     ) -> tuple[int, ...]:
         """Encode a text that follows the end token `ending`, which the model wrote; the ids of `ending` are left out.
@@ -170,7 +170,7 @@ class TurnTokens:
         last = int(wrote[-1]) if len(wrote) else None
         ended = last in {*self._tokenizer.all_special_ids, self._tokenizer.eos_token_id}
         ending = str(self._tokenizer.convert_ids_to_tokens(last) or "") if ended else ""
-        text = self.delta_text(messages, generation=generation, said=ending)
+        text = self.delta_text(messages, generation=generation, ending=ending)
         closing = self._closing_text(messages, ending) if ending else ""
         if ending and text.startswith(ending):  # GLM's `<|observation|>`: the model begins the next turn itself
             closing = closing or ending
@@ -178,18 +178,18 @@ class TurnTokens:
             return "", text
         return ending, text[closing.index(ending) + len(ending) :]
 
-    def delta_text(self, messages: Sequence[Message], *, generation: bool = True, said: str = "") -> str:
+    def delta_text(self, messages: Sequence[Message], *, generation: bool = True, ending: str = "") -> str:
         """Return the text that the template writes after an assistant's answer, for `messages` and the generation
         prompt.
 
-        `said` is the end token of the answer, where the model wrote one. Raises `DataError` if the template leaves out
+        `ending` is the end token of the answer, where the model wrote one. Raises `DataError` if the template leaves out
         the answer.
         """
         if self._plain:
             return "".join(f"\n{one['content']}" for one in messages) + "\n"
         messages = [self._with_id(one, number) for number, one in enumerate(messages)]
         if self._calls_before(messages):
-            return self._behind_call([_QUESTION], messages, said, generation=generation)[1]
+            return self._behind_call([_QUESTION], messages, ending, generation=generation)[1]
         text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation=generation)
         _, found, after = text.partition(_ANSWER)
         if not found:
@@ -203,8 +203,8 @@ class TurnTokens:
             return message
         if not self._wants_ids:
             return {"tool_call_id": f"{number:0{_ID_LENGTH}}", **message}
-        said = re.sub(r"[^A-Za-z0-9]", "", message.get("tool_call_id") or str(number))
-        return {**message, "tool_call_id": said[-_ID_LENGTH:].rjust(_ID_LENGTH, "0")}
+        letters = re.sub(r"[^A-Za-z0-9]", "", message.get("tool_call_id") or str(number))
+        return {**message, "tool_call_id": letters[-_ID_LENGTH:].rjust(_ID_LENGTH, "0")}
 
     def _calls_before(self, messages: Sequence[Message]) -> bool:
         return self._wants_call and bool(messages) and messages[0]["role"] == "tool"
@@ -226,7 +226,7 @@ class TurnTokens:
         for end in filter(None, (ending, self._tokenizer.eos_token)):
             place = common.rfind(end, start) if place < 0 else place
         if place < 0:  # the last special token, where nothing but space is behind it
-            last = max(self._tokenizer.all_special_tokens, key=lambda one: common.rfind(one, start), default="")
+            last = max(self._tokenizer.all_special_tokens, key=lambda token: common.rfind(token, start), default="")
             place = common.rfind(last, start) if last and common.rstrip().endswith(last) else len(common)
         if place == len(common) < len(alone):
             raise DataError(f"the chat template of {self._name} ends a turn of calls otherwise where answers follow")
@@ -267,7 +267,7 @@ class TurnTokens:
             if role == "tool":
                 self._wants_ids, self._wants_call = ids, call
             try:
-                good[ids, call] = self._checked(role)
+                good[ids, call] = self._check_role(role)
             except DataError as error:
                 whys.append(str(error))
         if not good:
@@ -281,7 +281,7 @@ class TurnTokens:
             )
             self._wants_ids, self._wants_call = chosen
 
-    def _checked(self, role: str) -> str:
+    def _check_role(self, role: str) -> str:
         """Return the text for a made-up turn of this role, from the end token on. Raises `DataError` for a template
         that cannot append it."""
         new = self._with_id({"role": role, "content": _NEW, **({"name": "tool"} if role == "tool" else {})}, 0)
@@ -304,12 +304,12 @@ class TurnTokens:
         opened = self._render(earlier, generation=True)
         if self._calls_before([new]):
             head = self._render([*earlier, _calling([new])], generation=False)
-            return self._behind_call(earlier, [new], "")[1], _bare(head).startswith(_bare(opened))
+            return self._behind_call(earlier, [new], "")[1], _bare_text(head).startswith(_bare_text(opened))
         text = self._render([*earlier, {"role": "assistant", "content": _ANSWER}, new], generation=True)
         if text.count(_ANSWER) != 1:
             raise DataError(f"a template that writes an answer {text.count(_ANSWER)} times")
         head, _, delta = text.partition(_ANSWER)
-        return delta, opened.startswith(head) or _bare(opened) == _bare(head)
+        return delta, opened.startswith(head) or _bare_text(opened) == _bare_text(head)
 
 
 def _calling(answers: Sequence[Message]) -> Message:
@@ -326,6 +326,6 @@ def _common(left: str, right: str) -> str:
     return left[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))]
 
 
-def _bare(text: str) -> str:
+def _bare_text(text: str) -> str:
     """Return a text without tags of reasoning and without white space."""
     return "".join(without_tags(text).split())

@@ -192,8 +192,8 @@ class ToolAgent(AgentLoopBase):
     def describe(self) -> dict[str, Any]:
         """Return the agent's settings by name: limits, the tools' schemas, the names of parser and interactions."""
         parser = type(self._parser).__name__ if self._parser else None
-        own = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
-        settings = {**super().describe(), **own, **self._history.settings}
+        parts = {"tools": self._box.schemas, "parser": parser, "interactions": sorted(self._interactions)}
+        settings = {**super().describe(), **parts, **self._history.settings}
         if self.sub_agents:
             settings["sub_agents"] = {name: one.describe() for name, one in self.sub_agents.items()}
         usual = {"max_tool_calls": None, "tools_in": "template"}  # runs of before there were these go on
@@ -230,8 +230,8 @@ class ToolAgent(AgentLoopBase):
         if offered not in self._tokens:
             roles = [*([self.tool_role] if offered else []), *(["user"] if self._interactions else [])]
             shown = self._box.schemas if self.format == "function_calling" else []
-            given = {"tools": shown, "tools_in": self.tools_in, "parser": self._parser, **switches_of(sampler)}
-            self._tokens[offered] = TurnTokens(sampler.tokenizer, roles=roles, processor=processor_of(sampler), **given)
+            terms = {"tools": shown, "tools_in": self.tools_in, "parser": self._parser, **switches_of(sampler)}
+            self._tokens[offered] = TurnTokens(sampler.tokenizer, roles=roles, processor=processor_of(sampler), **terms)
 
     @property
     def tokens(self) -> TurnTokens:
@@ -273,7 +273,7 @@ class ToolAgent(AgentLoopBase):
             messages[0]["content"] = instructions(self._box.schemas) + str(messages[0]["content"])
             sampling["stop"] = tuple(dict.fromkeys((*sampling.get("stop", ()), STOP)))
         return EpisodeState(
-            row, sampling, messages, self._begun(messages, sampling, row.get(IMAGES) or ()), *self.opened(row)
+            row, sampling, messages, self._new_transcript(messages, sampling, row.get(IMAGES) or ()), *self.opened(row)
         )
 
     @property
@@ -282,7 +282,7 @@ class ToolAgent(AgentLoopBase):
         its context."""
         return self._history.kind == "append" and self._history.compact_at is None
 
-    def _begun(
+    def _new_transcript(
         self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any], pictures: Sequence[Picture] = ()
     ) -> Transcript:
         """Begin a sequence: make the transcript whose prompt is this chat."""
@@ -321,8 +321,8 @@ class ToolAgent(AgentLoopBase):
 
     def opened(self, row: Mapping[str, Any]) -> tuple[OpenTools, Conversation | None]:
         """Make the tools and the simulated user (not started; None if the row has none) for one episode of `row`."""
-        user, given = select_interaction(self._interactions, row, self._place)
-        session = None if user is None else Conversation(user, given, self.seconds_per_call)
+        user, kwargs = select_interaction(self._interactions, row, self._place)
+        session = None if user is None else Conversation(user, kwargs, self.seconds_per_call)
         return self._box.opened(self.episode.name, row), session
 
     async def advance(self, episode: EpisodeState) -> AgentState:
@@ -330,9 +330,9 @@ class ToolAgent(AgentLoopBase):
         if episode.state is AgentState.PENDING:
             episode.state = await self.begin(episode)
         elif episode.state is AgentState.GENERATING:
-            said = episode.transcript
-            longest = min(said.room, self.max_tokens_per_turn or said.room, int(episode.sampling["max_tokens"]))
-            context, pixels = self.read(said)
+            part = episode.transcript
+            longest = min(part.room, self.max_tokens_per_turn or part.room, int(episode.sampling["max_tokens"]))
+            context, pixels = self.read(part)
             sample = await self.generate(context, episode.sampling, pixels=pixels, max_tokens=longest)
             episode.state = await self.spoken(episode, sample)
         elif episode.state is AgentState.PROCESSING_TOOLS:
@@ -344,11 +344,11 @@ class ToolAgent(AgentLoopBase):
             episode.state = AgentState.TERMINATED if stop else self.replied(episode, text)
         return episode.state
 
-    def read(self, said: Transcript) -> tuple[tuple[int, ...], dict[str, torch.Tensor] | None]:
+    def read(self, part: Transcript) -> tuple[tuple[int, ...], dict[str, torch.Tensor] | None]:
         """Return a sequence so far as the model reads it: (token ids, the inputs of its pictures or None)."""
-        if not said.seen:
-            return said.context, None
-        return (*said.prompt_ids, *self.tokens.readable(said.ids, said.mask)), pixels_of(said.seen)
+        if not part.seen:
+            return part.context, None
+        return (*part.prompt_ids, *self.tokens.readable(part.ids, part.mask)), pixels_of(part.seen)
 
     async def finish(self, episode: EpisodeState) -> AgentLoopOutput | Sequences:
         """Release the episode's tools and simulated user; return its sequence, or all of them if there are several,
@@ -366,8 +366,8 @@ class ToolAgent(AgentLoopBase):
         outputs, versions = [], list(self.episode.versions)
         for transcript in episode.said:
             last, number = transcript is episode.transcript, transcript.count("assistant")
-            own, versions = (versions, []) if last else (versions[:number], versions[number:])
-            of = replace(self.episode, versions=own, seconds=self.episode.seconds if last else 0.0)
+            mine, versions = (versions, []) if last else (versions[:number], versions[number:])
+            of = replace(self.episode, versions=mine, seconds=self.episode.seconds if last else 0.0)
             outputs.append(transcript.output(of, **(extra if last else {})))
         return (*sorted(self.episode.others, key=call_of), *outputs)
 
@@ -385,7 +385,7 @@ class ToolAgent(AgentLoopBase):
             if episode.user is not None:
                 await episode.user.start(self.episode.name)
         except Exception as error:  # noqa: BLE001 - a row's user, not the run
-            return self._broken(episode, f"start_interaction: {first_line(error)}")
+            return self._abort(episode, f"start_interaction: {first_line(error)}")
         return AgentState.GENERATING
 
     async def spoken(self, episode: EpisodeState, sample: Sample, *, edited: bool = False) -> AgentState:
@@ -399,7 +399,7 @@ class ToolAgent(AgentLoopBase):
         episode.calls = [] if is_asked(episode.turns[-2:-1]) else self.parsed(episode, sample.ids)
         transcript.reason = sample.finish_reason
         if is_asked(episode.turns[-2:-1]) and transcript.reason != "abort":
-            return self._next(episode, with_summary(episode.first, outside_reasoning(text).strip()))
+            return self._next_sequence(episode, with_summary(episode.first, outside_reasoning(text).strip()))
         if transcript.reason == "abort" or transcript.room <= 0:
             return await self._ended(episode, "abort" if transcript.reason == "abort" else "length")
         if self._at_a_limit(episode):
@@ -430,7 +430,7 @@ class ToolAgent(AgentLoopBase):
         episode.calls = []
         cut = "; ".join(f"{one.name}: {one.cut}" for one in records if one.cut)
         pictures = [one for record in records for one in record.pictures]
-        return self._heard(episode, "tool", self.messages(records), cut, pictures)
+        return self._append_messages(episode, "tool", self.messages(records), cut, pictures)
 
     def messages(self, records: Sequence[ToolCall]) -> list[dict[str, Any]]:
         """Write the chat messages that tell the model the results of tool calls (`records`)."""
@@ -438,7 +438,7 @@ class ToolAgent(AgentLoopBase):
             return [{"role": self.tool_role, "content": _content(one, "Observation: ")} for one in records]
         answers = [{"role": self.tool_role, "content": _content(one), "name": one.name} for one in records]
         ids = [{} if one.tool_call_id is None else {"tool_call_id": one.tool_call_id} for one in records]
-        return [{**answer, **own} for answer, own in zip(answers, ids, strict=True)]
+        return [{**answer, **id_of_call} for answer, id_of_call in zip(answers, ids, strict=True)]
 
     def chat(self, episode: EpisodeState, count: int | None = None) -> list[dict[str, Any]]:
         """Return the prompt and the first `count` turns (None: all) as messages, for the simulated user to read."""
@@ -452,9 +452,9 @@ class ToolAgent(AgentLoopBase):
 
     def replied(self, episode: EpisodeState, text: str) -> AgentState:
         """Append the simulated user's reply; return the next state."""
-        return self._heard(episode, "user", [{"role": "user", "content": text}], "")
+        return self._append_messages(episode, "user", [{"role": "user", "content": text}], "")
 
-    def _heard(
+    def _append_messages(
         self,
         episode: EpisodeState,
         role: str,
@@ -479,7 +479,7 @@ class ToolAgent(AgentLoopBase):
         chat = [*episode.messages, *self._written(episode), *messages] if by_template else []
         if chat and self._rewrites(chat, transcript.context):
             transcript.hear(role, text, (), cut=cut)  # its tokens are in the next prompt
-            state = self._next(episode, chat)
+            state = self._next_sequence(episode, chat)
         elif not transcript.hear(role, text, ids, cut=cut, seen=seen):
             transcript.reason, state = "length", AgentState.TERMINATED
         if asking:
@@ -507,21 +507,21 @@ class ToolAgent(AgentLoopBase):
         whole, there = (self.tokenizer.decode(list(ids)) for ids in (self.tokens.prompt(chat), context))
         return not whole.startswith(there)
 
-    def _next(self, episode: EpisodeState, chat: list[dict[str, Any]]) -> AgentState:
+    def _next_sequence(self, episode: EpisodeState, chat: list[dict[str, Any]]) -> AgentState:
         """Begin the next sequence with this chat; return the next state, which is the end where the episode has
         `max_sequences`."""
         if len(episode.past) + 1 >= self._history.max_sequences:
             episode.transcript.reason = "turns"
             return AgentState.TERMINATED
         episode.past.append(Past(episode.messages, episode.transcript))
-        episode.messages, episode.transcript = chat, self._begun(chat, episode.sampling)
+        episode.messages, episode.transcript = chat, self._new_transcript(chat, episode.sampling)
         return AgentState.GENERATING
 
-    def at(self, episode: EpisodeState, said: Sequence[Transcript]) -> EpisodeState:
+    def at(self, episode: EpisodeState, transcripts: Sequence[Transcript]) -> EpisodeState:
         """Rebuild the state of an episode at the end of these sequences, with the tools and the simulated user of
         `episode`."""
-        now = replace(episode, past=[], messages=episode.first, transcript=said[0], errors=[], calls=[])
-        for part in said[1:]:
+        now = replace(episode, past=[], messages=episode.first, transcript=transcripts[0], errors=[], calls=[])
+        for part in transcripts[1:]:
             turns, last = now.turns, now.transcript.turns[-1]
             if last.role == "assistant":
                 chat = with_summary(now.first, outside_reasoning(last.text).strip())
@@ -529,8 +529,8 @@ class ToolAgent(AgentLoopBase):
                 of = self.messages([call for call in turns[-2].calls if call.ran]) if last.role == "tool" else []
                 of = of or [{"role": last.role, "content": self._history.heard(last)}]
                 kept = replace(now, transcript=now.transcript.first(len(now.transcript.turns) - 1))
-                asked = is_asked(turns[-1:])
-                chat = [*now.messages, *self._written(kept), *(self._history.asking(of) if asked else of)]
+                is_request = is_asked(turns[-1:])
+                chat = [*now.messages, *self._written(kept), *(self._history.asking(of) if is_request else of)]
             now = replace(now, past=[*now.past, Past(now.messages, now.transcript)], messages=chat, transcript=part)
         turns = now.transcript.turns
         now.state = AgentState.GENERATING
@@ -549,7 +549,7 @@ class ToolAgent(AgentLoopBase):
         try:
             reply = await episode.user.ask(self.chat(episode))
         except Exception as error:  # noqa: BLE001 - a row's user, not the run
-            self._broken(episode, f"generate_response: {first_line(error, 300).removeprefix('ForeignError: ')}")
+            self._abort(episode, f"generate_response: {first_line(error, 300).removeprefix('ForeignError: ')}")
             return True, ""
         episode.transcript.note(score=reply.score, extra=reply.extra)
         return reply.stop, reply.text
@@ -572,7 +572,7 @@ class ToolAgent(AgentLoopBase):
                 )
         return AgentState.TERMINATED
 
-    def _broken(self, episode: EpisodeState, why: str) -> AgentState:
+    def _abort(self, episode: EpisodeState, why: str) -> AgentState:
         episode.errors.append(why)
         episode.transcript.reason = "abort"
         if episode.transcript.turns:

@@ -54,7 +54,7 @@ KINDS: Mapping[str, DumpLayout] = {
 """Kinds of dump that can be read, the most particular first."""
 
 
-class Record(NamedTuple):
+class DumpRecord(NamedTuple):
     """One record of a dump: its plain values, and where it stands."""
 
     values: Mapping[str, Any]
@@ -98,7 +98,7 @@ def read_dump(
     """
     every, torn = read_records(source, step)
     if not every:
-        raise DataError(f"{_named(source)} has no rows", found=f"a line that was cut off: {torn[0]}" if torn else None)
+        raise DataError(f"{_origin(source)} has no rows", found=f"a line that was cut off: {torn[0]}" if torn else None)
     records, steps = _with_steps(every, step)
     kind = _kind(records, kind)
     if kind == "generations":
@@ -110,20 +110,20 @@ def read_dump(
     if steps:
         columns["step"] = torch.tensor(steps)
     if kind == "workbench":
-        columns |= {**_as_written(table, len(records), _named(source)), **table}
+        columns |= {**_as_written(table, len(records), _origin(source)), **table}
     else:
-        columns |= _judged(table, kind, columns["uid"], rewards)
+        columns |= _reward_columns(table, kind, columns["uid"], rewards)
         columns |= {_own_name(name): values for name, values in table.items()}
     if tokenizer is not None:
         columns |= _tokens(columns["response_text"], tokenizer)
     one_step = steps[0] if len(set(steps)) == 1 else None
-    facts = {"source": _named(source), "dump": kind, "step": one_step, "torn": torn or None}
+    facts = {"source": _origin(source), "dump": kind, "step": one_step, "torn": torn or None}
     meta = {name: fact for name, fact in facts.items() if fact is not None}
     origin = Origin(stage=f"{kind} dump", step=one_step)
     return DataProto(None, None, meta).with_columns(columns, origin=origin)
 
 
-def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[Record], list[int]]:
+def _with_steps(records: Sequence[DumpRecord], step: int | None) -> tuple[Sequence[DumpRecord], list[int]]:
     """Return the records, or those of one `step`, and their steps; the steps are [] where no record has one.
 
     Raises `DataError` where only some records have a step, and where none is of `step`, with the steps that there are.
@@ -140,7 +140,7 @@ def _with_steps(records: Sequence[Record], step: int | None) -> tuple[Sequence[R
     return [record for record in records if record.step == step], [step] * steps.count(step)
 
 
-def _named(source: Any) -> str:
+def _origin(source: Any) -> str:
     """Name the source of a dump without this machine's folders, as the name may end in a file that is shared."""
     return "/".join(Path(source).parts[-2:]) if isinstance(source, str | Path) else type(source).__name__
 
@@ -150,7 +150,7 @@ def _own_name(name: str) -> str:
     return f"dump/{name}" if declared(name) and name not in _OBJECTS else name
 
 
-def _kind(records: Sequence[Record], kind: str | None) -> str:
+def _kind(records: Sequence[DumpRecord], kind: str | None) -> str:
     """Return the kind of a dump. Raises `DataError` for an unknown kind, for records of no kind, and for files of
     several kinds."""
     if kind is not None:
@@ -166,7 +166,7 @@ def _kind(records: Sequence[Record], kind: str | None) -> str:
     return kinds[0]
 
 
-def _detected(record: Record) -> str:
+def _detected(record: DumpRecord) -> str:
     for name, layout in KINDS.items():
         text = any(isinstance(record.values.get(column), str | list) for column in layout.response)
         if text and all(column in record.values for column in layout.marks):
@@ -178,10 +178,10 @@ def _detected(record: Record) -> str:
     raise DataError(f"{record.place}: no kind of dump has these columns", expected=expected, found=found, do=do)
 
 
-def _one_per_response(records: Sequence[Record]) -> list[Record]:
+def _one_per_response(records: Sequence[DumpRecord]) -> list[DumpRecord]:
     """Split records into one for each of a prompt's responses. Raises `DataError` where prompts have different numbers
     of responses."""
-    split: list[Record] = []
+    split: list[DumpRecord] = []
     number = 0
     for prompt, record in enumerate(records):
         texts = record.values["responses"]
@@ -203,8 +203,8 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
     A ground truth stays in the table, as rewards may ask for it by its name.
     """
     layout = KINDS[kind]
-    responses = _take(table, layout.response)
-    prompts = _take(table, layout.prompt)
+    responses = _take_first(table, layout.response)
+    prompts = _take_first(table, layout.prompt)
     _require_text(responses, places, f"a response: text in {' or '.join(layout.response)}")
     if layout.marks:
         _require_text(prompts, places, f"a prompt: text in {layout.prompt[0]}")
@@ -214,7 +214,7 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
         columns["raw_prompt"] = [None if absent(one) else chat(one, f"prompt of {place}") for one, place in pairs]
     pairs = zip(responses, places, strict=True)
     columns["response_text"] = [spoken(one, f"response of {place}") for one, place in pairs]
-    columns["uid"] = _uids(table.pop("uid", []), prompts or columns["response_text"], steps)
+    columns["uid"] = _group_uids(table.pop("uid", []), prompts or columns["response_text"], steps)
     if "extra_info" in table:
         table["extra_info"] = _objects(table["extra_info"], "extra_info", places)
     truths = _truths(table, layout, places)
@@ -225,8 +225,8 @@ def _texts(table: dict[str, list[Any]], kind: str, places: Sequence[str], steps:
     return columns
 
 
-def _uids(names: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> list[str]:
-    """Return the dump's names of groups, or else a hash for each prompt of a step."""
+def _group_uids(names: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) -> list[str]:
+    """Return each row's group, its `uid`: the group's name in the dump, or else a hash of the row's prompt and step."""
     if names and all(isinstance(value, str | int) for value in names):
         return [str(value) for value in names]
     texts = [one if isinstance(one, str) else json.dumps(one, sort_keys=True, default=str) for one in prompts]
@@ -237,9 +237,9 @@ def _uids(names: Sequence[Any], prompts: Sequence[Any], steps: Sequence[int]) ->
 
 def _truths(table: dict[str, list[Any]], layout: DumpLayout, places: Sequence[str]) -> list[dict[str, Any]]:
     """Return `reward_model` as the dump has it, or else made of its ground truths; [] where it has neither."""
-    own = _objects(table.pop("reward_model", ()), "reward_model", places)
-    if any(own):
-        return [one or {"ground_truth": None} for one in own]
+    recorded = _objects(table.pop("reward_model", ()), "reward_model", places)
+    if any(recorded):
+        return [one or {"ground_truth": None} for one in recorded]
     truth = next((table[name] for name in layout.truth if _present(table, name)), [])
     return [{"ground_truth": None if absent(one) else one} for one in truth]
 
@@ -253,7 +253,7 @@ def _present(table: Mapping[str, list[Any]], name: str) -> bool:
     return not all(map(absent, table.get(name, ())))
 
 
-def _take(table: dict[str, list[Any]], names: Sequence[str]) -> list[Any]:
+def _take_first(table: dict[str, list[Any]], names: Sequence[str]) -> list[Any]:
     """Remove and return the first of these columns that has a value in any row; [] where none has."""
     return next((table.pop(name) for name in names if _present(table, name)), [])
 
@@ -307,7 +307,7 @@ _Column = list[float]
 """A number a row, NaN where a row has none."""
 
 
-def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards: Any) -> dict[str, Any]:
+def _reward_columns(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards: Any) -> dict[str, Any]:
     """Make the columns of reward, parts, extras and advantage, and remove what they use from the table."""
     gains = {name: column for name in _ADVANTAGE if (column := _numbers(table.get(name, ())))}
     advantage = next(iter(gains.values()), None)
@@ -321,7 +321,7 @@ def _judged(table: dict[str, list[Any]], kind: str, uids: Sequence[str], rewards
     columns: dict[str, Any] = {}
     if weights:
         total = _total(table.pop("scored", [True] * len(uids)), parts, weights)
-        columns |= _scores(total, shown, extra, answers, _how(weights, total, advantage, uids))
+        columns |= _scores(total, shown, extra, answers, _reward_basis(weights, total, advantage, uids))
     columns |= {f"{REWARD_PREFIX}{name}": _tensor(column) for name, column in shown.items()}
     for name, values in extra.items():
         columns[f"reward_extra/{name}"] = [MISSING if absent(one) else one for one in values]
@@ -338,7 +338,7 @@ def _weights(table: Mapping[str, list[Any]], kind: str, rewards: Any) -> tuple[d
     elif rewards is not None:
         weights = dict.fromkeys([rewards] if isinstance(rewards, str) else rewards, 1.0)
     else:
-        weights, parts = _usual(table, kind, [name for name in numeric if name not in _ADVANTAGE])
+        weights, parts = _usual_weights(table, kind, [name for name in numeric if name not in _ADVANTAGE])
         return weights, {name: numeric[name] for name in parts}
     for name in weights:
         if name not in numeric:
@@ -346,7 +346,7 @@ def _weights(table: Mapping[str, list[Any]], kind: str, rewards: Any) -> tuple[d
     return weights, {name: numeric[name] for name in weights}
 
 
-def _usual(table: Mapping[str, list[Any]], kind: str, names: list[str]) -> tuple[dict[str, float], list[str]]:
+def _usual_weights(table: Mapping[str, list[Any]], kind: str, names: list[str]) -> tuple[dict[str, float], list[str]]:
     """Return the usual weights of a kind of dump, and its columns that are the reward or a part, where `rewards` is not
     passed."""
     if kind == "trl":  # its reward functions stand before `advantage`
@@ -424,7 +424,7 @@ def _score_columns(scores: list[Score]) -> dict[str, Any]:
     return {"reward": torch.tensor(values), "scored": torch.tensor([one.scored for one in scores]), "score": scores}
 
 
-def _how(weights: Mapping[str, float], total: _Column, advantage: _Column | None, uids: Sequence[str]) -> str:
+def _reward_basis(weights: Mapping[str, float], total: _Column, advantage: _Column | None, uids: Sequence[str]) -> str:
     """Describe how a reward of several columns was computed, and whether the dump's advantages contradict it."""
     if len(weights) < 2:
         return ""
@@ -451,7 +451,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 _HALF_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
+def _table(records: Sequence[DumpRecord]) -> dict[str, list[Any]]:
     """Turn records into columns: name → one plain value per record, None where a record has none."""
     names = dict.fromkeys(name for record in records for name in record.values)
     if len(names) > _NAMES_LIMIT:
@@ -459,7 +459,7 @@ def _table(records: Sequence[Record]) -> dict[str, list[Any]]:
     return {name: [record.values.get(name) for record in records] for name in names}
 
 
-def read_records(source: Any, step: int | None = None) -> tuple[list[Record], list[str]]:
+def read_records(source: Any, step: int | None = None) -> tuple[list[DumpRecord], list[str]]:
     """Read a path, a pattern, a folder, a DataFrame or a list: (its records, the places of last lines that were cut
     off).
 
@@ -471,18 +471,18 @@ def read_records(source: Any, step: int | None = None) -> tuple[list[Record], li
         return [_read(f"row {number}", record, 0, None) for number, record in enumerate(source)], torn
     if not isinstance(source, str | Path | list | tuple):
         raise DataError("the dump", expected="a path, a DataFrame or a list of dicts", found=type(source).__name__)
-    records: list[Record] = []
+    records: list[DumpRecord] = []
     for number, path in enumerate(_files(source, step)):
         if path.suffix == ".jsonl" and path.is_file():
-            pairs = _lines(path, torn)
+            pairs = _read_lines(path, torn)
         else:
             pairs = [(f"{path}, row {row}", record) for row, record in enumerate(files.read(path))]
         records += [_read(*pair, number, _step_in(path)) for pair in pairs]
     return records, torn
 
 
-def _read(place: str, record: Any, file: int, named: int | None) -> Record:
-    """Make the `Record` of one saved record. Raises `DataError` for what is no record, and for a step that is not a
+def _read(place: str, record: Any, file: int, named: int | None) -> DumpRecord:
+    """Make the `DumpRecord` of one saved record. Raises `DataError` for what is no record, and for a step that is not a
     whole number."""
     values = cells_of(record, place)
     value = values.get("step")
@@ -492,7 +492,7 @@ def _read(place: str, record: Any, file: int, named: int | None) -> Record:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if value is not None and not (real and abs(value) < 2**53 and value % 1 == 0):
         raise DataError(f"step of {place}", expected="a whole number", found=describe(value))
-    return Record(values, place, file, None if value is None else int(value))
+    return DumpRecord(values, place, file, None if value is None else int(value))
 
 
 def _step_in(path: Path) -> int | None:
@@ -506,16 +506,16 @@ def _files(source: Any, step: int | None) -> list[Path]:
     """List the files of a source, sorted by the step in their names."""
     paths: list[Path] = []
     with boundary(f"looking for {describe(source)}", DataError):
-        for given in [source] if isinstance(source, str | Path) else source:
-            path = Path(given).expanduser()
-            paths += _inside(path) if path.is_dir() else files.find(given)
+        for entry in [source] if isinstance(source, str | Path) else source:
+            path = Path(entry).expanduser()
+            paths += _tables_in(path) if path.is_dir() else files.find(entry)
     steps = {path: _step_in(path) for path in paths}
     if step is not None:
         paths = [path for path in paths if steps[path] == step] or paths
     return sorted(paths, key=lambda path: (math.inf if (named := steps[path]) is None else named, str(path)))
 
 
-def _inside(folder: Path) -> list[Path]:
+def _tables_in(folder: Path) -> list[Path]:
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     tables = [path for path in entries if path.suffix in (".jsonl", ".parquet") and path.is_file()]
     if not tables:
@@ -527,7 +527,7 @@ def _inside(folder: Path) -> list[Path]:
     return tables
 
 
-def _lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
+def _read_lines(path: Path, torn: list[str]) -> list[tuple[str, Any]]:
     """Read (place, record) of each line of a jsonl file. NaN and Infinity, which Python's JSON writers put there, are
     read."""
     records = []

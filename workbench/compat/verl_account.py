@@ -308,7 +308,7 @@ ROOTS = ("reward", "reward_model", "custom_reward_function", "reward_manager", "
 """First words of the keys that `reward_from` reads."""
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """A line of the table of verl's settings: a key or pattern, its kind, its place here, a note and the default."""
 
     key: str
@@ -328,7 +328,7 @@ def keys(pattern: str) -> list[str]:
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[TableEntry, ...]:
     """Return the lines of the table, in order; a line whose place has a `*` gives one entry for each key."""
     table = []
     for line in TABLE.strip().splitlines():
@@ -337,14 +337,14 @@ def entries() -> tuple[Entry, ...]:
         word, _, values = head.partition(" unless ")
         for key in keys(pattern) if "*" in place else [pattern]:
             named = place.replace("*", key.rpartition(".")[2])
-            table.append(Entry(key, word, named, note, default, tuple(values.split()), only_if))
+            table.append(TableEntry(key, word, named, note, default, tuple(values.split()), only_if))
     return tuple(table)
 
 
 @functools.cache
-def _by_key() -> dict[str, Entry]:
+def _by_key() -> dict[str, TableEntry]:
     """Map each key or pattern to the first entry that has it, in the table's order."""
-    every: dict[str, Entry] = {}
+    every: dict[str, TableEntry] = {}
     for entry in entries():
         for key in keys(entry.key):
             every.setdefault(key, entry)
@@ -352,14 +352,14 @@ def _by_key() -> dict[str, Entry]:
 
 
 @functools.lru_cache(4096)
-def find(key: str) -> Entry | None:
+def find(key: str) -> TableEntry | None:
     """Return the table's entry for a key, by its name before by a pattern; None for an unknown key."""
     fitting = (entry for one, entry in _by_key().items() if "*" in one and fnmatch.fnmatchcase(key, one))
     return _by_key().get(key) or next(fitting, None)
 
 
 def known() -> list[str]:
-    """List the keys that the table names without a pattern."""
+    """List verl's keys that the table has a row for; keys that only a pattern with `*` covers are left out."""
     return [key for key in _by_key() if "*" not in key]
 
 
@@ -450,21 +450,21 @@ def account(command: Command) -> list[Row]:
     """Return a row for every setting of a command and for every word that is no setting, then rows for settings that
     contradict each other."""
     values = canonical(command.settings)
-    rows = [_row(key, value, values) for key, value in command.settings.items()]
+    rows = [_row_for(key, value, values) for key, value in command.settings.items()]
     rows += [Row(word, "", "—", "refused", why) for word, why in command.left_out.items()]
-    return [*rows, *_together(values), *_reward(values)]
+    return [*rows, *_contradictions(values), *_reward(values)]
 
 
-def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
+def _row_for(key: str, value: Any, values: Mapping[str, Any]) -> Row:
     text, name = value if isinstance(value, str) else describe(value, 60), real(key)
     entry = find(name)
     if entry is None:
-        return Row(key, text, "—", "refused", f"unknown{_meant(key, known())}")
+        return Row(key, text, "—", "refused", f"unknown{_did_you_mean(key, known())}")
     spelled = f"{name}; " if name != key else ""
     if key == "algorithm.kl_penalty" and isinstance(value, int | float):
         why = "read as a coefficient; verl's kl_penalty is the kind: kl, low_var_kl"
         return Row(key, text, "grpo(kl_coef)", "near", why)
-    if entry.only_if and not _holds(entry.only_if, values):
+    if entry.only_if and not _is_on(entry.only_if, values):
         reason = _SWITCHES[entry.only_if][1] if entry.only_if in _SWITCHES else f"{entry.only_if} is off"
         return Row(key, text, "—", "exact", f"{spelled}without effect: {reason}")
     if _is_one_of(value, entry.unless):
@@ -474,12 +474,12 @@ def _row(key: str, value: Any, values: Mapping[str, Any]) -> Row:
     return Row(key, text, entry.place, entry.kind, spelled + entry.note)
 
 
-def _cannot_be(key: str, name: str, value: Any, entry: Entry) -> str:
+def _cannot_be(key: str, name: str, value: Any, entry: TableEntry) -> str:
     """Return why a known key cannot have this value; "" where it can."""
     if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
         return "a variable that the text does not set: give the value"
     if name in _CHOICES and value is not None and value not in list(_CHOICES[name]):
-        return f"there is none of this name{_meant(str(value), _CHOICES[name])}"
+        return f"there is none of this name{_did_you_mean(str(value), _CHOICES[name])}"
     return _unread(key, value) if entry.place == "reward_from" else ""
 
 
@@ -489,7 +489,7 @@ def _unweighted(name: str, values: Mapping[str, Any]) -> str:
     weights, files = values.get("data.dataset_weights"), values.get("data.train_files")
     if name != "data.dataset_weights" or weights is None:
         return ""
-    if not isinstance(weights, list) or not weights or not _numbers(*weights) or min(weights) <= 0:
+    if not isinstance(weights, list) or not weights or not _are_numbers(*weights) or min(weights) <= 0:
         return "expected a list of numbers above 0, one for each of data.train_files"
     number = len(files) if isinstance(files, list) else int(bool(files))
     if number and number != len(weights):
@@ -499,19 +499,19 @@ def _unweighted(name: str, values: Mapping[str, Any]) -> str:
     return ""
 
 
-def _meant(name: str, names: Iterable[str]) -> str:
+def _did_you_mean(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
     return f": did you mean {close[0]}?" if close else ""
 
 
-def _holds(switch: str, values: Mapping[str, Any]) -> bool:
+def _is_on(switch: str, values: Mapping[str, Any]) -> bool:
     if switch in _SWITCHES:
         return _SWITCHES[switch][0](values)
     return bool(values.get(switch, DEFAULTS.get(switch, False)))
 
 
 def _is_one_of(value: Any, words: tuple[str, ...]) -> bool:
-    if "+" in words and _numbers(value) and value > 0:
+    if "+" in words and _are_numbers(value) and value > 0:
         return True
     return any(word == value and isinstance(word, bool) == isinstance(value, bool) for word in map(parsed, words))
 
@@ -526,14 +526,14 @@ def _unread(key: str, value: Any) -> str:
 
 
 def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield rows for reward settings that cannot be honoured together, or not on this machine."""
+    """Yield table rows on reward settings that cannot be honoured together, or not on this machine."""
     block = reward_block(values)
     try:
         settings = read_block(block)
         lines = [*cannot(settings), *contradictions(settings)]
         manager = str(settings.get("reward_manager.name", "naive"))
         if settings.get("reward_manager.source", "register") == "register" and manager not in MANAGERS:
-            lines.append(f"reward_manager.name={manager}: there is none of this name{_meant(manager, MANAGERS)}")
+            lines.append(f"reward_manager.name={manager}: there is none of this name{_did_you_mean(manager, MANAGERS)}")
     except SettingError as error:
         lines = [] if any(_unread(key, value) for key, value in block.items()) else [str(error)]  # its own row says it
     yield from (Row("reward", "", "—", "refused", line) for line in lines)
@@ -547,7 +547,7 @@ def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in block.items() if (entry := find(key)) and entry.place == "reward_from"}
 
 
-def _together(values: Mapping[str, Any]) -> Iterator[Row]:
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Row]:
     """Yield rows for settings that contradict each other, or that have another effect together than alone."""
     method, critic = estimator(values), values.get("critic.enable")
     in_reward = values.get("algorithm.use_kl_in_reward")
@@ -593,15 +593,15 @@ def _unfitting_names(values: Mapping[str, Any], method: str) -> Iterator[Row]:
 
 
 def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield rows for numbers that do not fit each other, such as a mini-batch larger than the batch."""
+    """Yield table rows on numbers that do not fit each other, such as a mini-batch larger than the batch."""
     batch, mini = (values.get(key) for key in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"))
     batch = DEFAULTS["data.train_batch_size"] if batch is None else batch
-    if _numbers(mini, batch) and mini > batch:
+    if _are_numbers(mini, batch) and mini > batch:
         why = "a mini-batch is a part of the batch; both count prompts"
         yield Row(f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why)
     prompt, response = longest(values, "prompt"), longest(values, "response")
     room = values.get(f"{_ROLLOUT}.max_model_len")
-    if _numbers(prompt, response, room) and prompt + response > room:
+    if _are_numbers(prompt, response, room) and prompt + response > room:
         both, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
         yield Row(both, f"{room}, {prompt} + {response}", "—", "refused", why)
     for place in (_ACTOR, "critic"):
@@ -609,5 +609,5 @@ def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[Row]:
             yield Row(f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both")
 
 
-def _numbers(*found: Any) -> bool:
+def _are_numbers(*found: Any) -> bool:
     return all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)

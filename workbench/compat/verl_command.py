@@ -56,7 +56,7 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
         return Command(_resolved(_of_yaml(path)), {}, name)
     commands = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
     if commands:
-        chosen = _chosen(commands, command, name)
+        chosen = _one_command(commands, command, name)
         read = _of_words(chosen, path.parent if path else Path(), name)
         return read._replace(suffix=_suffix(commands, chosen, command))
     block, left = _block(text)
@@ -66,7 +66,7 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     return Command(_resolved(flat(block)), left, name)
 
 
-def _chosen(commands: list[list[str]], command: int | None, name: str) -> list[str]:
+def _one_command(commands: list[list[str]], command: int | None, name: str) -> list[str]:
     if len(commands) > 1 and command is None:
         raise SettingError(f"{len(commands)} commands in {name}", do=f"choose one: command=0 … {len(commands) - 1}")
     if not 0 <= (command or 0) < len(commands):
@@ -164,9 +164,9 @@ def _overrides(words: Sequence[str]) -> list[str] | None:
     """Return the words after verl's entry point, or those of a bare list of overrides; None for another command."""
     for place, word in enumerate(words):
         if _BEGINS.search(word):
-            own = list(words[place + 1 :])
-            redirect = next((number for number, one in enumerate(own) if re.match(r"[12]?>", one)), len(own))
-            return own[:redirect]
+            rest = list(words[place + 1 :])
+            redirect = next((number for number, one in enumerate(rest) if re.match(r"[12]?>", one)), len(rest))
+            return rest[:redirect]
     bare = [word for word in words if _WORD.match(word) and "." in word.partition("=")[0]]
     return list(words) if bare and len(bare) == len(words) else None
 
@@ -188,8 +188,8 @@ def _of_words(words: Sequence[str], folder: Path, name: str) -> Command:
         elif word.startswith("~"):
             left[word] = "deletes a setting of verl's defaults, which are not read"
         elif _WORD.match(word):
-            given = parsed(value)
-            inner = {"": given} if not isinstance(given, Mapping) or not given else given
+            content = parsed(value)
+            inner = {"": content} if not isinstance(content, Mapping) or not content else content
             settings |= {f"{option.lstrip('+')}.{key}".rstrip("."): one for key, one in inner.items()}
         elif word not in ("...", "…", "\\", ""):
             left[word] = "no setting: expected key=value"
@@ -256,12 +256,12 @@ def _block(text: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _resolved(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in interpolations (`${data.x}`) from the settings; a setting whose interpolation names an unset key is left
     out."""
-    own = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
-    found = {key: _filled(value, own) for key, value in own.items()}
+    known = {key: value for key, value in settings.items() if key.rpartition(".")[2] != "_target_"}
+    found = {key: _expand(value, known) for key, value in known.items()}
     return {key: value for key, value in found.items() if value is not _UNSET}
 
 
-def _filled(value: Any, settings: Mapping[str, Any], depth: int = 0) -> Any:
+def _expand(value: Any, settings: Mapping[str, Any], depth: int = 0) -> Any:
     if not isinstance(value, str):
         return value
     interpolation = re.fullmatch(r"\$\{([^${}]+)\}", value)
@@ -274,7 +274,7 @@ def _filled(value: Any, settings: Mapping[str, Any], depth: int = 0) -> Any:
     if colon and kind != "oc.select":
         return value
     key = name if colon else interpolation[1]
-    return _filled(settings[key], settings, depth + 1) if key in settings else _typed(default) if comma else _UNSET
+    return _expand(settings[key], settings, depth + 1) if key in settings else _typed(default) if comma else _UNSET
 
 
 _UNSET = object()
@@ -300,7 +300,7 @@ def _raw_statements(text: str) -> Iterator[list[str]]:
     words: list[str] = []
     word, place, array = "", 0, False
     while place < len(text):
-        if (end := _whole(text, place)) > place:
+        if (end := _unit_end(text, place)) > place:
             word, place = word + text[place:end], end
             continue
         char, place = text[place], place + 1
@@ -320,7 +320,7 @@ def _raw_statements(text: str) -> Iterator[list[str]]:
     yield [*words, *filter(None, [word])]
 
 
-def _whole(text: str, place: int) -> int:
+def _unit_end(text: str, place: int) -> int:
     """Return the position after the quoted text, escaped character or expansion that begins at `place`; `place` where
     none begins."""
     if text[place] in "'\"":
@@ -381,8 +381,8 @@ class _Shell:
             inner = [piece for word in raw[1 : raw.index(")") if ")" in raw else None] for piece in self._word(word)]
             self._arrays[array[1]] = [*(self._arrays.get(array[1], []) if array[2] else []), *inner]
             return None
-        while raw and (given := re.match(r"([A-Za-z_]\w*)=(.*)", raw[0], re.DOTALL)) is not None:
-            self._names[given[1]] = " ".join(self._word(given[2]))
+        while raw and (assignment := re.match(r"([A-Za-z_]\w*)=(.*)", raw[0], re.DOTALL)) is not None:
+            self._names[assignment[1]] = " ".join(self._word(assignment[2]))
             raw = raw[1:]
         return [piece for word in raw for piece in self._word(word)] if raw else None
 
@@ -390,7 +390,7 @@ class _Shell:
         """Expand a raw word: its quotes are removed, and it is split where an unquoted variable has spaces."""
         pieces, place = [""], 0
         while place < len(raw):
-            char, end = raw[place], _whole(raw, place)
+            char, end = raw[place], _unit_end(raw, place)
             if char == '"':
                 pieces = self._spread(pieces, raw[place + 1 : end - 1], quoted=True)
             elif char == "'":
@@ -439,7 +439,7 @@ class _Shell:
         return " ".join(self._word(expansion[3])) if expansion[2] in (":-", "-", ":=", "=") else text
 
     def _arithmetic(self, text: str) -> str:
-        known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda one: self._names.get(one[1], one[0]), text)
+        known = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: self._names.get(match[1], match[0]), text)
 
         def number(node: ast.AST) -> int:
             if isinstance(node, ast.Constant) and isinstance(node.value, int):

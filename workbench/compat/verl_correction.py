@@ -102,8 +102,8 @@ def _preset_or_text(text: str) -> Mapping[str, Any]:
     return block
 
 
-def _block(given: Mapping[str, Any]) -> dict[str, Any]:
-    whole = nested(given)
+def _block(settings: Mapping[str, Any]) -> dict[str, Any]:
+    whole = nested(settings)
     place: Any = whole.get("algorithm", whole)
     if "algorithm" in whole or "rollout_correction" in whole:
         inside = isinstance(place, Mapping) and "rollout_correction" in place

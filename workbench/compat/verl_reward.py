@@ -109,8 +109,8 @@ def _manager(block: Mapping[str, Any], function: Any, scorer: Any, tokenizer: An
     """Make the manager around a scorer: (manager, its name); a manager class of the user's gets the function alone."""
     name, kwargs = block.get("reward_manager.name", "naive"), dict(block.get("reward_kwargs", {}))
     if block.get("reward_manager.source") == "importlib":
-        own: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
-        return FileManagerReward(block["reward_manager.module.path"], _class(block), **own), _class(block)
+        arguments: dict[str, Any] = {"tokenizer": tokenizer, "compute_score": function, "roots": roots, **kwargs}
+        return FileManagerReward(block["reward_manager.module.path"], _class(block), **arguments), _class(block)
     if function is not None and _ours(name):  # the function has its part of them already
         kwargs = {key: value for key, value in kwargs.items() if key in _PENALTY}
     # the limits of `rate_limited` are its scorer's
@@ -136,7 +136,7 @@ def read_block(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise SettingError("the reward settings", expected="a dict", found=describe(settings))
     block: dict[str, Any] = {}
     for path, value in leaves(settings):
-        name = _now(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
+        name = _current_name(path.lstrip("+").removeprefix("reward."))  # Hydra's mark of a key that its files lack
         group = any(known.startswith(f"{name}.") for known in BLOCK)
         if value is None or (group and value == {}):
             continue
@@ -167,7 +167,7 @@ def _place(block: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
     return place, key
 
 
-def _now(name: str) -> str:
+def _current_name(name: str) -> str:
     for old, now in OLD.items():
         if f"{name}.".startswith(f"{old}."):
             name = now + name[len(old) :]
@@ -310,8 +310,8 @@ _PENALTY = ("max_resp_len", "overlong_buffer_cfg")
 
 
 def _handed_parameters(block: Mapping[str, Any], roots: tuple[str, ...]) -> set[str]:
-    """Return the names in `_HANDED` that the custom function has arguments for; one with `**kwargs` takes addresses and
-    limits."""
+    """Return the names in `_HANDED` (what verl passes to a custom function) that the custom function takes; one with
+    `**kwargs` takes addresses and limits."""
     if "custom_reward_function.path" not in block:
         return set()
     taken = inspect.signature(_loaded(block, roots, {})).parameters
@@ -462,7 +462,7 @@ class VerlReward(ManagerReward):
             "reward_model.",
             "reward_manager.module.",
         )  # in files, which may have changed
-        self.block = None if any(key.startswith(changing) for key in given) else without_secrets(_plain(given))
+        self.block = None if any(key.startswith(changing) for key in given) else without_secrets(_plain_value(given))
         self._tokenizer, self._file = tokenizer, file
         self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file
         if isinstance(manager, NaiveRewardManager):
@@ -483,7 +483,7 @@ class VerlReward(ManagerReward):
     def settings(self) -> dict[str, Any]:
         """Return the `reward.*` settings as they were passed, and the settings of the reward inside."""
         inner = {"scorer": self._inner.settings()} if self._inner is not None else {}
-        return {**super().settings(), "given": without_secrets(_plain(self.given)), **inner}
+        return {**super().settings(), "given": without_secrets(_plain_value(self.given)), **inner}
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before any row is scored, if the scorer needs a column that is not in `columns`."""
@@ -530,7 +530,7 @@ class VerlReward(ManagerReward):
         return f"VerlReward({self.name}: {settings or 'the scorer of each data_source'})"
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain_value(one) for key, one in value.items()}
     return value if isinstance(value, str | int | float | bool | None) else repr(value)

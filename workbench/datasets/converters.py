@@ -82,15 +82,15 @@ def convert(
     Example:
         >>> wb.datasets.convert("gsm8k", "train.jsonl", "gsm8k/train.parquet")  # doctest: +SKIP
     """
-    how, goal = _kind(kind, tool), Path(target).expanduser()
+    how, goal = _kind_named(kind, tool), Path(target).expanduser()
     require(goal.suffix == ".parquet", "target", expected="a name ending in .parquet", found=str(target))
     places = (
         (f"row {row} of {path}", record) for path in files.find(source) for row, record in enumerate(files.read(path))
     )
     tasks = [how.read(cells_of(record, place), place) for place, record in places]
-    asked = how.instruction if instruction is None else instruction
+    request = how.instruction if instruction is None else instruction
     pairs = ((index, task) for index, task in enumerate(tasks) if task is not None)
-    rows = [_row(task, how, {"split": split, "index": index}, asked, tool) for index, task in pairs]
+    rows = [_row(task, how, {"split": split, "index": index}, request, tool) for index, task in pairs]
     if not rows:
         raise DataError(f"no rows in {source}", found=f"{len(tasks)} problems without test cases" if tasks else None)
     names = dict.fromkeys(name for row in rows for name in row)
@@ -98,7 +98,7 @@ def convert(
     return len(rows)
 
 
-def _kind(kind: str, tool: str | None) -> Kind:
+def _kind_named(kind: str, tool: str | None) -> Kind:
     if kind not in KINDS:
         raise DataError(unknown("kind of data set", kind, KINDS))
     if tool is not None and KINDS[kind].ability == "code":
@@ -117,13 +117,13 @@ def _row(task: _Task, how: Kind, place: Mapping[str, Any], instruction: str, too
             "agent_name": "tool_agent",
             "prompt": [{"role": "system", "content": TOOL_SYSTEM.format(tool=tool)}, *prompt],
         }
-        given = {tool: {"create_kwargs": {"ground_truth": task.truth}}}
-        extra |= {"need_tools_kwargs": True, "tools_kwargs": given}
+        kwargs = {tool: {"create_kwargs": {"ground_truth": task.truth}}}
+        extra |= {"need_tools_kwargs": True, "tools_kwargs": kwargs}
     truth = task.truth if isinstance(task.truth, str) else json.dumps(task.truth)
     return {**row, "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": extra, **task.columns}
 
 
-def _texts(record: Mapping[str, Any], place: str, *names: str) -> list[str]:
+def _text_fields(record: Mapping[str, Any], place: str, *names: str) -> list[str]:
     """Return these fields of a record. Raises `DataError`, naming the first field that is not a text, or is blank."""
     for name in names:
         if not isinstance(record.get(name), str) or not record[name].strip():
@@ -152,7 +152,7 @@ def _gsm8k(record: Mapping[str, Any], place: str) -> _Task:
 
 def _math(record: Mapping[str, Any], place: str) -> _Task:
     """Read a record of MATH, whose answer is in the solution's box, or of MATH-500, which has it in `answer`, too."""
-    question, solution = _texts(record, place, "problem", "solution")
+    question, solution = _text_fields(record, place, "problem", "solution")
     truth = record.get("answer") or last_box(_BARE.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed{", solution)))
     if not isinstance(truth, str) or not truth.strip():
         raise DataError(f"solution of {place}", expected="an answer in \\boxed{…}", found=repr(solution[-60:]))
@@ -166,7 +166,7 @@ _BARE = re.compile(r"\\boxed\s+([^\s{$][^\s$]*)")
 
 
 def _geo3k(record: Mapping[str, Any], place: str) -> _Task:
-    question, answer = _texts(record, place, "problem", "answer")
+    question, answer = _text_fields(record, place, "problem", "answer")
     pictures = record.get("images")
     if not isinstance(pictures, list) or question.count("<image>") != len(pictures):
         found = f"{question.count('<image>')} × <image> in the problem, images {describe(pictures)}"
@@ -182,7 +182,7 @@ def _geo3k(record: Mapping[str, Any], place: str) -> _Task:
 def _apps(record: Mapping[str, Any], place: str) -> _Task | None:
     """Read a record of APPS or TACO: `input_output` is JSON of `inputs`, `outputs` and, where a function is called,
     `fn_name`."""
-    (question,) = _texts(record, place, "question")
+    (question,) = _text_fields(record, place, "question")
     tests = _parsed(record.get("input_output") or "{}", f"input_output of {place}")
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= tests.keys():
         if not tests:
@@ -199,7 +199,7 @@ def _livecodebench(record: Mapping[str, Any], place: str) -> _Task:
 
     Where a function is called, each line of a case's input is the JSON of an argument.
     """
-    (question,) = _texts(record, place, "question_content")
+    (question,) = _text_fields(record, place, "question_content")
     cases = [
         case
         for name in ("public_test_cases", "private_test_cases")
@@ -244,7 +244,7 @@ def _unpacked(text: str, place: str) -> str:
 
 
 def _humaneval(record: Mapping[str, Any], place: str) -> _Task:
-    prompt, test, name = _texts(record, place, "prompt", "test", "entry_point")
+    prompt, test, name = _text_fields(record, place, "prompt", "test", "entry_point")
     question = f"Complete this function:\n```python\n{prompt.rstrip()}\n```\n"
     return _code(question, None, {"test": test, "entry_point": name, "prompt": prompt}, record, "task_id")
 
@@ -252,7 +252,7 @@ def _humaneval(record: Mapping[str, Any], place: str) -> _Task:
 def _mbpp(record: Mapping[str, Any], place: str) -> _Task:
     """Read a record of MBPP (`text`) or its sanitized form (`prompt`); the question shows the assertions, as these name
     the function."""
-    (question,) = _texts(record, place, "prompt" if record.get("prompt") else "text")
+    (question,) = _text_fields(record, place, "prompt" if record.get("prompt") else "text")
     tests = record.get("test_list")
     if not isinstance(tests, list) or not tests:
         raise DataError(f"test_list of {place}", expected="a list of assertions", found=describe(tests))

@@ -35,7 +35,7 @@ STEP = "data_step"
 """Key of a line's step."""
 
 
-class Recorded(Composite):
+class RecordedRows(Composite):
     """Rows that change with what a run's steps showed, and keep it in a jsonl file of the run's folder.
 
     Subclasses define which lines a step gives (`_lines`) and what a line changes (`_take`).
@@ -59,13 +59,13 @@ class Recorded(Composite):
         self._unwritten: list[str] = []
 
     def _take(self, step: int, line: dict[str, Any]) -> None:
-        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Recorded")
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of RecordedRows")
 
     def _lines(self, step: int, batches: Sequence[DataProto], counts: Counter[str]) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Recorded")
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of RecordedRows")
 
     def _forget(self) -> None:
-        raise NotImplementedError(f"{type(self).__name__} does not define this hook of Recorded")
+        raise NotImplementedError(f"{type(self).__name__} does not define this hook of RecordedRows")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class Recorded(Composite):
 # --- rows that grow -------------------------------------------------------------------------------
 
 
-class Growing(Recorded):
+class Growing(RecordedRows):
     """Rows to which a run adds new ones: see `growing`."""
 
     def __init__(self, base: Rows, file: str, max_rows: int, on_bad_row: str) -> None:
@@ -168,13 +168,13 @@ class Growing(Recorded):
         self._grown: list[dict[str, Any]] = []
         self._made: list[int] = []
         """Of each grown row the step that made it."""
-        self._prompts = {_text(row) for row in self._base._rows}
+        self._prompts = {_chat_key(row) for row in self._base._rows}
 
     def _take(self, step: int, line: dict[str, Any]) -> None:
         row = {name: value for name, value in line.items() if name != STEP}
         self._grown.append(row)
         self._made.append(step)
-        self._prompts.add(_text(row))
+        self._prompts.add(_chat_key(row))
 
     def _present(self) -> tuple[dict[str, Any], ...]:
         return (*self._base._rows, *self._grown)
@@ -185,8 +185,8 @@ class Growing(Recorded):
         counts.update(dict.fromkeys(("new_rows", "new_rows_refused", "new_rows_repeated"), 0))
         for record, parent in _offered(batches):
             try:
-                row = self._checked(record, parent, f"a new_row of step {step}")
-                repeated = _text(row) in self._prompts
+                row = self._check_new_row(record, parent, f"a new_row of step {step}")
+                repeated = _chat_key(row) in self._prompts
                 if not repeated and self._fits is not None:
                     self._fits(row[CHAT])
             except DataError as error:
@@ -204,7 +204,7 @@ class Growing(Recorded):
                 yield row
         counts["grown"] = len(self._grown)
 
-    def _checked(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
+    def _check_new_row(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a new row as it will be read from the file; a missing `data_source` or `data_part` is copied from its
         parent row."""
         ((row,), _) = Reading(data_source=parent.get("data_source") or "rows").read([record], place)
@@ -252,7 +252,7 @@ class Growing(Recorded):
         return [*self._base._further(size - new, step, seed), *(len(self._base) + index for index in chosen)]
 
 
-def _text(row: Mapping[str, Any]) -> str:
+def _chat_key(row: Mapping[str, Any]) -> str:
     return json.dumps(row[CHAT], sort_keys=True, default=str)
 
 
@@ -263,9 +263,9 @@ def _offered(batches: Sequence[DataProto]) -> Iterator[tuple[Any, Mapping[str, A
         before: set[str] = set()
         for objects in (batch.non_tensor_batch for batch in batches if column in batch):
             names = [name for name in ("data_source", "data_part") if name in objects]
-            for number, given in enumerate(objects[column]):
+            for number, cell in enumerate(objects[column]):
                 parent = {name: objects[name][number] for name in names}
-                records = given if isinstance(given, list | tuple) else [given]
+                records = cell if isinstance(cell, list | tuple) else [cell]
                 yield from ((record, parent) for record in records if record and objects["uid"][number] not in before)
             before |= set(objects["uid"])
 
@@ -304,7 +304,7 @@ def growing(rows: Rows, file: str = "grown.jsonl", *, max_rows: int = 10_000, on
 # --- rows that are drawn by what they teach -------------------------------------------------------
 
 
-class Adaptive(Recorded):
+class Adaptive(RecordedRows):
     """Rows that are drawn less often while their recent mean reward is outside a band: see `adaptive`."""
 
     def __init__(self, base: Rows, **settings: Any) -> None:
@@ -352,8 +352,8 @@ class Adaptive(Recorded):
         if past:
             last = [mean for _, mean in past[-self._settings["window"] :]]
             return sum(last) / len(last)
-        given = self._rows[row].get(self._settings["column"]) if self._settings["column"] else None
-        return None if given is None else float(given)
+        known = self._rows[row].get(self._settings["column"]) if self._settings["column"] else None
+        return None if known is None else float(known)
 
     def _inside(self, row: int, step: int) -> bool:
         mean = self._mean(row, step)
@@ -372,7 +372,7 @@ class Adaptive(Recorded):
         same = [size == tried for (_, size), (tried, _) in zip(asks.tolist(), known, strict=False)]
         del known[same.index(False) if False in same else len(asks) :]
         done = known[: max(len(asks) - 1, 0)]
-        past = [(step, size) for (step, _), (_, asked) in zip(asks.tolist(), done, strict=False) for size in asked]
+        past = [(step, size) for (step, _), (_, sizes) in zip(asks.tolist(), done, strict=False) for size in sizes]
         every, last = np.array(past, dtype=np.int64).reshape(-1, 2), list[Drawn]()
         for step, size in asks[len(done) :].tolist():
             before = len(every)
@@ -410,8 +410,8 @@ class Adaptive(Recorded):
         return sorted(found, key=lambda row: not self._accepted(row, step, seed, "further"))[:size]
 
     def _batch(self, drawn: Sequence[Drawn], *, step: int, epoch: int, seed: int) -> DataProto:
-        made = super()._batch(drawn, step=step, epoch=epoch, seed=seed)
-        return made.with_columns({"data_row": [row for row, _ in drawn]}, origin=made.origins["uid"])
+        batch = super()._batch(drawn, step=step, epoch=epoch, seed=seed)
+        return batch.with_columns({"data_row": [row for row, _ in drawn]}, origin=batch.origins["uid"])
 
 
 _TURNS = 16

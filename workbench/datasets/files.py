@@ -38,10 +38,10 @@ def find(path: str | Path | Sequence[str | Path]) -> list[Path]:
     with files of several kinds, or of several splits. Whether a file exists is not checked here: `read` does that.
     """
     files: list[Path] = []
-    for given in [path] if isinstance(path, str | Path) else path:
-        place = Path(given).expanduser()
+    for entry in [path] if isinstance(path, str | Path) else path:
+        place = Path(entry).expanduser()
         if _is_folder(place):
-            files += _inside(place)
+            files += _data_files(place)
             continue
         if not any(sign in str(place) for sign in "*?") or os.path.exists(place):
             files.append(place)
@@ -61,7 +61,7 @@ def _is_folder(path: Path) -> bool:
         raise DataError(f"no data file at {str(path)[:200]!r}", found=str(cause)[:100]) from cause
 
 
-def _inside(folder: Path) -> list[Path]:
+def _data_files(folder: Path) -> list[Path]:
     """List the data files of a folder and of those below it, by name."""
     inside = sorted(one for one in folder.rglob("*") if one.suffix in SUFFIXES and one.name not in _ABOUT)
     names = [str(one.relative_to(folder)) for one in inside]

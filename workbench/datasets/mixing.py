@@ -65,7 +65,7 @@ class Composite(Rows):
         raise NotImplementedError(f"{type(self).__name__} does not define this hook of Composite")
 
     def _identity(self) -> tuple[Any, ...]:
-        """Return the settings of this kind of rows, beside its parts."""
+        """Return the settings that `data_hash` covers besides the parts, such as a mix's weights."""
         raise NotImplementedError(f"{type(self).__name__} does not define this hook of Composite")
 
     @property
@@ -156,19 +156,19 @@ class Mix(Composite):
 
     def _drawn(self, asks: np.ndarray, seed: int) -> list[Drawn]:
         parts = enumerate(self._asks_of_parts(asks, seed))
-        drawn = [one for number, (part, its, own) in parts for one in self._shifted(number, part._drawn(its, own))]
+        drawn = [one for number, (part, ask, sub) in parts for one in self._shifted(number, part._drawn(ask, sub))]
         return shuffled(drawn, derive(seed, "mixed"), len(asks))
 
     def _position(self, asks: np.ndarray, seed: int) -> dict[str, Any]:
-        asked = self._asks_of_parts(asks, seed)
-        return {name: part._position(its, own) for name, (part, its, own) in zip(self.weights, asked, strict=True)}
+        parts = self._asks_of_parts(asks, seed)
+        return {name: part._position(ask, sub) for name, (part, ask, sub) in zip(self.weights, parts, strict=True)}
 
     def _further(self, size: int, step: int, seed: int) -> list[int]:
         parts = enumerate(self._asks_of_parts(np.array([[step, size]]), seed))
         rows = [
             self._offsets[number] + index
-            for number, (part, its, own) in parts
-            for index in part._further(int(its[0, 1]), step, own)
+            for number, (part, ask, sub) in parts
+            for index in part._further(int(ask[0, 1]), step, sub)
         ]
         return shuffled(rows, seed, 1)
 
@@ -270,7 +270,7 @@ def mix(
     Example:
         >>> rows = wb.datasets.mix({"gsm8k": a, "math": b, "code": c}, weights=[.5, .3, .2])  # doctest: +SKIP
     """
-    named = _named(parts)
+    named = _name_parts(parts)
     if exhausted not in ("cycle", "stop"):
         raise DataError(unknown("value of exhausted", exhausted, ("cycle", "stop")))
     if isinstance(weights, Mapping):
@@ -286,7 +286,7 @@ def mix(
     return Mix(named, [share / max(shares) for share in shares], exhausted)
 
 
-def _named(parts: Any) -> dict[str, Rows]:
+def _name_parts(parts: Any) -> dict[str, Rows]:
     if isinstance(parts, Sequence) and not isinstance(parts, str):
         listed = [check_part(part, f"part {number} of the mix") for number, part in enumerate(parts)]
         sources = [set(map(str, part.values("data_source"))) for part in listed]

@@ -222,7 +222,7 @@ def samples(x: Any, *, limit: int | None = None) -> Samples:
         for number, record in enumerate(islice(records, None if limit is None else limit - len(listed))):
             place = f"{source or 'samples'}, row {number}"
             cells = {name: cell for name, cell in cells_of(record, place).items() if cell is not None}
-            form = form or _form(cells, place)
+            form = form or _form_of(cells, place)
             if not form.fits(cells):
                 expected = f"{form.name}, as the rows before it"
                 raise DataError(f"fields of {place}", expected=expected, found=", ".join(cells))
@@ -246,7 +246,7 @@ class RecordForm:
         return all(any(name in cells for name in one.split("|")) for one in self.fields)
 
 
-def _form(cells: Record, place: str) -> RecordForm:
+def _form_of(cells: Record, place: str) -> RecordForm:
     chosen = next((form for form in FORMS if form.fits(cells)), None)
     if chosen is None:
         known = "; ".join(f"{form.name} ({', '.join(form.fields)})" for form in FORMS)
@@ -300,7 +300,7 @@ def finite(cell: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _listed(cell: Any, place: str) -> list[Any]:
+def _objects_of(cell: Any, place: str) -> list[Any]:
     value = json.loads(cell) if isinstance(cell, str) else cell
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise DataError(place, expected="a list of objects, or its JSON text", found=describe(cell))
@@ -309,10 +309,10 @@ def _listed(cell: Any, place: str) -> list[Any]:
 
 def _data_sample(cells: Record, place: str, number: int) -> Sample:
     turns = [
-        {"role": turn["role"], "content": turn["content"]} for turn in _listed(cells["input"], f"input of {place}")
+        {"role": turn["role"], "content": turn["content"]} for turn in _objects_of(cells["input"], f"input of {place}")
     ]
     metadata = object_of(cells.get("metadata"), f"metadata of {place}") or {}
-    outputs = _listed(cells["output"], f"output of {place}")
+    outputs = _objects_of(cells["output"], f"output of {place}")
     judged = [_gallery_answer(output.get("answer") or {}, place) for output in outputs]
     preferred = [at for at, (_, chosen) in enumerate(judged) if chosen]
     choice = metadata.get("preferred")
@@ -348,7 +348,7 @@ def _helpsteer_pair(cells: Record, place: str, number: int) -> Sample:
 
 def _ultra_feedback(cells: Record, place: str, number: int) -> Sample:
     answers = []
-    for completion in _listed(cells["completions"], f"completions of {place}"):
+    for completion in _objects_of(cells["completions"], f"completions of {place}"):
         notes = {
             name: (note[0] if isinstance(note, list) and note else note).get("Rating")
             for name, note in (completion.get("annotations") or {}).items()
@@ -375,8 +375,8 @@ def _pair(cells: Record, place: str, number: int) -> Sample:
     for kind, texts in enumerate((chosen, rejected)):
         for text, model in zip_longest(texts, models[kind][: len(texts)], fillvalue=""):
             score = scores[kind]
-            said = spoken(text if isinstance(text, str) else text[-1:], f"answers of {place}")
-            answers.append(Answer(said, {} if score is None else {"score": score}, str(model or "")))
+            answer = spoken(text if isinstance(text, str) else text[-1:], f"answers of {place}")
+            answers.append(Answer(answer, {} if score is None else {"score": score}, str(model or "")))
     used = ("prompt", "instruction", "question", "input", "chosen", "rejected", "models")
     return _sample(cells, place, number, prompt, answers, range(len(chosen)), used)
 
@@ -399,8 +399,8 @@ def _shared(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:
     if isinstance(chosen, str):
         turn = chosen.rfind("\n\nAssistant:", 0, same)
         if turn >= 0:  # Anthropic's transcripts: what was said before is the prompt
-            said, ends = chosen[:turn].removeprefix("\n\nHuman:"), turn + len("\n\nAssistant:")
-            return said.strip(), chosen[ends:].strip(), rejected[ends:].strip()
+            prompt, ends = chosen[:turn].removeprefix("\n\nHuman:"), turn + len("\n\nAssistant:")
+            return prompt.strip(), chosen[ends:].strip(), rejected[ends:].strip()
         same -= same > 0 and chosen[same - 1] == " "
     if not same:
         expected = "a prompt, or answers that begin with the same one"

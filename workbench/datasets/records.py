@@ -107,10 +107,10 @@ class Reading:
         return f"wb.rows({', '.join([self.code, *arguments])})"
 
     def _roles(self, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str) -> _Roles:
-        prompt = self.prompt or _first(PROMPTS, columns)
+        prompt = self.prompt or _first_column(PROMPTS, columns)
         answer = self.answer
         if answer is None and "reward_model" not in columns:
-            answer = _first(ANSWERS, [name for name in columns if name != prompt])
+            answer = _first_column(ANSWERS, [name for name in columns if name != prompt])
         missing = next((name for name in (prompt, answer) if name is not None and name not in columns), None)
         if prompt is None or missing:
             raise self._unknown(missing, columns, cells, where)
@@ -123,7 +123,8 @@ class Reading:
     def _unknown(
         self, missing: str | None, columns: list[str], cells: Sequence[Mapping[str, Any]], where: str
     ) -> DataError:
-        """Make the error for a column that is `missing`, or where no column is known as a prompt."""
+        """Make the error for a column named `missing` that the records lack, or (None) for records of which no column
+        is known as a prompt."""
         what, expected = f"{missing!r} is no column{where}", None
         if not missing:
             what, expected = f"no column{where or ' of the rows'} is known as a prompt", f"one of {', '.join(PROMPTS)}"
@@ -136,7 +137,7 @@ class Reading:
         The column with the longest texts is taken for the prompt, and the last other column for the truth.
         """
         texts = {name: sum(len(row[name]) for row in cells if isinstance(row.get(name), str)) for name in columns}
-        likely = _first((self.answer, *ANSWERS), columns)
+        likely = _first_column((self.answer, *ANSWERS), columns)
         left = [name for name in columns if name != likely and name not in _STRUCTURED]
         for prompt in sorted(left, key=lambda name: (name != self.prompt, -texts[name])):
             others = [name for name in left if name != prompt and name not in _RESERVED]
@@ -149,7 +150,7 @@ class Reading:
         return f"write each row's prompt into a column {CHAT!r}: a text, or a list of {{role, content}}"
 
 
-def _first(names: Iterable[str | None], columns: Sequence[str]) -> str | None:
+def _first_column(names: Iterable[str | None], columns: Sequence[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
@@ -188,7 +189,7 @@ class _Roles:
         refuse_media(kept, place, self.how)
         turns, answer = self._chat_and_answer(prompt, "reward_model" in kept, f"{self.prompt} of {place}")
         _refuse_placeholders(turns, {**row, **extra}, place)
-        judged = self._judged(kept, row, answer, place)
+        judged = self._reward_model(kept, row, answer, place)
         if not text:
             gone.add(self.prompt)
         gone |= _RESERVED.intersection({self.prompt, self.answer or CHAT})
@@ -217,9 +218,9 @@ class _Roles:
             turn.get("tool_calls") or isinstance(turn["content"], list) or turn["content"].strip() for turn in turns
         ):
             raise DataError(f"{place} is empty", expected=_EXPECTED, found=describe(prompt))
-        return _after(system, turns, place), answer
+        return _after_system(system, turns, place), answer
 
-    def _judged(
+    def _reward_model(
         self, kept: dict[str, Any], row: Mapping[str, Any], answer: str | None, place: str
     ) -> dict[str, Any] | None:
         """Return the row's `reward_model`, with the ground truth; None where the record has neither."""
@@ -247,7 +248,7 @@ class _Roles:
         return f"{self.prompt} → prompt{text}; {truth} ({form})"
 
 
-def _after(system: str | None, turns: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+def _after_system(system: str | None, turns: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     """Return a chat with the system message before it. Raises `DataError` where the chat has one already."""
     if system is None:
         return turns
@@ -342,19 +343,19 @@ def plain(value: Any, what: str = "a cell") -> Any:
     Raises `DataError`, naming `what`, for a cell that contains itself or is nested too deeply (`check_nesting`).
     """
     check_nesting(value, what, DataError)
-    return _plain(value)
+    return _plain_value(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if value is None or isinstance(value, str | float | int):
         return value
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain_value(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain_value(one) for one in value]
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+    return _plain_value(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def cells_of(record: Any, place: str) -> dict[str, Any]:
@@ -468,13 +469,13 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
         raise DataError(f"{place}: " + unknown("role", str(kept.get("role")), ROLES))
     if media := next((name for name in kept if name in MEDIA and not _empty(kept[name])), None):
         raise DataError(f"{media} in {place}", expected=_TEXT_ONLY, found=describe(kept[media]))
-    calls = _calls(kept.pop("tool_calls", []), kept["role"], place)
+    calls = _check_calls(kept.pop("tool_calls", []), kept["role"], place)
     if calls and "content" not in kept:
         return {**kept, **calls, "content": None}
-    return {**kept, **calls, "content": _text(kept.get("content"), f"content of {place}")}
+    return {**kept, **calls, "content": _content_text(kept.get("content"), f"content of {place}")}
 
 
-def _calls(calls: Any, role: str, place: str) -> dict[str, Any]:
+def _check_calls(calls: Any, role: str, place: str) -> dict[str, Any]:
     if not isinstance(calls, list) or not all(isinstance(one, Mapping) for one in calls):
         raise DataError(f"tool_calls of {place}", expected="a list of calls (dicts)", found=describe(calls))
     if calls and role != "assistant":
@@ -482,14 +483,14 @@ def _calls(calls: Any, role: str, place: str) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-def _text(content: Any, place: str) -> Any:
+def _content_text(content: Any, place: str) -> Any:
     """Return a message's content as one text; its parts are joined by newlines, as vLLM joins them for models that read
     text alone.
 
     Content with pictures (`pictures.is_parts`) stays a list of parts.
     """
     if pictures.is_parts(content):
-        return [{**part, "text": _text(part["text"], place)} if "text" in part else part for part in content]
+        return [{**part, "text": _content_text(part["text"], place)} if "text" in part else part for part in content]
     if isinstance(content, list) and content:
         content = "\n".join(_part(part, f"part {number} of {place}") for number, part in enumerate(content))
     if not isinstance(content, str):
@@ -539,7 +540,7 @@ def has_answer(row: Mapping[str, Any]) -> bool:
     A model does where `reward_model.style` is "model", a simulated user where there are `interaction_kwargs`.
     """
     by_model = (row.get("reward_model") or {}).get("style") == "model"
-    return _kind(truth_of(row)) not in _NOTHING or by_model or has_user(row)
+    return _truth_kind(truth_of(row)) not in _NOTHING or by_model or has_user(row)
 
 
 def has_user(row: Mapping[str, Any]) -> bool:
@@ -549,14 +550,14 @@ def has_user(row: Mapping[str, Any]) -> bool:
 
 def truth_kinds(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Count the ground truths of each kind: `text`, `whole number`, …, `none`, `empty`; most frequent first."""
-    return dict(Counter(_kind(truth_of(row)) for row in rows).most_common())
+    return dict(Counter(_truth_kind(truth_of(row)) for row in rows).most_common())
 
 
 _NOTHING = ("none", "empty")
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text", list: "list", dict: "object"}
 
 
-def _kind(truth: Any) -> str:
+def _truth_kind(truth: Any) -> str:
     if absent(truth):
         return "none"
     blank = isinstance(truth, str) and not truth.strip()

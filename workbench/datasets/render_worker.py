@@ -43,11 +43,11 @@ def main(parent: Any) -> None:
     parent.limit(resource.RLIMIT_AS, MEMORY)
     parent.send(b"ready")
     while True:
-        asked = json.loads(parent.frames.get())
-        if (moment := asked.get("clock")) is not None:
-            asked["variables"]["strftime_now"] = lambda form, moment=moment: moment
+        task = json.loads(parent.frames.get())
+        if (moment := task.get("clock")) is not None:
+            task["variables"]["strftime_now"] = lambda form, moment=moment: moment
         try:
-            texts = render_jinja_template(asked["chats"], chat_template=asked["template"], **asked["variables"])[0]
+            texts = render_jinja_template(task["chats"], chat_template=task["template"], **task["variables"])[0]
             longest = max(map(len, texts))
             if longest > LONGEST:
                 raise ValueError(f"the template wrote {longest} characters for one chat; expected at most {LONGEST}")

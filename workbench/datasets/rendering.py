@@ -154,7 +154,7 @@ def encode_all(
     """Encode several chats as `encode` does; many at once take a tenth of the time."""
     ids: dict[int, list[int]] = {}
     plain = {place: chat for place, chat in enumerate(chats) if isinstance(chat, str)}
-    talks = {place: _texts(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
+    talks = {place: _text_turns(chat, f"chat {place}") for place, chat in enumerate(chats) if not isinstance(chat, str)}
     template = getattr(tokenizer, "chat_template", None)
     if "tool_calls" not in str(template):
         called = next((place for place, talk in talks.items() if any("tool_calls" in turn for turn in talk)), None)
@@ -217,15 +217,15 @@ def bounds(tokenizer: Any, chats: Sequence[Sequence[Mapping[str, Any]] | str], *
             continue
         roles = tuple(turn["role"] for turn in turns)
         if roles not in around:
-            around[roles] = _around(tokenizer, roles, switches)
+            around[roles] = _overhead_tokens(tokenizer, roles, switches)
         texts = [turn["content"] for turn in turns]
         size = sum(len(text) if text.isascii() else grown * len(text.encode(errors="replace")) for text in texts)
         sizes.append(around[roles] + size)
     return sizes
 
 
-def _around(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -> float:
-    """Return most tokens that a template writes around the contents of messages with these roles; `("",)` stands for a
+def _overhead_tokens(tokenizer: Any, roles: Sequence[str], switches: Mapping[str, Any]) -> float:
+    """Return the most tokens that a template adds to the contents of messages with these roles; `("",)` stands for a
     bare text."""
     probes = [f"zq{number}qz" for number in range(len(roles))]
     special = tokenizer.num_special_tokens_to_add() + 2
@@ -288,7 +288,7 @@ def encode_pictures(
     return ids, pixels
 
 
-def _texts(chat: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
+def _text_turns(chat: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     turns = messages(chat, place)
     if any(is_parts(turn["content"]) for turn in turns):
         raise DataError(f"{place} has pictures", expected="text: a tokenizer reads no other", do=OPEN)

@@ -376,15 +376,15 @@ class Rows(Shown):
         return {}
 
     def record(self) -> None:
-        """Write the updates to disk; plain rows have none."""
+        """Write the updates that `learn` made to disk; plain rows do not change, and write nothing."""
 
     # --- looking ------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         named = dict(self.lines())
-        said = f"\n  {named['read as']}" if "read as" in named else ""
+        reading = f"\n  {named['read as']}" if "read as" in named else ""
         kind = type(self).__name__
-        return f"{kind}({named['rows']}; columns {named['columns']}){said}\n  first: {named['first prompt'][:100]!r}"
+        return f"{kind}({named['rows']}; columns {named['columns']}){reading}\n  first: {named['first prompt'][:100]!r}"
 
     def lines(self) -> list[tuple[str, str]]:
         """Return (label, value) pairs for display: how many rows, what their columns were read as, the first prompt."""
@@ -409,9 +409,9 @@ def common_limit(parts: Sequence[Rows]) -> int | None:
 
 def made_of(rows: Sequence[dict[str, Any]], max_prompt_length: int | None, source: str, read_as: str = "") -> Rows:
     """Make `Rows` of records that are rows in verl's schema already."""
-    made = Rows.__new__(Rows)
-    made._fill(rows, max_prompt_length, source, read_as)
-    return made
+    result = Rows.__new__(Rows)
+    result._fill(rows, max_prompt_length, source, read_as)
+    return result
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -457,10 +457,10 @@ class Report(Shown):
             ("read as", self.read_as),
             ("columns", ", ".join(self.columns)),
             ("data sources", ", ".join(f"{name}: {count}" for name, count in self.data_sources.items())),
-            ("missing answers", _named(self.missing_answers)),
+            ("missing answers", _count_and_places(self.missing_answers)),
             ("ground truths", ", ".join(f"{kind}: {count}" for kind, count in self.truths.items())),
             ("right under the reward", self.scorable),
-            ("repeated prompts", _named(self.duplicates)),
+            ("repeated prompts", _count_and_places(self.duplicates)),
             ("prompt characters", "  ".join(f"{name} {value:g}" for name, value in self.characters.items())),
             *([("pictures", str(self.pictures))] if self.pictures else []),
             *self.examples,
@@ -502,7 +502,7 @@ def _repeated(rows: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
     return tuple(index for index, prompt in enumerate(prompts) if first.setdefault(prompt, index) != index)
 
 
-def _named(rows: Sequence[int]) -> str:
+def _count_and_places(rows: Sequence[int]) -> str:
     return f"{len(rows)} (rows {[*rows[:5]]})" if rows else "none"
 
 
@@ -612,8 +612,8 @@ def rows(
     if isinstance(x, Rows):
         raw, max_prompt_length = raw or x.raw, max_prompt_length or x.max_prompt_length
     how = Reading(prompt=prompt, answer=answer, system=system, raw=raw, without=frozenset(without))
-    made, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
-    result = made_of(made, max_prompt_length, source, read_as)
+    records, source, read_as = _read(x, replace(how, data_source=_called(reward)), limit)
+    result = made_of(records, max_prompt_length, source, read_as)
     if reward is not None:
         scorable([*result.views()], reward)
     return result
@@ -646,7 +646,7 @@ def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
             named = {"code": repr(str(path)), "data_source": _SHARD.sub("", path.stem)}
             yield str(path), named, read(path)
     elif isinstance(x, Mapping):
-        split, records = _only(x)
+        split, records = _only_split(x)
         yield f"split {split!r}", {"code": f"x[{split!r}]"}, records
     else:
         records = table_records(x)
@@ -655,7 +655,7 @@ def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
         yield x.source if isinstance(x, Rows) else "", {}, records
 
 
-def _only(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:
+def _only_split(x: Mapping[str, Any]) -> tuple[str, Iterable[Any]]:
     """Return (name, records) of the one split that a `DatasetDict` has. Raises `DataError` for several."""
     if not x or not all(hasattr(one, "column_names") for one in x.values()):
         raise DataError("data for wb.rows", expected=_ANYTHING, found=describe(x))

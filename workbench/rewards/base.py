@@ -121,10 +121,10 @@ class BaseReward:
                 raise RewardError(what, expected=expected, found=len(scores))
             new = zip(waiting, scores, strict=True)
             judged.update((number, score) for number, score in new if number not in judged or _broken(judged[number]))
-            waiting = self._again(rows, [number for number in judged if _broken(judged[number])])
+            waiting = self._rows_to_retry(rows, [number for number in judged if _broken(judged[number])])
         return [judged[number] for number in range(len(rows))]
 
-    def _again(self, rows: Sequence[Mapping[str, Any]], lost: list[int]) -> list[int]:
+    def _rows_to_retry(self, rows: Sequence[Mapping[str, Any]], lost: list[int]) -> list[int]:
         """Return the numbers of the rows to score once more: the `lost` ones, and all rows of the same group or batch
         where those are scored together."""
         per = getattr(self, "per", "row" if self.streams else "group" if "uid" in self.reads else "batch")
@@ -197,9 +197,9 @@ def whole_episodes(batch: DataProto) -> DataProto:
     if len(every) == len(batch):
         return batch
     columns = {name: list(batch[name]) for name in EPISODE if name in batch}
-    made = [whole_episode([{name: cells[row] for name, cells in columns.items()} for row in rows]) for rows in every]
+    joined = [whole_episode([{name: cells[row] for name, cells in columns.items()} for row in rows]) for rows in every]
     last = batch.select_idxs([rows[-1] for rows in every])
-    return last.with_columns({name: [one[name] for one in made] for name in columns})
+    return last.with_columns({name: [episode[name] for episode in joined] for name in columns})
 
 
 def row_views(batch: DataProto) -> list[dict[str, Any]]:
@@ -604,8 +604,8 @@ def _value(name: str, row: Mapping[str, Any]) -> Any:
         return prompt
     length = len(row["response_ids"])
     if name == "row":
-        own = {key: value for key, value in row.items() if key != "columns"}
-        return {**row["columns"], **own, "response_length": length}
+        plain = {key: value for key, value in row.items() if key != "columns"}
+        return {**row["columns"], **plain, "response_length": length}
     if name == "sample":
         return _sample(row, prompt)
     if name in ("rollout_info", "rollout_state"):

@@ -246,8 +246,8 @@ def _assertion(body: Sequence[ast.stmt]) -> Case | None:
     if not split.calls:
         return None
     brought = "\n".join(map(ast.unparse, imports))
-    asked = {"role": "values", "imports": brought, "calls": split.calls}
-    return Case("assert", asked, "\n".join([brought, *rest]).strip())
+    task = {"role": "values", "imports": brought, "calls": split.calls}
+    return Case("assert", task, "\n".join([brought, *rest]).strip())
 
 
 class _CallsWithBoundNames(Exception):
@@ -287,7 +287,7 @@ class _TakesOutCalls(ast.NodeTransformer):
         root, *links = _chain(node)
         if not self._of_program(root):
             return self.generic_visit(node)
-        taken = _taken(root, links)
+        taken = _chain_end(root, links)
         if any(isinstance(one, ast.Name) and one.id in self.bound for one in ast.walk(taken)):
             raise _CallsWithBoundNames
         rest = links[links.index(taken) + 1 :]
@@ -307,8 +307,8 @@ class _TakesOutCalls(ast.NodeTransformer):
 
     def _hands_over(self, call: ast.AST) -> bool:
         """Return whether a call passes the program both a result of the program's and a value of the test's."""
-        given = [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []
-        calls = [[one for one in ast.walk(value) if isinstance(one, ast.Call)] for value in given]
+        passed = [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []
+        calls = [[one for one in ast.walk(value) if isinstance(one, ast.Call)] for value in passed]
         roots = [[root for one in some if self._of_program(root := _chain(one)[0])] for some in calls]
         nested = [any(not root.id[:1].isupper() for root in some) for some in roots]
         return any(nested) and not all(nested)
@@ -324,8 +324,9 @@ def _chain(node: ast.AST) -> list[ast.AST]:
     return links
 
 
-def _taken(root: ast.Name, links: Sequence[ast.AST]) -> ast.Call:
-    """Return the outermost call of a chain that runs beside the program."""
+def _chain_end(root: ast.Name, links: Sequence[ast.AST]) -> ast.Call:
+    """Return the last call of a chain that may run beside the program: of `f(3).startswith("a")` it is `f(3)`, as "a"
+    may be the expected answer."""
     calls = [link for link in links if isinstance(link, ast.Call)]
     taken, new = calls[0], calls[0].func is root and root.id[:1].isupper()
     for link in links[links.index(taken) + 1 :]:
@@ -341,8 +342,8 @@ def _taken(root: ast.Name, links: Sequence[ast.AST]) -> ast.Call:
 def _plainly(root: ast.Name, call: ast.Call) -> bool:
     """Return whether a method called on a returned value can be a method of plain data (text, number, list, dict, set)."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    own = root.id[:1].isupper() and root.id != "Solution"  # a method of an object may return that object
-    return not own and not name.startswith("__") and any(hasattr(kind, name) for kind in _PLAIN)
+    object_of_program = root.id[:1].isupper() and root.id != "Solution"  # a method of an object may return that object
+    return not object_of_program and not name.startswith("__") and any(hasattr(kind, name) for kind in _PLAIN)
 
 
 def _compared(test: ast.AST) -> set[str]:
@@ -375,7 +376,7 @@ def _script(text: str, name: str | None, setup: str = "") -> Case:
     if not any(isinstance(node, ast.Assert) for node in nodes):
         raise DataError("the row's tests", expected=f"JSON, or assertions: {_ANY}", found=describe(text))
     run = _entries(body, name)
-    free = _free(nodes) - _defined(setup)
+    free = _free_names(nodes) - _defined(setup)
     if name is not None:
         free.add(name)
     if not free or any(isinstance(node, ast.Import) and node.names[0].name == "solution" for node in nodes):
@@ -408,8 +409,9 @@ def _defined(setup: str) -> set[str]:
         return set()
 
 
-def _free(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the names that a program uses and does not bind, and those that it imports from `solution`."""
+def _free_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the free names of a program: those that it uses and does not bind, and those that it imports from
+    `solution`."""
     used, solution = set[str](), set[str]()
     bound = {"__name__", *vars(builtins)}
     for node in nodes:

@@ -144,7 +144,7 @@ class Code:
         calls = [
             (f"```python\n{solution(row)}\n```", row.get("reward_model") or {}, row.get("extra_info")) for row in held
         ]
-        scores = runtime.run_all(lambda one: self(one[0], one[1].get("ground_truth"), one[2]), calls)
+        scores = runtime.run_all(lambda call: self(call[0], call[1].get("ground_truth"), call[2]), calls)
         return {number: score for number, score in enumerate(scores) if not score.scored or score.value < 1}
 
     def _hidden(self, whys: Iterable[str]) -> Score | None:
@@ -198,8 +198,8 @@ class Code:
         if not cases:
             return []
         files = {f"returned{number}.json": _result_file(result) or b"" for number, result in enumerate(results)}
-        given = {"role": "verdicts", "assertions": [case.expected for case in cases]}
-        (judged,) = await self._run([self._harness(given, files=files)])
+        task = {"role": "verdicts", "assertions": [case.expected for case in cases]}
+        (judged,) = await self._run([self._harness(task, files=files)])
         found = _from_harness(judged, "verdicts")
         if found is not None and len(found) == len(cases):
             return [_outcome(one, right, why, got) for one, (right, why, got) in zip(results, found, strict=True)]
@@ -224,8 +224,8 @@ class Code:
                 if files or ran.status == "SandboxError":
                     return [_failed_outcome(ran, _JUDGING)] * max(expected, 1)
                 raise _failing_tests(ran.why)
-            asked, verdicts, more, ended, error = fields
-            if error or not asked:
+            count, verdicts, more, ended, error = fields
+            if error or not count:
                 raise _failing_tests(error or "they call nothing of the program")
             if not files:
                 expected = len(verdicts)
@@ -288,7 +288,7 @@ def _counted(verdicts: Sequence[tuple[bool, str]], ended: bool, expected: int) -
     left = [(False, "not reached")] * (expected - len(verdicts) if ended else 0)
     counted, most = [*verdicts, *left], max(expected, 1)
     if len(counted) > most:  # a program that makes a loop longer passes no more by it: what fails comes first
-        counted = sorted(counted, key=lambda one: one[0])[:most]
+        counted = sorted(counted, key=lambda verdict: verdict[0])[:most]
     return counted or [(False, "no assertion was reached")] * most
 
 
@@ -384,14 +384,14 @@ def same_output(got: str, wanted: str, compare: str) -> bool:
     if compare == "exact":
         return got.rstrip("\n") == wanted.rstrip("\n")
     if compare == "tokens":
-        return _alike(got.split(), wanted.split())
+        return _all_close(got.split(), wanted.split())
     ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (got, wanted))
     if len(ours) != len(theirs):
         return False
-    return all(a == b or _alike(a.split(" "), b.split(" ")) for a, b in zip(ours, theirs, strict=True))
+    return all(a == b or _all_close(a.split(" "), b.split(" ")) for a, b in zip(ours, theirs, strict=True))
 
 
-def _alike(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+def _all_close(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))
 
 
@@ -399,10 +399,10 @@ def _close(ours: str, other: str) -> bool:
     if ours == other:
         return True
     both = _NUMBER.fullmatch(ours) and _NUMBER.fullmatch(other)
-    return bool(both) and set(ours + other) & set(".eE") != set() and _near(float(ours), float(other))
+    return bool(both) and set(ours + other) & set(".eE") != set() and _is_near(float(ours), float(other))
 
 
-def _near(ours: float, theirs: float) -> bool:
+def _is_near(ours: float, theirs: float) -> bool:
     return ours == theirs or math.isclose(ours, theirs, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
@@ -413,15 +413,15 @@ def same_value(got: Any, wanted: Any) -> bool:
     some data sets write it. Two numbers of which one is a float are equal within 1e-6, relative or absolute, also
     inside lists and dicts; NaN equals NaN.
     """
-    return _same(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(got, wanted[0]))
+    return _equal(got, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(got, wanted[0]))
 
 
-def _same(got: Any, wanted: Any) -> bool:
+def _equal(got: Any, wanted: Any) -> bool:
     if isinstance(got, tuple | list) and isinstance(wanted, tuple | list):
-        return len(got) == len(wanted) and all(map(_same, got, wanted))
+        return len(got) == len(wanted) and all(map(_equal, got, wanted))
     if isinstance(got, dict | _Dict) and isinstance(wanted, dict):  # as text: its hash is no program's choice
         ours, theirs = ({_text(key): value for key, value in one.items()} for one in (got, wanted))
-        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in theirs)
+        return ours.keys() == theirs.keys() and all(_equal(ours[key], theirs[key]) for key in theirs)
     if float in (type(got), type(wanted)) and {type(got), type(wanted)} <= {int, float}:
         return _same_number(got, wanted)
     return bool(got == wanted)
@@ -429,6 +429,6 @@ def _same(got: Any, wanted: Any) -> bool:
 
 def _same_number(got: float, wanted: float) -> bool:
     try:
-        return _near(float(got), float(wanted)) or (math.isnan(got) and math.isnan(wanted))
+        return _is_near(float(got), float(wanted)) or (math.isnan(got) and math.isnan(wanted))
     except OverflowError:  # a whole number beyond the floats
         return False

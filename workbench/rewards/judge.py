@@ -329,8 +329,8 @@ class Judge(BaseReward):
 
     def settings(self) -> dict[str, Any]:
         """Return the judge's settings as plain values: policy, model, schema and `AskSettings`."""
-        asked = {"model": self.model.describe(), "schema": self.schema.__name__}
-        return {**super().settings(), **asked, **self.asking.to_dict()}
+        about = {"model": self.model.describe(), "schema": self.schema.__name__}
+        return {**super().settings(), **about, **self.asking.to_dict()}
 
     def filled(self, **texts: str) -> str:
         """Write the judge's prompt with these texts in place of the template's names (`prompt`, `response`, …)."""
@@ -347,9 +347,9 @@ class Judge(BaseReward):
         sampling: dict[str, Any] = {"max_tokens": self.asking.max_tokens, "temperature": self.asking.temperature}
         for attempt in range(self.asking.attempts):
             async with self._rate_limit.slot():
-                asked = self.model.complete([{"role": "user", "content": text}], seed=attempt, **sampling)
+                call = self.model.complete([{"role": "user", "content": text}], seed=attempt, **sampling)
                 try:
-                    answer = await asyncio.wait_for(asked, self.asking.timeout)
+                    answer = await asyncio.wait_for(call, self.asking.timeout)
                 except TimeoutError:
                     error = TimeoutError(f"the judge gave no answer in {self.asking.timeout:g} s")
                     continue
@@ -500,7 +500,7 @@ class PairwiseJudge(Judge):
         for (first, second), (share, why) in zip(pairs, verdicts, strict=True):
             comparisons[first].append((share, why))
             comparisons[second].append((None if share is None else 1.0 - share, why))
-        return [_standing(mine) for mine in comparisons]
+        return [_mean_score(mine) for mine in comparisons]
 
     async def _pair(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> _Comparison:
         both = await asyncio.gather(self.compare(first, second), self.compare(second, first))
@@ -530,7 +530,7 @@ def _share(verdict: Any, choice: str) -> float:
     return _SHARE[word]
 
 
-def _standing(mine: Sequence[_Comparison]) -> Score:
+def _mean_score(mine: Sequence[_Comparison]) -> Score:
     if not mine:
         return Score(status=Status.NOT_APPLICABLE, why="a group of one has nothing to be compared with")
     valid = [share for share, _ in mine if share is not None]
@@ -577,8 +577,8 @@ class RewardModel(BaseReward):
 
     def settings(self) -> dict[str, Any]:
         """Return the reward's settings as plain values: policy, model, template and token limits."""
-        own = {"model": self.classifier.describe(), "template": self.template}
-        return {**super().settings(), **own, **self.lengths.to_dict()}
+        about = {"model": self.classifier.describe(), "template": self.template}
+        return {**super().settings(), **about, **self.lengths.to_dict()}
 
     def text_for(self, row: Mapping[str, Any]) -> tuple[str, bool]:
         """Write the text that the reward model reads for a row: (text, whether the prompt or response was cut)."""

@@ -76,18 +76,18 @@ class JudgeReport(Shown):
         like = self.bounds is not None and self.bounds[1] - self.bounds[0] <= 2 * (high - low)
         return like or all(low <= one.verdict <= high for one in self.answered)
 
-    def right(self, one: Vote) -> float:
+    def right(self, vote: Vote) -> float:
         """Return the credit of a verdict, in [0, 1]; NaN for a grade in another unit than the true grade."""
-        item = self.items[one.item]
-        if one.verdict is None:
+        item = self.items[vote.item]
+        if vote.verdict is None:
             return 0.0
         if self.kind == "grades":
-            return float(_whole(one.verdict) == _whole(item.grade)) if self.same_scale else math.nan
+            return float(_rounded(vote.verdict) == _rounded(item.grade)) if self.same_scale else math.nan
         if self.kind == "pairs":
-            return float(one.verdict == item.best)
+            return float(vote.verdict == item.best)
         if item.category.lower() == "ties":
-            return float(_rated(item, one).gap > 0)
-        return stats.best_of([value for value in one.values if value is not None], item.best)
+            return float(_rated(item, vote).gap > 0)
+        return stats.best_of([value for value in vote.values if value is not None], item.best)
 
     def _means(self, value: Callable[[Vote], float | None], of: Sequence[Vote] | None = None) -> dict[Hashable, float]:
         """Average a value over the verdicts of each item: item number → mean. None and NaN are left out."""
@@ -115,10 +115,10 @@ class JudgeReport(Shown):
         if verdict is None:
             return NONE
         if self.kind == "grades":
-            return f"{_whole(verdict)}"
+            return f"{_rounded(verdict)}"
         return TIE if len(verdict) > 1 else "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[vote.order.index(min(verdict)) % 26]
 
-    def _follows(self, rule: Callable[[Item, Vote], frozenset[int]]) -> Callable[[Vote], float | None]:
+    def _follows_rule(self, rule: Callable[[Item, Vote], frozenset[int]]) -> Callable[[Vote], float | None]:
         """Make a function that returns how far a verdict agrees with a rule, in [0, 1], such as "the longest answer
         wins".
 
@@ -184,7 +184,7 @@ class JudgeReport(Shown):
     def _of_choices(self) -> dict[str, Estimate]:
         estimates = {"the longer": self._rule(_longest), "the shorter": self._rule(_shortest)}
         decided = [vote for vote in self.answered if len(vote.verdict) < len(self.items[vote.item].answers)]
-        estimates["prefers the longer"] = stats.share(self._means(self._follows(_longest), decided).items())
+        estimates["prefers the longer"] = stats.share(self._means(self._follows_rule(_longest), decided).items())
         for name, rule in (("longer", _longest), ("shorter", _shortest)):
             there = [vote for vote in self.asked if rule(self.items[vote.item], vote) == self.items[vote.item].best]
             estimates[f"accuracy where the better is the {name}"] = stats.share(self._means(self.right, there).items())
@@ -192,7 +192,7 @@ class JudgeReport(Shown):
         return estimates | {"no preference": stats.share(ties)}
 
     @cached_property
-    def _both(self) -> list[tuple[Vote, Vote]]:
+    def _swapped(self) -> list[tuple[Vote, Vote]]:
         """The verdicts on a pair in its two orders, for each pair and seed where both orders have a verdict."""
         by_seed: dict[tuple[int, int], list[Vote]] = {}
         for one in self.answered:
@@ -201,26 +201,26 @@ class JudgeReport(Shown):
 
     def _of_orders(self) -> dict[str, Estimate]:
         decided = [vote for vote in self.answered if len(vote.verdict) == 1]
-        estimates = {"says the first": stats.share(self._means(self._follows(_first), decided).items())}
-        if not self._both:
+        estimates = {"says the first": stats.share(self._means(self._follows_rule(_first_shown), decided).items())}
+        if not self._swapped:
             return estimates
-        same = [(vote.item, float(vote.verdict == other.verdict)) for vote, other in self._both]
-        sure = {(vote.item, vote.seed): self.right(vote) * self.right(other) for vote, other in self._both}
+        same = [(vote.item, float(vote.verdict == other.verdict)) for vote, other in self._swapped]
+        sure = {(vote.item, vote.seed): self.right(vote) * self.right(other) for vote, other in self._swapped}
         counted = dict.fromkeys((vote.item, vote.seed) for vote in self.asked)
         estimates["swap consistency"] = stats.share(same)
         estimates["right in both orders"] = stats.share((key[0], sure.get(key, 0.0)) for key in counted)
-        turned = [(a, b) for a, b in self._both if a.verdict != b.verdict and len(a.verdict) == len(b.verdict) == 1]
-        first = [(vote.item, float(vote.verdict == _first(self.items[vote.item], vote))) for vote, _ in turned]
+        turned = [(a, b) for a, b in self._swapped if a.verdict != b.verdict and len(a.verdict) == len(b.verdict) == 1]
+        first = [(vote.item, float(vote.verdict == _first_shown(self.items[vote.item], vote))) for vote, _ in turned]
         return estimates | {"says the first, of inconsistent pairs": stats.share(first)}
 
     def _of_seeds(self) -> dict[str, Estimate]:
         if len(self.seeds) < 2:
             return {}
         answers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-        for one in self.answered:
-            answers.setdefault((one.item, one.order), []).append(self._label_of(one, one.verdict))
-        whole = {key: said for key, said in answers.items() if len(said) == len(self.seeds)}
-        same = stats.share((key[0], float(len(set(said)) == 1)) for key, said in whole.items())
+        for vote in self.answered:
+            answers.setdefault((vote.item, vote.order), []).append(self._label_of(vote, vote.verdict))
+        whole = {key: labels for key, labels in answers.items() if len(labels) == len(self.seeds)}
+        same = stats.share((key[0], float(len(set(labels)) == 1)) for key, labels in whole.items())
         kappa = Estimate(stats.fleiss_kappa(list(whole.values())), math.nan, math.nan, len(whole), "no interval")
         return {"identical between seeds": same, "Fleiss' kappa between seeds": kappa}
 
@@ -280,12 +280,12 @@ class JudgeReport(Shown):
             "length": ("the longer", _longest), "brevity": ("the shorter", _shortest),
         }  # fmt: skip
         if self.kind == "pairs":
-            rules |= {"position": ("the first", _first), "position ": ("the second", _second)}
+            rules |= {"position": ("the first", _first_shown), "position ": ("the second", _second_shown)}
         lines = []
         for name, (which, rule) in rules.items():
-            follows = self._means(self._follows(rule))
+            follows = self._means(self._follows_rule(rule))
             if self._beats(follows, self._means(self.right)).low > 0:
-                share = stats.mean(list(self._means(self._follows(rule), self.answered).values()))
+                share = stats.mean(list(self._means(self._follows_rule(rule), self.answered).values()))
                 lines.append(f"follows {name.strip()} (prefers {which} in {share:.1%})")
         return lines
 
@@ -344,10 +344,10 @@ class JudgeReport(Shown):
         agreed = list(map(self._vote, mine))
         return Calibration("votes", *stats.calibration([share for share, _ in agreed], [right for _, right in agreed]))
 
-    def _by_item(self, asked: Sequence[Vote]) -> dict[int, list[Vote]]:
+    def _by_item(self, votes: Sequence[Vote]) -> dict[int, list[Vote]]:
         groups: dict[int, list[Vote]] = {n: [] for n in range(len(self.items))}
-        for one in asked:
-            groups[one.item].append(one)
+        for vote in votes:
+            groups[vote.item].append(vote)
         return groups
 
     def _vote(self, mine: Sequence[Vote]) -> tuple[float, float]:
@@ -411,7 +411,7 @@ class JudgeReport(Shown):
             "verdicts": [vote.verdict if graded or vote.verdict is None else sorted(vote.verdict) for vote in answers],
             "accuracy": stats.mean([self.right(vote) for vote in answers]),
             "answered": stats.mean([float(vote.verdict is not None) for vote in answers]),
-            "longer": _longer(item),
+            "longer": _length_gap(item),
             "tokens": sum(vote.tokens for vote in answers), "seconds": sum(vote.seconds for vote in answers),
             "cut": any(vote.cut for vote in answers), "why": next((vote.why for vote in answers if vote.verdict is None), ""),
         }  # fmt: skip
@@ -424,7 +424,7 @@ class JudgeReport(Shown):
         return len(self.items)
 
 
-def _whole(grade: float) -> int:
+def _rounded(grade: float) -> int:
     """Round a grade to the nearest whole number, halves upwards."""
     return math.floor(grade + 0.5)
 
@@ -437,28 +437,28 @@ def _shortest(item: Item, _: Vote) -> frozenset[int]:
     return frozenset(n for n, size in enumerate(item.lengths) if size == min(item.lengths))
 
 
-def _first(_: Item, one: Vote) -> frozenset[int]:
-    return frozenset(one.order[:1])
+def _first_shown(_: Item, vote: Vote) -> frozenset[int]:
+    return frozenset(vote.order[:1])
 
 
-def _second(_: Item, one: Vote) -> frozenset[int]:
-    return frozenset(one.order[1:2])
+def _second_shown(_: Item, vote: Vote) -> frozenset[int]:
+    return frozenset(vote.order[1:2])
 
 
-def _longer(item: Item) -> float:
+def _length_gap(item: Item) -> float:
     """Return the mean length of the best answers less that of the others, in characters; NaN where there are no others."""
     sides = [[size for n, size in enumerate(item.lengths) if (n in item.best) == best] for best in (True, False)]
     return stats.mean(sides[0]) - stats.mean(sides[1])
 
 
-def _margin(one: Vote) -> float:
+def _margin(vote: Vote) -> float:
     """Return the difference between the highest number that the judge gave and the next one."""
-    *_, second, first = sorted(value for value in one.values if value is not None)
+    *_, second, first = sorted(value for value in vote.values if value is not None)
     return first - second
 
 
-def _rated(item: Item, one: Vote) -> stats.Rated:
-    sides = [[value for n, value in enumerate(one.values) if (n in item.best) == right] for right in (True, False)]
+def _rated(item: Item, vote: Vote) -> stats.Rated:
+    sides = [[value for n, value in enumerate(vote.values) if (n in item.best) == right] for right in (True, False)]
     return stats.Rated(*sides)
 
 

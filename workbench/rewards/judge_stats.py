@@ -140,7 +140,7 @@ def by_margin(margins: Sequence[float], right: Sequence[float], bins: int = 4) -
         edges = np.unique(np.quantile(size, np.arange(1, bins + 1) / bins))
     place = np.searchsorted(edges, size, side="left")
     groups = [(size[place == number], credit[place == number]) for number in np.unique(place)]
-    return [Bin(float(one.min()), float(one.max()), len(one), mean(one), mean(given)) for one, given in groups]
+    return [Bin(float(m.min()), float(m.max()), len(m), mean(m), mean(c)) for m, c in groups]
 
 
 # --- RewardBench ----------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ def _item(sample: Sample, answers: Sequence[int], whole: bool, **truth: Any) -> 
         "extra_info": facts,
         "uid": sample.id,
     }
-    asked = {"prompt_text": sample.question} if whole else {}
-    rows = tuple({**row_view({**columns, "response_text": text}, text, ()), **asked} for text in texts)
+    prompt = {"prompt_text": sample.question} if whole else {}
+    rows = tuple({**row_view({**columns, "response_text": text}, text, ()), **prompt} for text in texts)
     return Item(id=sample.id, category=sample.category, prompt=sample.question, answers=texts, rows=rows, **truth)
 
 
@@ -169,9 +169,9 @@ def seeded(reward: BaseReward, seed: int) -> tuple[Any, Metered]:
         return reward, Metered(None)
     # an attempt has a seed of its own, too: attempts of two seeds never share one
     shift = seed * reward.asking.attempts if isinstance(reward, Judge) else 0
-    meter, made = Metered(getattr(reward, name), shift), copy.copy(reward)
-    setattr(made, name, meter)
-    return made, meter
+    meter, copied = Metered(getattr(reward, name), shift), copy.copy(reward)
+    setattr(copied, name, meter)
+    return copied, meter
 
 
 def compared(judge: PairwiseJudge, items: Sequence[Item], seed: int, orders: bool) -> list[Vote]:
@@ -198,7 +198,7 @@ def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> 
     answers = []
     for number, item in enumerate(items):
         mine = list(itertools.islice(scores, len(item.rows)))
-        values = tuple(score.value if _gave(score) else None for score in mine)
+        values = tuple(score.value if _has_verdict(score) else None for score in mine)
         known: list[float] = [value for value in values if value is not None]
         verdict: Any = None
         confidence = math.nan
@@ -213,12 +213,12 @@ def scored(reward: BaseReward, items: Sequence[Item], seed: int, label: str) -> 
     return answers
 
 
-def _gave(score: Score) -> bool:
+def _has_verdict(score: Score) -> bool:
     return score.scored and score.status is not Status.COUNTED and not score.status.failed_by_model
 
 
 def _reply(item: int, order: tuple[int, ...], seed: int, verdict: Any, scores: Sequence[Score], **further: Any) -> Vote:
-    lost = next((score for score in scores if not _gave(score)), None)
+    lost = next((score for score in scores if not _has_verdict(score)), None)
     shown, extras = lost or scores[0], [score.extra for score in scores]
     output = "\n\n".join(str(extra["judge_output"]) for extra in extras if extra.get("judge_output"))
     tokens = sum(int(extra.get("judge_tokens") or extra.get("rm_tokens") or 0) for extra in extras)

@@ -20,7 +20,7 @@ from workbench.base.config import require
 from workbench.base.errors import RewardError, first_line, unknown
 from workbench.rewards.base import BaseReward, row_score, row_view
 from workbench.rewards.reward import as_reward
-from workbench.rewards.runner import FileFunction, Pool, RateLimit, load_function
+from workbench.rewards.runner import FileFunction, RateLimit, WorkerPool, load_function
 from workbench.rewards.score import MISSING, Score, extra_columns, failed
 from workbench.rewards.scorers.shaping import overlong_penalty
 
@@ -92,8 +92,8 @@ class NaiveRewardManager:
         """Compute the rewards, [B, T] float32; with `return_dict` the dict `{"reward_tensor": …, "reward_extra_info":
         …}`."""
         if "rm_scores" in data.batch:
-            given = data.batch["rm_scores"]
-            return {"reward_tensor": given, "reward_extra_info": {}} if return_dict else given
+            rewards = data.batch["rm_scores"]
+            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         rows = self._rows(data)
         scores = self.scores(rows)
         tensor = torch.zeros(tuple(data.batch["responses"].shape), dtype=torch.float32)
@@ -330,7 +330,7 @@ class FileManagerReward(ManagerReward):
         self._file = load_function(path, name, roots=roots, **arguments)
         self._file.construct = True
         super().__init__(self._ask, name=name, on_failure=on_failure)
-        self._pool = Pool(self._file, workers=1, timeout=timeout)
+        self._pool = WorkerPool(self._file, workers=1, timeout=timeout)
 
     @property
     def source(self) -> str:

@@ -101,7 +101,7 @@ class Principles(Shown, Sequence[Principle]):
 
     def prompt(self, template: str = PAIRWISE) -> str:
         """Put the principles into a judge's prompt template, before the instructions on how to answer."""
-        return _with(template, self.text)
+        return _with_instructions(template, self.text)
 
     def to_pandas(self) -> pd.DataFrame:
         """Make a table with one row per candidate: `principle, proposals, accuracy, low, high, kept`."""
@@ -167,12 +167,12 @@ def principles(
     return result
 
 
-def _with(template: str, text: str) -> str:
+def _with_instructions(template: str, text: str) -> str:
     return template.replace("{instructions}", f"{text}\n\n{{instructions}}") if text else template
 
 
 def _report(model: ChatModel, pairs: Samples, text: str, asking: dict[str, Any]) -> JudgeReport:
-    return judge_report(PairwiseJudge(model, prompt=_with(PAIRWISE, text), **asking), pairs, seeds=1)
+    return judge_report(PairwiseJudge(model, prompt=_with_instructions(PAIRWISE, text), **asking), pairs, seeds=1)
 
 
 class _Proposer(Judge):
@@ -190,8 +190,8 @@ def _proposed(pairs: Samples, model: ChatModel, asking: dict[str, Any]) -> tuple
     """Collect proposals for pairs: (all proposed principles, the reasons why pairs gave none)."""
     proposer = _Proposer(model, schema=Proposal, prompt=PROPOSE, value=lambda _: 0.0, **asking)
     scores = runtime.run_all(proposer.propose, items_of(pairs, "pairs", "", whole=True))
-    given = [line for one in scores if one.scored for line in lines(one.extra["verdict"]["principles"])]
-    return given, [one.why for one in scores if not one.scored]
+    proposed = [line for score in scores if score.scored for line in lines(score.extra["verdict"]["principles"])]
+    return proposed, [score.why for score in scores if not score.scored]
 
 
 def lines(text: str) -> Iterator[str]:
@@ -213,6 +213,6 @@ def merged(texts: Sequence[str]) -> list[tuple[str, int]]:
         if like is None:
             groups.append((text, words, 1))
         else:
-            first, own, count = groups[like]
-            groups[like] = first, own, count + 1
-    return sorted(((text, count) for text, _, count in groups), key=lambda one: -one[1])
+            first, alike_words, count = groups[like]
+            groups[like] = first, alike_words, count + 1
+    return sorted(((text, count) for text, _, count in groups), key=lambda pair: -pair[1])

@@ -34,7 +34,7 @@ from workbench.rewards.base import (
     scores_of,
 )
 from workbench.rewards.code import Code
-from workbench.rewards.runner import Answer, FileFunction, Pool, RateLimit, called, load_function
+from workbench.rewards.runner import CallResult, FileFunction, RateLimit, WorkerPool, called, load_function
 from workbench.rewards.score import Score, Status, failed, lint, unscorable_of
 from workbench.rewards.scorers.gsm8k import gsm8k
 from workbench.rewards.scorers.math_dapo import math_dapo
@@ -107,7 +107,7 @@ class Reward(BaseReward, Shown):
         self.timeout = timeout
         self._rate_limit = rate_limit
         self._check_rows = check_rows
-        self._pool = None if in_process else Pool(function, workers, timeout, memory_limit_mb, rate_limit)
+        self._pool = None if in_process else WorkerPool(function, workers, timeout, memory_limit_mb, rate_limit)
         # what workers have is the function as it was sent, with the helpers that it had then
         self._sent = () if in_process else (source_of(self._file), *helpers(self._file))
 
@@ -175,7 +175,7 @@ class Reward(BaseReward, Shown):
             return batch_arguments(self._signature, rows)
         return call_arguments(self._signature, rows[0])
 
-    def _scores(self, answer: Answer, numbers: Sequence[int]) -> list[Score]:
+    def _scores(self, answer: CallResult, numbers: Sequence[int]) -> list[Score]:
         """Convert the answer of one call to a `Score` for each of the rows `numbers` that it was for."""
         judged = [failed(answer.why, answer.traceback)] * len(numbers)
         if answer.ok:
@@ -185,7 +185,7 @@ class Reward(BaseReward, Shown):
             return [scores[0].with_extra({"printed": answer.printed})]
         return scores
 
-    def _in_this_process(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[Answer]:
+    def _in_this_process(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float]) -> list[CallResult]:
         """Make the calls in this process, one after the other; the results of async functions are awaited together,
         each within its limit."""
         known: dict[int, Any] = {}
@@ -194,13 +194,13 @@ class Reward(BaseReward, Shown):
             began = time.perf_counter()
             try:
                 # copies: a function that writes into what it is given changes no row's data
-                given, logs[number] = with_logs(copy.deepcopy(dict(arguments)))
-                result = self.function(**given)
+                copied, logs[number] = with_logs(copy.deepcopy(dict(arguments)))
+                result = self.function(**copied)
                 waits = inspect.isawaitable(result)
-                known[number] = result if waits else Answer(True, result, seconds=time.perf_counter() - began)
+                known[number] = result if waits else CallResult(True, result, seconds=time.perf_counter() - began)
             except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
                 known[number] = _failure(error, began)
-        waiting = [number for number, one in known.items() if not isinstance(one, Answer)]
+        waiting = [number for number, one in known.items() if not isinstance(one, CallResult)]
         if waiting:
             answers = runtime.run_all(lambda number: _awaited(known[number], limits[number], self._rate_limit), waiting)
             known.update(zip(waiting, answers, strict=True))
@@ -211,23 +211,23 @@ class Reward(BaseReward, Shown):
         return list(known.values())
 
 
-async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> Answer:
+async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> CallResult:
     """Await the result of an async function within `limit` seconds, which count from when the rate limit lets the call
     start."""
     async with (rate_limit or RateLimit()).slot():
         began = time.perf_counter()
         try:
             async with asyncio.timeout(limit) as waiting:
-                return Answer(True, await awaitable, seconds=time.perf_counter() - began)
+                return CallResult(True, await awaitable, seconds=time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
             if waiting.expired():
-                return Answer(False, None, f"the function gave no answer within {limit:g} s", None, limit)
+                return CallResult(False, None, f"the function gave no answer within {limit:g} s", None, limit)
             return _failure(error, began)
 
 
-def _failure(error: BaseException, began: float) -> Answer:
+def _failure(error: BaseException, began: float) -> CallResult:
     text = "".join(traceback.format_exception(error))
-    return Answer(False, None, first_line(error), text, time.perf_counter() - began)
+    return CallResult(False, None, first_line(error), text, time.perf_counter() - began)
 
 
 def _lint(scorer: Any, signature: Signature | None, rows: Iterable[Mapping[str, Any]], name: str) -> str:
@@ -410,8 +410,8 @@ class Rubric(BaseReward, Shown):
     ) -> None:
         require(bool(parts), "parts", expected="at least one reward", found=dict(parts))
         super().__init__(name, on_failure)
-        for label, given in (("weights", weights or {}), ("gates", gates or {})):
-            for part in given:
+        for label, numbers in (("weights", weights or {}), ("gates", gates or {})):
+            for part in numbers:
                 if part not in parts:
                     raise RewardError(f"{label}: " + unknown("part of this rubric", part, parts))
         self.parts = {part: as_reward(reward) for part, reward in parts.items()}
@@ -435,9 +435,9 @@ class Rubric(BaseReward, Shown):
 
     def settings(self) -> dict[str, Any]:
         """Return the rubric's settings as plain values: policy, weights, gates, and the settings of each part."""
-        own = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
+        about = {name: getattr(self, name) for name in ("weights", "gates", "gated", "normalise")}
         parts = {part: reward.settings() for part, reward in self.parts.items()}
-        return {**super().settings(), **own, "parts": parts}
+        return {**super().settings(), **about, "parts": parts}
 
     def check_signature(self, columns: Sequence[str]) -> None:
         """Raise `RewardError`, before any row is scored, if a part needs a column that is not among the names in
@@ -446,8 +446,8 @@ class Rubric(BaseReward, Shown):
             reward.check_signature(columns)
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Return "" or what each part says about rows that it can never score. Raises `DataError` if a part can score
-        none of them."""
+        """Return the parts' sentences on rows that they can never score, each after its part's name; "" where no part
+        has one. Raises `DataError` if a part can score none of the rows."""
         held = list(rows)
         notes = {part: reward.check_rows(held) for part, reward in self.parts.items()}
         return "; ".join(f"{part}: {note}" for part, note in notes.items() if note)
@@ -467,8 +467,8 @@ class Rubric(BaseReward, Shown):
         """Score the rows: one `Score` each, in order; the parts run concurrently in threads."""
         threads = ThreadPoolExecutor(len(self.parts), thread_name_prefix="workbench-rubric")
         try:
-            asked = {part: threads.submit(_settled, reward, rows) for part, reward in self.parts.items()}
-            settled = {part: future.result() for part, future in asked.items()}
+            futures = {part: threads.submit(_score_part, reward, rows) for part, reward in self.parts.items()}
+            settled = {part: future.result() for part, future in futures.items()}
         finally:
             threads.shutdown(wait=False)  # an interrupt does not wait for the slowest part
         return [self._joined({part: scores[row] for part, scores in settled.items()}) for row in range(len(rows))]
@@ -507,7 +507,7 @@ class Rubric(BaseReward, Shown):
         value = sum(self.weights[part] * score.value for part, score in judged.items()) / self._divisor(judged)
         statuses = {score.status for score in judged.values()}
         why = "; ".join(f"{part} {score.value:g}: {score.why}" for part, score in judged.items())
-        return Score(value=value, why=why, status=statuses.pop() if len(statuses) == 1 else _joint(statuses))
+        return Score(value=value, why=why, status=statuses.pop() if len(statuses) == 1 else _joint_status(statuses))
 
 
 COMBINED = ("mean", "worst", "uncertainty")
@@ -549,9 +549,9 @@ class Ensemble(Rubric):
     def settings(self) -> dict[str, Any]:
         """Return the ensemble's settings as plain values: policy, how values are combined, and the settings of each
         member."""
-        given = super().settings()
-        own = {"combine": self.combine, **({"coef": self.coef} if self.combine == "uncertainty" else {})}
-        return {"on_failure": given["on_failure"], **own, "parts": given["parts"]}
+        inherited = super().settings()
+        about = {"combine": self.combine, **({"coef": self.coef} if self.combine == "uncertainty" else {})}
+        return {"on_failure": inherited["on_failure"], **about, "parts": inherited["parts"]}
 
     def _joined(self, scores: Mapping[str, Score]) -> Score:
         joined = super()._joined(scores)
@@ -563,7 +563,7 @@ class Ensemble(Rubric):
         return replace(joined, value=value[self.combine], parts={**joined.parts, "disagreement": spread})
 
 
-def _settled(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+def _score_part(reward: BaseReward, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
     """Score rows by a part of a rubric, under the part's policy; if all rows fail, the rubric's policy decides, not the
     part's."""
     scores = reward.tried(rows)
@@ -576,7 +576,7 @@ def _summary(score: Score) -> dict[str, Any]:
     return {**shown, "extra": facts["extra"]} if score.extra else shown
 
 
-def _joint(statuses: Collection[Status]) -> Status:
+def _joint_status(statuses: Collection[Status]) -> Status:
     """Combine different statuses of a row's parts: *counted* if any part is, *no_answer* if the response failed in all
     parts, else *scored*."""
     if Status.COUNTED in statuses:

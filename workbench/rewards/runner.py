@@ -1,4 +1,4 @@
-"""`Pool`: worker processes for users' reward functions, with a deadline for each row; a worker that hangs is killed.
+"""`WorkerPool`: worker processes for users' reward functions, with a deadline for each row; a worker that hangs is killed.
 
 Functions of Python files are read in this process and run only in worker processes. Importing a file runs its code. The
 trainer's process therefore only reads the text, takes signatures from its syntax tree, and sends the text to the worker
@@ -317,7 +317,7 @@ LINES, LINES_SECONDS = 20, 5.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """The result of one call of a function in a worker process, or why there is none."""
 
     ok: bool
@@ -358,8 +358,8 @@ def _by_value(function: Callable[..., Any]) -> bytes:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-class Pool:
-    """Worker processes that call a function: `Pool(function).map(list of keyword arguments)` returns answers in order.
+class WorkerPool:
+    """Worker processes that call a function: `WorkerPool(function).map(list of keyword arguments)` returns answers in order.
 
     Processes start with the first call, stay for the next, and end with `close`, with the pool, or with this process.
     Functions defined in a notebook cell are sent by cloudpickle. Workers import neither torch nor workbench unless the
@@ -386,7 +386,7 @@ class Pool:
         self._screen = Screen(getattr(function, "__name__", type(function).__name__))
         self._workers: set[Child] = set()
         self._idle: list[Child] = []
-        self._failed_starts, self._failed = 0, Answer(False, None)
+        self._failed_starts, self._failed = 0, CallResult(False, None)
         self._places_of_loop: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def close(self) -> None:
@@ -395,8 +395,8 @@ class Pool:
         while self._workers:
             self._workers.pop().close()
 
-    def map(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float] | None = None) -> list[Answer]:
-        """Call the function with each of `calls` (dicts of keyword arguments): one `Answer` per call, in order.
+    def map(self, calls: Sequence[Mapping[str, Any]], limits: Sequence[float] | None = None) -> list[CallResult]:
+        """Call the function with each of `calls` (dicts of keyword arguments): one `CallResult` per call, in order.
 
         `limits` are seconds per call, by default the pool's `timeout`. A call that runs past its limit, or ends its
         worker process, fails alone.
@@ -406,9 +406,9 @@ class Pool:
         places, slot = self._places(), (self._rate_limit or RateLimit()).slot
         self._failed_starts = 0
 
-        async def ask(number: int) -> Answer:
+        async def ask(number: int) -> CallResult:
             body = bodies[number]
-            if isinstance(body, Answer):
+            if isinstance(body, CallResult):
                 return body
             activity, answer = HERE.enter("reward"), None
             try:
@@ -433,10 +433,10 @@ class Pool:
             self._places_of_loop = runtime.loop(), asyncio.Semaphore(self._size)
         return self._places_of_loop[1]
 
-    def _answer(self, worker: Child | None, body: bytes, limit: float) -> Answer:
+    def _answer(self, worker: Child | None, body: bytes, limit: float) -> CallResult:
         """Run one call in `worker`, or in a new one, whose call's time starts once it has loaded the function."""
         token = os.urandom(TOKEN)
-        if worker is not None and not _begun(worker, token, body):  # an earlier row's doing, not this one's
+        if worker is not None and not _begins_row(worker, token, body):  # an earlier row's doing, not this one's
             self._workers.discard(worker)
             worker = None
         if worker is None:
@@ -447,8 +447,8 @@ class Pool:
             )
             self._workers.add(worker)
             answer = _loaded(worker, token, self._function)
-            if answer.ok and not _begun(worker, token, body):
-                answer = Answer(False, None, f"the worker process did not begin within {BEGIN_SECONDS:g} s")
+            if answer.ok and not _begins_row(worker, token, body):
+                answer = CallResult(False, None, f"the worker process did not begin within {BEGIN_SECONDS:g} s")
             if not answer.ok:
                 self._failed_starts, self._failed = self._failed_starts + 1, answer
                 worker.close()
@@ -462,14 +462,14 @@ class Pool:
             self._workers.discard(worker)
         return answer
 
-    def _given_up(self) -> Answer:
+    def _given_up(self) -> CallResult:
         """Return the failed answer for a row after several failed worker starts in a row. Raises `RewardError` where no
         process could start at all."""
         times = f"{self._failed_starts} times in a row"
         if self._failed.lost:
             do = "the reward is not to blame: see what the machine lacks (memory, processes, disk: `workbench doctor`)"
             raise RewardError(f"no worker process could be started, {times}", found=self._failed.why, do=do)
-        return Answer(False, None, f"no worker process could load the function, {times}")
+        return CallResult(False, None, f"no worker process could load the function, {times}")
 
 
 class Screen:
@@ -514,14 +514,14 @@ class Screen:
                 sys.stdout.flush()
 
 
-def _packed(arguments: Mapping[str, Any]) -> bytes | Answer:
+def _packed(arguments: Mapping[str, Any]) -> bytes | CallResult:
     try:
         return cloudpickle.dumps(dict(arguments))
     except Exception as error:  # noqa: BLE001 - a row that cannot travel is that row's failure
-        return Answer(False, None, f"the row cannot be sent to a worker process: {first_line(error)}")
+        return CallResult(False, None, f"the row cannot be sent to a worker process: {first_line(error)}")
 
 
-def _begun(worker: Child, token: bytes, body: bytes) -> bool:
+def _begins_row(worker: Child, token: bytes, body: bytes) -> bool:
     """Send a row to a worker and return whether the worker has begun with it in time; one that has not is closed."""
     try:
         begun = worker.exchange(token + body, BEGIN_SECONDS, TOKEN) == token
@@ -532,13 +532,13 @@ def _begun(worker: Child, token: bytes, body: bytes) -> bool:
     return begun
 
 
-def _loaded(worker: Child, token: bytes, function: bytes) -> Answer:
+def _loaded(worker: Child, token: bytes, function: bytes) -> CallResult:
     """Send the function to a new worker and return its answer once it has loaded the function."""
     try:
         worker.line.send(token + function, seconds=START_SECONDS)
         worker.started(most=TOKEN)
     except OSError as error:
-        return Answer(False, None, f"a worker process did not start: {error}", lost=True)
+        return CallResult(False, None, f"a worker process did not start: {error}", lost=True)
     return _answered(worker, token, None)
 
 
@@ -558,25 +558,27 @@ def _next_message(worker: Child, limit: float | None) -> bytearray:
         imports = frame[TOKEN:] == IMPORTS
 
 
-def _answered(worker: Child, token: bytes, limit: float | None) -> Answer:
+def _answered(worker: Child, token: bytes, limit: float | None) -> CallResult:
     """Read the worker's answer to a call; close the worker if it sends anything else."""
     try:
         frame = _next_message(worker, limit)
     except Stuck as error:
-        return Answer(False, None, f"what the function loads or imports has no end: {error}")
+        return CallResult(False, None, f"what the function loads or imports has no end: {error}")
     except TimeoutError:
-        return Answer(False, None, f"the function gave no answer within {limit:g} s and was ended", None, limit or 0.0)
+        return CallResult(
+            False, None, f"the function gave no answer within {limit:g} s and was ended", None, limit or 0.0
+        )
     except TooLong as error:
-        return Answer(False, None, f"the worker process sent what is no answer: {error}")
+        return CallResult(False, None, f"the worker process sent what is no answer: {error}")
     except OSError:
-        return Answer(False, None, f"the worker process ended with {worker.how()}")
+        return CallResult(False, None, f"the worker process ended with {worker.how()}")
     try:
         if frame[:TOKEN] != token:
             raise ValueError("the message has the token of another call")
-        return Answer(*json.loads(frame[TOKEN:], object_hook=_score))
+        return CallResult(*json.loads(frame[TOKEN:], object_hook=_score))
     except Exception as error:  # noqa: BLE001 - it is that row's failure
         worker.close()
-        return Answer(False, None, f"the worker process sent what is no answer: {first_line(error)}")
+        return CallResult(False, None, f"the worker process sent what is no answer: {first_line(error)}")
 
 
 def _score(record: dict[str, Any]) -> Any:

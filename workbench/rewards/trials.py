@@ -241,7 +241,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class PinResult:
     """The result of checking one pin with one reward: what the reward gave, and whether that is the expected score."""
 
     number: int
@@ -255,19 +255,19 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PinCheck(Shown):
-    """The result of `Pins.check`, with one `Checked` for each pin. It is true when every pin holds."""
+    """The result of `Pins.check`, with one `PinResult` for each pin. It is true when every pin holds."""
 
     reward: str
     """Name of the reward."""
     path: Path
-    results: tuple[Checked, ...]
+    results: tuple[PinResult, ...]
     """One for each pin, in their order."""
     tolerance: float
     run: DryRun = field(repr=False)
     """The dry run on the pins, with its own tables."""
 
     @property
-    def failed(self) -> tuple[Checked, ...]:
+    def failed(self) -> tuple[PinResult, ...]:
         """The results of the pins that do not hold."""
         return tuple(one for one in self.results if not one.holds)
 
@@ -356,7 +356,7 @@ class Pins(Shown):
         for number, (pin, score) in enumerate(zip(self, (one.score for one in judged), strict=True)):
             got = score.value if score.scored else None
             holds, status = pin.holds(got, tolerance), score.status.value
-            results.append(Checked(number=number, pin=pin, got=got, status=status, why=score.why, holds=holds))
+            results.append(PinResult(number=number, pin=pin, got=got, status=status, why=score.why, holds=holds))
         return PinCheck(reward=name, path=self.path, results=tuple(results), tolerance=tolerance, run=run)
 
     @property
@@ -443,9 +443,9 @@ class Pin(Shown, Mapping[str, Any]):
     def record(self) -> dict[str, Any]:
         """The pin as a dict with the names that `dry_run` understands."""
         hidden = ("columns", "origin", "response_ids")
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in hidden}
         ids = {} if self.response_ids is None else {"response_ids": list(self.response_ids)}
-        return {**self.columns, **own, "ground_truth": self.ground_truth, **ids}
+        return {**self.columns, **values, "ground_truth": self.ground_truth, **ids}
 
     def __getitem__(self, name: str) -> Any:
         return self.record[name]
@@ -590,7 +590,7 @@ def read_pins(path: Path) -> list[Pin]:
     seen: dict[str, tuple[str, Pin]] = {}
     with boundary(f"reading {str(path)!r}", DataError):
         for place, raw in raw_lines(path) if path.exists() else ():
-            pin = _parsed(place, raw)
+            pin = _parse_pin(place, raw)
             there, other = seen.get(pin.id, (place, pin))
             if other.expected != pin.expected:
                 both = f"{other.expected} in {there} and {pin.expected} in {place}"
@@ -599,7 +599,7 @@ def read_pins(path: Path) -> list[Pin]:
     return sorted((pin for _, pin in seen.values()), key=order_of)
 
 
-def _parsed(place: str, raw: bytes) -> Pin:
+def _parse_pin(place: str, raw: bytes) -> Pin:
     try:
         document = json.loads(raw.decode(), parse_constant=_refused)
     except (ValueError, RecursionError) as cause:
@@ -652,7 +652,7 @@ def locked(path: Path) -> Iterator[None]:
     with boundary(f"writing {str(path)!r}", DataError):
         target.parent.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + WAIT_SECONDS
-        while (file := _taken(lock)) is None:
+        while (file := _try_lock(lock)) is None:
             if time.monotonic() > deadline:
                 what = f"another process has been writing for {WAIT_SECONDS:g} s"
                 raise DataError(f"lock file {lock} cannot be taken", found=what, do="end that process, or try again")
@@ -664,7 +664,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _taken(lock: Path) -> int | None:
+def _try_lock(lock: Path) -> int | None:
     """Lock a lock file and return its descriptor; None while another writer holds it, or has removed it before the lock
     was ours."""
     file, held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666), False

@@ -189,9 +189,9 @@ class ReasoningJudge:
         rows, left = [], 0
         pairs = samples.pairs(self.label) if self.kind == "pairwise" else samples
         for one in pairs:
-            made = list(self._of(one, orders))
-            left += not made
-            rows += made
+            new = list(self._of(one, orders))
+            left += not new
+            rows += new
         if not rows:
             what = f"no sample has {self.label!r}" if self.label else "no sample says which answer is better"
             there = ", ".join(samples.labels) or "none"
@@ -403,11 +403,12 @@ class VerdictReward(BaseReward):
 
     def settings(self) -> dict[str, Any]:
         """Return the reward's settings as plain values: kind of verdict, schema, label, decay and policy."""
-        asked = {"kind": self.asked.kind, "schema": self.asked.schema.__name__, "label": self.asked.label}
-        return {**super().settings(), **asked, "decay": self.decay, "think": self.asked.think}
+        about = {"kind": self.asked.kind, "schema": self.asked.schema.__name__, "label": self.asked.label}
+        return {**super().settings(), **about, "decay": self.decay, "think": self.asked.think}
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Return "" or how many rows have no truth to compare verdicts with. Raises `DataError` if no row has one."""
+        """Return a sentence with the number of rows that have no truth to compare verdicts with; "" where all have one.
+        Raises `DataError` if no row has one."""
         truths = [_truth(row.get("reward_model") or {}, self.asked.kind) for row in rows]
         lost = sum(one is None for one in truths)
         if truths and lost == len(truths):
@@ -431,7 +432,7 @@ class VerdictReward(BaseReward):
             verdict, choice = self.asked.read(output)
         except Unparseable as error:
             return no_answer(first_line(error, 400)).with_value(0.0, accuracy=0.0, format=0.0)
-        parts = {"accuracy": float(_right(choice, truth)), "format": 1.0}
+        parts = {"accuracy": float(_is_right(choice, truth)), "format": 1.0}
         if self.asked.kind == "pointwise":
             parts["error"] = abs(choice - truth)
         why = str(getattr(verdict, self.asked.reasons or "", ""))[:400]
@@ -440,7 +441,7 @@ class VerdictReward(BaseReward):
 
     def _value(self, choice: Any, truth: Any) -> float:
         if self.asked.kind != "pointwise" or self.decay == "exact":
-            return float(_right(choice, truth))
+            return float(_is_right(choice, truth))
         low, high = self.asked.scale
         share = abs(choice - truth) / (high - low)
         return max(0.0, 1.0 - share) if isinstance(self.decay, str) else math.exp(-self.decay * share)
@@ -463,7 +464,7 @@ def _truth(row: Mapping[str, Any], kind: str) -> Any:
     return truth if isinstance(truth, str) and (truth == "tie" or (len(truth) == 1 and truth in LETTERS)) else None
 
 
-def _right(choice: Any, truth: Any) -> bool:
+def _is_right(choice: Any, truth: Any) -> bool:
     if isinstance(truth, float):
         return math.floor(choice + 0.5) == math.floor(truth + 0.5)
     return choice in truth if isinstance(truth, list) else choice == truth

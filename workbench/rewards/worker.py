@@ -2,7 +2,7 @@
 
 Messages are a token and cloudpickle bytes from our own parent process (never from a file). First comes the function, then the
 arguments of call after call. Each is answered twice: by the token when it is begun, and when it is done by the token and the
-fields of an `Answer` (`rewards.runner`) as JSON, since no object of a function's making may run code in the parent.
+fields of an `CallResult` (`rewards.runner`) as JSON, since no object of a function's making may run code in the parent.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def answer(function: Any, arguments: dict[str, Any]) -> bytes:
     limit = getattr(function, "processor_seconds", None)
     try:
         with contextlib.redirect_stdout(printed), as_before(), within(limit) if limit else contextlib.nullcontext():
-            given, logs = with_logs(arguments)
-            result = function(**given)
+            passed, logs = with_logs(arguments)
+            result = function(**passed)
             result = asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
             text = json.dumps(written({"rewards": result, "extra_logs": logs} if logs else result))
             outcome = (True, None, "", None)
@@ -191,9 +191,9 @@ def with_logs(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, l
     def log_metric(name: str, value: Any) -> None:
         logs[name] = [value] * len(arguments["completions"])
 
-    made = {function.__name__: function for function in (log_extra, log_metric)}
+    functions = {function.__name__: function for function in (log_extra, log_metric)}
     return {
-        name: made[name] if name in made and isinstance(value, str) and value == name else value
+        name: functions[name] if name in functions and isinstance(value, str) and value == name else value
         for name, value in arguments.items()
     }, logs
 

@@ -74,8 +74,8 @@ def write(box: Path, files: Mapping[str, bytes | str]) -> None:
     """
     for name, body in files.items():
         *folders, last = checked(name).parts
-        with _opened(box, folders, make_them=True) as inside:
-            _clear(inside, last)
+        with _open_folder(box, folders, make_them=True) as inside:
+            _remove_entry(inside, last)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             content = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
             with open(os.open(last, flags, 0o755 if content[:2] == b"#!" else 0o644, dir_fd=inside), "wb") as file:
@@ -88,7 +88,7 @@ def fetch(box: Path, name: str) -> bytes | None:
     """Read a plain file of a sandbox's folder; None for a file that is missing, too big, or reached through a link."""
     *folders, last = PurePosixPath(name).parts
     try:
-        with _opened(box, folders) as inside:
+        with _open_folder(box, folders) as inside:
             file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
     except OSError:
         return None
@@ -103,7 +103,7 @@ def fetch(box: Path, name: str) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _opened(box: Path, folders: list[str], *, make_them: bool = False) -> Iterator[int]:
+def _open_folder(box: Path, folders: list[str], *, make_them: bool = False) -> Iterator[int]:
     """Context manager: opens a folder inside a sandbox's folder, following no link, and yields its descriptor."""
     opened = [os.open(box, os.O_RDONLY | os.O_DIRECTORY)]
     try:
@@ -130,7 +130,7 @@ def _make(inside: int, name: str) -> None:
         os.chown(name, tiers.UID, tiers.UID, dir_fd=inside, follow_symlinks=False)
 
 
-def _clear(inside: int, name: str) -> None:
+def _remove_entry(inside: int, name: str) -> None:
     try:
         os.unlink(name, dir_fd=inside)
     except FileNotFoundError:

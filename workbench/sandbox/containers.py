@@ -110,9 +110,9 @@ class Containers:
 
     async def started(self, image: str) -> ContainerWorkspace:
         """Start a new container of `image`, and return it as a workspace."""
-        made = ContainerWorkspace(self, f"workbench-{os.getpid()}-{os.urandom(6).hex()}")
-        await asyncio.to_thread(output_of, [self.engine, *self.start(image, made.name)])
-        return made
+        workspace = ContainerWorkspace(self, f"workbench-{os.getpid()}-{os.urandom(6).hex()}")
+        await asyncio.to_thread(output_of, [self.engine, *self.start(image, workspace.name)])
+        return workspace
 
     def start(self, image: str, name: str) -> list[str]:
         """Return the engine's arguments that start a container which waits for commands."""
@@ -128,8 +128,8 @@ class Containers:
 
     def command(self, name: str, command: str, environment: Mapping[str, str]) -> list[str]:
         """Return the engine's arguments that run a shell command in a container."""
-        given = [part for key, value in environment.items() for part in ("--env", f"{key}={value}")]
-        return ["exec", "--interactive", "--workdir", self.folder, *given, name, "/bin/sh", "-c", command]
+        variables = [part for key, value in environment.items() for part in ("--env", f"{key}={value}")]
+        return ["exec", "--interactive", "--workdir", self.folder, *variables, name, "/bin/sh", "-c", command]
 
     def run_in(self, name: str, command: str, seconds: float, environment: Mapping[str, str], stop: Event) -> Phase:
         """Run a command in a container and end all its processes; where these cannot be ended the container is started

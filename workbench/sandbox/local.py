@@ -264,8 +264,8 @@ class LocalWorkspace:
 
         def work() -> Result:
             most = memory_mb if memory_mb > 0 else sandbox.memory_limit_mb
-            given = (sandbox.tier, self._box, self._root, stop, (*_SHELL, command), most, seconds)
-            ran = sandbox.phase(*given, environment=environment)
+            arguments = (sandbox.tier, self._box, self._root, stop, (*_SHELL, command), most, seconds)
+            ran = sandbox.phase(*arguments, environment=environment)
             if ran.limit is None and too_big(self._box, sandbox.disk_limit_mb << 20):
                 ran = replace(ran, limit="disk")
             broken = ran.stderr if ran.status == "Error" else ""
@@ -276,7 +276,7 @@ class LocalWorkspace:
     async def write(self, files: Mapping[str, bytes | str]) -> None:
         """Write files into the folder, in place of whatever has their names there; no link is followed."""
         async with self._turn:
-            await self._own()
+            await self._unlock_folder()
             await asyncio.to_thread(boxes.write, self._box, files)
 
     async def read(self, name: str) -> bytes | None:
@@ -285,16 +285,16 @@ class LocalWorkspace:
             self._check_open()
             return await asyncio.to_thread(boxes.fetch, self._box, name)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> FolderSnapshot:
         """Copy the folder, and return the copy."""
         async with self._turn:
-            await self._own()
-            return await asyncio.to_thread(Snapshot, self._box)
+            await self._unlock_folder()
+            return await asyncio.to_thread(FolderSnapshot, self._box)
 
-    async def restore(self, snapshot: Snapshot) -> None:
+    async def restore(self, snapshot: FolderSnapshot) -> None:
         """Put the folder back as it was when `snapshot` was taken."""
         async with self._turn:
-            await self._own()
+            await self._unlock_folder()
             await asyncio.to_thread(snapshot.put, self._box)
 
     async def copy(self) -> LocalWorkspace:
@@ -308,7 +308,7 @@ class LocalWorkspace:
         async with self._turn:
             await asyncio.to_thread(self._left)
 
-    async def _own(self) -> None:
+    async def _unlock_folder(self) -> None:
         """Make all of the folder readable and writable for this process, as a command may have closed it to its owner."""
         self._check_open()
         if os.geteuid() != 0:
@@ -322,7 +322,7 @@ class LocalWorkspace:
         return f"LocalWorkspace({self._sandbox.tier!r}{'' if self._left.alive else ', closed'})"
 
 
-class Snapshot:
+class FolderSnapshot:
     """A copy of a workspace's folder, removed when nothing refers to it any more."""
 
     def __init__(self, box: Path) -> None:

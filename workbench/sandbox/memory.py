@@ -155,12 +155,12 @@ def entering(group: ControlGroup | None, filter_of_calls: bytes | None) -> list[
     """Return the command line to put before a program's: it enters the group, and opens the system-call filter as
     `FILTER_FD`."""
     procs = str(group.procs) if group else "/dev/null"
-    given = f"/proc/{os.getpid()}/fd/{_kept(filter_of_calls)}" if filter_of_calls else ""
-    return ["/bin/sh", "-c", ENTER, "sh", procs, given]
+    opened = f"/proc/{os.getpid()}/fd/{_memory_file(filter_of_calls)}" if filter_of_calls else ""
+    return ["/bin/sh", "-c", ENTER, "sh", procs, opened]
 
 
 @cache
-def _kept(content: bytes) -> int:
+def _memory_file(content: bytes) -> int:
     """Write content to a file in memory and return its descriptor; each program that opens it by /proc reads it from
     the start."""
     file = os.memfd_create("workbench-filter")

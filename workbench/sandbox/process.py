@@ -93,10 +93,10 @@ def contained(
             stack.callback(os.close, ended)
             selector.register(ended, selectors.EVENT_READ, None)
         try:
-            limit = _until(process, selector, (out, err), box, limits, stop, group)
+            limit = _pump(process, selector, (out, err), box, limits, stop, group)
         finally:
             end_group(process)  # also after a clean end: in the weakest tier a child may outlive its parent
-        left_behind = not _rest(selector)
+        left_behind = not _drain(selector)
     cut = out.cut or err.cut
     phase = Phase(
         status="TimeLimitExceeded" if limit == "time" else "Finished",
@@ -123,7 +123,7 @@ def _register(
         os.fchmod(pipe.fileno(), 0o666)  # programs open /dev/stdin, and are another user's
 
 
-def _until(
+def _pump(
     process: subprocess.Popen[bytes],
     selector: selectors.BaseSelector,
     pipes: tuple[_Pipe, _Pipe],
@@ -147,8 +147,8 @@ def _until(
             if group.met() if group else memory.held(tree) > limits.memory_mb << 20:
                 return "memory"
             inside = memory.tmp(tree)
-            made = inside.f_files - inside.f_ffree if inside else 0
-            if too_big(box, (limits.disk_mb << 20) - _deleted(tree, box), made):
+            entries = inside.f_files - inside.f_ffree if inside else 0
+            if too_big(box, (limits.disk_mb << 20) - _deleted(tree, box), entries):
                 return "disk"
         _move(selector, min(deadline, watch) - now)
     return "memory" if group and group.met() else None
@@ -163,10 +163,10 @@ def _move(selector: selectors.BaseSelector, seconds: float) -> None:
             if not block:
                 selector.unregister(key.fileobj)
         elif isinstance(key.data, memoryview):
-            _feed(selector, key)
+            _feed_stdin(selector, key)
 
 
-def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+def _feed_stdin(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
     left: memoryview = key.data
     try:
         left = left[os.write(key.fd, left[: 1 << 16]) :] if left else left
@@ -181,7 +181,7 @@ def _feed(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         key.fileobj.close()  # type: ignore[union-attr]
 
 
-def _rest(selector: selectors.BaseSelector) -> bool:
+def _drain(selector: selectors.BaseSelector) -> bool:
     """Read what the pipes still hold; return whether their other ends are closed. They stay open for a daemon in the
     weakest tier."""
     for key in [key for key in selector.get_map().values() if not isinstance(key.data, _Pipe)]:

@@ -85,8 +85,8 @@ class Program:
         if not isinstance(stdin, str | None):
             raise SettingError("'stdin' of a /run_code request", expected="text or null", found=type(stdin).__name__)
         try:
-            given = {str(name): text for name, text in (body.get("files") or {}).items() if text is not None}
-            files = {name: base64.b64decode(text, validate=True) for name, text in given.items()}
+            texts = {str(name): text for name, text in (body.get("files") or {}).items() if text is not None}
+            files = {name: base64.b64decode(text, validate=True) for name, text in texts.items()}
             wanted = tuple(map(str, body.get("fetch_files") or ()))
             limits: dict[str, Any] = {name: float(body.get(name, 10.0)) for name in ("compile_timeout", "run_timeout")}
             limits["memory_limit_mb"] = int(body.get("memory_limit_MB", -1))

@@ -88,11 +88,11 @@ def _passable(folder: Path) -> bool:
 
 def homes() -> list[str]:
     """Return the folders in which home folders lie, and this user's own home, wherever that is."""
-    own = os.path.realpath(os.path.expanduser("~"))
-    return ["/home", "/root", *([] if own == "/" or _inside(own, SYSTEM) else [own])]
+    home = os.path.realpath(os.path.expanduser("~"))
+    return ["/home", "/root", *([] if home == "/" or _is_below(home, SYSTEM) else [home])]
 
 
-def _inside(path: str, folders: Iterable[str]) -> bool:
+def _is_below(path: str, folders: Iterable[str]) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
@@ -117,7 +117,7 @@ def worlds(python: str | None, packages: bool) -> Iterator[World]:
         what, do = "packages=True, but Python has no site-packages folder", "set packages=False"
         raise SandboxError(what, expected="one on sys.path", found=sys.path, do=do)
     if python is not None:
-        yield _named(python, packages)
+        yield _world_of(python, packages)
         return
     ours = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     programs = [ours] if not os.access(_STANDARD, os.X_OK) else [ours, _STANDARD]
@@ -128,7 +128,7 @@ def worlds(python: str | None, packages: bool) -> Iterator[World]:
             yield _world(program, _sites() if packages else [])
 
 
-def _named(python: str, packages: bool) -> World:
+def _world_of(python: str, packages: bool) -> World:
     program = shutil.which(python) or python
     if not os.path.isabs(program) or not os.access(program, os.X_OK) or os.path.isdir(program):
         raise _no_python(program)
@@ -145,12 +145,12 @@ def _version() -> str:
 
 def _world(program: str, sites: list[str], *, named: bool = False) -> World:
     shown, hidden, environment = [_TOOLS], list[str](), dict(_ENVIRONMENT)
-    if not _inside(program, SYSTEM):
+    if not _is_below(program, SYSTEM):
         sites = [*sites, *(_parts(program)["sites"] if named else ())]  # of a virtual environment: its base has others
         program = _parts(program)["base"]
         parts = _parts(program)
         shown += [program, *parts["standard"], *filter(os.path.isabs, parts["objects"])]
-        if _inside(parts["prefix"], homes()):
+        if _is_below(parts["prefix"], homes()):
             hidden = [site for site in parts["sites"] if site not in sites and os.path.isdir(site)]
         else:
             shown.append(parts["prefix"])
@@ -167,7 +167,7 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
     """Return the paths that exist and lie in none of the others, nor in the system's folders."""
     kept: list[str] = []
     for path in sorted({os.path.normpath(one) for one in paths if os.path.exists(one)}):
-        if not _inside(path, (*SYSTEM, *kept)):
+        if not _is_below(path, (*SYSTEM, *kept)):
             kept.append(path)
     return tuple(kept)
 
@@ -218,8 +218,8 @@ def _tool(name: str) -> str:
 
 def missing(tier: str) -> list[str]:
     """List the system programs that a tier of isolation needs and this machine lacks."""
-    own = {"bubblewrap": ("bwrap",), "namespaces": ("unshare", "setpriv", "mount", "pivot_root", "umount")}
-    needed = (*own.get(tier, ()), "prlimit", *(["setpriv"] if os.geteuid() == 0 else []))
+    tools = {"bubblewrap": ("bwrap",), "namespaces": ("unshare", "setpriv", "mount", "pivot_root", "umount")}
+    needed = (*tools.get(tier, ()), "prlimit", *(["setpriv"] if os.geteuid() == 0 else []))
     return [name for name in needed if shutil.which(_tool(name)) is None]
 
 
@@ -492,10 +492,10 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
     leaks = [name for name, escaped in escapes.items() if escaped]
     if result.run and result.run.left_behind:
         leaks.append("a daemon outlives its program")
-    return leaks + _held(sandbox, tier)
+    return leaks + _memory_leaks(sandbox, tier)
 
 
-def _held(sandbox: Any, tier: str) -> list[str]:
+def _memory_leaks(sandbox: Any, tier: str) -> list[str]:
     with ThreadPoolExecutor(len(WAYS_TO_HOLD)) as threads:  # they mostly wait
         results = threads.map(lambda way: sandbox.execute_in(tier, holding(way)), WAYS_TO_HOLD)
     leaks = []

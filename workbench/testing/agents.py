@@ -50,7 +50,7 @@ SLIPS = (
 def plain_json(value: Any) -> str:
     """Write a value of `VALUES` as a model may write it: JSON with `NaN` and unpaired surrogates, and text for other
     objects."""
-    return json.dumps(value, default=lambda one: sorted(one) if isinstance(one, set) else str(type(one).__name__))
+    return json.dumps(value, default=lambda item: sorted(item) if isinstance(item, set) else str(type(item).__name__))
 
 
 class ParserContract:
@@ -158,7 +158,7 @@ class ParserContract:
         slips = [broken[: len(broken) // 2] + slip + broken[len(broken) // 2 :] for slip in SLIPS if slip not in _TAGS]
         for text in (*cuts, *slips):
             calls = self.found(f"{self.echo('one')}\n{text}\n{self.echo('two')}")
-            sound = [given for name, given in calls if name == "echo" and given in ("one", "two")]
+            sound = [text_of_call for name, text_of_call in calls if name == "echo" and text_of_call in ("one", "two")]
             assert sound == ["one", "two"], f"both sound calls are found around {text!r}"
             assert {name for name, _ in calls} & {"forbidden"} == set(), "nothing else is called"
 
@@ -246,9 +246,9 @@ class ToolContract:
         [alone] = self.asked(good)
         first, *others, last = self.asked(good, *hostile, good)
         assert first.result == alone.result and last.status == alone.status, "calls beside hostile ones are unharmed"
-        for given, record in zip(hostile, others, strict=True):
+        for arguments, record in zip(hostile, others, strict=True):
             known = ("ok", "invalid", "refused", "error")
-            assert record.status in known and record.result, f"an answer to {given[:80]!r}; found {record}"
+            assert record.status in known and record.result, f"an answer to {arguments[:80]!r}; found {record}"
 
     def test_what_is_not_its_arguments_is_refused(self) -> None:
         """A call whose arguments are no JSON object, or have an unknown name, is refused and not run."""
@@ -288,8 +288,8 @@ class ToolContract:
         tool = self.make_tool()
 
         async def ask() -> None:
-            made, _ = await tool.create("one", create_kwargs=dict(self.create_kwargs), **self.create_kwargs)
-            for name in (made, made, "never made"):
+            instance_id, _ = await tool.create("one", create_kwargs=dict(self.create_kwargs), **self.create_kwargs)
+            for name in (instance_id, instance_id, "never made"):
                 await tool.release(name)
 
         runtime.run(ask())
@@ -338,15 +338,15 @@ class InteractionContract:
     @pytest.mark.parametrize("what", ["messages", "kwargs"])
     def test_hostile_values_harm_no_other_conversation(self, what: str) -> None:
         """Hostile messages and kwargs are answered, or refused with a sentence; conversations beside them are unharmed."""
-        user, said = self.make_interaction(), self.said()
+        user, message = self.make_interaction(), self.said()
 
         async def talk() -> tuple[Any, list[Any], Any]:
-            alone = await self.talked(user, said)
+            alone = await self.talked(user, message)
             if what == "messages":
                 hostile = [self.talked(user, text) for text in TEXTS.values()]
             else:
-                hostile = [self.talked(user, said, **{key: one}) for key in self.kwargs() for one in VALUES.values()]
-            beside = self.talked(user, said)
+                hostile = [self.talked(user, message, **{key: one}) for key in self.kwargs() for one in VALUES.values()]
+            beside = self.talked(user, message)
             *found, last = await asyncio.gather(*hostile, beside)
             return alone, found, last
 
@@ -359,8 +359,8 @@ class InteractionContract:
         user = self.make_interaction()
 
         async def talk() -> None:
-            made = await user.start_interaction("one", **self.kwargs())
-            for name in (made, made, "never began"):
+            instance_id = await user.start_interaction("one", **self.kwargs())
+            for name in (instance_id, instance_id, "never began"):
                 await user.finalize_interaction(name)
 
         runtime.run(talk())

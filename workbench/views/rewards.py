@@ -14,7 +14,7 @@ from workbench.views import document as doc
 if TYPE_CHECKING:
     from workbench.rewards.reward import Reward, Rubric
     from workbench.rewards.score import Score
-    from workbench.rewards.trials import Checked, DryRun, Judged, Pin, PinCheck, Pins
+    from workbench.rewards.trials import DryRun, Judged, Pin, PinCheck, PinResult, Pins
 
 CUT = 110
 """Characters of a prompt or a response before it is unfolded."""
@@ -253,7 +253,7 @@ def pin_check(check: PinCheck) -> doc.Part:
     )
 
 
-def _results(results: Sequence[Checked]) -> doc.Part:
+def _results(results: Sequence[PinResult]) -> doc.Part:
     rows: list[list[doc.Part]] = []
     for one in results:
         further = doc.bold(_got(one)), doc.cut(one.why, 2 * CUT), doc.cut(one.pin.note, 400)
@@ -274,7 +274,7 @@ def _holds(check: PinCheck) -> str:
     return f"{check.reward}: " + (f"all of {total} pins hold" if total > 1 else "the one pin holds")
 
 
-def _got(result: Checked) -> str:
+def _got(result: PinResult) -> str:
     return f"no judgement ({result.status})" if result.got is None else _expected(result.got)
 
 

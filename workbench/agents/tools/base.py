@@ -57,14 +57,14 @@ def _mapping(what: str, value: Any, expected: str = "a mapping") -> Mapping[str,
     return value
 
 
-def _parameters(name: str, given: Any) -> dict[str, Any]:
-    whole = _mapping(f"parameters of tool {name!r}", given)
+def _parameters(name: str, schema: Any) -> dict[str, Any]:
+    whole = _mapping(f"parameters of tool {name!r}", schema)
     short = whole.get("type") != "object"
     properties = whole if short else _mapping(f"properties of tool {name!r}", whole.get("properties") or {})
     required = list(properties if short else whole.get("required") or ())
     for key, value in properties.items():
         place = f"{key!r} of tool {name!r}"
-        for kind in _listed(_mapping(f"parameter {place}", value, "a mapping such as {type: string}").get("type")):
+        for kind in _as_list(_mapping(f"parameter {place}", value, "a mapping such as {type: string}").get("type")):
             if kind not in _TYPES:
                 raise SettingError(f"type of {place}", expected=f"one of {', '.join(_TYPES)}", found=describe(kind))
     for key in required:
@@ -92,7 +92,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str | None:
     parameters = function["parameters"]
     name, properties = function["name"], parameters["properties"]
     if not isinstance(arguments, Mapping):
-        return f"Error: the arguments of {name} must be a JSON object, not {_kind(arguments)}."
+        return f"Error: the arguments of {name} must be a JSON object, not {_kind_of(arguments)}."
     listed = [f"{key}{'' if key in parameters['required'] else ' (optional)'}" for key in properties]
     usage = f"Its arguments: {', '.join(listed)}." if listed else "It takes no arguments."
     missing = [key for key in parameters["required"] if key not in arguments]
@@ -103,7 +103,7 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str | None:
         close = nearest(extra[0], properties)
         hint = f" Did you mean {close!r}?" if close else ""
         return f"Error: {name} has no argument {_names(extra[:5])}.{hint} {usage}"
-    wrong = (_wrong(str(key), value, properties.get(key)) for key, value in arguments.items())
+    wrong = (_faults(str(key), value, properties.get(key)) for key, value in arguments.items())
     try:
         first = next(itertools.chain.from_iterable(wrong), None)
     except RecursionError:
@@ -111,12 +111,12 @@ def check_arguments(schema: Mapping[str, Any], arguments: Any) -> str | None:
     return f"Error: {name}: {first}." if first else None
 
 
-def _wrong(place: str, value: Any, schema: Any) -> Iterator[str]:
+def _faults(place: str, value: Any, schema: Any) -> Iterator[str]:
     """Yield what is wrong with a value, as text, and with the values inside it."""
     schema = schema if isinstance(schema, Mapping) else {}
-    kinds = _listed(schema.get("type"))
+    kinds = _as_list(schema.get("type"))
     if schema.get("anyOf"):
-        found = [next(_wrong(place, value, choice), None) for choice in schema["anyOf"]]
+        found = [next(_faults(place, value, choice), None) for choice in schema["anyOf"]]
         if found[0] and None not in found:
             yield found[0]
     elif "enum" in schema and (type(value), value) not in [(type(one), one) for one in schema["enum"]]:
@@ -124,7 +124,7 @@ def _wrong(place: str, value: Any, schema: Any) -> Iterator[str]:
     elif isinstance(value, float) and not math.isfinite(value):
         yield f"{place} must be a finite number"
     elif kinds and not any(kind in _kinds(value) for kind in kinds):
-        yield f"{place} must be {_article(kinds)}, not {_kind(value)}"
+        yield f"{place} must be {_article(kinds)}, not {_kind_of(value)}"
     else:
         yield from _wrong_inside(place, value, schema)
 
@@ -132,13 +132,13 @@ def _wrong(place: str, value: Any, schema: Any) -> Iterator[str]:
 def _wrong_inside(place: str, value: Any, schema: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _wrong(f"{place}[{number}]", item, schema.get("items"))
+            yield from _faults(f"{place}[{number}]", item, schema.get("items"))
     elif isinstance(value, Mapping):
         if absent := [key for key in schema.get("required") or () if key not in value]:
             yield f"{place} is missing {_names(absent)}"
         known, others = schema.get("properties") or {}, schema.get("additionalProperties")
         for key, item in value.items():
-            yield from _wrong(f"{place}.{key}", item, known.get(key, others))
+            yield from _faults(f"{place}.{key}", item, known.get(key, others))
 
 
 def _kinds(value: Any) -> list[str]:
@@ -151,7 +151,7 @@ def _kinds(value: Any) -> list[str]:
     return [kind for one, kind in plain.items() if isinstance(value, one)]
 
 
-def _kind(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     named = _kinds(value)
     return _article(named[:1]) if named else f"a {type(value).__name__}"
 
@@ -164,7 +164,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(repr(str(name)[:80]) for name in names)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -209,9 +209,9 @@ class BaseTool(Tool):
         The id is new if none is given. verl passes a row's arguments in one mapping, as `create_kwargs`: both forms
         work.
         """
-        given = kwargs.pop("create_kwargs", None) or {}
+        more = kwargs.pop("create_kwargs", None) or {}
         instance_id = instance_id or str(uuid4())
-        self.instances[instance_id] = {**kwargs, **given}
+        self.instances[instance_id] = {**kwargs, **more}
         return instance_id, ToolResponse()
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -309,7 +309,7 @@ class FunctionTool(BaseTool):
         try:
             async with asyncio.timeout(self.timeout):
                 work = self.function(**arguments) if is_async else in_thread(self.function, **arguments)
-                return _executed(await work)
+                return _as_executed(await work)
         except Exception as cause:  # noqa: BLE001 - a foreign function; the record says what it raised
             return self.broken(cause, self.timeout)
 
@@ -341,7 +341,7 @@ def function_tool(
 tool = function_tool
 
 
-def _executed(result: Any) -> Executed:
+def _as_executed(result: Any) -> Executed:
     """Convert a function's return value to what `execute` returns. Raises `TypeError` for a value that no tool may
     return."""
     parts = result if isinstance(result, tuple) else (result,)
@@ -415,7 +415,7 @@ def _typed(hint: Any, place: str) -> dict[str, Any]:
         return {**_PLAIN[hint]}
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
-        return _joined([_typed(one, place) for one in args])
+        return _union_schema([_typed(one, place) for one in args])
     if origin is Literal and set(map(type, args)) <= set(_SCALARS):
         kind, *others = dict.fromkeys(_SCALARS[type(one)] for one in args)
         return {"type": [kind, *others] if others else kind, "enum": list(args)}
@@ -427,7 +427,7 @@ def _typed(hint: Any, place: str) -> dict[str, Any]:
     raise SettingError(f"the type of {place}", expected=expected, found=describe(hint))
 
 
-def _joined(members: list[dict[str, Any]]) -> dict[str, Any]:
+def _union_schema(members: list[dict[str, Any]]) -> dict[str, Any]:
     plain = all(set(one) == {"type"} for one in members)
     return {"type": [one["type"] for one in members]} if plain else {"anyOf": members}
 

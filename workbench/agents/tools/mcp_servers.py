@@ -76,16 +76,16 @@ class MCPServer:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call one tool; returns the client's result. Raises `TimeoutError`, and whatever the client raises."""
-        given = {"name": name, "arguments": dict(arguments), "read_timeout_seconds": self.timeout}
-        return await _in_background(self._request(lambda client: client.call_tool(**given), self.timeout))
+        request = {"name": name, "arguments": dict(arguments), "read_timeout_seconds": self.timeout}
+        return await _in_background(self._request(lambda client: client.call_tool(**request), self.timeout))
 
     async def aclose(self) -> None:
         """Disconnect from the server; a command's process ends. A second call does nothing."""
-        await _in_background(self._left())
+        await _in_background(self._disconnected())
 
     def close(self) -> None:
         """Disconnect from the server, as `aclose` does, from code that is not async."""
-        runtime.run(self._left())
+        runtime.run(self._disconnected())
 
     async def _request(self, ask: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
         try:
@@ -111,18 +111,18 @@ class MCPServer:
         if self._client is None or self._owner is None or self._owner.done():
             loop = asyncio.get_running_loop()
             self._client, self._leave = loop.create_future(), asyncio.Event()
-            self._owner = loop.create_task(self._hold(self._client, self._leave))
+            self._owner = loop.create_task(self._hold_connection(self._client, self._leave))
             self.starts += 1
         connection = self._client
         await asyncio.shield(connection)
         return connection
 
-    async def _hold(self, reached: asyncio.Future[Any], leave: asyncio.Event) -> None:
+    async def _hold_connection(self, reached: asyncio.Future[Any], leave: asyncio.Event) -> None:
         """Open the connection and keep it until `leave` is set, in one task, as the client must be closed by the task
         that opened it."""
         with tempfile.TemporaryFile("w+") as log:
             try:
-                async with _opened(self.config, self.timeout, self.start_timeout, log) as client:
+                async with _open_client(self.config, self.timeout, self.start_timeout, log) as client:
                     reached.set_result(client)
                     await leave.wait()
             except Exception as cause:  # noqa: BLE001 - raised where it is awaited, with the last line of the server's log
@@ -137,7 +137,7 @@ class MCPServer:
         self._leave.set()
         self._client = None
 
-    async def _left(self) -> None:
+    async def _disconnected(self) -> None:
         owner = self._owner
         self._drop()
         if owner is not None:
@@ -177,10 +177,10 @@ def mcp_tools(
     `timeout` limits a call, in seconds; `tool.server.close()` disconnects. Raises `SettingError` for a bad file, a
     server that cannot be reached, and a selected name that no server has.
     """
-    reached = [MCPServer(str(name), config, timeout=timeout) for name, config in _entries(servers).items()]
+    reached = [MCPServer(str(name), config, timeout=timeout) for name, config in _server_entries(servers).items()]
     chosen: list[MCPTool] = []
     try:
-        tools = [MCPTool(server, schema) for server in reached for schema in _offered(server)]
+        tools = [MCPTool(server, schema) for server in reached for schema in _tool_schemas(server)]
         offered = {tool.name: tool for tool in tools}
         for name in selected or ():
             if name not in offered:
@@ -193,7 +193,7 @@ def mcp_tools(
     return chosen
 
 
-def _entries(servers: str | Path | Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+def _server_entries(servers: str | Path | Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Read an `mcpServers` file, or its content: server name → its settings."""
     if isinstance(servers, str | Path):
         try:
@@ -207,7 +207,7 @@ def _entries(servers: str | Path | Mapping[str, Any]) -> Mapping[str, Mapping[st
     return entries
 
 
-def _offered(server: MCPServer) -> list[dict[str, Any]]:
+def _tool_schemas(server: MCPServer) -> list[dict[str, Any]]:
     try:
         return runtime.run(server.tools())
     except (OSError, TimeoutError, ImportError) as cause:
@@ -216,7 +216,7 @@ def _offered(server: MCPServer) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def _opened(config: Mapping[str, Any], timeout: float, start: float, log: IO[str]) -> AsyncIterator[Any]:
+async def _open_client(config: Mapping[str, Any], timeout: float, start: float, log: IO[str]) -> AsyncIterator[Any]:
     with optional("mcp", "tools of MCP servers"):
         from mcp import Client
 
@@ -224,8 +224,8 @@ async def _opened(config: Mapping[str, Any], timeout: float, start: float, log: 
         if "command" in config:
             from mcp.client.stdio import StdioServerParameters, stdio_client
 
-            given = {key: config[key] for key in ("command", "args", "env", "cwd") if key in config}
-            transport: Any = stdio_client(StdioServerParameters(**given), cast(TextIO, log))
+            process = {key: config[key] for key in ("command", "args", "env", "cwd") if key in config}
+            transport: Any = stdio_client(StdioServerParameters(**process), cast(TextIO, log))
         else:
             import httpx2
             from mcp.client.streamable_http import streamable_http_client

@@ -168,7 +168,7 @@ class Corpus:
     """
 
     def __init__(self, documents: Iterable[Any]) -> None:
-        self.documents = [_text(number, one) for number, one in enumerate(documents)]
+        self.documents = [_document_text(number, one) for number, one in enumerate(documents)]
         require(bool(self.documents), "documents of a corpus", expected="at least one document", found=0)
         self._postings: dict[str, list[tuple[int, int]]] = {}
         lengths = []
@@ -237,11 +237,11 @@ class Search(BaseTool):
             return wrong
         queries = parameters["query_list"][:MAX_QUERIES]
         found = await in_thread(lambda: [self.corpus.best(query, self.topk) for query in queries])
-        text = "\n---\n".join(_listed(documents) for documents in found) or "No query."
+        text = "\n---\n".join(_results_text(documents) for documents in found) or "No query."
         return answered(text, None, found=[len(documents) for documents in found])
 
 
-def _listed(found: Sequence[tuple[float, str]]) -> str:
+def _results_text(found: Sequence[tuple[float, str]]) -> str:
     shown = []
     for number, (_, text) in enumerate(found, 1):
         title, _, rest = text.partition("\n")
@@ -249,7 +249,7 @@ def _listed(found: Sequence[tuple[float, str]]) -> str:
     return "\n\n".join(shown) or "No document found."
 
 
-def _text(number: int, document: Any) -> str:
+def _document_text(number: int, document: Any) -> str:
     if isinstance(document, str):
         return document
     if isinstance(document, Mapping):
@@ -328,7 +328,7 @@ class _Reader:
             right = self.value(level + 1)
             if right == 0 and sign in ("/", "//", "%"):
                 raise CalculationError("division by zero")
-            value = _kept(Fraction(_LEVELS[level][sign](value, right)))
+            value = _check_size(Fraction(_LEVELS[level][sign](value, right)))
         return value
 
     def signed(self) -> Fraction:
@@ -340,7 +340,7 @@ class _Reader:
         else:
             value = self.atom()
             if self.next("**"):
-                value = _kept(_raised(value, self.signed()))
+                value = _check_size(_raised(value, self.signed()))
         self.depth -= 1
         return value
 
@@ -353,7 +353,7 @@ class _Reader:
             self.expect(")")
             return value
         if token[0].isdigit() or token[0] == ".":
-            return _number(token)
+            return _parse_number(token)
         if token in FUNCTIONS:
             return self.call(token)
         known = f"; known functions: {', '.join(FUNCTIONS)}" if token[0].isalpha() or token[0] == "_" else ""
@@ -368,7 +368,7 @@ class _Reader:
         function, most = FUNCTIONS[name]
         if len(arguments) > most:
             raise CalculationError(f"{name} takes {most} argument{'s' if most > 1 else ''}, not {len(arguments)}")
-        return _kept(function(*arguments))
+        return _check_size(function(*arguments))
 
 
 def _tokens(text: str) -> list[str]:
@@ -378,14 +378,14 @@ def _tokens(text: str) -> list[str]:
     return [found[found.lastindex or 0] for found in _TOKEN.finditer(text)]
 
 
-def _number(text: str) -> Fraction:
+def _parse_number(text: str) -> Fraction:
     exponent = re.split("[eE]", text)[1:]
     if exponent and (len(exponent[0]) > 4 or abs(int(exponent[0])) > 300):
         raise CalculationError(f"the number {text} is too large or too small")
-    return _kept(Fraction(text))
+    return _check_size(Fraction(text))
 
 
-def _kept(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise CalculationError("a number in the calculation is too large, or has too many digits")
     return value
@@ -521,15 +521,15 @@ class SubAgent(BaseTool):
         chat = [{"role": "system", "content": self.system}] if self.system else []
         chat.append({"role": "user", "content": str(parameters.get("task", ""))})
         changes = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        given = {"raw_prompt": chat, "uid": parent.uid, "extra_info": {"tools_kwargs": kwargs}}
-        found = await self.loop.bound(child).run({**sampling, **changes}, **given)
+        row = {"raw_prompt": chat, "uid": parent.uid, "extra_info": {"tools_kwargs": kwargs}}
+        found = await self.loop.bound(child).run({**sampling, **changes}, **row)
         several = tuple(map(child.with_log_probs, sequences(found, f"sub-agent {self.name!r}")))
         mark = {SUB_AGENT: {"name": self.name, "turn": turn, "number": number}}
         several = (*child.others, *several)
         parent.others += [replace(one, extra={**one.extra, **mark}, policy=one.policy or policy) for one in several]
-        return ToolResponse(text=_answer(several, self.loop)), None, {}
+        return ToolResponse(text=_last_answer(several)), None, {}
 
 
-def _answer(found: Sequences, loop: AgentLoopBase) -> str:
-    texts = [turn.text for turn in found[-1].turns if turn.role == "assistant"]
+def _last_answer(outputs: Sequences) -> str:
+    texts = [turn.text for turn in outputs[-1].turns if turn.role == "assistant"]
     return outside_reasoning(texts[-1]).strip() if texts else ""

@@ -202,10 +202,10 @@ async def judged(workspace: Workspace, tests: Tests) -> Score:
         used += phase.seconds if (phase := ran[name].run) else 0.0
         if ran[name].status == "SandboxError":
             raise SandboxError(ran[name].message or "the sandbox could not run the tests of a terminal")
-    return _score(tests, ran, used)
+    return _score_of_tests(tests, ran, used)
 
 
-def _score(tests: Tests, ran: Mapping[str, Result], seconds: float) -> Score:
+def _score_of_tests(tests: Tests, ran: Mapping[str, Result], seconds: float) -> Score:
     """Make the score of the tests that ran (name → result); tests that did not run had no time left."""
     failed = {name: result for name, result in ran.items() if result.status != "Success"}
     passed = ran.keys() - failed.keys()
@@ -218,12 +218,12 @@ def _score(tests: Tests, ran: Mapping[str, Result], seconds: float) -> Score:
     if not failed:
         return Score(value=1.0, why="all tests pass" if parts else "the test passes", **facts)
     last = list(failed.values())[-1]
-    what = f"{len(failed)} of {count} tests fail ({_named(failed)}): " if parts else ""
+    what = f"{len(failed)} of {count} tests fail ({_failed_names(failed)}): " if parts else ""
     status = Status.SCORED if last.limit in (None, "output") else Status.CRASHED
     return Score(status=status, why=f"{what}{_exit(last)}", **facts)
 
 
-def _named(failed: Mapping[str, Any]) -> str:
+def _failed_names(failed: Mapping[str, Any]) -> str:
     more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
     return ", ".join(list(failed)[:_SHOWN]) + more
 
@@ -297,9 +297,9 @@ def _create_kwargs(task: Mapping[str, Any]) -> dict[str, str]:
     if command is None:
         expected = f"a shell command as one of {', '.join(_TEST_COMMAND)}"
         raise DataError("tests of a terminal task", expected=expected, found=sorted(map(str, task)))
-    given = {"command": command, "files": files_of(task.get("test_files")), "seconds": task.get("test_seconds")}
-    given |= {"fail_to_pass": _listed(task, "fail_to_pass"), "pass_to_pass": _listed(task, "pass_to_pass")}
-    kept = {key: value for key, value in given.items() if value}
+    tests = {"command": command, "files": files_of(task.get("test_files")), "seconds": task.get("test_seconds")}
+    tests |= {"fail_to_pass": _listed_tests(task, "fail_to_pass"), "pass_to_pass": _listed_tests(task, "pass_to_pass")}
+    kept = {key: value for key, value in tests.items() if value}
     Tests.of(kept)
     fields = {
         "files": json.dumps(files),
@@ -310,7 +310,7 @@ def _create_kwargs(task: Mapping[str, Any]) -> dict[str, str]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _listed(task: Mapping[str, Any], name: str) -> list[str]:
+def _listed_tests(task: Mapping[str, Any], name: str) -> list[str]:
     return list(map(str, from_json(task.get(name.upper(), task.get(name))) or ()))
 
 
@@ -328,9 +328,9 @@ def from_json(value: Any) -> Any:
         raise DataError("the text of a terminal task's field", expected="JSON", found=value[:100]) from cause
 
 
-def files_of(given: Any) -> dict[str, str]:
+def files_of(value: Any) -> dict[str, str]:
     """Read files as relative path → text, from a mapping (keys whose value is None are left out) or its JSON text."""
-    files = from_json(given) or {}
+    files = from_json(value) or {}
     if not isinstance(files, Mapping) or not all(isinstance(one, str | None) for one in files.values()):
         raise DataError("files of a terminal", expected="relative path → text", found=describe(files))
     return {str(name): text for name, text in files.items() if text is not None}

@@ -23,7 +23,7 @@ from typing import Any
 
 from workbench.base.config import require
 from workbench.datasets.records import last_box
-from workbench.rewards.runner import START_SECONDS, Pool
+from workbench.rewards.runner import START_SECONDS, WorkerPool
 from workbench.rewards.score import Score, Status, compared, failed, no_answer, rule
 from workbench.rewards.scorers.equivalence import fractions, limited, roots, same
 
@@ -215,10 +215,10 @@ _PROSE = re.compile(r"[^\W\d_]{3,}")
 
 
 @functools.cache
-def _workers() -> tuple[Pool, ThreadPoolExecutor]:
+def _workers() -> tuple[WorkerPool, ThreadPoolExecutor]:
     """Return the pool with the process in which `numina` compares, and the threads that wait for it; both end with this
     process."""
-    pool = Pool(limited(SECONDS, strict=True), workers=1, timeout=START_SECONDS, memory_mb=4096)
+    pool = WorkerPool(limited(SECONDS, strict=True), workers=1, timeout=START_SECONDS, memory_mb=4096)
     return pool, ThreadPoolExecutor(2, "workbench-equivalence")
 
 

@@ -62,7 +62,7 @@ def is_right(answer: str, ground_truth: Any, substring: bool = False) -> bool:
     return any(each in ours for each in theirs) if substring else ours in theirs
 
 
-def _targets_with_words(ground_truth: Any) -> tuple[str, ...] | None:
+def _read(ground_truth: Any) -> tuple[str, ...] | None:
     """List the targets that are not blank, as an answer without words would match a blank one; None if there are none."""
     wanted = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     several = wanted if isinstance(wanted, Iterable) and not isinstance(wanted, str | bytes) else [wanted]
@@ -78,7 +78,7 @@ def _matches(response: str, wanted: Sequence[str]) -> bool:
     return is_right(extract_answer(response) or "", wanted)
 
 
-@rule(_right, _matches, _targets_with_words)
+@rule(_right, _matches, _read)
 def search_em(response: str, ground_truth: Any, *, substring: bool = False, format_score: float = 0.0) -> Score:
     """Score the text in `<answer>` tags by Search-R1's exact match (see `compute_score`), with the reason.
 
@@ -92,7 +92,7 @@ def search_em(response: str, ground_truth: Any, *, substring: bool = False, form
     return Score(value=value, answer=answer, why="a target is met" if right else f"expected {_some(ground_truth)}")
 
 
-@rule(_right, _matches, _targets_with_words)
+@rule(_right, _matches, _read)
 def search_f1(response: str, ground_truth: Any) -> Score:
     """Score the text in `<answer>` tags by its word F1 with the best target, in [0, 1] (SQuAD's; Rajpurkar et al. 2016)."""
     answer = extract_answer(response)
