@@ -24,6 +24,7 @@ from workbench.base import runtime
 from workbench.base.loopback import Asked
 from workbench.dataproto import DataProto
 from workbench.engines.http.openai_form import Refusal
+from workbench.engines.local_engine.loading import auto_tokenizer
 from workbench.engines.protocol import SamplingSettings
 from workbench.stages.rollout import columns_of
 
@@ -96,7 +97,9 @@ def test_its_answers_calls_and_streams_are_read_by_openais_client(client: Any) -
     callers = [one.message for one in drawn.choices if one.message.tool_calls]
     caller = next(one for one in callers if one.tool_calls[0].function.name == "calculator")
     told = [one.logprobs.content for one in drawn.choices]
-    assert all(token.logprob <= 0 and token.top_logprobs[0].token == token.token for one in told for token in one)
+    for token in (token for one in told for token in one):
+        (best,) = token.top_logprobs  # the likeliest, which need not be the sampled one
+        assert token.logprob <= best.logprob + 1e-5 <= 2e-5 and (best.token == token.token) >= (token.logprob > -0.6)
     assert sum(map(len, told)) == drawn.usage.completion_tokens
     messages = [*ASKED, *heard(caller.model_dump(exclude_none=True), "5")]
     form = {"model": "policy", "messages": messages, "tools": CALCULATOR, "max_tokens": 40, "stream": True}
@@ -124,8 +127,17 @@ def test_refusals_are_openais_own_errors(client: Any) -> None:
     create = client.chat.completions.create
     with pytest.raises(openai.BadRequestError, match="at least one message"):
         create(model="policy", messages=[])
-    with pytest.raises(openai.BadRequestError, match="forces no call"):
-        create(model="policy", messages=ASKED, tools=TOOLS, tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match="one of the tools add; found"):
+        other = {"type": "function", "function": {"name": "subtract"}}
+        create(model="policy", messages=ASKED, tools=TOOLS, tool_choice=other)
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}):
+        with pytest.raises(openai.BadRequestError, match="response_format.*not the policy's.*a tool with that schema"):
+            create(model="policy", messages=ASKED, response_format=form)
+    for name, value in {"guided_json": {"type": "object"}, "min_pp": 0.1, "logit_bias": {"5": 1}, "n_best": 2}.items():
+        with pytest.raises(openai.BadRequestError, match=f"asks for {name}, which this server does not do"):
+            create(model="policy", messages=ASKED, extra_body={name: value})
+    with pytest.raises(openai.BadRequestError, match="near: min_p"):
+        create(model="policy", messages=ASKED, extra_body={"min_pp": 0.1})
     with pytest.raises(openai.BadRequestError) as found:
         create(model="policy", messages=[{"role": "user", "content": "many words " * 400}])
     assert found.value.code == "context_length_exceeded"
@@ -136,6 +148,107 @@ def test_refusals_are_openais_own_errors(client: Any) -> None:
     by_key = openai.OpenAI(base_url=client.endpoint.base_url, api_key=client.session.api_key, max_retries=0)
     assert by_key.chat.completions.create(model="policy", messages=ASKED, max_tokens=4).usage.completion_tokens <= 4
     assert len(client.session.sequences()) == 1
+
+
+def test_fields_have_their_effect_or_ask_for_nothing() -> None:
+    script = Script(auto_tokenizer("data/tiny-arith"), ["5"])
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        asks = {
+            "min_p": 0.2,
+            "repetition_penalty": 1.3,
+            "min_tokens": 2,
+            "stop_token_ids": [7],
+            "top_k": 4,
+            "temperature": 0.5,
+        }
+        assert (
+            asked(e, session, messages=ASKED, user="me", metadata={"a": "b"}, store=False, n_best=None, **asks)[0]
+            == 200
+        )
+        settings = script.requests[-1].settings
+        assert {name: getattr(settings, name) for name in asks} == {**asks, "stop_token_ids": (7,)}
+        plain = script.requests[-1].ids
+        thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+        assert asked(e, session, messages=ASKED, **thinking)[0] == 200
+        assert script.tokenizer.decode(script.requests[-1].ids).endswith("<think>\n")
+        assert script.requests[-1].ids[: len(plain)] == plain
+        for name in ("tools", "enable_thought"):
+            status, reply = asked(e, session, messages=ASKED, chat_template_kwargs={name: [1]})
+            assert status == 400 and f"reads no variable '{name}'" in reply["error"]["message"]
+        status, reply = asked(e, session, messages=ASKED, logprobs=True, top_logprobs=2)
+        assert status == 400 and "Script does not give the likeliest tokens" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_call_is_begun_for_the_model_and_not_learnt(scripted: Any, choice: Any) -> None:
+    call = ADD.replace("\n", "")
+    begun = '<tool_call>{"name":' + (' "add", "arguments":' if choice != "required" else "")
+    whole = call.partition(begun)[2]
+    assert whole
+    script = scripted([whole, "5"])
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        status, reply = asked(e, session, messages=ASKED, tools=TOOLS, tool_choice=choice)
+        assert status == 200 and reply["choices"][0]["finish_reason"] == "tool_calls"
+        message = reply["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"numbers": [2, 3]}'}
+        assert script.tokenizer.decode(script.requests[-1].ids).endswith(f"assistant\n{begun}")
+        assert asked(e, session, messages=[*ASKED, *heard(message, "5")], tools=TOOLS)[0] == 200
+        (output,) = session.sequences()
+    assert said([output]) == [2] and output.turns[0].text == call and output.turns[0].calls[0].result == "5"
+    decoded = script.tokenizer.decode(output.response_ids)
+    assert decoded.startswith(whole) and begun not in script.tokenizer.decode(own(output))
+
+
+def test_plain_completions_by_openais_client(client: Any) -> None:
+    text = "2 + 3 ="
+    one = client.completions.create(model="policy", prompt=text, max_tokens=6, n=2, logprobs=2, seed=4)
+    assert one.object == "text_completion" and len(one.choices) == 2 and one.usage.completion_tokens <= 12
+    ids = client.endpoint._policy.tokenizer(text)["input_ids"]
+    logs = one.choices[0].logprobs
+    assert len(logs.tokens) == len(logs.token_logprobs) == len(logs.text_offset) and set(
+        map(len, logs.top_logprobs)
+    ) == {2}
+    assert all(
+        max(tops.values()) + 1e-5 >= value for tops, value in zip(logs.top_logprobs, logs.token_logprobs, strict=True)
+    )
+    pieces = list(client.completions.create(model="policy", prompt=ids, max_tokens=6, seed=4, stream=True))
+    assert pieces[0].choices[0].finish_reason in ("stop", "length")
+    outputs = client.session.sequences()
+    assert [list(one.prompt_ids) for one in outputs] == [ids] * 3
+
+
+def test_responses_by_openais_client(client: Any) -> None:
+    import openai
+
+    tools = [{"type": "function", "strict": True, **CALCULATOR[0]["function"]}]
+    question = [{"role": "user", "content": [{"type": "input_text", "text": ASKED[0]["content"]}]}]
+    named = {"type": "function", "name": "calculator"}
+    first = client.responses.create(
+        model="policy", input=question, tools=tools, tool_choice=named, max_output_tokens=60
+    )
+    (call,) = first.output
+    assert call.type == "function_call" and call.name == "calculator" and first.usage.total_tokens > 0
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+    given = [*question, *(one.model_dump(exclude_none=True) for one in first.output), result]
+    with client.responses.stream(model="policy", input=given, tools=tools, max_output_tokens=20) as stream:
+        kinds = [event.type for event in stream]
+        second = stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
+    (output,) = client.session.sequences()
+    assert said([output]) == [2] and output.turns[0].calls[0].result == "5"
+    assert output.turns[-1].text == second.output_text or second.output[0].type == "function_call"
+    cut = client.responses.create(model="policy", input="2 + 2?", instructions="Be short.", max_output_tokens=1)
+    assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
+    assert client.session.sequences()[-1].turns[-1].text == cut.output_text
+    for more, why in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"tools": [{"type": "web_search"}]}, "found 'web_search'"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"background": True}, "background"),
+        ({"input": [{"type": "computer_call"}]}, "computer_call"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.responses.create(**{"model": "policy", "input": "a", **more})
 
 
 def test_branches_at_once_are_sequences_and_the_same_whatever_comes_first(engine: Any) -> None:

@@ -18,6 +18,7 @@ import pytest
 from tests_patience import LONG, patience, within
 
 from workbench.agents.tools import MCPServer, load_tools, mcp_tools
+from workbench.agents.tools.mcp_servers import _read
 from workbench.base.errors import SettingError
 
 SECONDS = patience(0.5)
@@ -220,3 +221,23 @@ def test_a_real_server_over_http() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_every_part_of_an_answer_is_read_or_named() -> None:
+    """All members of the protocol's union; the package's own types where it is installed."""
+    types = pytest.importorskip("mcp_types")
+    link = types.ResourceLink(name="notes", uri="file:///notes.txt", mime_type="text/plain", description="of Monday")
+    text = types.TextResourceContents(uri="file:///a.txt", mime_type="text/plain", text="inside")
+    blob = types.BlobResourceContents(uri="file:///a.gz", mime_type="application/gzip", blob="aGk=")
+    picture = types.BlobResourceContents(uri="file:///a.png", mime_type="image/png", blob="aGk=")
+    image = {"data": "aGk=", "mime_type": "image/png"}
+    for part, expected in (
+        (types.TextContent(text="5"), "5"),
+        (types.ImageContent(**image), image),
+        (types.AudioContent(data="aGk=", mime_type="audio/wav"), "[audio, audio/wav, not shown]"),
+        (link, "[resource notes, file:///notes.txt, text/plain: of Monday]"),
+        (types.EmbeddedResource(resource=text), "inside"),
+        (types.EmbeddedResource(resource=blob), "[resource file:///a.gz, application/gzip, not shown]"),
+        (types.EmbeddedResource(resource=picture), image),
+    ):
+        assert _read(part) == expected

@@ -73,6 +73,8 @@ def test_a_longest_answer_beyond_the_model_is_what_is_left(engine: Any, address:
         ({"messages": ASKED, "stream": True}, "asks for stream"),
         ({"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]}, "asks for tools"),
         ({"messages": ASKED, "temperature": -1}, "temperature"),
+        ({"messages": ASKED, "guided_json": {"type": "object"}}, "asks for guided_json"),
+        ({"messages": ASKED, "chat_template_kwargs": {"enable_thinking": True}}, "asks for switches"),
         ({}, "messages"),
         ([1], "expected a JSON object"),
     ],

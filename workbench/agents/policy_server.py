@@ -13,10 +13,11 @@ import json
 import secrets
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from workbench.agents.episode import Episode, Transcript
@@ -28,7 +29,17 @@ from workbench.base import runtime
 from workbench.base.errors import SettingError
 from workbench.base.loopback import WORKING, Asked, serving
 from workbench.base.seeds import derive
-from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
+from workbench.engines.http.openai_form import (
+    Answer,
+    ChatRequest,
+    Refusal,
+    Reply,
+    chat_request,
+    completion_request,
+    refusal_of,
+    refused,
+)
+from workbench.engines.http.responses_form import response_request, response_sent
 from workbench.engines.protocol import Bounded, Sample, Sampler, SamplingSettings, switches_of
 
 Message = Mapping[str, Any]
@@ -208,7 +219,9 @@ class PolicyTokens:
         self._parser = checked_parser(parser, format="function_calling", tools=True)
         self._made: dict[str, tuple[TurnTokens, frozenset[str]]] = {}
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> tuple[TurnTokens, frozenset[str]]:
+    def of(
+        self, tools: Sequence[Mapping[str, Any]], asked: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[TurnTokens, frozenset[str]]:
         """Return (the `TurnTokens` for these tools, the roles whose messages the template can append to a
         conversation).
 
@@ -217,9 +230,14 @@ class PolicyTokens:
         """
         if tools and self._parser is None:
             self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
-        key = json.dumps(tools, sort_keys=True)
+        key = json.dumps([tools, asked], sort_keys=True, default=str)
         if key not in self._made:
-            switches = {"tools": tools, "tools_in": self._tools_in, "parser": self._parser, **switches_of(self.sampler)}
+            own = {"tools": tools, "tools_in": self._tools_in, "parser": self._parser}
+            template = str(getattr(self.tokenizer, "chat_template", None))
+            if unread := next((name for name in asked if name in own or str(name) not in template), None):
+                why = f"chat_template_kwargs: the chat template reads no variable {unread!r}"
+                raise Refusal(400, why, "unsupported", "chat_template_kwargs")
+            switches = {**switches_of(self.sampler), **asked, **own}
             try:
                 TurnTokens(self.tokenizer, **switches)
             except SettingError as error:
@@ -248,15 +266,30 @@ class PolicyTokens:
             return {"role": "assistant", "content": written}
         return dict(message)
 
+    def opening(self, request: ChatRequest, tokens: TurnTokens) -> str:
+        """Return the text with which an answer begins that `tool_choice` forces to call, up to the tool's name or, where one
+        is named, its arguments: the model goes on behind it. Raises `Refusal` for a parser whose form of a call is not
+        known."""
+        if not request.force:
+            return ""
+        begun, _, after = getattr(self._parser, "call_form", "").partition("NAME")
+        if not after:
+            why = f"tool_choice: {type(self._parser).__name__} has no call_form to begin a call with; expected auto or none"
+            raise Refusal(400, why, "unsupported", "tool_choice")
+        if request.force != "*":
+            begun += request.force + after.partition("ARGUMENTS")[0]
+        # the sign and the space that open what follows are left to the model: its tokens hold them together with that
+        return REASONING.get(tokens.reasoning, "") + begun.rstrip('" ')
+
     def message(
-        self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int
+        self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int, opening: str = ""
     ) -> tuple[dict[str, Any], str]:
-        """Convert a sampled answer to a chat message: (the message, the text as the model wrote it)."""
+        """Convert a sampled answer to a chat message: (the message, the text as the model wrote it, behind `opening`)."""
         ids = list(sample.ids)
         written = ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
         # special tokens are kept until all is found, because some models write calls and reasoning with them
-        text = self.tokenizer.decode(written, skip_special_tokens=False)
-        thought, rest = split_reasoning(text, tokens.reasoning)
+        text = opening + self.tokenizer.decode(written, skip_special_tokens=False)
+        thought, rest = ("", text) if request.raw is not None else split_reasoning(text, tokens.reasoning)
         calls = self._calls(request, tokens, text, cut=sample.finish_reason == "length")
         if calls:
             assert self._parser is not None
@@ -274,7 +307,7 @@ class PolicyTokens:
                 }
                 for number, call in enumerate(calls[: None if request.parallel else 1])
             ]
-        return answer, self.tokenizer.decode(ids, skip_special_tokens=True)
+        return answer, opening + self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _calls(self, request: ChatRequest, tokens: TurnTokens, text: str, *, cut: bool) -> list[FunctionCall]:
         if self._parser is None or not request.tools or not request.calls:
@@ -379,9 +412,10 @@ class PolicySession:
     async def answer(self, chat: ChatRequest, connection: Asked | None = None) -> Reply:
         """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. Raises
         `Refusal`."""
-        tools = json.dumps(chat.tools, sort_keys=True)
+        tools = json.dumps([chat.tools, chat.switches, chat.raw is None], sort_keys=True, default=str)
         parent, taken, name = self.recording.before(chat.messages, tools)
-        settings = (chat.n, chat.max_tokens, chat.seed, chat.calls, chat.parallel, *sorted(chat.sampling.items()))
+        choices = (chat.calls, chat.force, chat.parallel, chat.top_logprobs)
+        settings = (chat.n, chat.max_tokens, chat.seed, *choices, *sorted(chat.sampling.items()))
         same = self._pending.setdefault((name, settings), [])
         again = connection is not None and (connection.headers.get("x-stainless-retry-count") or "0") != "0"
         pending = next((one for one in reversed(same) if one.lost or again), None)
@@ -410,14 +444,20 @@ class PolicySession:
         """Sample the answers to a request that continues `parent`, the answer that ends its first `taken` messages."""
         number, began = self._requests, time.monotonic()
         self._requests += 1
-        tokens, roles = self.policy.of(request.tools)
+        tokens, roles = self.policy.of(request.tools, request.switches)
         new = request.messages[taken:]
         if parent is not None and any(message["role"] not in roles for message in new):
             parent, new = None, request.messages
-        if parent is None:
+        if request.raw is not None:
+            heard = (
+                tuple(self.policy.tokenizer(request.raw)["input_ids"]) if isinstance(request.raw, str) else request.raw
+            )
+        elif parent is None:
             heard = tokens.prompt([self.policy.for_template(message, self.recording) for message in new])
         else:
             heard = tokens.delta([dict(message) for message in new], parent.sample.ids)
+        opening = self.policy.opening(request, tokens)
+        heard = (*heard, *self.policy.tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else heard
         before = () if parent is None else parent.ids
         prompt = heard if parent is None else parent.path[0].heard
         settings = self._settings(request, self._room(len(before) + len(heard), len(prompt)))
@@ -426,7 +466,7 @@ class PolicySession:
         samples, seeds = await self._sample_answers([*before, *heard], settings, request, depth, again)
         nodes = []
         for sample, seed in zip(samples, seeds, strict=True):
-            said, text = self.policy.message(request, tokens, sample, seed)
+            said, text = self.policy.message(request, tokens, sample, seed, opening)
             nodes.append(AnswerNode(parent, tuple(heard), tuple(new), name, number, sample, said, text))
         self._record(nodes, began)
         answers = [Answer(node.message, _finish_reason(node), len(node.sample.ids), node.sample) for node in nodes]
@@ -453,12 +493,17 @@ class PolicySession:
         first = derive(self.episode.seed(depth), read, request.seed, again)
         seeds = [derive(first, place) if place else first for place in range(request.n)]
         try:
-            samples = list(await asyncio.gather(*(self.episode.draw(ids, settings, seed) for seed in seeds)))
+            wanted = request.top_logprobs
+            draws = (self.episode.draw(ids, settings, seed, tops=wanted) for seed in seeds)
+            samples = list(await asyncio.gather(*draws))
         except Exception as cause:
             self.failure = cause
             raise
         if any(one.finish_reason == "abort" for one in samples):
             raise Refusal(500, "the engine gave up sampling this answer")
+        if any(one.ids and not one.tops for one in samples if wanted):
+            why = f"top_logprobs: {type(self.policy.sampler).__name__} does not give the likeliest tokens; expected 0"
+            raise Refusal(400, why, "unsupported", "top_logprobs")
         return samples, seeds
 
     def _count_answer(self) -> None:
@@ -581,16 +626,25 @@ class Endpoint:
             if (asked.method, path) == ("GET", "v1/models"):
                 model = {"id": self.model, "object": "model", "created": 0, "owned_by": "workbench"}
                 return 200, {"object": "list", "data": [model]}
-            if (asked.method, path) != ("POST", "v1/chat/completions"):
-                found = f"{asked.method} /{path[:100]}"
-                raise Refusal(404, f"no such path: {found}; expected POST /v1/chat/completions or GET /v1/models")
-            request = chat_request(asked.body)
-            return 200, runtime.run(session.answer(request, asked)).sent(request)
+            if asked.method != "POST" or path not in FORMS:
+                known = ", ".join(f"POST /{one}" for one in FORMS)
+                raise Refusal(404, f"no such path: {asked.method} /{path[:100]}; expected {known} or GET /v1/models")
+            read, write = FORMS[path]
+            request = read(asked.body)
+            return 200, write(runtime.run(session.answer(request, asked)), request)
         except CancelledError:
             refusal = Refusal(401, "the episode is over", "invalid_api_key")
         except Exception as cause:  # noqa: BLE001 - whatever an engine raises, who asked is answered
             refusal = refusal_of(cause)
         return refusal.status, refusal.body
+
+
+FORMS: Mapping[str, tuple[Callable[[Any], ChatRequest], Callable[[Reply, Any], Any]]] = {
+    "v1/chat/completions": (chat_request, Reply.sent),
+    "v1/completions": (completion_request, Reply.completion),
+    "v1/responses": (response_request, response_sent),
+}
+"""Path → (what reads a request, what writes the reply to it)."""
 
 
 @contextmanager
@@ -605,16 +659,19 @@ def endpoint(
     """Context manager that serves the policy at an OpenAI-compatible address of this machine, and records what it
     samples.
 
-    Serves `/v1/chat/completions` (`tools`, `n`, `stream`, `logprobs`, `stop`, …) and `/v1/models` to clients that have
-    an episode's key. A conversation with the policy as rows to train on::
+    Serves `/v1/chat/completions` (`tools`, `n`, `stream`, `logprobs`, `stop`, …), `/v1/responses`, `/v1/completions` and
+    `/v1/models` to clients that have an episode's key. A conversation with the policy as rows to train on::
 
         with agents.endpoint(engine, parser="hermes") as e, e.session() as episode:
             client = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
             client.chat.completions.create(model=e.model, messages=[{"role": "user", "content": "2 + 2?"}])
             outputs = episode.sequences()
 
-    A stream is sent when the answer is complete, as the sampler returns it at once. Log-probs are of the sampled tokens
-    alone. A call cannot be forced (`tool_choice` is `auto` or `none`). `recipes.grpo(engine, reward, agent=Harness(…))`
+    A stream is sent when the answer is complete, as the sampler returns it at once. `top_logprobs` are those of the policy,
+    where the sampler gives them. `tool_choice="required"`, or a tool's name, begins the call for the model: these tokens
+    belong to the prompt and are not learnt; the rest is the model's, and is a call where it writes one. A field has its
+    effect, asks for nothing about the answer (`user`, `metadata`, `store`, …), or is refused by name: `response_format`
+    among them, and what needs a store of earlier responses. `recipes.grpo(engine, reward, agent=Harness(…))`
     plays whole batches in this way. `parser` finds the calls in the model's text (None: by the chat template); `model`
     is the name in `/v1/models`. The chat template tells the model of a client's `tools`, or with `tools_in="system"`
     the system message does (see `ToolAgent`). Who can reach the server: see `base.loopback.serving`.

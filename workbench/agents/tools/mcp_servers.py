@@ -159,14 +159,33 @@ class MCPTool(BaseTool):
             result = await self.server.call(self.name, parameters)
         except Exception as cause:  # noqa: BLE001 - a foreign client; the record says what it raised
             return self.broken(_first_error(cause), self.server.timeout)
-        text = "\n".join(part.text for part in result.content if isinstance(getattr(part, "text", None), str))
+        parts = [_read(part) for part in result.content]
+        text = "\n".join(one for one in parts if isinstance(one, str))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             return refused(text or f"Error: {self.name} failed.", None)
-        images = [{"data": part.data, "mime_type": part.mime_type} for part in result.content if hasattr(part, "data")]
+        images = [one for one in parts if not isinstance(one, str)]
         _, reward, record = answered(text)
         return ToolResponse(text=text, image=images or None), reward, record
+
+
+def _read(part: Any) -> str | dict[str, Any]:
+    """Read a part of a server's answer as the model gets it: text, or an image. What it cannot be given is named."""
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "image":
+        return {"data": part.data, "mime_type": part.mime_type}
+    if part.type == "resource_link":
+        told = f": {part.description}" if part.description else ""
+        return f"[resource {part.name}, {part.uri}, {part.mime_type or 'of unknown type'}{told}]"
+    if part.type == "resource":
+        held, kind = part.resource, part.resource.mime_type or "of unknown type"
+        if isinstance(text := getattr(held, "text", None), str):
+            return text
+        image = kind.startswith("image/")
+        return {"data": held.blob, "mime_type": kind} if image else f"[resource {held.uri}, {kind}, not shown]"
+    return f"[{part.type}, {getattr(part, 'mime_type', None) or 'of unknown type'}, not shown]"
 
 
 def mcp_tools(

@@ -174,7 +174,7 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
 
 
 def _reply(chat: SamplerChat, request: ChatRequest, body: bytes) -> Any:
-    for name in ("stream", "tools", "logprobs"):
+    for name in ("stream", "tools", "logprobs", "switches"):
         if getattr(request, name):
             why = f"the request asks for {name}, which this server does not do; expected a plain chat completion"
             raise Refusal(400, why, "unsupported", name)

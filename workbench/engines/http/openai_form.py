@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from workbench.base.errors import WorkbenchError, first_line
@@ -14,9 +16,34 @@ from workbench.engines.protocol import Sample
 
 MAX_N = 128
 """Most answers to one request."""
-_LEGACY = ("functions", "function_call", "logit_bias", "frequency_penalty", "presence_penalty", "modalities", "audio")
+_EFFECTLESS = frozenset(
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"]
+)
+"""Fields that ask for nothing about the answer: they are accepted and have no effect."""
 _IGNORED: tuple[Any, ...] = ("", 0, False, None, {}, [], ["text"], "auto", "none")
-_SAMPLING = ("temperature", "top_p", "top_k")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+)
+_COMMON = frozenset([*_SAMPLING, *["model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "logprobs"]])
+_CHAT = _COMMON | frozenset(
+    [
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "max_completion_tokens",
+        "top_logprobs",
+        "response_format",
+        "chat_template_kwargs",
+    ]
+)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -59,12 +86,18 @@ class ChatRequest:
     tools: tuple[dict[str, Any], ...] = ()
     calls: bool = True
     """Whether tool calls are looked for in the answer (`tool_choice` is not `none`)."""
+    force: str = ""
+    """Name of the tool that the answer must call (`tool_choice`); `*`: any."""
     parallel: bool = True
     """Whether an answer may have more than one call."""
+    switches: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template (`chat_template_kwargs`)."""
+    raw: str | tuple[int, ...] | None = None
+    """The prompt of a plain completion, as text or token ids; None for a chat."""
     n: int = 1
     max_tokens: int | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """`temperature`, `top_p`, `top_k` as far as they are given, and `stop`."""
+    """`temperature`, `top_p` and other `SamplingSettings` as far as they are given, and `stop`."""
     seed: int | None = None
     model: str = ""
     stream: bool = False
@@ -77,47 +110,88 @@ class ChatRequest:
 def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
     """Parse a request for chat completions from the body of a POST or its fields. Raises `Refusal` (400) for wrong
     fields and for features that this server does not have."""
-    fields = _fields(body)
-    messages = fields["messages"]
-    stop = fields.get("stop") or ()
-    options = fields.get("stream_options") or {}
+    fields = fields_of(body, _CHAT)
+    wanted = fields.get("response_format") or {"type": "text"}
+    if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
+        why = (
+            "the request asks for response_format, which this server does not do: a sampler held to a grammar would give"
+            " log-probs that are not the policy's; expected none, or text; a tool with that schema and tool_choice does it"
+        )
+        raise Refusal(400, why, "unsupported", "response_format")
+    if not isinstance(fields.get("messages"), list) or not fields["messages"]:
+        raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
+    switches = fields.get("chat_template_kwargs") or {}
+    if not isinstance(switches, Mapping):
+        raise Refusal(400, "chat_template_kwargs: expected an object", None, "chat_template_kwargs")
+    tools = _tools(fields.get("tools"))
     return ChatRequest(
-        messages=tuple(_message(message, place) for place, message in enumerate(messages)),
-        tools=_tools(fields.get("tools")),
-        calls=_choice(fields.get("tool_choice")),
+        messages=tuple(_message(message, place) for place, message in enumerate(fields["messages"])),
+        tools=tools,
+        calls=fields.get("tool_choice") != "none",
+        force=_forced(fields.get("tool_choice"), tools),
         parallel=fields.get("parallel_tool_calls") is not False,
-        n=_number(fields, "n", 1, MAX_N) or 1,
+        switches=dict(switches),
         max_tokens=_number(fields, "max_completion_tokens", 1) or _number(fields, "max_tokens", 1),
-        sampling={
-            **{name: fields[name] for name in _SAMPLING if fields.get(name) is not None},
-            "stop": (stop,) if isinstance(stop, str) else tuple(str(one) for one in stop),
-        },
-        seed=_number(fields, "seed"),
-        model=str(fields.get("model") or ""),
-        stream=bool(fields.get("stream")),
-        usage=bool(isinstance(options, Mapping) and options.get("include_usage")),
         logprobs=bool(fields.get("logprobs")),
         top_logprobs=_number(fields, "top_logprobs", 0, 20) or 0,
+        **_shared(fields),
     )
 
 
-def _fields(body: bytes | Mapping[str, Any]) -> dict[str, Any]:
-    """Parse the fields of a request and refuse features that this server does not have."""
+def completion_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
+    """Parse a request for a plain completion (`/v1/completions`). Raises `Refusal` (400), as `chat_request` does."""
+    fields = fields_of(body, _COMMON | {"prompt"})
+    prompt = fields.get("prompt")
+    prompt = (
+        prompt[0] if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list) else prompt
+    )
+    ids = isinstance(prompt, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in prompt)
+    if not prompt or not (isinstance(prompt, str) or ids):
+        raise Refusal(400, "prompt: expected one text, or the token ids of one", None, "prompt")
+    tops = _number(fields, "logprobs", 0, 20)
+    return ChatRequest(
+        messages=({"role": "user", "content": json.dumps(prompt)},),
+        raw=prompt if isinstance(prompt, str) else tuple(prompt),
+        calls=False,
+        max_tokens=_number(fields, "max_tokens", 1) or 16,  # OpenAI's default
+        logprobs=tops is not None,
+        top_logprobs=tops or 0,
+        **_shared(fields),
+    )
+
+
+def _shared(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields that mean the same in every kind of request."""
+    stop, options = fields.get("stop") or (), fields.get("stream_options") or {}
+    given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
+    if "stop_token_ids" in given:
+        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+    return {
+        "n": _number(fields, "n", 1, MAX_N) or 1,
+        "sampling": {**given, "stop": (stop,) if isinstance(stop, str) else tuple(str(one) for one in stop)},
+        "seed": _number(fields, "seed"),
+        "model": str(fields.get("model") or ""),
+        "stream": bool(fields.get("stream")),
+        "usage": bool(isinstance(options, Mapping) and options.get("include_usage")),
+    }
+
+
+def fields_of(body: bytes | Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Parse the fields of a request. A field that is not `known` and asks for something is refused: what is accepted has
+    its effect, but for `_EFFECTLESS`. Raises `Refusal` (400)."""
     try:
         fields = json.loads(body) if isinstance(body, bytes) else dict(body)
     except (ValueError, RecursionError) as cause:
         raise Refusal(400, f"the body is not JSON: {first_line(cause)}") from cause
     if not isinstance(fields, dict):
         raise Refusal(400, f"the request is of type {type(fields).__name__}; expected a JSON object")
-    for name in _LEGACY:
-        if fields.get(name) not in _IGNORED:
-            raise Refusal(400, f"the request asks for {name}, which this server does not do", "unsupported", name)
-    wanted = fields.get("response_format") or {"type": "text"}
-    if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
-        why = "the request asks for response_format, which this server does not do; expected none, or text"
-        raise Refusal(400, why, "unsupported", "response_format")
-    if not isinstance(fields.get("messages"), list) or not fields["messages"]:
-        raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
+    for name in fields.keys() - _EFFECTLESS - set(known):
+        if fields[name] not in _IGNORED:
+            near = difflib.get_close_matches(name, known, 1)
+            why = f"the request asks for {name[:60]}, which this server does not do" + "".join(
+                f"; near: {one}" for one in near
+            )
+            raise Refusal(400, why, "unsupported", name[:60])
     return fields
 
 
@@ -132,11 +206,19 @@ def _number(fields: Mapping[str, Any], name: str, least: int | None = None, most
     return int(value)
 
 
-def _choice(choice: Any) -> bool:
-    if choice not in (None, "auto", "none"):
-        why = f"tool_choice: expected auto or none (this server forces no call); found {choice!r}"[:200]
-        raise Refusal(400, why, "unsupported", "tool_choice")
-    return choice != "none"
+def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Read which tool a `tool_choice` forces: its name, `*` for any, or ""."""
+    if choice in (None, "auto", "none"):
+        return ""
+    function = (
+        choice.get("function", choice) if isinstance(choice, Mapping) and choice.get("type") == "function" else {}
+    )
+    name = "*" if choice == "required" else function.get("name") if isinstance(function, Mapping) else None
+    names = [str(tool["function"]["name"]) for tool in tools]
+    if not names or name not in ("*", *names):
+        expected = f"auto, none, required or one of the tools {', '.join(names) or '(there are none)'}"
+        raise Refusal(400, f"tool_choice: expected {expected}; found {choice!r}"[:300], "unsupported", "tool_choice")
+    return str(name)
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -242,17 +324,42 @@ class Reply:
 
     def _ends(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         known = request.logprobs and answer.sample is not None
-        return {"finish_reason": answer.finish_reason, "logprobs": self._log_probs(request, answer) if known else None}
+        return {"finish_reason": answer.finish_reason, "logprobs": self.log_probs(request, answer) if known else None}
 
-    def _log_probs(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
-        """Build the `logprobs` object of an answer; only the log-probs of its own tokens are known."""
-        content = []
+    def log_probs(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+        """Build the `logprobs` object of an answer: of its own tokens, and of the likeliest beside them where they are wanted."""
+        content: list[dict[str, Any]] = []
         assert answer.sample is not None
         for token, value in zip(answer.sample.ids, answer.sample.log_probs, strict=True):
-            text = str(self.tokenizer.decode([token]))
-            own = {"token": text, "logprob": value, "bytes": list(text.encode())}
-            content.append({**own, "top_logprobs": [own] if request.top_logprobs else []})
+            tops = answer.sample.tops[len(content)] if request.top_logprobs else {}
+            best = sorted(tops.items(), key=lambda one: -one[1])[: request.top_logprobs]
+            content.append({**self._of_token(token, value), "top_logprobs": [self._of_token(*one) for one in best]})
         return {"content": content, "refusal": None}
+
+    def _of_token(self, token: int, value: float) -> dict[str, Any]:
+        text = str(self.tokenizer.decode([token]))
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    def completion(self, request: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
+        """Build the reply to a plain completion: one JSON object, or an iterator of a stream's chunks."""
+        head, choices = self._head("text_completion"), []
+        for number, answer in enumerate(self.answers):
+            ends = self._ends(request, answer)
+            if ends["logprobs"]:
+                each = ends["logprobs"]["content"]
+                tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in each]
+                starts = accumulate((len(one["token"]) for one in each), initial=0)
+                ends["logprobs"] = {
+                    "tokens": [one["token"] for one in each],
+                    "token_logprobs": [one["logprob"] for one in each],
+                    "top_logprobs": tops if request.top_logprobs else None,
+                    "text_offset": list(starts)[:-1],
+                }
+            choices.append({"index": number, "text": answer.message["content"], **ends})
+        if not request.stream:
+            return {**head, "choices": choices, "usage": self._usage()}
+        chunks: list[dict[str, Any]] = [{**head, "choices": [one]} for one in choices]
+        return iter(chunks + ([{**head, "choices": [], "usage": self._usage()}] if request.usage else []))
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,180 @@
+"""OpenAI's form of responses (`/v1/responses`): requests become chat requests, replies and streams are written back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, fields_of
+
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed")
+_FIELDS = frozenset(
+    [*_SAME, *["input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "include", "truncation"]]
+)
+_INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+@dataclass(frozen=True)
+class ResponseRequest(ChatRequest):
+    """A request for a response: a chat request, and the fields that the reply repeats."""
+
+    echoed: Mapping[str, Any] | None = None
+
+
+def response_request(body: bytes | Mapping[str, Any]) -> ResponseRequest:
+    """Parse a request for a response.
+
+    `input` is a text, or a list of messages, function calls, their outputs and reasoning. The whole conversation comes with
+    each request: `previous_response_id` and other fields that need a store are refused. Raises `Refusal` (400).
+    """
+    fields = fields_of(body, _FIELDS)
+    wanted = fields.get("text") or {}
+    kind = (wanted.get("format") or {}).get("type", "text") if isinstance(wanted, Mapping) else ""
+    more = [name for name in fields.get("include") or () if name not in _INCLUDED]
+    if kind != "text" or more:
+        param = "include" if more else "text"
+        why = f"the request asks for {more[0] if more else f'text.format {kind!r}'}, which this server does not do"
+        raise Refusal(400, f"{why}; expected plain text"[:300], "unsupported", param)
+    told = fields.get("instructions")
+    messages = ([{"role": "system", "content": told}] if told else []) + _messages(fields.get("input"))
+    tools, choice = [_tool(tool) for tool in fields.get("tools") or ()], fields.get("tool_choice")
+    chat = {name: fields[name] for name in _SAME if fields.get(name) is not None}
+    chat |= {"messages": messages, "max_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
+    chat["logprobs"] = bool(fields.get("top_logprobs")) or _INCLUDED[1] in (fields.get("include") or ())
+    echoed = {
+        name: fields.get(name) for name in ("instructions", "metadata", "temperature", "top_p", "max_output_tokens")
+    }
+    echoed |= {"tools": fields.get("tools") or [], "tool_choice": choice or "auto"}
+    return ResponseRequest(**vars(chat_request(chat)), echoed=echoed)
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, Mapping) else type(tool).__name__
+        raise Refusal(400, f"tools: expected tools of type function; found {kind!r}"[:200], "unsupported", "tools")
+    return {"type": "function", "function": {name: tool[name] for name in tool if name not in ("type", "strict")}}
+
+
+def _messages(items: Any) -> list[dict[str, Any]]:
+    """The messages of a chat in an input's items; what the model wrote in one turn is one message."""
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items or ()):
+        kind = item.get("type") or "message" if isinstance(item, Mapping) else type(item).__name__
+        if kind == "function_call_output":
+            content = _text(item.get("output"), place)
+            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": content})
+        elif kind == "message" and item.get("role") != "assistant":
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"), place)})
+        elif kind in ("message", "function_call", "reasoning"):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            _write(messages[-1], kind, item, place)
+        else:
+            why = f"input[{place}]: expected message, function_call, function_call_output or reasoning; found {kind!r}"
+            raise Refusal(400, why[:200], "unsupported", "input")
+    return messages
+
+
+def _write(message: dict[str, Any], kind: str, item: Mapping[str, Any], place: int) -> None:
+    """Add an item of the model's to its message."""
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        call = {"id": str(item.get("call_id") or ""), "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        message["reasoning_content"] = _text(item.get("content") or item.get("summary") or "", place)
+    else:
+        message["content"] = (message["content"] or "") + _text(item.get("content"), place)
+
+
+def _text(content: Any, place: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise Refusal(400, f"input[{place}]: expected text; found {kind!r}"[:200], "unsupported", "input")
+    return "".join(part["text"] for part in content)
+
+
+# --- replies ------------------------------------------------------------------------------------
+
+
+def response_sent(reply: Reply, request: ResponseRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
+    """Build the reply to a request for a response: one JSON object, or an iterator of a stream's events."""
+    whole = _whole(reply, request)
+    return _events(whole) if request.stream else whole
+
+
+def _whole(reply: Reply, request: ResponseRequest) -> dict[str, Any]:
+    (answer,) = reply.answers
+    cut = answer.finish_reason == "length"
+    used = {"input_tokens": reply.prompt_tokens, "input_tokens_details": {"cached_tokens": 0}}
+    used |= {"output_tokens": answer.tokens, "output_tokens_details": {"reasoning_tokens": 0}}
+    name = reply.id.removeprefix("chatcmpl-")
+    logs = reply.log_probs(request, answer) if request.logprobs and answer.sample is not None else None
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "model": reply.model,
+        "output": _items(answer, name, logs, "incomplete" if cut else "completed"),
+        "parallel_tool_calls": request.parallel,
+        **(request.echoed or {}),
+        "usage": {**used, "total_tokens": reply.prompt_tokens + answer.tokens},
+    }
+
+
+def _items(answer: Answer, name: str, logs: Any, status: str) -> list[dict[str, Any]]:
+    """What the model wrote, as items of an output: reasoning, a message, function calls."""
+    items: list[dict[str, Any]] = []
+    if thought := answer.message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thought}]
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
+    calls: Sequence[Mapping[str, Any]] = answer.message.get("tool_calls") or ()
+    if answer.message.get("content") or not calls:
+        part: dict[str, Any] = {"type": "output_text", "text": answer.message.get("content") or "", "annotations": []}
+        part["logprobs"] = logs["content"] if logs else []
+        head = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
+        items.append({**head, "status": status, "content": [part]})
+    for number, call in enumerate(calls):
+        head = {"id": f"fc_{name}_{number}", "type": "function_call", "call_id": call["id"]}
+        items.append({**head, **call["function"], "status": "completed"})
+    return items
+
+
+def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A response as a stream's events: each item is sent whole, between the events that clients wait for."""
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events: list[tuple[str, dict[str, Any]]] = [(name, {"response": begun}) for name in ("created", "in_progress")]
+    for place, item in enumerate(whole["output"]):
+        at = {"output_index": place, "item_id": item["id"]}
+        empty = {**item, **({"content": []} if "content" in item else {"arguments": ""})}
+        events.append(("output_item.added", {"output_index": place, "item": empty}))
+        for number, part in enumerate(item.get("content") or ()):
+            here, text = {**at, "content_index": number}, part["text"]
+            if part["type"] == "reasoning_text":
+                events += [
+                    ("reasoning_text.delta", {**here, "delta": text}),
+                    ("reasoning_text.done", {**here, "text": text}),
+                ]
+                continue
+            events.append(("content_part.added", {**here, "part": {**part, "text": "", "logprobs": []}}))
+            logs = {"logprobs": part["logprobs"]}
+            events.append(("output_text.delta", {**here, "delta": text, **logs}))
+            events.append(("output_text.done", {**here, "text": text, **logs}))
+            events.append(("content_part.done", {**here, "part": part}))
+        if item["type"] == "function_call":
+            text = item["arguments"]
+            events.append(("function_call_arguments.delta", {**at, "delta": text}))
+            events.append(("function_call_arguments.done", {**at, "arguments": text, "name": item["name"]}))
+        events.append(("output_item.done", {"output_index": place, "item": item}))
+    events.append(("incomplete" if whole["status"] == "incomplete" else "completed", {"response": whole}))
+    for number, (name, event) in enumerate(events):
+        yield {"type": f"response.{name}", "sequence_number": number, **event}
