@@ -104,6 +104,8 @@ def parameters_of(function: Any, what: str, error: type[WorkbenchError] = Settin
     """Return the parameters of a user's function by name. Raises `error`, naming `what`, where its signature cannot be
     read.
     """
+    if not callable(function):
+        raise error(what, expected="a function", found=describe(function), do="pass the function itself, not its name")
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError, RecursionError) as cause:  # a builtin; a wrapper or a partial that holds itself

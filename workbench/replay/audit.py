@@ -118,8 +118,10 @@ class Audit(Shown):
         return not self.disagreements
 
     def summary(self) -> str:
-        """One line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree; not looked at: gradients, weights`, and
-        which metrics of the update, how many other columns and metrics, and how many that no formula knows."""
+        """Return one line: `recomputed from the recorded tokens: 41 columns, 78 metrics agree; not looked at: gradients, weights`.
+
+        It then names the update's metrics that were not recomputed, and counts the other columns and metrics.
+        """
         found = f"recomputed from the recorded tokens: {len(self.columns)} columns, {len(self.metrics)} metrics agree"
         wrong = len({one.name for one in self.disagreements})
         missed = [name for name, why in self.left.items() if why in (audit_losses.UNKNOWN, audit_losses.LATER)]

@@ -302,14 +302,17 @@ def _one_pass(v: View) -> bool:
 
 
 def _earlier(v: View) -> list[str]:
-    """The recorded columns of the passes before the last, in order."""
+    """Name the recorded columns of the passes before the last, in order; none where one is missing."""
     names = [f"new_log_probs/{number}" for number in range(1, int(v.setting("ppo_epochs")))]
     return names if all(name in v.after for name in names) else []
 
 
 def minis(v: View, role: str) -> list[Sequence[int]] | None:
-    """Rows of each optimizer step, each pass behind the one before; None where a step's own log-probs are not recorded: rows were
-    shuffled, skipped, or passed several times without a column of each, but for two passes of one step whose first has the old log-probs."""
+    """Return the rows of each optimizer step; each pass counts on behind the rows of the one before.
+
+    None where some step's log-probs are not recorded: rows were shuffled, a step was skipped, or there were several passes
+    without a column of each, except two passes of one step each whose first has the old log-probs.
+    """
     total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), int(v.setting("ppo_epochs"))
     every = list(sessions_of(v.after).values())
     number = len(every) if prompts is None else prompts * int(v.after.batch.meta_info.get("group_size", 1))
@@ -336,7 +339,9 @@ def _begins_with_old(v: View) -> bool:
 
 
 def _of_steps(v: View, cut: list[Sequence[int]] | None, name: str, mask: Masks) -> Ragged:
-    """A column at the mask's tokens, row by row of the steps; new log-probs of a first pass without a column are the old ones."""
+    """Return a column's values at the mask's tokens, one list per row of each pass. In a first pass without a column of its own
+    the old log-probs stand in for the new ones.
+    """
     passes = 1 if cut is None else sum(map(len, cut)) // max(len(mask), 1)
     names = [name] * passes
     if name == "new_log_probs" and passes > 1:

@@ -227,7 +227,7 @@ def stale_sampler(seen: Evidence) -> Iterator[Finding]:
 
 
 def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
-    """The learning rate is 0 in every step."""
+    """Find a learning rate that is 0 in every step."""
     rates = series(seen.rows, "actor/lr")
     if rates and not any(rates):
         numbers = f"actor/lr is 0 in {len(rates)} steps"
@@ -304,7 +304,7 @@ def much_kl(seen: Evidence) -> Iterator[Finding]:
 
 
 def never_stops(seen: Evidence) -> Iterator[Finding]:
-    """Responses are cut off at the limit from the first step on."""
+    """Find responses that are cut off at the token limit from the first step to the last."""
     cut = series(seen.rows, "response/cut_ratio")
     if not cut or cut[0] < 0.8 or fmean(cut[-5:]) < 0.8:
         return

@@ -497,7 +497,7 @@ class Traces(Shown, Mapping[int, Trace]):
         if not (path / "trace.json").is_file():
             known = list(self._there())
             expected = f"one of the steps {known}" if known else "a run with recorded steps (trace_freq)"
-            do = "trace_freq=1, keep_traces=… of train keep more; run.stepper(step) does a step again without a trace"
+            do = "trace_freq=1, keep_traces=… of train keep more; run.stepper(step) does one of run.restorable_steps again"
             raise RunError(f"no trace of step {step!r}", expected=expected, do=do)
         return path
 

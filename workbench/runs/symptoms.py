@@ -54,17 +54,17 @@ def symptoms(rows: Rows, batch: Any = None) -> list[Symptom]:
 
 
 def step_of(row: Mapping[str, Any]) -> int:
-    """The row's step; 0, as before training, for a row of another program that names none."""
+    """Return the row's step; 0, as before training, for a row of another program that names none."""
     return int(row.get(STEP) or 0)
 
 
 def series(rows: Rows, name: str) -> list[float]:
-    """The metric's values, of the rows where it is a number."""
+    """Return the metric's values, of the rows where it is a number."""
     return [value for row in rows if isinstance(value := row.get(name), int | float) and value == value]
 
 
 def running(rows: Rows, name: str) -> list[float]:
-    """The metric's means over each `WINDOW` steps in turn; the mean of all where there are fewer."""
+    """Return the metric's means over each `WINDOW` steps in turn; the mean of all where there are fewer."""
     values = series(rows, name)
     return [fmean(values[at : at + WINDOW]) for at in range(max(len(values) - WINDOW + 1, min(len(values), 1)))]
 
@@ -163,7 +163,7 @@ def _idle_groups(rows: Rows, _: Any) -> Iterator[Symptom]:
 
 
 def _diverging_critic(rows: Rows, _: Any) -> Iterator[Symptom]:
-    """A critic that has become worse than a constant, while its loss grew: an early one is bad, too, but not worse than before."""
+    """Find a critic that has become worse than a constant while its loss grew; at first it may be that bad."""
     explained, losses = running(rows, "critic/vf_explained_var"), running(rows, "critic/vf_loss")
     if len(rows) <= WINDOW or not explained or not losses:
         return
@@ -221,7 +221,7 @@ _NUMBERS = ("critic/score/mean", "actor/grad_norm", "actor/pg_loss", "actor/kl_l
 
 
 def _not_finite(rows: Rows, _: Any) -> Iterator[Symptom]:
-    """NaN and infinities are null in a run's rows."""
+    """Find the steps in which a metric was NaN or infinite; such a value is stored as null in a run's rows."""
     every = {step_of(row): [name for name in _NUMBERS if name in row and row[name] is None] for row in rows}
     if steps := tuple(step for step, names in every.items() if names):
         found = f"{', '.join(every[steps[0]])} at steps {list(steps)[:5]}"
