@@ -47,6 +47,50 @@ ADD_CALL = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", 7]}
 DOUBLE = {"inputs": ["1\n", "4\n"], "outputs": ["2\n", "8"]}
 
 
+SUM = {"fn_name": "f", "inputs": [[[1, 2, 3]]], "outputs": [6]}
+NINE = {"inputs": ["3\n"], "outputs": ["9"]}
+DEEP = "def down(n): return 0 if n == 0 else 1 + down(n - 1)\n"
+HUGE = "1" + "0" * 6000
+HELPED = {
+    "prompt": 'from typing import List\n\ndef helper(x):\n    return x + 1\n\ndef f(xs: List[int]) -> int:\n    """Add."""\n',
+    "test": "def check(candidate):\n    assert candidate([1]) == 2\n",
+    "entry_point": "f",
+}
+MATHS = {"test_list": ["assert f(9) == 3.0"], "test_imports": ["import math"]}
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "value"),
+    [
+        # LiveCodeBench, APPS and TACO: imports, recursion, digits; in calls as in programs that read and print
+        ("class Solution:\n    def f(self, xs: List[int]) -> int: return sum(Counter(xs).elements())", SUM, 1),
+        ("def g(xs: List[int]) -> int: return sum(xs)\nprint(g([int(input()), 6]))", NINE, 1),
+        ("from __future__ import annotations\nprint(Counter([1] * 9)[1])", NINE, 1),
+        (f"{DEEP}def f(xs): return 6 + down(20_000) - 20_000", SUM, 1),
+        (f"{DEEP}print(9 + down(20_000) - 20_000)", NINE, 1),
+        ("print(10**6000)", {"inputs": [""], "outputs": [HUGE]}, 1),
+        ("def f(n): return 10**n", f'{{"fn_name": "f", "inputs": [[6000]], "outputs": [{HUGE}]}}', 1),
+        ("def f(n): return n % 10", f'{{"fn_name": "f", "inputs": [[{HUGE[:-1]}7]], "outputs": [7]}}', 1),
+        # an annotation is read in both kinds of tests, as it is in a file by itself
+        ("def g(x: nothing): return x\ndef f(xs): return 6", SUM, 0),
+        ("def g(x: nothing): return x\nprint(9)", NINE, 0),
+        # what the preamble brings is no answer
+        ("x = 1", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, 0),
+        ("y = Counter", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, 0),
+        # HumanEval: the prompt's code; its stub is no answer. MBPP: the row's imports
+        ("def f(xs: List[int]) -> int: return helper(xs[0])", HELPED, 1),
+        ("def g(xs): return helper(xs[0])", HELPED, 0),
+        ("root = math.sqrt(9)\ndef f(x): return root", MATHS, 1),
+        ("def f(n): return str(10**n)", {"test_list": ["assert f(6000) == '1' + '0' * 6000"]}, 1),
+    ],
+)
+def test_a_program_has_what_the_sets_own_grader_gives_it(
+    box: LocalSandbox, program: str, tests: Any, value: float
+) -> None:
+    found = judged(box, program, tests)
+    assert found.scored and found.value == value, found.why
+
+
 def test_the_three_kinds_of_cases(box: LocalSandbox) -> None:
     good = judged(box, "print(int(input()) * 2)", DOUBLE)
     assert good.value == 1 and good.status is Status.SCORED and good.answer == "print(int(input()) * 2)\n"

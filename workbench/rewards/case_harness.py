@@ -30,6 +30,16 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 _CONTAINERS = {**_SEQUENCES, "dict": dict}
 
 
+LIMITS = "import sys; sys.setrecursionlimit(50_000); sys.set_int_max_str_digits(50_000)"
+"""LiveCodeBench's limits, for every program."""
+_OPEN = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json builtins typing"
+PREAMBLE = "; ".join(
+    [f"from {name} import *" for name in _OPEN.split()]
+    + [f"import {name}" for name in f"{_OPEN} fractions time".split()]
+)
+"""What the graders of LiveCodeBench, APPS and TACO import, for programs of inputs and outputs that lack a name: it takes time."""
+
+
 def encode(value: Any, depth: int = 0) -> Any:
     """Encode a plain value as JSON data, tagged with its type where JSON has none (`(1, 2)` → `{"k": "tuple", "v": [1,
     2]}`).
@@ -86,6 +96,11 @@ def _write(record: Any, name: str = "result.json") -> None:
         json.dump(record, file)
 
 
+def _compiled(text: str, name: str = "solution.py") -> Any:
+    """Compile code as if it were a file by itself: what this file imports from `__future__` does not hold in it."""
+    return compile(text, name, "exec", dont_inherit=True)
+
+
 def _function(space: dict[str, Any], name: str) -> Any:
     """Return the function `name` that the program defines, or the method of that name of its class `Solution`."""
     function = space.get(name)
@@ -107,20 +122,33 @@ def _returned(space: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(case: dict[str, Any]) -> None:
+    before = case.get("setup") or case.get("imports") or ""  # the code of a prompt, or a row's imports
+    try:
+        values = _run_beside(before, case)
+    except NameError:
+        if "function" not in case:
+            raise
+        values = _run_beside(PREAMBLE, case)
+    _write({"values": values})
+
+
+def _run_beside(before: str, case: dict[str, Any]) -> list[Any]:
+    """Run the program behind the code `before`, then its calls; return their results, encoded."""
     space: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
+    with contextlib.suppress(Exception):  # a prompt may end in the middle of a function
+        exec(_compiled(before), space)  # noqa: S102 - the sandbox is what this file runs in
+    given = dict(space)
     with open("solution.py", encoding="utf-8") as file:
-        code = compile(file.read(), "solution.py", "exec")
-    exec(code, space)  # noqa: S102 - the sandbox is what this file runs in
-    returned = []
-    if "function" in case:
-        returned.append(encode(_function(space, case["function"])(*case["arguments"])))
-    elif "calls" not in case:
-        returned += [_returned(space, call) for call in _read_json("calls.json")]
-    else:
-        exec(case["imports"], space)  # noqa: S102
-        for call in case["calls"]:
-            returned.append(encode(eval(call, space)))  # noqa: S307
-    _write({"values": returned})
+        exec(_compiled(file.read()), space)  # noqa: S102
+    if "calls" in case:
+        exec(_compiled(case["imports"]), space)  # noqa: S102
+        calls = [compile(call, "call", "eval", dont_inherit=True) for call in case["calls"]]
+        return [encode(eval(call, space)) for call in calls]  # noqa: S307
+    own = {name: value for name, value in space.items() if given.get(name, space) is not value}
+    if "function" not in case:
+        return [_returned(own, call) for call in _read_json("calls.json")]
+    arguments = case["arguments"] if "arguments" in case else decode(case["encoded"])
+    return [encode(_function(own, case["function"])(*arguments))]
 
 
 def _verdicts(case: dict[str, Any]) -> None:
@@ -132,7 +160,7 @@ def _verdicts(case: dict[str, Any]) -> None:
             values = [decode(value) for value in _read_json(f"returned{number}.json")["values"]]
             shown = _shown(values[0] if len(values) == 1 else values)
             space.update({f"_value_{place}": value for place, value in enumerate(values)})
-            exec(text, space)  # noqa: S102 - the data set's own text, in a sandbox all the same
+            exec(_compiled(text), space)  # noqa: S102 - the data set's own text, in a sandbox all the same
         except AssertionError as error:
             why = f"the assertion fails {str(error)[:200]}"
         except Exception as error:  # noqa: BLE001 - said to the parent
@@ -265,16 +293,18 @@ class _Script:
         space: dict[str, Any] = {"__name__": "tests", "_note": self.note}
         error = ""
         with contextlib.suppress(Exception):
-            exec(self.case["setup"], space)  # noqa: S102 - a prompt may define helpers; the data set's own text
+            exec(_compiled(self.case["setup"]), space)  # noqa: S102 - a prompt may define helpers; the data set's own text
         space.update({name: self.stub(name) for name in self.case["names"]})
         tree = ast.parse(self.case["text"])
         tree.body = [node for node in tree.body if not (isinstance(node, ast.ImportFrom) and node.module == "solution")]
         going = _IgnoresErrors() if self.collecting else _NotesAssertions()
         tree = going.visit(tree)
         with contextlib.suppress(_Unanswered):
-            error = self.run_test(compile(ast.fix_missing_locations(tree), "tests.py", "exec"), space)
+            error = self.run_test(
+                compile(ast.fix_missing_locations(tree), "tests.py", "exec", dont_inherit=True), space
+            )
             for test in self.case["run"]:
-                self.run_test(test, space)
+                self.run_test(_compiled(test), space)
             if not going.count and not self.notes:  # their one way to fail is `assert False`, which was not reached
                 self.note(None)
         _write(self.calls, "calls.json")
@@ -295,6 +325,7 @@ class _Script:
 
 
 if __name__ == "__main__":
+    exec(LIMITS)  # noqa: S102
     task = _read_json("case.json")
     if task["role"] == "script":
         _write({"script": _Script(task).run()})

@@ -6,9 +6,11 @@ import ast
 import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from workbench.base.errors import DataError, describe
+from workbench.base.errors import DataError, boundary, describe
+from workbench.rewards.case_harness import encode
 
 C = TypeVar("C")
 _INPUT_KEYS = ("input", "stdin", "inputs")
@@ -68,10 +70,15 @@ def _decoded(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            value = json.loads(value)
+            value = _json(value)
         except (ValueError, RecursionError):
             return value.strip()
     return value
+
+
+def _json(text: str) -> Any:
+    """Read JSON whose integers may have more digits than Python reads (4,300): some rows of APPS have such."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4300 else int(Decimal(digits)))
 
 
 def _function_name(tests: Mapping[str, Any]) -> str | None:
@@ -191,14 +198,20 @@ def _call(name: str, value: Any, wanted: Any) -> Case:
             arguments = [line[0] for line in lines]
     # `True` is Python's value, or the text itself
     expected = _possible_values(wanted) or [wanted] if isinstance(wanted, str) else [wanted]
-    return Case("call", {"role": "values", "function": name, "arguments": arguments}, expected)
+    asked = {"role": "values", "function": name}
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError, RecursionError):  # bytes, or an integer with more digits than Python prints
+        with boundary(f"arguments of {name}()", DataError):
+            return Case("call", {**asked, "encoded": encode(arguments)}, expected)
+    return Case("call", {**asked, "arguments": arguments}, expected)
 
 
 def _possible_values(text: str) -> list[Any]:
     """Return the values that a text may mean: its JSON value, or else its value as a Python literal and the text
     itself; [] for neither."""
     try:
-        return [json.loads(text)]
+        return [_json(text)]
     except (ValueError, RecursionError):
         return _literals(text)
 

@@ -67,6 +67,9 @@ class Code:
     - Python tests: `check(candidate)` with `entry_point` beside it or in `extra_info` (HumanEval), or functions `test_…()`
       (KodCode). They run in a process that has what the program's functions returned, and not the program.
 
+    Programs get what the sets' own graders give them: with inputs and outputs the imports, recursion limit and 50,000 digits of
+    LiveCodeBench and APPS (`case_harness.PREAMBLE`), with HumanEval's tests the prompt's code, with MBPP's the row's imports.
+
     Numbers of which one is a float are equal within 1e-6 (see `same_value`, `same_output`). `timeout` is in seconds per case. With `continuous=False` the score is 1 only if all cases pass, and where the first one fails the
     others do not run. `compare` is how printed output is compared (see `same_output`); `max_cases` keeps the first cases.
     The score's part `passed` is the share; its extra `cases` has a record of each case.
@@ -174,7 +177,11 @@ class Code:
     async def _outcomes(self, program: str, cases: Sequence[Case]) -> list[CaseOutcome]:
         kind = cases[0].kind
         if kind == "stdin":
-            results = await self._run([self._program(program, stdin=case.given) for case in cases])
+            results = await self._run([self._program(_behind(program), stdin=case.given) for case in cases])
+            lacking = [number for number, one in enumerate(results) if "NameError" in one.why]
+            whole = _behind(program, case_harness.PREAMBLE)
+            again = await self._run([self._program(whole, stdin=cases[number].given) for number in lacking])
+            results = [dict(zip(lacking, again, strict=True)).get(number, one) for number, one in enumerate(results)]
             return [self._printed(case, result) for case, result in zip(cases, results, strict=True)]
         if kind == "script":
             found = [await self._scripted(program, case) for case in cases]
@@ -231,7 +238,8 @@ class Code:
                 expected = len(verdicts)
             elif not more:
                 return [_outcome(answers, *one, None) for one in _counted(verdicts, ended, expected)]
-            (answers,) = await self._run([self._harness({"role": "values"}, program, {"calls.json": calls})])
+            asked = {"role": "values", "setup": case.given["setup"]}
+            (answers,) = await self._run([self._harness(asked, program, {"calls.json": calls})])
             returned = _result_file(answers)
             if returned is None:
                 return [_failed_outcome(answers)] * max(expected, 1)
@@ -259,6 +267,14 @@ class Code:
             return _failed_outcome(result)
         right = same_output(result.stdout, case.expected, self.compare)
         return _outcome(result, right, "the output differs", result.stdout)
+
+
+_FUTURE = re.compile(r"^from __future__ import [\w, ]+$", re.MULTILINE)
+
+
+def _behind(program: str, *before: str) -> str:
+    """Put the graders' limits, and code of one line, before a program; imports from `__future__` must stay the first."""
+    return "; ".join([*_FUTURE.findall(program), case_harness.LIMITS, *before]) + "\n" + _FUTURE.sub("", program)
 
 
 def _failing_tests(why: str) -> DataError:
