@@ -187,3 +187,14 @@ def test_weights_go_from_one_engine_to_another(folder: Path) -> None:
     assert torch.equal(weights["lm_head.weight"], two.full_weights()["lm_head.weight"])  # copies
     with pytest.raises(EngineError, match="load_weights; expected a tensor model.norm.weight of"):
         two.load_weights({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, 8)
+
+
+def test_a_reference_with_the_weights_of_its_files_is_there_once(tiny: str) -> None:
+    engine, other = (local(tiny, device="cpu", lr=1e-2) for _ in range(2))
+    reference = engine.reference()
+    assert reference is engine.reference() is other.reference()
+    assert local(tiny, device="cpu", lr=1e-3).reference() is not reference
+    taught = other.snapshot()
+    other.restore(taught)
+    other.commit()  # from here on its weights may be others
+    assert other.reference() is not reference and reference is engine.reference()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.base.errors import EngineError
+from workbench.base.errors import EngineError, SettingError
 from workbench.rewards import Reward
+from workbench.testing.engines import LikelihoodLoss
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
 
@@ -100,3 +101,32 @@ def test_layers_that_are_not_there(tiny: str) -> None:
 def test_an_adapter_on_an_embedding_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="names of linear layers.*found 'embed_tokens', a table of embeddings"):
         wb.engines.local("data/tiny-arith", lora_rank=2, lora_targets=("q_proj", "embed_tokens"))
+
+
+def test_a_frozen_base_in_bfloat16_takes_half_and_gives_the_numbers_of_autocast(tiny: str) -> None:
+    pipe, rows, _ = make(tiny)
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="rollout").batch
+    count, counts = len(batch), wb.engines.LossCounts(float(batch["response_mask"].sum()), float(len(batch)))
+    batch = batch.union(wb.DataProto({"weight": torch.linspace(-1, 1, count), "row": torch.arange(count)}))
+    adapters: dict[str, Any] = {"lora_rank": 4}
+    for more in (adapters, {}):
+        whole, half = (
+            wb.engines.local(tiny, device="cpu", dtype=kind, base_dtype=base, lr=1e-2, **more)
+            for kind, base in (("bfloat16", "float32"), ("auto", "bfloat16"))
+        )
+        frozen = [engine if more else engine.reference()._engine for engine in (whole, half)]
+        sizes = [
+            sum(p.nbytes for p in one._model.parameters() if p.dim() > 1 and not p.requires_grad) for one in frozen
+        ]
+        rows = half._model.get_input_embeddings().weight.nbytes
+        assert sizes[1] - rows == (sizes[0] - rows) // 2
+        for _ in range(2):
+            found = [engine.learn(batch, LikelihoodLoss(), counts).metrics for engine in (whole, half)]
+            assert found[0] == found[1]
+        for one, other in ((whole, half), (whole.reference(), half.reference())):
+            assert torch.equal(one.compute_log_probs(batch)["log_probs"], other.compute_log_probs(batch)["log_probs"])
+    assert half.describe()["base_dtype"] == "bfloat16" and "base_dtype" not in whole.describe()
+    with pytest.raises(
+        SettingError, match="base_dtype='bfloat16'; expected dtype 'auto' or 'bfloat16'; found 'float32'"
+    ):
+        wb.engines.LocalSettings(base_dtype="bfloat16", dtype="float32")

@@ -15,7 +15,8 @@ from tests_patience import examples
 from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
-from workbench.engines.local_engine import scoring
+from workbench.engines.local_engine import forward, scoring
+from workbench.engines.local_engine.forward import Layer
 from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
 from workbench.testing.engines import EngineContract, LikelihoodLoss
@@ -88,15 +89,15 @@ def check(model: Any, batch: DataProto) -> None:
         torch.testing.assert_close(found[name], one, atol=1e-5 * max(1.0, float(one.abs().max())), rtol=1e-5)
 
 
-@given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]), part=st.sampled_from([4, 512]))
+@given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]))
 @settings(max_examples=examples(40), deadline=None)
-def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int, part: int) -> None:
-    before = scoring.LEAST, scoring._PART
-    scoring.LEAST, scoring._PART = least, part
+def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int) -> None:
+    before = scoring.LEAST
+    scoring.LEAST = least
     try:
         check(model, batch_of(rows, more))
     finally:
-        scoring.LEAST, scoring._PART = before
+        scoring.LEAST = before
 
 
 def group(prompt: int, responses: Sequence[int], first: int = 3) -> list[Row]:
@@ -130,30 +131,92 @@ def test_groups_stay_together(model: Any) -> None:
     batch = batch_of(mixed)
     assert [part.tolist() for part in scoring.cut_trees(batch, 40)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert len(scoring.cut_trees(batch, 80)) == 1 and len(scoring.cut_trees(batch, 1)) == 8
+    # a group that has no room left begins the next micro-batch; one that has room in none is cut
+    assert [len(part) for part in scoring.cut_trees(batch, 60)] == [4, 4]
+    assert [len(part) for part in scoring.cut_trees(batch, 36)] == [3, 1, 3, 1]
     assert len(scoring.micro_batches(model, batch, 40, packed=False)) == 8
 
 
-class TestBlocks:
-    """Every query sees its row's earlier tokens and no other, however the tree is cut for attention."""
+class TestParts:
+    """Every token sees its row's earlier tokens and no other, however the tree is cut for attention."""
 
-    @given(rows=tries(), window=st.sampled_from([None, 1, 3, 7]))
+    @given(rows=tries())
     @settings(max_examples=examples(40), deadline=None)
-    def test_keys_of_queries(self, rows: list[Row], window: int | None) -> None:
-        batch = batch_of(rows)
-        one = scoring.Tree(batch, "cpu")
-        plan = one.plan
-        ids = one.given["input_ids"][0].tolist()
-        for block in plan._blocks:
-            seen = plan._seen(block, window, torch.bool)[:, 0]
-            for unit, (queries, _) in enumerate(block.sizes.tolist()):
-                for place in range(queries):
-                    query = int(block.queries[unit, place])
-                    depth = int(plan._depths[query])
-                    keys = block.keys[unit][seen[unit, place]].tolist()
-                    least = 0 if window is None else max(depth - window + 1, 0)
-                    assert [int(plan._depths[key]) for key in sorted(keys)] == list(range(least, depth + 1))
-                    path = tuple(ids[key] for key in sorted(keys))
-                    assert any(tuple((row[0] + row[1])[least : depth + 1]) == path for row in rows)
+    def test_keys_of_queries(self, rows: list[Row]) -> None:
+        tree = scoring.Tree(batch_of(rows), "cpu")
+        ids, depths = tree.given["input_ids"][0].tolist(), tree.plan.depths.tolist()
+        for query, keys in enumerate(seen(tree.plan).bool()):
+            numbers = sorted(keys.nonzero()[:, 0].tolist(), key=lambda key: depths[key])
+            assert [depths[key] for key in numbers] == list(range(depths[query] + 1))
+            path = tuple(ids[key] for key in numbers)
+            assert any(tuple((row[0] + row[1])[: depths[query] + 1]) == path for row in rows)
+
+    @given(data=st.data())
+    @settings(max_examples=examples(60), deadline=None)
+    def test_joined_parts_are_one_softmax(self, data: Any) -> None:
+        """Ragged groups, T = 1, responses longer than their prompt, nothing in common; masks, soft-caps, sinks, shared heads."""
+        rows = data.draw(
+            st.one_of(tries(), st.sampled_from([group(20, (9, 30, 1)), group(1, (7, 7)), group(17, (1,))]))
+        )
+        plan = scoring.Tree(batch_of(rows), "cpu").plan
+        torch.manual_seed(data.draw(st.integers(0, 99)))
+        shared, wide, flat = (data.draw(st.sampled_from(one)) for one in ((1, 2, 3), (8, 5), (False, True)))
+        sizes = [(2 * shared, 8), (2, 8), (2, wide)]
+        states = [
+            torch.randn(1, heads, len(plan.back), size, dtype=torch.float64, requires_grad=True)
+            for heads, size in sizes
+        ]
+        sinks = data.draw(st.sampled_from([None, torch.randn(2 * shared, dtype=torch.float64, requires_grad=True)]))
+        window, cap = data.draw(st.sampled_from([(None, None), (3, None), (1, None), (None, 1.5), (5, 1.5)]))
+        layer = Layer(0, *states, 0.4, window, cap, sinks)
+        far = plan.depths[:, None] - plan.depths
+        mask = seen(plan).bool() & (far < (window or 1000))
+        whole = [*states, *([] if sinks is None else [sinks])]
+        slope = torch.randn(1, 2 * shared, len(plan.back), wide, dtype=torch.float64)
+        truth = layer.attend(*states, mask[None, None])
+        before = forward._CHUNK, forward.has_flash
+        forward._CHUNK, forward.has_flash = data.draw(st.sampled_from([4, 512])), lambda *_: before[1](*_) and not flat
+        try:
+            joined = plan.attend(layer)
+            found = torch.autograd.grad(joined, whole, slope)
+        finally:
+            forward._CHUNK, forward.has_flash = before
+        # softmaxes are float32 in one and in the other way
+        torch.testing.assert_close(joined, truth, atol=1e-5, rtol=1e-5)
+        for one, other in zip(found, torch.autograd.grad(truth, whole, slope), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+    def test_memory_grows_linearly_with_the_response(self) -> None:
+        kept = []
+        for length in (64, 128, 256):
+            plan = scoring.Tree(batch_of(group(20, (length, length, length // 2))), "cpu").plan
+            states = [torch.randn(1, heads, len(plan.back), 8, requires_grad=True) for heads in (4, 2, 2)]
+            sizes: dict[int, int] = {}
+
+            def keep(one: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+                sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+                return one
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+                joined = plan.attend(Layer(0, *states, 0.3))
+            kept.append(sum(sizes.values()) / len(plan.back))
+            del joined
+        assert (
+            kept[2] <= kept[1] <= kept[0] == 4 * ((4 + 2 + 2) * 8 + 4 * 8 + 4)
+        )  # what goes in, what comes out, and a sum
+
+
+def seen(plan: Any) -> torch.Tensor:
+    """[N, N]: how often a token sees another."""
+    count = len(plan.back)
+    times = torch.zeros(count, count, dtype=torch.long)
+    for tokens, padding in plan.blocks:
+        for numbers in (row[~none] for row, none in zip(tokens, padding, strict=True)):
+            times[numbers[:, None], numbers] += torch.ones(len(numbers), len(numbers), dtype=torch.long).tril()
+    for keys, queries in plan.above:
+        times[queries, keys] += 1
+    assert times.max() <= 1
+    return times
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}

@@ -122,7 +122,9 @@ def test_a_driver_without_a_gpu_for_torch(built: str | None, do: str, monkeypatc
     found = machine.devices()
     assert found.state == WRONG and do in found.do and (built is None or "CUDA_VISIBLE_DEVICES=''" in found.found)
     monkeypatch.setattr(machine, "cuda_of_driver", lambda: None)
+    monkeypatch.setattr(machine, "half_gain", lambda: 4.2)
     assert machine.devices().state == OK and "the CPU" in machine.devices().found
+    assert "bfloat16 are 4.2 times as fast" in machine.devices().found
 
 
 def test_memory_and_shared_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,10 @@ def test_engines_may_be_given(bare: wb.Run, tiny: str) -> None:
 @pytest.mark.slow
 def test_two_updates_and_a_controller_each_where_they_stood(ppo: wb.Run) -> None:
     recorded = ppo.traces[5]
-    s = ppo.stepper(5, at="update_actor").run()
+    s = ppo.stepper(5, at="update_actor")
+    assert not any("memory" in note for note in s.notes)
+    s.run()
+    assert any(note.startswith("memory: up to ") and "until nothing refers to it" in note for note in s.notes)
     assert not compare(s.trace, recorded).columns
     after = {role: ppo.engine(5, role).snapshot()["weights"] for role in ("actor", "critic")}
     for role, learner in s.pipeline.learners().items():

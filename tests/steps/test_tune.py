@@ -10,11 +10,11 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError
-from workbench.engines.fsdp_engine.engine import fsdp
+from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.local_engine import scoring
 from workbench.engines.paired import paired
 from workbench.steps import tune as module
-from workbench.steps.tune import Measured, Trial, Tuning, _best, _cache_share, _lines, tune
+from workbench.steps.tune import Measured, Trial, Tuning, _best, _cache_share, _lines, half_gain, tune
 
 GIB = 1 << 30
 
@@ -204,3 +204,26 @@ def test_the_share_of_a_cache_leaves_the_learner_its_part() -> None:
 
 def test_a_result_without_trials_has_a_face() -> None:
     assert "rollout" in repr(Tuning((Measured("rollout", 1.0, 0, 0),), (), ()))
+
+
+@pytest.mark.parametrize(("gain", "role"), [(3.0, ["actor"]), (1.5, [])])
+def test_a_cpu_that_multiplies_bfloat16_faster_is_told_what_it_costs(
+    tiny: str, gain: float, role: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "half_gain", lambda: gain)
+    pipe = pipeline(opened(tiny))
+    before = everything(pipe)
+    made = tune(pipe, rows(), batch_size=2)
+    assert same(everything(pipe), before)
+    halves = [one for one in made.trials if "dtype" in one.changes]
+    assert [one.role for one in halves] == role and all("nats apart on average" in one.cost for one in halves)
+    assert "dtype" not in made.proposed["actor"]  # numbers change: that is for a person to choose
+    base = Trial("actor", {}, 10.0, GIB, 0)
+    half = Trial("actor", {"dtype": "bfloat16"}, 5.0, GIB, 0, cost="log-probs 0.03 nats apart on average, 0.3 at most")
+    (_, line) = _lines("actor", pipe.learners()["actor"], {}, [base, half])
+    assert line.startswith("# dtype='bfloat16' would take less: 10.00 → 5.00 s") and "0.3 at most" in line
+
+
+def test_ranks_cannot_try_another_precision(tiny: str) -> None:
+    assert "dtype" in opened(tiny).tried and "dtype" not in FsdpEngine.tried
+    assert half_gain(64) > 0

@@ -22,6 +22,7 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
 from workbench.engines.fsdp_engine.meshes import ranks_of
+from workbench.engines.local_engine.memory import LEAST
 from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
 from workbench.engines.settings import FsdpSettings, LocalSettings, VllmSettings
 
@@ -302,10 +303,15 @@ def _phases(
     """Compute (the phases of a step with their bytes, the number of parameters, the tokens that a sampler's cache
     holds).
     """
-    kind = "cuda" if placement.gpus else "cpu"
-    shape = Shape.of(placement.learner.budget(kind), tokens)
-    policy = sharded(model, placement.learner, placement.ranks, shape, gpu=placement.gpus)
-    config, settings = config_of(model, placement.learner)
+    settings, budget = placement.learner, placement.learner.budget("cuda" if placement.gpus else "cpu")
+    shape = Shape.of(budget, tokens)
+    policy = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus)
+    room = (have - policy.weights - policy.gradients - policy.optimizer) // 2
+    if settings.micro_batch_tokens is None and policy.activations > room:  # as `pass_tokens`, by what is measured
+        budget = max(budget * room // policy.activations, LEAST)
+        settings, shape = settings.replace(micro_batch_tokens=budget), Shape.of(budget, tokens)
+        policy = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus)
+    config, settings = config_of(model, settings)
     runtime = [] if placement.gpus else [MemoryPart("process", "Python and torch", PROCESS)]
     beside = list(runtime)
     if reference and not settings.lora_rank:
@@ -313,7 +319,7 @@ def _phases(
     held = [*beside, *_held("policy", policy)]
     learn, score = [*beside, *_learning("policy", policy)], [*beside, *_scoring("policy", policy)]
     if critic:
-        values = sharded(model, placement.learner, placement.ranks, shape, gpu=placement.gpus, head=True)
+        values = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus, head=True)
         turns = [[*_held("policy", policy), *_learning("critic", values)], [*learn, *_held("critic", values)]]
         learn = max(([*beside, *turns[0]], turns[1]), key=lambda parts: sum(part.size for part in parts))
         score, held = [*score, *_held("critic", values)], [*held, *_held("critic", values)]

@@ -44,8 +44,8 @@ class LocalSettings(Settings):
     total_steps: int | None = None
     """Optimizer steps of the whole schedule."""
     micro_batch_tokens: int | None = None
-    """Token budget of one forward pass, which changes memory and rounding alone; None: 16,384 on a GPU, 4,096 on the CPU, where
-    more is no faster."""
+    """Token budget of one forward pass, which changes memory and rounding alone. None: as many as half of the free memory holds the
+    activations of, at most 16,384 on a GPU, and on a CPU 4,096 or 0.75 GiB of activations, where more is no faster."""
     max_wave: int = 256
     """Most rows that are sampled together."""
     decode: Literal["auto", "lean", "shared prompts", "own cache", "no cache"] = "auto"
@@ -63,6 +63,9 @@ class LocalSettings(Settings):
     """`cpu`, `cuda`, or `auto`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """How frozen matrices are kept, those of a LoRA base and of a reference: `bfloat16` takes half the memory, makes `dtype="auto"`
+    bfloat16 on a CPU, too, and gives the numbers of `dtype="bfloat16"`, whose products round weights so. Embeddings stay float32."""
     check_memory: bool = True
     """Refuse to learn where that is measured to take more memory than is free; False: try it."""
     attn_implementation: str | None = None
@@ -89,16 +92,17 @@ class LocalSettings(Settings):
     def recorded(self) -> dict[str, Any]:
         """Return the settings by name for a run's record. Newer settings are left out unless they are in use, so that
         records compare with those of earlier releases."""
-        newer = ("routing_replay", "mesh")
-        return {name: one for name, one in self.to_dict().items() if name not in newer or one}
+        newer = {"routing_replay": False, "mesh": None, "base_dtype": "float32"}
+        return {name: one for name, one in self.to_dict().items() if name not in newer or one != newer[name]}
 
     def half(self, device: str) -> bool:
-        """Whether forward passes on a kind of device (`cpu`, `cuda`) run in bfloat16: as `dtype` says, and with `auto`
-        on a GPU only."""
-        return self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+        """Whether forward passes on a kind of device (`cpu`, `cuda`) run in bfloat16: as `dtype` and `base_dtype` say, and
+        with `auto` on a GPU only."""
+        return "bfloat16" in (self.dtype, self.base_dtype) or (self.dtype == "auto" and device == "cuda")
 
     def budget(self, device: str) -> int:
-        """Token budget of one forward pass on a kind of device (`cpu`, `cuda`): `micro_batch_tokens`, or its default."""
+        """Token budget of one forward pass on a kind of device (`cpu`, `cuda`): `micro_batch_tokens`, or the largest
+        default."""
         return self.micro_batch_tokens or (4_096 if device == "cpu" else 16_384)
 
     def __post_init__(self) -> None:
@@ -106,6 +110,8 @@ class LocalSettings(Settings):
         least = self.micro_batch_tokens is None or self.micro_batch_tokens > 0
         require(least, "micro_batch_tokens", expected="≥ 1, or None", found=self.micro_batch_tokens)
         require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
+        apart = self.base_dtype == "bfloat16" and self.dtype == "float32"
+        require(not apart, f"base_dtype={self.base_dtype!r}", expected="dtype 'auto' or 'bfloat16'", found=self.dtype)
         needs_total = self.schedule == "cosine" and not self.total_steps
         require(not needs_total, "total_steps with schedule='cosine'", expected="a number ≥ 1", found=self.total_steps)
 
@@ -135,6 +141,9 @@ class FsdpSettings(LocalSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            self.base_dtype == "float32", "base_dtype of an FSDP engine", expected="'float32'", found=self.base_dtype
+        )
         limit = self.deadline
         require(limit is None or limit > 0, "deadline", expected="seconds > 0, or None", found=limit)
         require(self.group_deadline > 0, "group_deadline", expected="seconds > 0", found=self.group_deadline)

@@ -53,3 +53,49 @@ def local_part(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(first)
+
+
+def has_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `flash_forward` computes attention of queries [b, H, q, D] over keys and values [b, K, k, D] on this device.
+
+    The public `scaled_dot_product_attention` returns no log-sum-exp, the public `flex_attention` does only where it is compiled.
+    """
+    if query.device.type != "cuda":
+        return query.device.type == "cpu"
+    shape = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, query.shape[1] != key.shape[1])
+    return query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(shape)
+
+
+def flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(attention [b, H, q, D], log-sum-exp of the scores [b, H, q] float32) by torch's flash kernels."""
+    aten: Any = torch.ops.aten
+    flash = aten._scaled_dot_product_flash_attention
+    if query.device.type != "cuda":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+    out, total = flash(query, key, value, 0.0, causal, scale=scale)[:2]
+    return out, total
+
+
+def flash_backward(
+    slope: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values, of an attention `out` with log-sum-exp `total` whose gradient is `slope`."""
+    aten: Any = torch.ops.aten
+    states = (slope, query, key, value, out, total)
+    if query.device.type != "cuda":
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, 0.0, causal, scale=scale)
+    else:  # without dropout no random numbers are read, and only packed rows of many lengths need their bounds
+        none, rows = torch.zeros((), dtype=torch.uint64, device=query.device), [state.contiguous() for state in states]
+        lengths, kernel = (query.shape[2], key.shape[2]), aten._scaled_dot_product_flash_attention_backward
+        gradients = kernel(*rows, None, None, *lengths, 0.0, causal, none, none, scale=scale)
+    slopes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = gradients
+    return slopes

@@ -49,6 +49,7 @@ from workbench.sandbox.local import LocalSandbox
 from workbench.stages.rollout import columns_of
 from workbench.stages.update import PolicyLoss, Update
 from workbench.steps.stepper import Stepper
+from workbench.steps.tune import FAST, half_gain
 
 OK, SKIPPED, WARNING, WRONG = "ok", "skipped", "warning", "wrong"
 """States of findings; the later in the alphabet, the worse."""
@@ -144,7 +145,10 @@ def devices() -> Finding:
     driver, built, threads = cuda_of_driver(), torch.version.cuda or torch.version.hip, torch.get_num_threads()
     if not torch.cuda.is_available():
         if driver is None:
-            return Finding(OK, f"no GPU: everything runs on the CPU, {os.cpu_count()} cores, {threads} threads")
+            facts, gain = f"no GPU: everything runs on the CPU, {os.cpu_count()} cores, {threads} threads", half_gain()
+            if gain >= FAST:
+                facts += f"; products of bfloat16 are {gain:.1f} times as fast as float32's: wb.tune says what dtype='bfloat16' gains and costs"
+            return Finding(OK, facts)
         if built is None:
             facts = f"an NVIDIA driver for CUDA {driver}, but torch {torch.__version__} is built for the CPU"
             return Finding(WRONG, facts, "install the CUDA build of torch")

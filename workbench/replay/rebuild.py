@@ -37,7 +37,7 @@ from workbench.compat.verl_reward import read_block, reward_from
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import same, unchanged
 from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
-from workbench.engines.local_engine.engine import LocalEngine, local
+from workbench.engines.local_engine.engine import LocalEngine, local, shared_reference
 from workbench.engines.local_engine.loading import folder_of
 from workbench.engines.local_engine.reward_model import reward_model
 from workbench.engines.paired import Paired, paired
@@ -438,9 +438,13 @@ def opened(
     if strange:
         raise RunError(unknown("setting of a recorded engine", strange[0], whole.field_names()))
     kind = FsdpSettings if sharded_here(record) else LocalSettings
-    known = {name: one for name, one in record.items() if name in kind.field_names()}
-    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in known.items()}
+    values = _settings(record, kind)
     return fsdp(path, ranks=record["ranks"], **values) if kind is FsdpSettings else door(path, **values)
+
+
+def _settings(record: Mapping[str, Any], kind: type[LocalSettings]) -> dict[str, Any]:
+    known = {name: one for name, one in record.items() if name in kind.field_names()}
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in known.items()}
 
 
 def learner_of(role: str, path: Path, record: Mapping[str, Any], trust: Trust) -> Any:
@@ -488,7 +492,9 @@ class LateFrozen:
             if record is None:
                 what, wrong = "the frozen model of the run is needed here", wrong_files(self._record)
                 raise RunError(what, expected="its model folder", found=wrong, do=passing("step", ["actor"]))
-            self._made = opened(record["path"], record, self._trust).reference()
+            path, settings = str(record["path"]), LocalSettings(**_settings(record, LocalSettings))
+            shared = None if sharded_here(record) else shared_reference(path, settings)
+            self._made = shared or opened(path, record, self._trust).reference()
         return self._made
 
     def compute_log_probs(self, *args: Any, **options: Any) -> Any:

@@ -51,6 +51,7 @@ import threading
 from collections.abc import Iterable
 
 from workbench.base.errors import PipelineError, unknown
+from workbench.base.memory import gib
 from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
 from workbench.replay.rebuild import (
     Missing,
@@ -251,7 +252,16 @@ class Replayed(Stepper):
             if isinstance(stage, Missing):
                 how = "its recorded outputs, not run again" if stage.has_record else "cannot be run again, replace it"
                 lines.append(f"{stage.name}: {how} (made with {stage.what})")
-        return (*lines, *self._age_note(still))
+        return (*lines, *self._memory_note(), *self._age_note(still))
+
+    def _memory_note(self) -> tuple[str, ...]:
+        """A note on what this stepper keeps in memory; none where no engine of its own is open."""
+        learners = [learner for role, learner in self._pipeline.learners().items() if role not in self._given]
+        live = [learner for learner in learners if isinstance(learner, Estimates) and getattr(learner, "opened", True)]
+        if not live:
+            return ()
+        size, kept = sum(learner.checkpoint_bytes() for learner in live), self.snapshots.nbytes
+        return (f"memory: up to {gib(size)} for its engines, {gib(kept)} for kept states, until nothing refers to it",)
 
     def _age_note(self, still: list[str]) -> tuple[str, ...]:
         """Return a note on rows that older weights sampled (`ahead`, `max_lag`), which this stepper does not have; ()

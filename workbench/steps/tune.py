@@ -27,6 +27,8 @@ from workbench.steps.stepper import Stepper
 
 FASTER, SLOWER, LESS = 0.9, 1.05, 0.9
 """A setting is proposed for a tenth less time, or a tenth less memory at no more than 5 % more time: below that is noise."""
+FAST = 2.0
+"""Times as fast that a CPU multiplies bfloat16 matrices where that is worth a trial."""
 REPEATS, SHORT = 3, 2.0
 """Times that a setting is tried, the fastest counts, unless they take more than so many seconds."""
 RESERVE = 0.1
@@ -57,6 +59,8 @@ class Trial:
     device: int
     error: str = ""
     """Why it did not run to the end: memory ran out."""
+    cost: str = ""
+    """What it changes in the numbers, beyond float32's rounding."""
 
     @property
     def peak(self) -> int:
@@ -84,9 +88,10 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
     """Run two steps of `batch_size` prompts, measure each phase, try other settings, and propose those that take less.
 
     `print(wb.tune(pipe, rows))` shows the table and the lines to paste. The settings `micro_batch_tokens`, `pack`,
-    `gradient_checkpointing` and, on a GPU, `offload` are tried one at a time; for a sampler on the same GPU its share
-    of memory is computed. After `seconds` no further setting is tried. All changes are undone, also where something
-    raises. Raises `OutOfMemory` where memory runs out in a phase in which no learner works.
+    `gradient_checkpointing` and, on a GPU, `offload` are tried one at a time; on a CPU that multiplies bfloat16 at least
+    twice as fast as float32 also `dtype`, whose line is a comment that says how far log-probs move. For a sampler on the
+    same GPU its share of memory is computed. After `seconds` no further setting is tried. All changes are undone, also
+    where something raises. Raises `OutOfMemory` where memory runs out in a phase in which no learner works.
     """
     require(batch_size >= 1, "batch_size", expected="≥ 1 prompt", found=batch_size)
     every = pipeline.learners()
@@ -170,7 +175,7 @@ def _trials(stepper: Stepper, role: str, learner: Any, deadline: float) -> list[
 
 
 def _try(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]) -> Trial:
-    names = _phases_of(stepper.pipeline, learner)
+    names, cost = _phases_of(stepper.pipeline, learner), ""
     reached = [name for name in names if name in stepper.trace.names]
     times, host, device = list[float](), 0, 0
     with ExitStack() as stack:
@@ -189,7 +194,29 @@ def _try(stepper: Stepper, role: str, learner: Any, changes: Mapping[str, Any]) 
             if failure is not None:
                 return Trial(role, changes, took, host, device, first_line(failure[1], 300))
             times.append(took)
-    return Trial(role, changes, min(times), host, device)
+        halved = _log_probs(learner, stepper.batch) if "dtype" in changes else None
+    if halved is not None:
+        apart = (halved - _log_probs(learner, stepper.batch))[stepper.batch["response_mask"].bool()].abs()
+        cost = f"log-probs {float(apart.mean()):.2g} nats apart on average, {float(apart.max()):.2g} at most"
+    return Trial(role, changes, min(times), host, device, cost=cost)
+
+
+def _log_probs(learner: Any, batch: Any) -> torch.Tensor:
+    log_probs: torch.Tensor = learner.compute_log_probs(batch)["log_probs"]
+    return log_probs
+
+
+def half_gain(size: int = 512) -> float:
+    """Measure how many times as fast as in float32 this CPU multiplies matrices [size, size] in bfloat16."""
+    times = []
+    for kind in (torch.float32, torch.bfloat16):
+        matrix, each = torch.ones(size, size, dtype=kind), list[float]()
+        for _ in range(5):
+            began = time.perf_counter()
+            torch.mm(matrix, matrix)
+            each.append(time.perf_counter() - began)
+        times.append(min(each))
+    return times[0] / times[1]
 
 
 def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
@@ -210,6 +237,8 @@ def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
         candidates.append({"pack": "no"})
     if gpu and now["offload"] == "none":
         candidates.append({"offload": "optimizer"})
+    if "dtype" in getattr(learner, "tried", ()) and not gpu and now["dtype"] != "bfloat16" and half_gain() >= FAST:
+        candidates.append({"dtype": "bfloat16"})
     return candidates
 
 
@@ -220,7 +249,7 @@ def _result(phases: list[Measured], trials: list[Trial], learners: Mapping[str, 
     lines: list[str] = []
     proposed: dict[str, Mapping[str, Any]] = {}
     for role in dict.fromkeys(one.role for one in trials):
-        proposed[role] = _best([one for one in trials if one.role == role])
+        proposed[role] = _best([one for one in trials if one.role == role and not one.cost])
         lines += _lines(role, learners[role], proposed[role], trials)
     lines += _cache_share(learners.get("actor"), phases)
     return Tuning(tuple(phases), tuple(trials), tuple(lines), proposed)
@@ -256,7 +285,10 @@ def _lines(role: str, learner: Any, proposed: Mapping[str, Any], trials: list[Tr
         outcome = (
             trial.error or f"{base.seconds:.2f} → {trial.seconds:.2f} s, peak {gib(base.peak)} → {gib(trial.peak)}"
         )
-        if proposed.items() >= trial.changes.items():
+        if trial.cost:
+            if _saves(base, trial):
+                lines.append(f"# {trial} would take less: {outcome}; {trial.cost}")
+        elif proposed.items() >= trial.changes.items():
             lines.append(f"{trial},  # {outcome}")
         elif not trial.error and base.peak and trial.peak <= LESS * base.peak:
             lines.append(f"# {trial} would take less memory: {outcome}")

@@ -435,16 +435,18 @@ class FsdpEngine(ModelEngine):
         here, sizes = self._group.here(), self._sizes
         device = torch.device(self._group.workers[0]["device"])
         sharing = len(here) if device.type == "cpu" else 1
+        settings = self._settings.replace(micro_batch_tokens=min(self._on("pass_tokens")))
+        budget, each = settings.budget(device.type), None if tokens is None else -(-tokens // sizes.blocks)
+        most = budget if each is None else min(budget, each)
         if measured:
-            budget, each = self._settings.budget(device.type), None if tokens is None else -(-tokens // sizes.blocks)
-            shape, gpu = Shape.of(budget, budget if each is None else min(budget, each), each), device.type == "cuda"
-            measure = lambda: sharded(self._source, self._settings, sizes.ranks, shape, gpu=gpu, head=self._critic)  # noqa: E731
+            shape, gpu = Shape.of(budget, most, each), device.type == "cuda"
+            measure = lambda: sharded(self._source, settings, sizes.ranks, shape, gpu=gpu, head=self._critic)  # noqa: E731
             footprint = estimated("the memory that learning takes, measured,", measure, None)
             if footprint is not None:
                 return device, {name: size * sharing for name, size in footprint.parts.items()}
         offload = self._settings.offload if device.type == "cuda" else "none"
         away = {"none": (), "optimizer": ("optimizer",), "all": ("gradients", "optimizer")}[offload]
-        parts = learning_estimate(self._model, self._settings, tokens and -(-tokens // sizes.blocks))
+        parts = learning_estimate(self._model, settings, most)
         cut = sizes.ranks // sizes.replicate
         ranks = {name: 1 if name in ("activations", "logits") else cut for name in parts}
         return device, {name: size // ranks[name] * sharing for name, size in parts.items() if name not in away}

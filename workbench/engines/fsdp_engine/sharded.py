@@ -38,7 +38,7 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
-from workbench.engines.local_engine.memory import Live, available, live, memory_errors, peaks
+from workbench.engines.local_engine.memory import LEAST, Live, available, live, memory_errors, pass_tokens, peaks
 from workbench.engines.local_engine.scoring import (
     collect,
     divergence,
@@ -127,6 +127,8 @@ class ShardedOptimizer(Optimizer):
 class ShardedModel:
     """One rank's part of a sharded model. Each method must be called on all ranks together."""
 
+    _usual: int | None = None
+
     def __init__(self, path: str, settings: Any, mesh: Mesh, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
         self.settings = settings
         self.mesh = mesh
@@ -210,6 +212,13 @@ class ShardedModel:
     def memory_free(self) -> int:
         """Bytes that this rank can still allocate on its device."""
         return available(torch.device(self.mesh.device_type))
+
+    def pass_tokens(self) -> int:
+        """Tokens of a pass (`memory.pass_tokens`): where the settings do not say, by what was free when it was first asked."""
+        if self.settings.micro_batch_tokens is None and self._usual is None:
+            cut = self.mesh.sizes.ranks // self.mesh.sizes.replicate
+            self._usual = pass_tokens(self.whole.causal, self.settings, self.mesh.device_type, self.memory_free(), cut)
+        return self.settings.micro_batch_tokens or self._usual or LEAST
 
     # --- filling ----------------------------------------------------------------------------
 
@@ -356,8 +365,7 @@ class ShardedModel:
         Before each micro-batch the ranks agree to go on, so that an interrupt stops all of them at the same place. They
         are asked one micro-batch ahead, so that none waits for the answer.
         """
-        device = self.mesh.device_type
-        budget = self.settings.budget(device) * self.mesh.sizes.cp  # each rank has its part of the tokens
+        budget = self.pass_tokens() * self.mesh.sizes.cp  # each rank has its part of the tokens
         groups = micro_batches(self.whole.causal, share, budget, packed) if len(share) else []
         most, stopping = int(largest(max(len(groups), 1))), _stops()
         for number in range(most):

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -46,6 +47,8 @@ class ModelEngine(Rewinding):
     """`compute_log_probs`; with `base=True` the LoRA adapters are switched off."""
     _write: Callable[..., None]
     """Writes a model folder (`save`)."""
+    tried: tuple[str, ...] = TRIED
+    """Settings that can be changed while it is open."""
     as_loaded: Callable[[], bool]
     """Whether the weights are those of the path, as far as is known."""
     _copy: Callable[[], Any]
@@ -92,15 +95,15 @@ class ModelEngine(Rewinding):
 
     @contextmanager
     def trying(self, **changes: Any) -> Iterator[None]:
-        """Context manager: inside it the engine computes with other values of the settings in `TRIED`; afterwards the
+        """Context manager: inside it the engine computes with other values of the settings in `tried`; afterwards the
         old ones hold again.
 
         Weights and optimizer moments stay as they are. Raises `SettingError` for any other setting, and where the model
         cannot be computed with the new value.
         """
         for name in changes:
-            if name not in TRIED:
-                raise SettingError(unknown("setting that can be tried", name, TRIED))
+            if name not in self.tried:
+                raise SettingError(unknown("setting that can be tried", name, self.tried))
         before = self._settings
         try:
             self._apply(before.replace(**changes))
@@ -203,12 +206,22 @@ class FrozenModel:
         return f"FrozenModel({self._engine!r})"
 
 
+_SHARED: WeakValueDictionary[tuple[Any, ...], FrozenModel] = WeakValueDictionary()
+"""Frozen models that have the weights of their files, by folder, its files' stamps, and settings: who asks for one again gets it."""
+
+
+def shared_reference(path: str, settings: LocalSettings) -> FrozenModel | None:
+    """The frozen model with a folder's own weights that is open in this process, if one is."""
+    return _SHARED.get((path, tuple(loading.stamps(path)), settings))
+
+
 class LocalEngine(ModelEngine, Pushing):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.
     """
 
+    tried = (*TRIED, "dtype")
     _files = Files(())
     """The files that the weights were loaded from."""
     _source: str | None = None
@@ -457,10 +470,11 @@ class LocalEngine(ModelEngine, Pushing):
         from the estimate where a rehearsal is not possible.
         """
         device, budget = self._model.device, self._budget
-        parts = memory.learning_estimate(self._model, self._settings, tokens)
+        each = budget if tokens is None else min(budget, tokens)
+        parts = memory.learning_estimate(self._model, self._settings, each)
         if measured:
-            shape = Shape.of(budget, budget if tokens is None else min(budget, tokens), tokens)
-            model = (self._rehearsed, self._model.config, self._settings, shape)
+            settings = self._settings.replace(micro_batch_tokens=budget)
+            model = (self._rehearsed, self._model.config, settings, Shape.of(budget, each, tokens))
             kind = {"gpu": device.type == "cuda", "head": self._critic}
             parts = estimated("the memory that learning takes, measured,", lambda: whole(*model, **kind).parts, parts)
         return device, {name: size for name, size in parts.items() if name != "optimizer" or not self._steps}
@@ -593,8 +607,18 @@ class LocalEngine(ModelEngine, Pushing):
         self._last = self._since = self._source = None
         self.version, self.state_id = int(record["version"]), new_id()
 
+    def reference(self) -> FrozenModel:
+        """Return a frozen model that only scores, as `ModelEngine.reference`; of weights as loaded one copy serves all who ask."""
+        if self._adapted or not self.as_loaded():
+            return super().reference()
+        key = (self.path, tuple(loading.stamps(self.path)), self._settings)
+        model = _SHARED.get(key) or super().reference()
+        _SHARED[key] = model
+        return model
+
     def _copy(self) -> LocalEngine:
         model = loading.duplicate(self._model).requires_grad_(False)
+        loading.halve_frozen(model, self._settings)
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
         return LocalEngine(model, self.tokenizer, self._settings, **told)
 
@@ -670,7 +694,12 @@ class LocalEngine(ModelEngine, Pushing):
 
     @property
     def _budget(self) -> int:
-        return self._settings.budget(self._model.device.type)
+        return self._settings.micro_batch_tokens or self._usual
+
+    @cached_property
+    def _usual(self) -> int:
+        """Tokens of a pass where the settings do not say: from its first pass on the same, so that rounding is, too."""
+        return memory.pass_tokens(self._model, self._settings, self._model.device.type, self.memory_free())
 
     def _packs(self, batch: DataProto) -> bool:
         return scoring.packs(self._model, self._settings, batch)

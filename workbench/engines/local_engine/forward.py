@@ -20,9 +20,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.base.distribution import version_of
 from workbench.base.errors import EngineError
+from workbench.engines.torch_internals import flash_backward, flash_forward, has_flash
 from workbench.engines.transformers_internals import attention_of, has_attention, set_attention
 
 NAME, UNCAPPED = "workbench", "workbench_uncapped"
@@ -169,6 +170,173 @@ def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[
     """The attention function in place of transformers' `sdpa`: it drops `softcap`, as `sdpa` does, so that the numbers
     equal the model's own."""
     return _attention(*given, **named)
+
+
+# --- attention in parts -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """N packed tokens that attend in parts, whose softmaxes are joined by their log-sum-exps.
+
+    No mask is needed, and no copy of keys is kept: memory grows linearly with N. Dao et al. 2022, FlashAttention,
+    https://arxiv.org/abs/2205.14135; joined as by Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889.
+    """
+
+    blocks: Sequence[tuple[Tensor, Tensor]]
+    """(numbers [n, L] of the tokens of n segments, each of which sees its segment up to itself; [n, L] which are padding
+    behind the others)."""
+    back: Tensor
+    """[N]: the place of each token among those of all `blocks`, flattened."""
+    above: Sequence[tuple[slice, slice]]
+    """(keys, queries): consecutive tokens, and consecutive tokens behind them that all see all of the first."""
+    depths: Tensor
+    """[N]: position of each token in its row, for windows."""
+    longest: int
+    """Tokens of the longest row."""
+
+    def attend(self, layer: Layer) -> Tensor:
+        """The layer's attention [1, H, N, D'] of the packed tokens."""
+        states = [layer.query[0], layer.key[0], layer.value[0]]
+        kind = layer.query.device.type
+        if torch.is_autocast_enabled(kind):
+            states = [state.to(torch.get_autocast_dtype(kind)) for state in states]
+        if layer.window is not None and layer.window >= self.longest:
+            layer = replace(layer, window=None)
+        return cast(Tensor, _Joined.apply(*states, layer.sinks, self, layer))[None]
+
+
+class _Joined(torch.autograd.Function):
+    """Compute attention [H, N, D'] of queries [H, N, D] over keys and values [K, N, ·] by `Parts`; only these and the result are kept.
+
+    A part's gradient needs the scores' softmax over all parts, and so its own tokens and the joined log-sum-exp alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, parts: Parts, layer: Layer) -> Tensor:
+        pieces = []
+        for tokens, _ in parts.blocks:
+            depths = torch.arange(tokens.shape[1], device=tokens.device)
+            q, k, v = (_taken(state, tokens) for state in (query, key, value))
+            pieces.append([piece.transpose(1, 2).flatten(0, 1) for piece in _part(layer, q, k, v, depths, depths)])
+        out, total = (torch.cat(each)[parts.back].transpose(0, 1) for each in zip(*pieces, strict=True))
+        out = out.to(total.dtype)
+        for keys, queries in parts.above:
+            q, k, v = (state[None, :, there] for state, there in ((query, queries), (key, keys), (value, keys)))
+            more, (further,) = _part(layer, q, k, v, parts.depths[queries], parts.depths[keys])
+            share = torch.sigmoid(further - total[:, queries])[..., None]
+            out[:, queries].lerp_(more[0].to(out.dtype), share)
+            total[:, queries] = torch.logaddexp(total[:, queries], further)
+        if sinks is not None:
+            both = torch.logaddexp(total, sinks.to(total.dtype)[:, None])
+            out, total = out * (total - both).exp()[..., None], both
+        out = out.to(value.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, total)
+        ctx.settings = (parts, layer.scaling, layer.window, layer.softcap)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Any) -> Any:
+        query, key, value, sinks, out, total = ctx.saved_tensors
+        parts, *settings = ctx.settings
+        slope = slopes[0].to(out.dtype)
+        layer = Layer(0, query, key, value, *settings)
+        pieces = []
+        for tokens, padding in parts.blocks:
+            depths = torch.arange(tokens.shape[1], device=tokens.device)
+            q, k, v, *whole = (_taken(state, tokens) for state in (query, key, value, out, slope, total))
+            whole[-1] = whole[-1].masked_fill(padding[:, None], torch.inf)  # no share of any key
+            gradients = _part_backward(layer, q, k, v, whole, depths, depths)
+            pieces.append([gradient.transpose(1, 2).flatten(0, 1) for gradient in gradients])
+        slopes = tuple(torch.cat(each)[parts.back].transpose(0, 1) for each in zip(*pieces, strict=True))
+        for keys, queries in parts.above:
+            places = (queries, keys, keys)
+            q, k, v = (state[None, :, there] for state, there in zip((query, key, value), places, strict=True))
+            whole = [state[None, :, queries] for state in (out, slope, total)]
+            gradients = _part_backward(layer, q, k, v, whole, parts.depths[queries], parts.depths[keys])
+            for summed, there, gradient in zip(slopes, places, gradients, strict=True):
+                summed[:, there] += gradient[0]
+        sunk = None
+        if sinks is not None:
+            shares = (sinks.to(total.dtype)[:, None] - total).exp()
+            sunk = -(shares * (out * slope).sum(-1)).sum(-1).to(sinks.dtype)
+        return (*slopes, sunk, None, None)
+
+
+def _taken(states: Tensor, tokens: Tensor) -> Tensor:
+    """[n, heads, L, …] of states [heads, N, …] at numbers [n, L]."""
+    return states.transpose(0, 1)[tokens].transpose(1, 2)
+
+
+_CHUNK = 512
+"""Queries whose scores exist at one time where no flash kernel computes them."""
+
+
+def _kernel(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a flash kernel of torch computes a part of a layer with states [b, heads, ·, D]."""
+    plain = layer.softcap is None and layer.window is None and query.shape[-1] == value.shape[-1]
+    return plain and has_flash(query, key, value)
+
+
+def _part(
+    layer: Layer, query: Tensor, key: Tensor, value: Tensor, behind: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute (attention [b, H, q, D'], log-sum-exp of its scores [b, H, q]) of queries at depths `behind` [q] over keys at `before` [k];
+    where they are the same a query sees the keys up to itself, otherwise all."""
+    if _kernel(layer, query, key, value):
+        return flash_forward(query, key, value, behind is before, layer.scaling)
+    pieces = []
+    for _, seen, scores, _ in _by_hand(layer, query, key, behind, before):
+        total = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        shares = (scores - total).exp().to(value.dtype)
+        pieces.append([(shares.flatten(2, 3) @ value[:, :, seen]).unflatten(2, shares.shape[2:4]), total])
+    out, total = (torch.cat(each, 3).flatten(1, 2) for each in zip(*pieces, strict=True))
+    return out, total[..., 0]
+
+
+def _part_backward(
+    layer: Layer, query: Tensor, key: Tensor, value: Tensor, whole: Sequence[Tensor], behind: Tensor, before: Tensor
+) -> Sequence[Tensor]:
+    """Compute the gradients of a part's queries, keys and values; `whole` has the attention over all parts, its gradient,
+    and the log-sum-exp over all parts."""
+    out, slope, total = whole
+    if _kernel(layer, query, key, value):
+        return flash_backward(slope, query, key, value, out, total, behind is before, layer.scaling)
+    slopes = [torch.zeros_like(state) for state in (query, key, value)]
+    heads = (key.shape[1], -1)
+    even = (out * slope).sum(-1, keepdim=True).to(total.dtype)
+    for rows, seen, scores, bent in _by_hand(layer, query, key, behind, before):
+        ours, theirs, more = (state[:, :, rows].unflatten(1, heads) for state in (query, slope, even))
+        shares = (scores - total[:, :, rows].unflatten(1, heads)[..., None]).exp()
+        steep = (theirs.flatten(2, 3) @ value[:, :, seen].transpose(-1, -2)).unflatten(2, shares.shape[2:4])
+        steep = (shares * (steep - more) * bent * layer.scaling).to(query.dtype).flatten(2, 3)
+        slopes[0][:, :, rows] = (steep @ key[:, :, seen]).unflatten(2, shares.shape[2:4]).flatten(1, 2)
+        slopes[1][:, :, seen] += steep.transpose(-1, -2) @ ours.flatten(2, 3)
+        slopes[2][:, :, seen] += shares.to(value.dtype).flatten(2, 3).transpose(-1, -2) @ theirs.flatten(2, 3)
+    return slopes
+
+
+def _by_hand(
+    layer: Layer, query: Tensor, key: Tensor, behind: Tensor, before: Tensor
+) -> Iterator[tuple[slice, slice, Tensor, Tensor | float]]:
+    """Yield chunks of queries: (queries, keys, float32 scores [b, K, H / K, q, k], how steeply the soft-cap rises there)."""
+    inside, window = behind is before, layer.window
+    for start in range(0, len(behind), _CHUNK):
+        rows, seen = slice(start, start + _CHUNK), slice(0, len(before))
+        if inside:
+            seen = slice(max(start - window + 1, 0) if window else 0, min(start + _CHUNK, len(before)))
+        ours = query[:, :, rows].unflatten(1, (key.shape[1], -1))
+        scores = ours.flatten(2, 3) @ key[:, :, seen].transpose(-1, -2) * layer.scaling
+        scores = scores.unflatten(2, ours.shape[2:4]).to(torch.promote_types(scores.dtype, torch.float32))
+        bent: Tensor | float = 1.0
+        if layer.softcap is not None:
+            scores = torch.tanh(scores / layer.softcap)
+            scores, bent = layer.softcap * scores, 1 - scores.square()
+        if inside or window is not None:
+            far = behind[rows, None] - before[None, seen]
+            hidden = far < 0 if window is None else (far < 0) | (far >= window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+        yield rows, seen, scores, bent
 
 
 # --- logits -------------------------------------------------------------------------------------

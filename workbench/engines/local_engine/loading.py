@@ -146,6 +146,7 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
             lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
         if not empty:
             _fill(lora.tensors(model), lora.stored(Path(path)), f"the adapter at {path}")
+        halve_frozen(model, settings)
         return model
     trust = {"trust_remote_code": settings.trust_remote_code}
     options = trust | ({"attn_implementation": settings.attn_implementation} if settings.attn_implementation else {})
@@ -165,9 +166,18 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
+        halve_frozen(model, settings)
     if getattr(settings, "routing_replay", False):
         model.workbench_routing = Routing(model)
     return model.eval()
+
+
+def halve_frozen(model: Any, settings: Any) -> None:
+    """Keep the frozen matrices of a model in bfloat16 where `base_dtype` says so. Embeddings, whose rows no product rounds, stay."""
+    whole = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
+    for parameter in model.parameters() if settings.base_dtype == "bfloat16" else ():
+        if not parameter.requires_grad and parameter.dim() > 1 and id(parameter) not in whole:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 @contextmanager

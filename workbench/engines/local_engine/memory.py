@@ -20,6 +20,10 @@ ADVICE = (
     "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model; where it would fit after all, open "
     "the engine with check_memory=False"
 )
+PASS = 3 << 28
+"""Bytes of activations beyond which a pass on a CPU is no faster (measured)."""
+LEAST = 256
+"""Tokens of a pass below which it is slower (measured)."""
 SURE = 2
 """Times its need by `learning_estimate` that must be free, or the need is measured."""
 
@@ -35,26 +39,44 @@ def available(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + reusable
 
 
-def learning_estimate(model: Any, settings: LocalSettings, tokens: int | None = None) -> dict[str, int]:
+def learning_estimate(model: Any, settings: LocalSettings, tokens: int) -> dict[str, int]:
     """Estimate the bytes that learning will take by part: gradients and Adam's two moments of the trained weights,
     activations, logits.
 
-    `tokens` is the size of a whole batch, padding included; a micro-batch has so many, or `micro_batch_tokens` where
-    that is less. The activations kept for each token and layer are those of `_by_config`; with gradient checkpointing H
-    numbers a layer, and one layer in full. Frozen weights keep fewer activations, but do not lower the peak. With
-    offloaded moments, a GPU holds those of one parameter at a time.
+    `tokens` is the size of a micro-batch. The activations kept for each token and layer are those of `_by_config`; with
+    gradient checkpointing H numbers a layer, and one layer in full. Frozen weights keep fewer activations, but do not
+    lower the peak. With offloaded moments, a GPU holds those of one parameter at a time.
     """
     sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
     trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"
     moments = 2 * (max(sizes, default=0) if away else trained)
-    budget = settings.budget(model.device.type)
-    budget = budget if tokens is None else min(tokens, budget)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     layers = estimated("what a layer keeps", lambda: _by_config(model.config), None) or _by_shapes(model)
-    size = 2 if settings.half(model.device.type) else next(model.parameters()).element_size()
+    size = 2 if settings.half(model.device.type) else 4
     kept = len(layers) * hidden + max(layers) if settings.gradient_checkpointing else sum(layers)
-    logits = min(4 * vocabulary * budget, CHUNK_BYTES)
-    return {"gradients": trained, "optimizer": moments, "activations": kept * size * budget, "logits": 3 * logits}
+    logits = min(4 * vocabulary * tokens, CHUNK_BYTES)
+    return {"gradients": trained, "optimizer": moments, "activations": kept * size * tokens, "logits": 3 * logits}
+
+
+def pass_tokens(model: Any, settings: LocalSettings, kind: str, free: int, shards: int = 1) -> int:
+    """Compute the token budget of one forward pass on a kind of device (`cpu`, `cuda`) where `micro_batch_tokens` is not
+    set: at most `settings.budget`, at least `LEAST`.
+
+    The activations of a pass take half of the `free` bytes that gradients and moments (of which this process has one of
+    `shards` equal parts) leave, and on a CPU (counted in
+    float32 without checkpointing) at most `PASS` bytes.
+    """
+    most = settings.budget(kind)
+    parts = estimated("what a pass keeps", lambda: learning_estimate(model, settings, most), None)
+    if parts is None:
+        return most
+    room = (free - (parts["gradients"] + parts["optimizer"]) // shards) // 2
+    tokens = most * room // parts["activations"]
+    if kind == "cpu":  # longer passes gain nothing with checkpointing or in bfloat16, either
+        plain = settings.replace(gradient_checkpointing=False, dtype="float32", base_dtype="float32")
+        whole = learning_estimate(model, plain, most)
+        tokens = min(tokens, most * PASS // whole["activations"])
+    return min(max(tokens, LEAST), most)
 
 
 def _by_config(config: Any) -> list[int]:

@@ -111,7 +111,7 @@ class LocalRewardModel(LocalEngine):
         lengths = batch["attention_mask"].sum(-1).view(-1, 2)
         order = torch.argsort(lengths.amax(-1), descending=True, stable=True)
         sizes = [
-            (pair, 2 * max(two), sum(two) if packed else None)
+            ([pair], 2 * max(two), sum(two) if packed else None)
             for pair, two in zip(order.tolist(), lengths[order].tolist(), strict=True)
         ]
         for pairs in scoring.grouped(sizes, self._budget):

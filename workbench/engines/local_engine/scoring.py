@@ -9,7 +9,7 @@ for prompts: Liu et al. 2025, Prefix Grouper, https://arxiv.org/abs/2506.05433.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from workbench.base.errors import EngineError
 from workbench.dataproto.columns import EXPERTS, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.forward import Head, Layer, head_of, linear_head, pictured_inputs, planned, replay
+from workbench.engines.local_engine.forward import Head, Parts, head_of, linear_head, pictured_inputs, planned, replay
 from workbench.engines.local_engine.loading import check_length
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
@@ -31,10 +31,6 @@ from workbench.functional.losses import full_kl
 
 LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""
-_KEY = 16
-"""What bringing one key to its queries costs, in products of a query and a key (measured)."""
-_PART = 512
-"""Most queries of a unit that has ancestors."""
 _SLACK = 1 << 14
 """Products that padding may add to a block: less than another call costs."""
 
@@ -81,30 +77,39 @@ def cut_trees(batch: DataProto, budget: int) -> list[Tensor]:
     """Cut a batch into micro-batches whose prefix trees have at most `budget` tokens, or a single row; returns the row
     numbers of each.
 
-    Rows are taken in the order of their tokens, so that a group with one prompt stays together where the budget allows.
+    Rows are taken in the order of their tokens. A tree of at most `budget` tokens is in one micro-batch, so that no
+    shared token is computed twice.
     """
     rows = in_order(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
     shared = np.where(rows.shared >= LEAST, rows.shared, 0)
-    sizes = zip(rows.order.tolist(), rows.lengths.tolist(), (rows.lengths - shared).tolist(), strict=True)
+    added = rows.lengths - shared
+    sizes: list[tuple[list[int], int, int | None]] = []
+    for first, last in pairwise([*np.flatnonzero(shared == 0).tolist(), len(added)]):
+        whole, numbers = int(added[first:last].sum()), rows.order[first:last].tolist()
+        if whole <= budget:
+            sizes.append((numbers, whole, whole))
+        else:
+            each = zip(numbers, rows.lengths[first:last].tolist(), added[first:last].tolist(), strict=True)
+            sizes += [([number], alone, more) for number, alone, more in each]
     return grouped(sizes, budget)
 
 
-def grouped(rows: Iterable[tuple[int, int, int | None]], budget: int) -> list[Tensor]:
-    """Cut rows, in the given order, into groups of at most `budget` tokens or a single row; returns each group's row
-    numbers, sorted.
+def grouped(rows: Iterable[tuple[Sequence[int], int, int | None]], budget: int) -> list[Tensor]:
+    """Cut entries of rows, in the given order, into groups of at most `budget` tokens or a single entry; returns each
+    group's row numbers, sorted.
 
-    Each row is (its number, its tokens as the first of a group, the tokens that it adds to a group). Where the last is
-    None it adds as many as the group's first row has.
+    Each entry is (the numbers of its rows, its tokens as the first of a group, the tokens that it adds to a group).
+    Where the last is None it adds as many as the group's first entry has.
     """
     groups: list[list[int]] = []
     first = cost = 0
-    for row, alone, added in rows:
+    for numbers, alone, added in rows:
         more = first if added is None else added
         if groups and cost + more <= budget:
-            groups[-1].append(row)
+            groups[-1] += numbers
             cost += more
         else:
-            groups.append([row])
+            groups.append([*numbers])
             first = cost = alone
     return [torch.tensor(sorted(group)) for group in groups]
 
@@ -122,9 +127,6 @@ class _Segment:
     depth: int
     first: int
     last: int
-    above: _Ints
-    """Packed numbers of all its ancestors' tokens."""
-    parent: int
 
     @property
     def end(self) -> int:
@@ -134,10 +136,9 @@ class _Segment:
 def _segments(rows: Sorted) -> list[_Segment]:
     segments: list[_Segment] = []
     start = 0
-    nothing = np.zeros(0, dtype=np.int64)
-    waiting = [(0, len(rows.order), 0, -1)]
+    waiting = [(0, len(rows.order), 0)]
     while waiting:
-        first, last, depth, parent = waiting.pop()
+        first, last, depth = waiting.pop()
         shared, longest = rows.shared[first + 1 : last], int(rows.lengths[last - 1])
         common = int(shared.min(initial=longest))
         children: list[tuple[int, int]] = []  # none where all the rows are equal
@@ -145,16 +146,12 @@ def _segments(rows: Sorted) -> list[_Segment]:
             cuts = [first, *(first + 1 + np.flatnonzero(shared == common)).tolist(), last]
             children = list(pairwise(cuts))
             if (common - depth) * (len(children) - 1) < LEAST:
-                waiting += [(*child, depth, parent) for child in reversed(children)]
+                waiting += [(*child, depth) for child in reversed(children)]
                 continue
         if common > depth:
-            above = nothing
-            if parent >= 0:
-                one = segments[parent]
-                above = np.concatenate([one.above, np.arange(one.start, one.end)])
-            segments.append(_Segment(start, common - depth, depth, first, last, above, parent))
-            start, parent = segments[-1].end, len(segments) - 1
-        waiting += [(*child, common, parent) for child in reversed(children)]
+            segments.append(_Segment(start, common - depth, depth, first, last))
+            start = segments[-1].end
+        waiting += [(*child, common) for child in reversed(children)]
     return segments
 
 
@@ -211,7 +208,7 @@ class Tree:
         pairs, which = torch.unique(before * vocabulary + labels, return_inverse=True)
         self.count, self.before = len(flat), pairs // vocabulary
         self.predicting, self.labels = (sent(one, device) for one in (self.before, pairs % vocabulary))
-        self.spread, self.plan = Spread(mask, device, which), TreePlan(segments, device)
+        self.spread, self.plan = Spread(mask, device, which), _parts(segments, device)
 
     def states(self, model: Any, head: Head) -> Tensor:
         """Run the model over the packed tree and return the hidden states [M, H] (for the head `OWN` logits [M, V])
@@ -251,133 +248,46 @@ def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_In
 # --- what attends to what -----------------------------------------------------------------------
 
 
-@dataclass
-class _Block:
-    """Queries [n, q] and keys [n, k], as packed token indices padded with 0, whose attention is computed in one call."""
-
-    queries: Tensor
-    keys: Tensor
-    sizes: Tensor
-    """[n, 2]: how many queries and keys are none of the padding."""
-    causal: bool
-    """Whether the keys are the queries, each of which sees those up to itself."""
-    masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-
-
-class TreePlan:
-    """Attention over a packed prefix tree (a `forward.Plan`): each token attends to its ancestors and itself, and to no
-    other branch."""
-
-    def __init__(self, segments: Sequence[_Segment], device: Any) -> None:
-        count = segments[-1].end
-        depths, ends = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        final = np.zeros(max(segment.last for segment in segments), dtype=np.int64)
-        for segment in segments:
-            depths[segment.start : segment.end] = np.arange(segment.depth, segment.depth + segment.length)
-            final[segment.first : segment.last] = segment.end
-        for segment in segments:  # the last of its rows is the last of its subtree
-            ends[segment.start : segment.end] = final[segment.last - 1]
-        self._longest = int(depths.max()) + 1
-        self._depths, self._ends = (sent(torch.from_numpy(one), device) for one in (depths, ends))
-        self._blocks: list[_Block] = []
-        back = np.zeros(count, dtype=np.int64)
-        start = 0
-        for units in _batches(_units(segments)):
-            sizes = np.array([(len(queries), len(keys)) for queries, keys in units])
-            padded = [np.zeros((len(units), most), dtype=np.int64) for most in sizes.max(0).tolist()]
-            for number, unit in enumerate(units):
-                for there, numbers in zip(padded, unit, strict=True):
-                    there[number, : len(numbers)] = numbers
-                back[unit[0]] = start + number * padded[0].shape[1] + np.arange(len(unit[0]))
-            start += padded[0].size
-            causal = len(units[0][0]) == len(units[0][1])
-            queries, keys, real = (sent(torch.from_numpy(each), device) for each in (*padded, sizes))
-            self._blocks.append(_Block(queries, keys, real, causal))
-        self._back = sent(torch.from_numpy(back), device)
-
-    def attend(self, layer: Layer) -> Tensor:
-        """Compute one layer's attention [1, H, N, D'] of the packed tokens, block by block."""
-        query, key, value = (one[0].transpose(0, 1) for one in (layer.query, layer.key, layer.value))
-        window = layer.window if layer.window is not None and layer.window < self._longest else None
-        parts = []
-        for block in self._blocks:
-            q, k, v = (
-                states[places].transpose(1, 2)
-                for states, places in ((query, block.queries), (key, block.keys), (value, block.keys))
-            )
-            causal = block.causal and window is None and layer.plain
-            seen = None if causal else self._seen(block, window, query.dtype if layer.plain else torch.bool)
-            parts.append(layer.attend(q, k, v, seen, causal=causal).transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts)[self._back].transpose(0, 1)[None]
-
-    def _seen(self, block: _Block, window: int | None, kind: torch.dtype) -> Tensor:
-        """The attention mask [n, 1, q, k] of a block: true where a query sees a key, or for a floating `kind` 0 there
-        and -inf elsewhere."""
-        if (window, kind) not in block.masks:
-            query, key = block.queries[:, :, None], block.keys[:, None, :]
-            seen = (key <= query) & (query < self._ends[key])
-            if window is not None:
-                seen &= self._depths[query] - self._depths[key] < window
-            index = torch.arange(block.keys.shape[1], device=key.device)
-            seen &= (index < block.sizes[:, 1:])[:, None]
-            padding = torch.arange(block.queries.shape[1], device=key.device) >= block.sizes[:, :1]
-            seen[:, :, 0] |= padding  # softmax over nothing is NaN
-            if kind != torch.bool:
-                seen = torch.zeros(seen.shape, dtype=kind, device=seen.device).masked_fill_(~seen, -torch.inf)
-            block.masks[window, kind] = seen[:, None]
-        return block.masks[window, kind]
-
-
-_Unit = tuple[_Ints, _Ints]
-"""Packed numbers of queries, and of the keys that any of them sees."""
-
-
-def _units(segments: Sequence[_Segment]) -> list[_Unit]:
-    """Split the tree into units of attention, (queries, keys): neighbouring segments with the same ancestors form one
-    unit where that costs less than attending apart."""
-
-    def cost(queries: int, above: int) -> int:
-        return (queries + _KEY) * (queries + above)
-
-    spans: list[tuple[int, int, _Segment]] = []
+def _parts(segments: Sequence[_Segment], device: Any) -> Parts:
+    """Plan attention over a packed prefix tree: each segment attends to itself, and its descendants to all of it."""
+    final = np.zeros(max(segment.last for segment in segments), dtype=np.int64)
     for segment in segments:
-        if spans and segment.parent >= 0 and spans[-1][2].parent == segment.parent and spans[-1][1] == segment.start:
-            start, end, first = spans[-1]
-            above = len(segment.above)
-            if cost(segment.end - start, above) <= cost(end - start, above) + cost(segment.length, above):
-                spans[-1] = (start, segment.end, first)
-                continue
-        spans.append((segment.start, segment.end, segment))
-    units: list[_Unit] = []
-    for start, end, segment in spans:
-        numbers = np.arange(start, end)
-        if not len(segment.above):
-            units.append((numbers, numbers))
-        else:  # in parts, because those at the beginning need not look at keys further on
-            parts = range(_PART, end - start + _PART, _PART)
-            units += [(numbers[to - _PART : to], np.concatenate([segment.above, numbers[:to]])) for to in parts]
-    return units
+        final[segment.first : segment.last] = segment.end
+    depths = np.concatenate([np.arange(segment.depth, segment.depth + segment.length) for segment in segments])
+    # the last of its rows is the last of its subtree
+    below = [(segment.start, segment.end, int(final[segment.last - 1])) for segment in segments]
+    above = [(slice(start, end), slice(end, to)) for start, end, to in below if to > end]
+    back = np.zeros(len(depths), dtype=np.int64)
+    blocks, start = [], 0
+    for some in _alike(segments):
+        longest = some[0].length
+        index = np.arange(longest)
+        tokens, lengths = (
+            np.array([getattr(segment, name) for segment in some])[:, None] for name in ("start", "length")
+        )
+        padding = index >= lengths
+        tokens = np.where(padding, 0, tokens + index)
+        back[tokens[~padding]] = start + np.flatnonzero(~padding)
+        start += tokens.size
+        blocks.append((sent(torch.from_numpy(tokens), device), sent(torch.from_numpy(padding), device)))
+    longest = int(depths.max()) + 1
+    return Parts(blocks, sent(torch.from_numpy(back), device), above, sent(torch.from_numpy(depths), device), longest)
 
 
-def _batches(units: Sequence[_Unit]) -> list[list[_Unit]]:
-    """Batch units of similar size for one attention call each; padding adds at most half of the query-key products,
-    plus `_SLACK`."""
-    batches: list[list[_Unit]] = []
-    widest = true = 0
-    for unit in sorted(units, key=lambda one: (len(one[0]) < len(one[1]), -len(one[0]), -len(one[1]))):
-        queries, keys = len(unit[0]), len(unit[1])
-        alike = batches and (queries < keys) == (len(batches[-1][0][0]) < len(batches[-1][0][1]))
-        if alike:
-            most = max(widest, keys)
-            padded = len(batches[-1][0][0]) * most * (len(batches[-1]) + 1)
-            alike = padded <= 1.5 * (true + queries * keys) + _SLACK
-        if alike:
-            batches[-1].append(unit)
-            widest, true = max(widest, keys), true + queries * keys
+def _alike(segments: Sequence[_Segment]) -> list[list[_Segment]]:
+    """Batch segments of similar length for one attention call each; padding adds at most a tenth of the query-key
+    products, plus `_SLACK`."""
+    groups: list[list[_Segment]] = []
+    true = 0
+    for segment in sorted(segments, key=lambda segment: -segment.length):
+        products = segment.length**2
+        if groups and (len(groups[-1]) + 1) * groups[-1][0].length ** 2 <= 1.1 * (true + products) + _SLACK:
+            groups[-1].append(segment)
+            true += products
         else:
-            batches.append([unit])
-            widest, true = keys, queries * keys
-    return batches
+            groups.append([segment])
+            true = products
+    return groups
 
 
 # --- micro-batches --------------------------------------------------------------------------------
@@ -442,7 +352,7 @@ def micro_batches(model: Any, batch: DataProto, budget: int, packed: bool) -> li
     for rows in (order[pictured[order]], order[~pictured[order]]):
         # a padded row is as long as the first of its group, the longest
         sizes = [
-            (row, each, each if packed else None)
+            ([row], each, each if packed else None)
             for row, each in zip(rows.tolist(), lengths[rows].clamp(min=1).tolist(), strict=True)
         ]
         groups += grouped(sizes, budget)
