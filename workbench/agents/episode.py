@@ -279,10 +279,10 @@ class Transcript:
         return self._add("assistant", text, sample.ids, sample.log_probs, 1, cut)
 
     def hear(self, role: str, text: str, ids: Sequence[int], *, cut: str = "", seen: Seen | None = None) -> bool:
-        """Append a tool's or user's turn (mask 0). Returns False, and leaves out its tokens, if no room is left for an
-        answer.
+        """Append a tool's or user's turn, which is not trained on (mask 0), and return True.
 
-        `seen` has the model's inputs of the turn's pictures.
+        If no room would be left for an answer, the turn's text is kept without its tokens, and False is returned. `cut`
+        says in words how the text was shortened; `seen` has the model's inputs of the turn's pictures.
         """
         if len(ids) >= self.room:
             left = f"left out: {len(ids)} tokens, and the response has room for {self.room}"

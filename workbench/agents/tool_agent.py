@@ -320,7 +320,7 @@ class ToolAgent(AgentLoopBase):
         return f"row {self.episode.row} (uid {self.episode.uid})"
 
     def opened(self, row: Mapping[str, Any]) -> tuple[OpenTools, Conversation | None]:
-        """Make the tools and the simulated user (not started; None if the row has none) for one episode of `row`."""
+        """Make the tools and the simulated user of one episode of `row` (None if the row has none); neither is started."""
         user, kwargs = select_interaction(self._interactions, row, self._place)
         session = None if user is None else Conversation(user, kwargs, self.seconds_per_call)
         return self._box.opened(self.episode.name, row), session

@@ -253,7 +253,8 @@ JOB_GRACE = 15.0
 
 
 class Control:
-    """Stop and pause flags of a training loop: `stop` ends it after the present step, `pause` holds it until `resume`."""
+    """Stop and pause flags of a training loop: `stop()` ends it after the present step; `pause()` holds it there until
+    `resume()`."""
 
     def __init__(self, grace: float | None = None) -> None:
         self.grace = (JOB_GRACE if os.environ.get("WORKBENCH_JOB") else GRACE) if grace is None else grace

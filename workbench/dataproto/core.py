@@ -385,7 +385,7 @@ class DataProto(Value, Shown):
         return pd.DataFrame(columns | {name: list(self._objects[name]) for name in self._objects})
 
     def mutable(self) -> MutableDataProto:
-        """Return a copy that other code may change in place, as verl's `DataProto`; this batch does not change with it."""
+        """Return a copy that may be changed in place, as code written for verl's `DataProto` does; this batch stays as it is."""
         return MutableDataProto(*self._each(torch.Tensor.clone, copy.deepcopy), copy.deepcopy(self._meta))
 
     # --- travel ---------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Composite(Rows):
         return self._batch(self._drawn(asks_of(size, step), seed), step=step, epoch=epoch, seed=seed)
 
     def cursor(self, step: int, batch_size: int, seed: int) -> Cursor:
-        """Return the data position after `step` training steps, with that of every part."""
+        """Return the position in the data (epoch and rows taken) after `step` training steps, and that of every part."""
         epoch, offset = divmod(step * batch_size, self._offsets[-1])
         known = {"step": step, "epoch": epoch, "offset": offset, "data_hash": self.data_hash}
         parts = self._position(asks_of(batch_size, step), seed)

@@ -659,7 +659,7 @@ def new_id() -> str:
 
 
 class SampleMany:
-    """Base class of samplers: adds the synchronous `sample_many`."""
+    """Base class of samplers: adds `sample_many`, which runs `sample` for many requests at once and waits for all."""
 
     def sample_many(self: Any, requests: Sequence[Request]) -> list[Sample]:
         """Sample all requests at once and wait; responses in order. For callers without an event loop."""

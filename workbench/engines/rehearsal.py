@@ -250,7 +250,10 @@ class _Marks:
         return LossOutput(torch.stack([one.sum() for one in outputs.values()]).sum(), {}, {})
 
     def parts(self) -> list[int]:
-        """Return the peak bytes of each part of the step; all micro-batches but the last count in the first part."""
+        """Return the peak bytes until the last micro-batch's loss, during the top layers' backward, and in the rest.
+
+        The first number covers all earlier micro-batches, too.
+        """
         series, (loss, top, lowest) = self._seen.series, self._at.values()
         if not loss < top < lowest:  # no layers that are known: the whole
             return [max(series)] * 3

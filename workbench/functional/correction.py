@@ -76,7 +76,8 @@ def _limited(raw: Tensor, lower: float | None, upper: float) -> Tensor:
 
 
 def _norm(weights: Tensor, mask: Tensor, level: str) -> float:
-    """Return the mean weight that `batch_normalize` divides by; 1 where all weights are 0."""
+    """Return the mean importance weight that `batch_normalize` divides by: over tokens with `level` "token", over rows with
+    "sequence"; 1 where all weights are 0."""
     rows = mask.bool().any(-1)
     tokens = masked_mean(weights, mask)
     mean = float(masked_mean(weights, mask, dim=-1)[rows].mean() if level == "sequence" and rows.any() else tokens)

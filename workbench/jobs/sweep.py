@@ -80,8 +80,9 @@ def _closed(text: str) -> bool:
 
 
 def jobs_of(notebook: str | Path, grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return name → parameters of every job of a grid. A text has the values that `values_of` reads, a list has one for
-    each job.
+    """Return name → parameters of every job of a grid: the product of all parameters' values.
+
+    A list gives a parameter's values one by one; a text such as "1e-4,1e-5" has those that `values_of` reads.
 
     A job is named by what differs, `lr=0.0001,seed=0`. Raises `SettingError` for a parameter that the notebook does not
     have, for two equal jobs, and for more than `MOST` jobs.

@@ -98,7 +98,8 @@ class Viewer:
         return Text(body, "text/html; charset=utf-8", HEADERS)
 
     def _embedded(self, widget: Any, up: str) -> str:
-        """Render the place of a widget in a page, with the state from which its script begins."""
+        """Render the HTML element in which a widget's script starts, with the widget's first state as JSON. `up` is the
+        relative path from the page to the site's root."""
         number = secrets.token_hex(8)
         self._widgets[number] = widget
         while len(self._widgets) > ALIVE:

@@ -47,7 +47,8 @@ def _keys(b: Lists) -> list[list[Key | None]]:
 
 
 def _leaves(keys: Sequence[Sequence[Key | None]], counted: Sequence[bool]) -> dict[Key, list[int]]:
-    """Map each tree node to the rows (leaves) that pass through it, only rows where `counted` is true."""
+    """Map each tree node to the indices of the counted rows whose path from the root has it; `keys[row]` is that path,
+    with None for tokens of no node."""
     leaves: dict[Key, list[int]] = {}
     for row, line in enumerate(keys):
         for key in dict.fromkeys(one for one in line if one is not None):

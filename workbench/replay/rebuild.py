@@ -522,9 +522,10 @@ def passing(step: int | str, roles: Iterable[str]) -> str:
 def frozen_of(
     settings: Mapping[str, Any], run: Path, trust: Trust, elsewhere: Sequence[str] = ()
 ) -> Callable[[Mapping[str, Any]], LateFrozen]:
-    """Make the function `open_frozen` that `rebuilt` takes. It returns a `LateFrozen` whose files must match the
-    recorded crc32, or that is in the run's checkpoint of step 0. `elsewhere` are further folders where the model may
-    be.
+    """Make the function by which `rebuilt` opens a recorded frozen model (a reference, a reward model) when it is needed.
+
+    The model is read from the run's checkpoint of step 0 where it is kept there. Otherwise it is read from its recorded
+    path, or from one of the folders `elsewhere`, and its files must have the recorded crc32.
     """
     known = {str(one["path"]): one.get("files_crc32") for one in settings["engines"].values()}
 
@@ -671,8 +672,8 @@ def _check_models(records: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def start_of(folder: Path, step: int) -> DataProto:
-    """Load a step's batch before its first phase, from its recorded update or its trace. Raises `RunError` where
-    neither is kept.
+    """Load the batch with which a step began, before its rollout, from the update recorded for replay or from the step's
+    trace. Raises `RunError` where neither is kept.
     """
     if step in updates.steps(folder / "updates"):
         return updates.read(folder / "updates", step).start

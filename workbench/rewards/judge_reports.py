@@ -172,8 +172,8 @@ class JudgeReport(Shown):
         return estimates | {"truth's Spearman with length": stats.bootstrap(stats.spearman, truth, lengths)}
 
     def _columns(self) -> tuple[Any, Any, Any]:
-        """Return three arrays over the items with a verdict: mean grade, true grade and length of the answer in
-        characters."""
+        """Return three arrays over the items with a verdict: the judge's mean grade over its repetitions, the true grade, and
+        the answer's length in characters."""
         import numpy as np
 
         means = self._means(lambda vote: vote.verdict)

@@ -113,7 +113,8 @@ class Snapshots:
     """Keeps the last few states of each learner, from which a stepper and its forks restore their own weights.
 
     All forks of a stepper share the learners; each fork remembers the `state_id` of its own weights. Before a stage runs,
-    `align` restores those weights into the engine, or raises. States that no stepper can go back to are dropped.
+    `align` restores those weights into the engine, or raises if they are no longer kept. A state that no fork can go back
+    to is dropped.
     """
 
     def __init__(self, settings: SnapshotSettings | None = None) -> None:

@@ -86,7 +86,8 @@ class SelfCheck:
 
 
 def unchecked(model: Any, settings: Any) -> SelfCheck:
-    """The `SelfCheck` of a model that is not checked: the output head that the settings name, and padded rows."""
+    """Return the `SelfCheck` that is used when no check is run: the output head that the settings name, and padded rows,
+    which need no proof."""
     return SelfCheck(type(model).__name__, Paths(own_head=settings.head == "model"))
 
 

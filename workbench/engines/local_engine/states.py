@@ -187,7 +187,9 @@ class Replay:
             return getattr(self, name)
         if name == "steps":
             return self.base["steps"] + len(self.updates)
-        raise EngineError(f"the {name} of a 'replay' snapshot", do="restore() it first: its updates compute them")
+        raise EngineError(
+            f"the {name} of a 'replay' snapshot", do="call restore() first: it does the recorded updates again"
+        )
 
     def __repr__(self) -> str:
         return f"Replay({self.state_id}, version {self.version}, {len(self.updates)} updates since {self.base!r})"
