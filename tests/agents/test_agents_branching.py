@@ -14,12 +14,12 @@ import torch
 from agents_parts import Adder, Script, Tags, User, call
 
 import workbench as wb
-from workbench.agents import AgentLoopOutput, ToolAgent, ToolResponse, Tree
+from workbench.agents import AgentLoopOutput, RowTree, ToolAgent, ToolResponse
 from workbench.agents.stepping import only_sequence
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import SamplingSettings
-from workbench.engines.local_engine.scoring import Tree as Shared
+from workbench.engines.local_engine.scoring import RowTree as Shared
 from workbench.engines.protocol import Request, Sample
 from workbench.recipes import tree_grpo
 from workbench.stages import EpisodeRollout, LearntOnce, Pipeline, Reward, TreeRollout, validation_rollout
@@ -239,7 +239,7 @@ class TestContinuations:
 class TestTree:
     def test_nodes_values_and_credit(self, tokenizer: Any) -> None:
         tree = played(Game(tokenizer, even)).branch(0, turns=[2, 4], n=4)
-        assert isinstance(tree, Tree)
+        assert isinstance(tree, RowTree)
         root, *rest = tree.nodes
         assert (
             root.parent is None

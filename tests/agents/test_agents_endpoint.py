@@ -21,7 +21,7 @@ from workbench import engines
 from workbench.agents import Endpoint, Episode, Limits, PolicySession, endpoint
 from workbench.agents.policy_server import chain, split_reasoning
 from workbench.base import runtime
-from workbench.base.loopback import Asked
+from workbench.base.loopback import HttpRequest
 from workbench.dataproto import DataProto
 from workbench.engines.http.openai_form import Refusal
 from workbench.engines.local_engine.loading import auto_tokenizer
@@ -617,7 +617,7 @@ def test_no_body_is_answered_by_a_failure(tiny: str, body: dict[str, Any], whole
     with endpoint(script, parser="hermes") as e, e.session() as session:
         sent = json.dumps({"messages": ASKED, "tools": TOOLS, **body} if whole else body).encode()
         for one in (sent, raw):
-            request = Asked("POST", f"/e/{session.api_key}/v1/chat/completions", {}, one, lambda: False)
+            request = HttpRequest("POST", f"/e/{session.api_key}/v1/chat/completions", {}, one, lambda: False)
             status, reply = e.answer(request)
             reply = list(reply) if isinstance(reply, Iterator) else reply
             assert status in (200, 400), reply

@@ -17,7 +17,7 @@ from workbench.agents import AgentLoopBase, Calculator, SubAgent, ToolAgent, Tra
 from workbench.base.errors import ForeignError, PipelineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.recipes import grpo, multi_policy
-from workbench.replay.rebuild import Missing, rebuilt
+from workbench.replay.rebuild import MissingStage, rebuilt
 from workbench.runs.settings import written_down
 from workbench.stages import EpisodeRollout, FilterGroups, OfPolicy, Pipeline
 
@@ -217,7 +217,7 @@ def test_a_pipeline_with_sub_agents_and_policies_is_made_again_from_its_record()
     pipe = multi_policy({"solver": grpo(first, **given), "verifier": grpo(second, **given)})
     records = json.loads(json.dumps(written_down(pipe)))
     again = rebuilt(records, {"actor": first, "verifier": second}, lambda record: None)
-    assert not any(isinstance(stage, Missing) for stage in again)
+    assert not any(isinstance(stage, MissingStage) for stage in again)
     assert [repr(one.settings()) for one in again] == [repr(one.settings()) for one in pipe]
     assert again["rollout"].loops.describe() == pipe["rollout"].loops.describe()
 

@@ -19,11 +19,11 @@ import pytest
 from tests_patience import patience, within
 
 from workbench.base import loopback
-from workbench.base.loopback import Asked, Text, from_another_user, serving
+from workbench.base.loopback import HttpRequest, Text, from_another_user, serving
 from workbench.jobs.viewer import viewing
 
 
-def greet(asked: Asked) -> tuple[int, Any]:
+def greet(asked: HttpRequest) -> tuple[int, Any]:
     if asked.path == "/broken":
         raise RecursionError("maximum depth")
     if asked.path == "/odd":
@@ -76,7 +76,7 @@ def test_half_a_request_and_an_idle_connection_are_closed_after_a_while(monkeypa
 def test_an_answer_that_takes_longer_than_a_silent_connection_may_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loopback._Handler, "timeout", 0.1)
 
-    def slow(asked: Asked) -> tuple[int, Any]:
+    def slow(asked: HttpRequest) -> tuple[int, Any]:
         time.sleep(0.3)
         return 200, {"gone": asked.gone()}
 
@@ -87,7 +87,7 @@ def test_an_answer_that_takes_longer_than_a_silent_connection_may_is_sent(monkey
 def test_where_every_connection_is_being_answered_a_further_one_is_told_to_come_again() -> None:
     go, entered = threading.Event(), threading.Semaphore(0)
 
-    def waits(asked: Asked) -> tuple[int, Any]:
+    def waits(asked: HttpRequest) -> tuple[int, Any]:
         entered.release()
         go.wait(patience(20))
         return 200, "done"

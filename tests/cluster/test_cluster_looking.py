@@ -20,7 +20,7 @@ from tests_lint import lint
 from tests_patience import LONG, patience, within
 
 from workbench import DataProto, Outcome
-from workbench.base.activity import Asked
+from workbench.base.activity import QueuedRequest
 from workbench.base.errors import EngineError, SettingError
 from workbench.cluster import Cluster, RayRanks, connect
 from workbench.cluster.actor import _nvidia_smi
@@ -79,10 +79,10 @@ def test_stretches_of_stages_and_the_chrome_trace_that_says_them() -> None:
 def test_requests_are_spans_of_the_trace_and_a_lane_of_the_view() -> None:
     """Two overlapping requests to one sampler, one to another that does not say when it begins, one that failed."""
     asked = (
-        Asked("actor", 7, 9.0, 10.0, 10.5, 12.0, 30, "done"),
-        Asked("actor", 7, 9.0, 11.0, 11.5, 13.0, 20, "done"),
-        Asked(HOSTILE, 5, 10.0, None, None, 11.0, 4, "done"),
-        Asked("actor", 7, 9.5, None, None, 9.6, 0, "given up"),
+        QueuedRequest("actor", 7, 9.0, 10.0, 10.5, 12.0, 30, "done"),
+        QueuedRequest("actor", 7, 9.0, 11.0, 11.5, 13.0, 20, "done"),
+        QueuedRequest(HOSTILE, 5, 10.0, None, None, 11.0, 4, "done"),
+        QueuedRequest("actor", 7, 9.5, None, None, 9.6, 0, "given up"),
     )
     made = Timeline(tuple(sorted(events(), key=lambda one: one.began)), asked, left_out=3)
     trace = made.chrome()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.compat.verl_account import Row, account, canonical, entries, find, has_turns, keys, known
+from workbench.compat.verl_account import SettingRow, account, canonical, entries, find, has_turns, keys, known
 from workbench.compat.verl_command import Command, parsed, read_command
 
 COMMANDS = Path(__file__).parent / "verl_commands.txt"
@@ -62,7 +62,7 @@ def table() -> dict[str, list[str]]:
     return {key: values.split(" | ") for key, _, values in (line.partition(" = ") for line in lines)}
 
 
-def rows_of(**settings: Any) -> dict[str, Row]:
+def rows_of(**settings: Any) -> dict[str, SettingRow]:
     return {
         row.key: row for row in account(Command({key.replace("__", "."): one for key, one in settings.items()}, {}, ""))
     }

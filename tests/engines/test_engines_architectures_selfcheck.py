@@ -158,22 +158,22 @@ def test_a_way_that_is_thirty_times_worse_than_its_neighbours_is_not_proven(
     """Its difference would be within what twelve layers may round to."""
     _, shape = ARCHITECTURES["llama"]
     monkeypatch.setitem(ARCHITECTURES, "deep", ("LlamaConfig", {**shape, "num_hidden_layers": 12}))
-    path, states = make("deep", tmp_path / "deep"), scoring.Tree.states
+    path, states = make("deep", tmp_path / "deep"), scoring.RowTree.states
     assert local(path).selfcheck.paths.pack
-    monkeypatch.setattr(scoring.Tree, "states", lambda *given: states(*given) * (1 + 2e-5))
+    monkeypatch.setattr(scoring.RowTree, "states", lambda *given: states(*given) * (1 + 2e-5))
     check = local(path).selfcheck
     assert not check.paths.pack and 30 * check.difference < float(check.found["packed"]) < 12 * selfcheck.TOLERANCE
 
 
 def test_one_token_that_is_wrong_in_half_precision_is_seen(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = scoring.Tree.states
+    states = scoring.RowTree.states
 
     def wrong(*given: Any) -> torch.Tensor:
         right = states(*given)
         return torch.cat([-right[:1], right[1:]]) if torch.is_autocast_enabled("cpu") else right
 
     assert local(folder("llama"), dtype="bfloat16").selfcheck.paths.pack
-    monkeypatch.setattr(scoring.Tree, "states", wrong)
+    monkeypatch.setattr(scoring.RowTree, "states", wrong)
     assert local(folder("llama")).selfcheck.paths.pack
     assert not local(folder("llama"), dtype="bfloat16").selfcheck.paths.pack
 

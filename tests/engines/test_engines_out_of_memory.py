@@ -101,7 +101,7 @@ def test_on_a_gpu_the_largest_part_decides_what_to_do(
     """30 GiB allocated; what is neither weights, gradients nor moments is the pass's own."""
     on_a_gpu(monkeypatch, allocated=30 * GIB, reserved=reserved * GIB, free=GIB)
     sizes = {name: size * GIB for name, size in zip(("weights", "gradients", "moments"), parts, strict=True)}
-    held = memory.Live(torch.device("cuda", 0), sizes, wb.engines.LocalSettings(**settings))
+    held = memory.LiveTensors(torch.device("cuda", 0), sizes, wb.engines.LocalSettings(**settings))
     setting = "max_wave" if phase == "sampling" else "micro_batch_tokens"
     with pytest.raises(OutOfMemory, match=do) as caught, memory.memory_errors(phase, "4 rows", setting, lambda: held):
         raise CUDA

@@ -18,7 +18,7 @@ from workbench.base.errors import EngineError, Interrupted
 from workbench.engines import Request, Sample, SamplingSettings, local
 from workbench.engines.local_engine import caches
 from workbench.engines.local_engine import sampling as decoding
-from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, keep_allowed
+from workbench.engines.local_engine.sampling import HeldRows, Wave, Waves, casts_kept, decode, keep_allowed
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
@@ -409,7 +409,7 @@ def test_weights_are_cast_once_a_wave(folder: Path, way: str, lora_rank: int) ->
     frozen = [one for one in engine._model.parameters() if not one.requires_grad]
     within = engine._autocast(), casts_kept(engine._model), caches.cache_of(engine._model, way, 99)
     with within[0], within[1], within[2] as cache, Casts(engine._model) as casts:
-        decode(cache, Rows(frozenset(), engine.tokenizer), wave, 0, 1)
+        decode(cache, HeldRows(frozenset(), engine.tokenizer), wave, 0, 1)
     assert 0 < casts.count <= len(casts.weights) and len(wave.answers[0].ids) == 6
     assert not any(one.requires_grad for one in frozen) and bool(frozen) == bool(lora_rank)
 

@@ -12,7 +12,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import EngineError
-from workbench.engines.local_engine.states import Files, LocalSnapshot, Stored
+from workbench.engines.local_engine.states import LocalSnapshot, StateFiles, Stored
 from workbench.engines.protocol import Snapshot
 from workbench.stages.rollout import columns_of
 from workbench.testing.engines import CHAT, LikelihoodLoss
@@ -220,7 +220,7 @@ def test_a_snapshot_of_another_model_is_refused(tiny: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_files_have_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.tensor([[0.0, 1.0, 2.0], [0.5, -3.0, 4.0]]).to(dtype)
-    files = Files.written({"a": values, "none": values[:0], "one": values[0, 1]}, tmp_path)
+    files = StateFiles.written({"a": values, "none": values[:0], "one": values[0, 1]}, tmp_path)
     assert torch.equal(files.read("a"), values) and torch.equal(files.read("a", 2), values.view(-1)[:2])
     assert files.read("none").shape == (0, 3) and torch.equal(files.read("one"), values[0, 1])
     assert files.shape("b") is None and Stored(files, "a", dtype).same(values)

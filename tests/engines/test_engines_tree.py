@@ -143,7 +143,7 @@ class TestParts:
     @given(rows=tries())
     @settings(max_examples=examples(40), deadline=None)
     def test_keys_of_queries(self, rows: list[Row]) -> None:
-        tree = scoring.Tree(batch_of(rows), "cpu")
+        tree = scoring.RowTree(batch_of(rows), "cpu")
         ids, depths = tree.given["input_ids"][0].tolist(), tree.plan.depths.tolist()
         for query, keys in enumerate(seen(tree.plan).bool()):
             numbers = sorted(keys.nonzero()[:, 0].tolist(), key=lambda key: depths[key])
@@ -158,7 +158,7 @@ class TestParts:
         rows = data.draw(
             st.one_of(tries(), st.sampled_from([group(20, (9, 30, 1)), group(1, (7, 7)), group(17, (1,))]))
         )
-        plan = scoring.Tree(batch_of(rows), "cpu").plan
+        plan = scoring.RowTree(batch_of(rows), "cpu").plan
         torch.manual_seed(data.draw(st.integers(0, 99)))
         shared, wide, flat = (data.draw(st.sampled_from(one)) for one in ((1, 2, 3), (8, 5), (False, True)))
         sizes = [(2 * shared, 8), (2, 8), (2, wide)]
@@ -189,7 +189,7 @@ class TestParts:
     def test_memory_grows_linearly_with_the_response(self) -> None:
         kept = []
         for length in (64, 128, 256):
-            plan = scoring.Tree(batch_of(group(20, (length, length, length // 2))), "cpu").plan
+            plan = scoring.RowTree(batch_of(group(20, (length, length, length // 2))), "cpu").plan
             states = [torch.randn(1, heads, len(plan.back), 8, requires_grad=True) for heads in (4, 2, 2)]
             sizes: dict[int, int] = {}
 

@@ -21,7 +21,7 @@ from workbench import cli
 from workbench.base.errors import EngineError, SandboxError, SettingError
 from workbench.jobs import doctor as doctors
 from workbench.jobs import machine
-from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean
+from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, CheckResult, clean
 
 GIB = 1 << 30
 
@@ -174,7 +174,7 @@ def test_a_sum_of_ranks_that_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.slow
 def test_two_ranks_add_up() -> None:
-    assert machine.collectives() == Finding(OK, "all-reduce over gloo: 2 ranks")
+    assert machine.collectives() == CheckResult(OK, "all-reduce over gloo: 2 ranks")
 
 
 def test_what_is_not_there_is_skipped_or_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,29 +243,29 @@ def test_a_step_whose_log_probs_are_apart(gap: float, state: str, monkeypatch: p
 # --- checks that hang, end their process, raise ---------------------------------------------------
 
 
-def fine() -> Finding:
-    return Finding(OK, "fine")
+def fine() -> CheckResult:
+    return CheckResult(OK, "fine")
 
 
-def hangs() -> Finding:
+def hangs() -> CheckResult:
     time.sleep(600)
     return fine()
 
 
-def dies() -> Finding:
+def dies() -> CheckResult:
     os.write(2, b"NCCL says no\n")
     os._exit(3)
 
 
-def raises() -> Finding:
+def raises() -> CheckResult:
     raise ValueError(f"no model in {tempfile.gettempdir()}/secret-folder/model with hf_abcdefghijklmnopq")
 
 
-def refuses() -> Finding:
+def refuses() -> CheckResult:
     raise EngineError("no model", do="name another")
 
 
-def lacks() -> Finding:
+def lacks() -> CheckResult:
     raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
 
 
@@ -290,7 +290,7 @@ def test_no_check_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_and_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     def carried_out(names: Any) -> Any:
-        return (Finding(WRONG if name == "disk" else OK, "as it <is>", "do", name, 1.0) for name in names)
+        return (CheckResult(WRONG if name == "disk" else OK, "as it <is>", "do", name, 1.0) for name in names)
 
     monkeypatch.setattr(doctors, "_carried_out", carried_out)
     report = tmp_path / "doctor.json"

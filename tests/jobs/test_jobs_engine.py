@@ -16,7 +16,7 @@ import pytest
 import tests_warm
 from tests_patience import LONG, within
 
-from workbench.jobs.engine import AtomicFile, Client, _returned
+from workbench.jobs.engine import AtomicFile, KernelClient, _returned
 from workbench.jobs.runner import DIED, FAILED, HUNG_UP, INTERRUPTED, OK, TERMINATED, check_notebook, run_notebook
 
 pytestmark = pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_dead_kernel_leaves_an_error_in_its_cell(make_notebook: Any, tmp_path:
     ("code", "said"), [(None, "how it ended is not known"), (3, "it exited with status 3"), (-9, "SIGKILL")]
 )
 def test_a_death_is_told_as_far_as_it_is_known(code: int | None, said: str) -> None:
-    client = Client.__new__(Client)
+    client = KernelClient.__new__(KernelClient)
     client.received = []
     process = SimpleNamespace(poll=lambda: code)
     client.km = SimpleNamespace(provisioner=SimpleNamespace(process=process))

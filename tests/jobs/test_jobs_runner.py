@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from workbench import __version__, cli
-from workbench.jobs.runner import DIED, FAILED, OK, STOPPED, Result, closing_lines, run_notebook
+from workbench.jobs.runner import DIED, FAILED, OK, STOPPED, NotebookResult, closing_lines, run_notebook
 
 PROGRESS = """import time
 for i in range(2):
@@ -96,9 +96,9 @@ def test_what_is_refused_starts_nothing(make_notebook: Any, tmp_path: Path, caps
 def test_both_ways_to_give_a_parameter(make_notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
 
-    def fake(notebook: str, given: dict[str, str], **_: Any) -> Result:
+    def fake(notebook: str, given: dict[str, str], **_: Any) -> NotebookResult:
         seen.append(given)
-        return Result(OK, Path("out.ipynb"), None)
+        return NotebookResult(OK, Path("out.ipynb"), None)
 
     monkeypatch.setattr("workbench.jobs.runner.run_notebook", fake)
     assert cli.main(["train", "-p", "lr", "-1e-6", "-p", "name=a=b", "n.ipynb", "--parameter", "steps", "3"]) == OK
@@ -120,9 +120,11 @@ def test_the_closing_lines_say_what_came_of_it(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "tensorboard").mkdir()
-    lines = closing_lines(Result(OK, tmp_path / "notebook.ipynb", tmp_path))
+    lines = closing_lines(NotebookResult(OK, tmp_path / "notebook.ipynb", tmp_path))
     assert "before 0.3400" in lines[0] and "[0.2900, 0.3900]" in lines[0] and "after  0.9000" in lines[1]
     assert "256 prompts" in lines[1] and str(tmp_path / "notebook.ipynb") in lines[2]
     assert str(tmp_path / "metrics.jsonl") in "\n".join(lines) and "curves" not in "\n".join(lines)
     (tmp_path / "summary.json").write_text(json.dumps({"stopped": "break_if at step 4"}))
-    assert "stopped: break_if at step 4" in closing_lines(Result(STOPPED, tmp_path / "notebook.ipynb", tmp_path))
+    assert "stopped: break_if at step 4" in closing_lines(
+        NotebookResult(STOPPED, tmp_path / "notebook.ipynb", tmp_path)
+    )

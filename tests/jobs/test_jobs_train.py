@@ -369,7 +369,7 @@ def test_what_a_training_cell_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IPython.display, "display", show)
     clock = iter([100.0, 100.5, 101.6, 102.0])
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
-    live = display.Live(4, [])
+    live = display.LiveDisplay(4, [])
     for step in range(1, 5):
         live.on_row({"training/global_step": step, "critic/score/mean": step / 4, "timing_s/step": 1.0}, 0.0)
     block, image = shown
@@ -588,9 +588,9 @@ def test_a_display_that_cannot_be_made_is_a_simpler_one_or_none(monkeypatch: pyt
 
     monkeypatch.setattr(display, "in_notebook", lambda: True)
     monkeypatch.setattr(display.TrainingPanel, "open", breaks)
-    monkeypatch.setattr(display.Live, "open", lambda self: None)
-    assert type(display.open_display(2, [], Control(), Path("r"))) is display.Live
-    monkeypatch.setattr(display.Live, "open", breaks)
+    monkeypatch.setattr(display.LiveDisplay, "open", lambda self: None)
+    assert type(display.open_display(2, [], Control(), Path("r"))) is display.LiveDisplay
+    monkeypatch.setattr(display.LiveDisplay, "open", breaks)
     assert display.open_display(2, [], Control(), Path("r")) is None
 
 

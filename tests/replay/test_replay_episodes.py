@@ -21,7 +21,7 @@ from workbench.agents import (
     register,
 )
 from workbench.base.errors import PipelineError
-from workbench.replay.rebuild import Missing, rebuilt
+from workbench.replay.rebuild import MissingStage, rebuilt
 from workbench.runs.settings import written_down
 from workbench.stages import EpisodeRollout
 from workbench.stages.episodes import recorded_output
@@ -190,7 +190,7 @@ def test_what_is_written_of_agents(tiny: str) -> None:
         (ToolAgent([Calculator()], parser=Calls()), "in a ToolAgent"),
     ):
         gone = back(agent)
-        assert isinstance(gone, Missing) and what in gone.what
+        assert isinstance(gone, MissingStage) and what in gone.what
         assert isinstance(gone.with_settings(agent=agent), EpisodeRollout)
 
 
@@ -205,7 +205,7 @@ def test_a_name_that_nobody_registered_here_is_missing_and_can_be_given(tiny: st
     records = written_down(wb.recipes.grpo(engine, judge, agent="of a cell", kl_coef=0))
     kept = loop._LOOPS.pop("of a cell")
     gone = rebuilt(records, {"actor": engine}, lambda record: None)["rollout"]
-    assert isinstance(gone, Missing) and "'of a cell' is not a registered agent loop" in gone.what
+    assert isinstance(gone, MissingStage) and "'of a cell' is not a registered agent loop" in gone.what
     loop._LOOPS["of a cell"] = kept
     try:
         assert isinstance(rebuilt(records, {"actor": engine}, lambda record: None)["rollout"], EpisodeRollout)

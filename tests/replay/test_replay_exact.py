@@ -180,7 +180,7 @@ def test_the_updates_before_the_step_are_repeated_once(recorded: Any, monkeypatc
     run, after = recorded
     repeated = []
 
-    def counting(pipe: wb.Pipeline, update: updates.Update, *inputs: Any) -> Any:
+    def counting(pipe: wb.Pipeline, update: updates.RecordedUpdate, *inputs: Any) -> Any:
         repeated.append(update.step)
         return apply(pipe, update, *inputs)
 

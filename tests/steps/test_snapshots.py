@@ -13,7 +13,7 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError, VersionMismatch
-from workbench.engines.local_engine.states import Files, LocalSnapshot, Stored
+from workbench.engines.local_engine.states import LocalSnapshot, StateFiles, Stored
 from workbench.engines.protocol import SnapshotCost
 from workbench.steps.stepper import Snapshots, SnapshotSettings
 
@@ -38,7 +38,7 @@ class Small:
         mine = torch.full((128,), float(self.version))
         held: dict[str, Any] = {"weights/a": self.frozen, "weights/b": mine}
         if kind == "disk":
-            held = {"weights/b": Stored(Files.written({"b": mine}, folder), "b", mine.dtype)}
+            held = {"weights/b": Stored(StateFiles.written({"b": mine}, folder), "b", mine.dtype)}
         return LocalSnapshot(held, version=self.version, state_id=self.state_id, steps=0)
 
     def restore(self, snapshot: Any) -> None:

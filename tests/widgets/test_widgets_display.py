@@ -44,7 +44,7 @@ def test_without_ipywidgets_a_training_shows_its_progress_and_one_line_that_enab
     monkeypatch.setattr(display, "in_notebook", lambda: True)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)  # type: ignore[arg-type] # its import raises ModuleNotFoundError
     live = display.open_display(9, [], Control(), tmp_path)
-    assert type(live) is display.Live and len(shown) == 2
+    assert type(live) is display.LiveDisplay and len(shown) == 2
     (line,) = caplog.messages
     assert (
         line.endswith("expected the package ipywidgets; pip install 'rl-workbench[widgets]'")
@@ -55,7 +55,7 @@ def test_without_ipywidgets_a_training_shows_its_progress_and_one_line_that_enab
 def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "HEARTBEAT", 0.6)
     control = Control()
-    live = display.Live(9, [], control)
+    live = display.LiveDisplay(9, [], control)
 
     async def watched() -> None:
         watching = asyncio.create_task(live.watch())
@@ -107,7 +107,7 @@ def test_a_job_shows_static_blocks_and_a_person_the_panel(
     monkeypatch.setattr(display, "in_notebook", lambda: True)
     assert type(display.open_display(3, [], Control(), tmp_path)) is display.TrainingPanel
     monkeypatch.setenv("WORKBENCH_JOB", "1")
-    assert type(display.open_display(3, [], Control(), tmp_path)) is display.Live
+    assert type(display.open_display(3, [], Control(), tmp_path)) is display.LiveDisplay
 
 
 def test_a_run_that_goes_on_elsewhere_is_followed_to_its_end(shown: list[list[Any]], tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_symptom_is_said_once_and_marked_where_it_began(
     monkeypatch.setattr(
         display.curves, "panel", lambda *args, **options: drawn.append(panel(*args, **options)) or drawn[-1]
     )
-    live = display.Live(20, [])
+    live = display.LiveDisplay(20, [])
     for one in collapsing(20):
         live.on_row(one, 0.0)
     # the mean of the last five is first below a tenth of the first five's at step 15: its window begins at 11
@@ -183,7 +183,7 @@ def test_a_symptom_of_single_steps_is_marked_at_the_first_of_them() -> None:
 
 
 def test_nobody_waited_before_the_first_step(shown: list[list[Any]]) -> None:
-    live = display.Live(9, [])
+    live = display.LiveDisplay(9, [])
     live._show(1000.0)
     assert repr(shown[0][-1]) == "waiting for the first step"  # and not: the computer's uptime
     live._show(1030.0)
@@ -191,7 +191,7 @@ def test_nobody_waited_before_the_first_step(shown: list[list[Any]]) -> None:
 
 
 def test_a_step_that_comes_again_takes_the_place_of_what_was_there(shown: list[list[Any]]) -> None:
-    live = display.Live(9, [row(1), row(2), row(3)])
+    live = display.LiveDisplay(9, [row(1), row(2), row(3)])
     live.on_row({**row(2), "critic/score/mean": 0.9}, 0.0)
     assert [(one["training/global_step"], one["critic/score/mean"]) for one in live.rows] == [(1, 0.5), (2, 0.9)]
 
@@ -205,7 +205,7 @@ def test_a_picture_that_fails_does_not_end_the_run(
         raise MemoryError("no room for a picture")
 
     monkeypatch.setattr(curves, "panel", broken)
-    live = display.Live(3, [row(1)])
+    live = display.LiveDisplay(3, [row(1)])
     with caplog.at_level(logging.ERROR, logger="workbench"):
         live.on_row(row(3), 0.0)
     assert "the curves could not be drawn" in caplog.text and "no room for a picture" in caplog.text

@@ -1,7 +1,7 @@
 """One episode: its sampler and the seeds of its turns (`Episode`), and the growing record of its turns (`Transcript`).
 
 A tool agent's context keeps all of it, or sequences that begin anew where the template rewrites it or it is compacted
-(`History`).
+(`ChatHistory`).
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class History:
+class ChatHistory:
     """The settings of a `ToolAgent` that say when a sequence of an episode ends and the next one begins."""
 
     kind: str = "append"

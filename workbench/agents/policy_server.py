@@ -27,10 +27,10 @@ from workbench.agents.protocol import AgentLoopOutput, FunctionCall, ToolCall, T
 from workbench.agents.tokens import TurnTokens
 from workbench.base import runtime
 from workbench.base.errors import SettingError
-from workbench.base.loopback import WORKING, Asked, serving
+from workbench.base.loopback import WORKING, HttpRequest, serving
 from workbench.base.seeds import derive
 from workbench.engines.http.openai_form import (
-    Answer,
+    ChatAnswer,
     ChatRequest,
     Refusal,
     Reply,
@@ -361,7 +361,7 @@ class _Pending:
     answer."""
 
     answers: asyncio.Future[tuple[Reply, list[AnswerNode]]]
-    asked: Asked | None
+    asked: HttpRequest | None
 
     @property
     def lost(self) -> bool:
@@ -409,7 +409,7 @@ class PolicySession:
         request = chat_request({**arguments, "stream": False})
         return (await self.answer(request)).sent(request)  # type: ignore[return-value]
 
-    async def answer(self, chat: ChatRequest, connection: Asked | None = None) -> Reply:
+    async def answer(self, chat: ChatRequest, connection: HttpRequest | None = None) -> Reply:
         """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. Raises
         `Refusal`."""
         tools = json.dumps([chat.tools, chat.switches, chat.raw is None], sort_keys=True, default=str)
@@ -469,7 +469,7 @@ class PolicySession:
             said, text = self.policy.message(request, tokens, sample, seed, opening)
             nodes.append(AnswerNode(parent, tuple(heard), tuple(new), name, number, sample, said, text))
         self._record(nodes, began)
-        answers = [Answer(node.message, _finish_reason(node), len(node.sample.ids), node.sample) for node in nodes]
+        answers = [ChatAnswer(node.message, _finish_reason(node), len(node.sample.ids), node.sample) for node in nodes]
         read = len(before) + len(heard)
         return Reply(f"chatcmpl-{seeds[0]:016x}", self.model, read, answers, self.policy.tokenizer), nodes
 
@@ -613,7 +613,7 @@ class Endpoint:
             del self._sessions[key]
             session.close()
 
-    def answer(self, asked: Asked) -> tuple[int, Any]:
+    def answer(self, asked: HttpRequest) -> tuple[int, Any]:
         """Answer an HTTP request, in its connection's thread: (HTTP status, body)."""
         try:
             path = asked.path.partition("?")[0].rstrip("/")

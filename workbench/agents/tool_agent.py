@@ -16,7 +16,7 @@ from workbench.agents.calls import OpenTools, Toolbox, checked_tools, not_run
 from workbench.agents.episode import (
     COMPACT_PROMPT,
     RUNNING,
-    History,
+    ChatHistory,
     Past,
     Transcript,
     is_asked,
@@ -176,7 +176,7 @@ class ToolAgent(AgentLoopBase):
             value = getattr(self, key)
             require(value is None or value >= 1, key, expected="≥ 1, or None", found=value)
         self.tool_role = tool_role or ("user" if format == "react" else "tool")
-        self._history = History(history, compact_at, compact_prompt, max_sequences)
+        self._history = ChatHistory(history, compact_at, compact_prompt, max_sequences)
         self._parser = checked_parser(parser, format=format, tools=bool(listed))
         self._by_template = bool(listed) and self._parser is None
         self._box = Toolbox(

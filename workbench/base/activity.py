@@ -24,7 +24,7 @@ KEPT = 20_000
 
 
 @dataclass(slots=True)
-class Asked:
+class QueuedRequest:
     """One request to an engine or a reward, with the times at which it was asked, begun and answered, in seconds since
     the epoch.
     """
@@ -79,7 +79,7 @@ class Activity:
     _progressed: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self._requests: deque[Asked] = deque(maxlen=self.kept)
+        self._requests: deque[QueuedRequest] = deque(maxlen=self.kept)
 
     # --- writing ----------------------------------------------------------------------------
 
@@ -114,14 +114,14 @@ class Activity:
             self._names[engine] = name
             return name
 
-    def enter(self, queue: str, prompt: int = 0) -> Asked:
+    def enter(self, queue: str, prompt: int = 0) -> QueuedRequest:
         """Record that a request is asked of `queue`, and return its record. `prompt` is its number of prompt tokens."""
-        request = Asked(queue, prompt, time.time())
+        request = QueuedRequest(queue, prompt, time.time())
         with self._lock:
             self._queues.setdefault(queue, Queue()).waiting += 1
         return request
 
-    def begin(self, request: Asked) -> None:
+    def begin(self, request: QueuedRequest) -> None:
         """Record that a request leaves its queue, because the engine begins to work on it."""
         with self._lock:
             if request.began is None and not request.outcome:
@@ -131,7 +131,7 @@ class Activity:
 
     def end(
         self,
-        request: Asked,
+        request: QueuedRequest,
         outcome: str,
         tokens: int = 0,
         times: tuple[float, float] | None = None,
@@ -183,7 +183,7 @@ class Activity:
         with self._lock:
             return {name: replace(one) for name, one in self._queues.items()}
 
-    def requests(self, since: float = 0.0) -> tuple[Asked, ...]:
+    def requests(self, since: float = 0.0) -> tuple[QueuedRequest, ...]:
         """Return the last finished requests to samplers that were asked after `since` (epoch seconds), in the order in
         which they ended.
         """
@@ -193,10 +193,10 @@ class Activity:
 
 HERE = Activity()
 """This process's own."""
-_present: ContextVar[Asked | None] = ContextVar("asked", default=None)
+_present: ContextVar[QueuedRequest | None] = ContextVar("asked", default=None)
 
 
-def present() -> Asked | None:
+def present() -> QueuedRequest | None:
     """Return the record of the request that the calling task works for; None outside of a `recorded` method."""
     return _present.get()
 

@@ -32,7 +32,7 @@ WORKING = 512
 
 
 @dataclass(frozen=True)
-class Asked:
+class HttpRequest:
     """An HTTP request to a server of this process."""
 
     method: str
@@ -59,7 +59,7 @@ class Text:
     """Further headers."""
 
 
-Answer = Callable[[Asked], tuple[int, Any]]
+Answer = Callable[[HttpRequest], tuple[int, Any]]
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 """What a machine calls itself."""
 
@@ -71,7 +71,7 @@ def is_named(host: str, names: Collection[str]) -> bool:
     return re.sub(r":[0-9]+\Z", "", host) in names
 
 
-def from_a_page(request: Asked) -> str:
+def from_a_page(request: HttpRequest) -> str:
     """Return why a request is refused as coming from a web page: it has an `Origin` or another `Host` than this
     machine's; else "".
     """
@@ -81,7 +81,7 @@ def from_a_page(request: Asked) -> str:
     return f"not for pages of a browser: {', '.join(marks)}" if marks else ""
 
 
-def from_another_user(request: Asked) -> str:
+def from_another_user(request: HttpRequest) -> str:
     """Return why a request is refused: as `from_a_page`, and also if another user of this machine sent it. Servers that
     run programs or use a GPU have this guard.
     """
@@ -90,7 +90,7 @@ def from_another_user(request: Asked) -> str:
     return from_a_page(request)
 
 
-def from_another_page(request: Asked) -> str:
+def from_another_page(request: HttpRequest) -> str:
     """Return why a request is refused: as `from_a_page`, except that a person may open the address, or follow a link of
     the server's pages.
     """
@@ -119,7 +119,7 @@ def serving(
     name: str,
     port: int = 0,
     host: str = "127.0.0.1",
-    guard: Callable[[Asked], str] = from_a_page,
+    guard: Callable[[HttpRequest], str] = from_a_page,
     refusal: Callable[[int, str], Any] = _detail,
     connections: int = CONNECTIONS,
 ) -> Iterator[str]:
@@ -156,7 +156,7 @@ class _Server(ThreadingHTTPServer):
         self,
         at: tuple[str, int],
         answer: Answer,
-        guard: Callable[[Asked], str],
+        guard: Callable[[HttpRequest], str],
         refusal: Callable[[int, str], Any],
         connections: int,
     ) -> None:
@@ -239,9 +239,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, reply)
         self.server.busy(self.connection, False)
 
-    def _asked(self, method: str, body: bytes) -> Asked:
+    def _asked(self, method: str, body: bytes) -> HttpRequest:
         ends: Any = (lambda: _closed(self.connection), lambda: self._stranger)
-        return Asked(method, self.path, self.headers, body, *ends)  # type: ignore[arg-type]
+        return HttpRequest(method, self.path, self.headers, body, *ends)  # type: ignore[arg-type]
 
     @functools.cached_property
     def _stranger(self) -> bool:

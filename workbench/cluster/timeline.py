@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.base.activity import HERE, Asked
+from workbench.base.activity import HERE, QueuedRequest
 from workbench.base.shown import Shown
 
 
@@ -44,7 +44,7 @@ class Timeline(Shown):
     """
 
     events: tuple[Event, ...]
-    requests: tuple[Asked, ...] = ()
+    requests: tuple[QueuedRequest, ...] = ()
     """Finished inference requests, in the order in which they were asked; an episode's turns are one each."""
     left_out: int = 0
     """Older requests, which are no longer kept."""

@@ -379,7 +379,7 @@ _CHOICES: Mapping[str, Iterable[str]] = {
 """Settings that name something there must be."""
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """What one setting of a verl command becomes here, and why."""
 
     key: str
@@ -446,32 +446,32 @@ def real(key: str) -> str:
     return entry.place if entry is not None and entry.kind == "alias" else key
 
 
-def account(command: Command) -> list[Row]:
+def account(command: Command) -> list[SettingRow]:
     """Return a row for every setting of a command and for every word that is no setting, then rows for settings that
     contradict each other."""
     values = canonical(command.settings)
     rows = [_row_for(key, value, values) for key, value in command.settings.items()]
-    rows += [Row(word, "", "—", "refused", why) for word, why in command.left_out.items()]
+    rows += [SettingRow(word, "", "—", "refused", why) for word, why in command.left_out.items()]
     return [*rows, *_contradictions(values), *_reward(values)]
 
 
-def _row_for(key: str, value: Any, values: Mapping[str, Any]) -> Row:
+def _row_for(key: str, value: Any, values: Mapping[str, Any]) -> SettingRow:
     text, name = value if isinstance(value, str) else describe(value, 60), real(key)
     entry = find(name)
     if entry is None:
-        return Row(key, text, "—", "refused", f"unknown{_did_you_mean(key, known())}")
+        return SettingRow(key, text, "—", "refused", f"unknown{_did_you_mean(key, known())}")
     spelled = f"{name}; " if name != key else ""
     if key == "algorithm.kl_penalty" and isinstance(value, int | float):
         why = "read as a coefficient; verl's kl_penalty is the kind: kl, low_var_kl"
-        return Row(key, text, "grpo(kl_coef)", "near", why)
+        return SettingRow(key, text, "grpo(kl_coef)", "near", why)
     if entry.only_if and not _is_on(entry.only_if, values):
         reason = _SWITCHES[entry.only_if][1] if entry.only_if in _SWITCHES else f"{entry.only_if} is off"
-        return Row(key, text, "—", "exact", f"{spelled}without effect: {reason}")
+        return SettingRow(key, text, "—", "exact", f"{spelled}without effect: {reason}")
     if _is_one_of(value, entry.unless):
-        return Row(key, text, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
+        return SettingRow(key, text, entry.place, "exact", spelled + ("" if entry.kind == "near" else entry.note))
     if why := _cannot_be(key, name, value, entry) or _unweighted(name, values):
-        return Row(key, text, "—", "refused", spelled + why)
-    return Row(key, text, entry.place, entry.kind, spelled + entry.note)
+        return SettingRow(key, text, "—", "refused", spelled + why)
+    return SettingRow(key, text, entry.place, entry.kind, spelled + entry.note)
 
 
 def _cannot_be(key: str, name: str, value: Any, entry: TableEntry) -> str:
@@ -525,7 +525,7 @@ def _unread(key: str, value: Any) -> str:
     return ""
 
 
-def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
+def _reward(values: Mapping[str, Any]) -> Iterator[SettingRow]:
     """Yield table rows on reward settings that cannot be honoured together, or not on this machine."""
     block = reward_block(values)
     try:
@@ -536,7 +536,7 @@ def _reward(values: Mapping[str, Any]) -> Iterator[Row]:
             lines.append(f"reward_manager.name={manager}: there is none of this name{_did_you_mean(manager, MANAGERS)}")
     except SettingError as error:
         lines = [] if any(_unread(key, value) for key, value in block.items()) else [str(error)]  # its own row says it
-    yield from (Row("reward", "", "—", "refused", line) for line in lines)
+    yield from (SettingRow("reward", "", "—", "refused", line) for line in lines)
 
 
 def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -547,66 +547,74 @@ def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in block.items() if (entry := find(key)) and entry.place == "reward_from"}
 
 
-def _contradictions(values: Mapping[str, Any]) -> Iterator[Row]:
+def _contradictions(values: Mapping[str, Any]) -> Iterator[SettingRow]:
     """Yield rows for settings that contradict each other, or that have another effect together than alone."""
     method, critic = estimator(values), values.get("critic.enable")
     in_reward = values.get("algorithm.use_kl_in_reward")
     both = "algorithm.adv_estimator + critic.enable"
     if method == "gae" and critic is False:
         why = "gae needs a critic: leave critic.enable out, or take another estimator"
-        yield Row(both, f"{method}, {critic}", "—", "refused", why)
+        yield SettingRow(both, f"{method}, {critic}", "—", "refused", why)
     if method != "gae" and critic is True:
         why = f"{method} reads no values: the critic would be trained for nothing"
-        yield Row(both, f"{method}, {critic}", "—", "refused", why)
+        yield SettingRow(both, f"{method}, {critic}", "—", "refused", why)
     if values.get(f"{_ACTOR}.use_kl_loss") and in_reward:
         why = "the KL counts twice, in the loss and in the reward; verl warns"
-        yield Row(f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward", "True, True", "both", "near", why)
+        yield SettingRow(f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward", "True, True", "both", "near", why)
     if in_reward and values.get("algorithm.kl_penalty") == "full":
         why = "there is no such estimator, in verl neither"
-        yield Row("algorithm.kl_penalty + algorithm.use_kl_in_reward", "full, True", "—", "refused", why)
+        yield SettingRow("algorithm.kl_penalty + algorithm.use_kl_in_reward", "full, True", "—", "refused", why)
     if method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1:
         why = 'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'
-        yield Row(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
+        yield SettingRow(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
     yield from _unfitting_names(values, method)
     yield from _unfitting_numbers(values)
 
 
-def _unfitting_names(values: Mapping[str, Any], method: str) -> Iterator[Row]:
+def _unfitting_names(values: Mapping[str, Any], method: str) -> Iterator[SettingRow]:
     """Yield rows for names that do not fit each other: of an estimator, of a loop, or one number under two names."""
     loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
     if loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False:
         why = "the loop's name counts, as in verl from 0.7 on: the tools run"
-        yield Row(f"{_TURNS}.enable + {_ROLLOUT}.agent.default_agent_loop", f"False, {loop}", "ToolAgent", "near", why)
+        yield SettingRow(
+            f"{_TURNS}.enable + {_ROLLOUT}.agent.default_agent_loop", f"False, {loop}", "ToolAgent", "near", why
+        )
     if values.get("algorithm.filter_groups.enable") and method in ("gae", "remax"):
         why = f"dynamic sampling compares a prompt's samples, {method} does not"
-        yield Row("algorithm.filter_groups.enable + algorithm.adv_estimator", f"True, {method}", "—", "refused", why)
+        yield SettingRow(
+            "algorithm.filter_groups.enable + algorithm.adv_estimator", f"True, {method}", "—", "refused", why
+        )
     if method == "grpo_vectorized" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
         why = "not divided by the deviation, as it says; verl's grpo_vectorized divides all the same"
-        yield Row(
+        yield SettingRow(
             "algorithm.adv_estimator + algorithm.norm_adv_by_std_in_grpo", f"{method}, False", "Advantage", "near", why
         )
     for place in (_ACTOR, "critic"):
         first, second = (values.get(f"{place}.{name}") for name in ("grad_clip", "optim.clip_grad"))
         if first is not None and second is not None and first != second:
             why = "one number under two names: leave one out"
-            yield Row(f"{place}.grad_clip + {place}.optim.clip_grad", f"{first}, {second}", "—", "refused", why)
+            yield SettingRow(f"{place}.grad_clip + {place}.optim.clip_grad", f"{first}, {second}", "—", "refused", why)
 
 
-def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[Row]:
+def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[SettingRow]:
     """Yield table rows on numbers that do not fit each other, such as a mini-batch larger than the batch."""
     batch, mini = (values.get(key) for key in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"))
     batch = DEFAULTS["data.train_batch_size"] if batch is None else batch
     if _are_numbers(mini, batch) and mini > batch:
         why = "a mini-batch is a part of the batch; both count prompts"
-        yield Row(f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why)
+        yield SettingRow(
+            f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why
+        )
     prompt, response = longest(values, "prompt"), longest(values, "response")
     room = values.get(f"{_ROLLOUT}.max_model_len")
     if _are_numbers(prompt, response, room) and prompt + response > room:
         both, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
-        yield Row(both, f"{room}, {prompt} + {response}", "—", "refused", why)
+        yield SettingRow(both, f"{room}, {prompt} + {response}", "—", "refused", why)
     for place in (_ACTOR, "critic"):
         if all(values.get(f"{place}.{name}") for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")):
-            yield Row(f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both")
+            yield SettingRow(
+                f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both"
+            )
 
 
 def _are_numbers(*found: Any) -> bool:

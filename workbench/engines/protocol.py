@@ -551,7 +551,7 @@ class Renewable(Protocol):
         there then."""
 
 
-class Pin(Protocol):
+class WeightPin(Protocol):
     """Protocol of weights kept in a sampler while the learner trains on, so that a whole batch is sampled with the same
     weights."""
 
@@ -580,7 +580,7 @@ class PinnedWeights(Protocol):
     def sampler(self) -> Sampler:
         """The engine that samples."""
 
-    def hold(self) -> Pin:
+    def hold(self) -> WeightPin:
         """Keep the present weights in the sampler until `Pin.release()`."""
 
 

@@ -24,7 +24,7 @@ from workbench.base.child import Child, importing
 from workbench.base.distribution import version, version_of
 from workbench.base.errors import SettingError, WorkbenchError, first_line, unknown
 from workbench.base.files import write_text
-from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, Finding, clean
+from workbench.jobs.machine import OK, SKIPPED, WARNING, WRONG, CheckResult, clean
 from workbench.views import document as doc
 
 CHECKS = {
@@ -59,25 +59,25 @@ _STYLES = {WARNING: "color:#b58900;font-weight:bold", WRONG: "color:#cf503c;font
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis(doc.View):
+class MachineReport(doc.View):
     """The doctor's findings about this machine. True where nothing is wrong; `diagnosis["vllm"]` is one finding; `save`
     writes a report.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     about: dict[str, str]
     """Versions and platform."""
 
     def __bool__(self) -> bool:
         return not self.having(WRONG)
 
-    def __getitem__(self, name: str) -> Finding:
+    def __getitem__(self, name: str) -> CheckResult:
         known = {one.name: one for one in self.findings}
         if name not in known:
             raise SettingError(unknown("check", name, known))
         return known[name]
 
-    def having(self, state: str) -> list[Finding]:
+    def having(self, state: str) -> list[CheckResult]:
         """Return the findings of a state: `ok`, `warning`, `wrong` or `skipped`."""
         return [one for one in self.findings if one.state == state]
 
@@ -113,14 +113,14 @@ class Diagnosis(doc.View):
         return target
 
 
-def line_of(one: Finding) -> str:
+def line_of(one: CheckResult) -> str:
     """Format a finding as text, with what to do on a second line."""
     return f"{_MARKS[one.state]} {one.name}: {one.found}" + (f"\n    → {one.do}" if one.do else "")
 
 
 def doctor(
     *, only: Sequence[str] = (), without: Sequence[str] = (), say: Callable[[str], object] | None = print
-) -> Diagnosis:
+) -> MachineReport:
     """Check this machine: devices, packages, memory, disk, ports, NCCL, Ray, sandbox, vLLM; then step, push, save and shard.
 
     It takes two minutes, with vLLM up to four. `only` and `without` are names of checks. `say` gets a line as each ends. No check
@@ -142,10 +142,10 @@ def doctor(
     about = {"workbench": version(), "python": platform.python_version()}
     about |= {name: number for name in ("torch", "transformers", "vllm", "ray") if (number := version_of(name))}
     about |= {"platform": clean(platform.platform()), "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
-    return Diagnosis(tuple(findings), about)
+    return MachineReport(tuple(findings), about)
 
 
-def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
+def _carried_out(names: Sequence[str]) -> Iterator[CheckResult]:
     """Run the named checks and yield their findings as they come.
 
     One child process runs the checks until one goes wrong; the rest run in a new one, because an error may leave the
@@ -163,7 +163,7 @@ def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
                 finding = _answered(child, function, seconds)
             except OSError as error:  # the child has been closed
                 do = HINTS.get(name, "see the kernel's log (dmesg)")
-                finding = Finding(WRONG, _ending(child, error, seconds), do)
+                finding = CheckResult(WRONG, _ending(child, error, seconds), do)
             do = finding.do or (HINTS.get(name, "") if finding.state == WRONG else "")
             yield replace(finding, do=do, name=name, seconds=round(time.monotonic() - began, 1))
             if finding.state == WRONG:
@@ -171,11 +171,11 @@ def _carried_out(names: Sequence[str]) -> Iterator[Finding]:
                 child = None
 
 
-def _answered(child: Child, function: str, seconds: float) -> Finding:
+def _answered(child: Child, function: str, seconds: float) -> CheckResult:
     """Run a check in the child and return its finding; the time limit of `seconds` begins when the child is ready."""
     if json.loads(child.exchange(b"", START_SECONDS)) != "ready":
         raise ConnectionError("the doctor's child process did not report that it is ready")
-    return Finding(**json.loads(child.exchange(function.encode(), seconds)))
+    return CheckResult(**json.loads(child.exchange(function.encode(), seconds)))
 
 
 def _ending(child: Child, error: OSError, seconds: float) -> str:
@@ -197,21 +197,21 @@ def main(parent: Any) -> None:
         parent.send(json.dumps(asdict(examined(function)) if function else "ready").encode())
 
 
-def examined(function: str) -> Finding:
+def examined(function: str) -> CheckResult:
     """Run one check and return its finding; an error becomes a finding, too. Texts are freed of names of this machine,
     folders and user.
     """
     try:
         finding = resolve_name(function)()
     except ModuleNotFoundError as error:
-        finding = Finding(
+        finding = CheckResult(
             WARNING, f"not checked: the package {error.name} is not installed", f"pip install {error.name}"
         )
     except Exception as error:  # noqa: BLE001 - whatever a check raises is what the doctor reports
         do = "" if isinstance(error, WorkbenchError) else "attach this report to an issue"
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" ({Path(place.filename).name}:{place.lineno})"
-        finding = Finding(WRONG, f"{first_line(error, 600)}{where}", do)
+        finding = CheckResult(WRONG, f"{first_line(error, 600)}{where}", do)
     _free()
     return replace(finding, found=clean(finding.found), do=clean(finding.do))
 

@@ -63,7 +63,7 @@ class Manager(NotebookExecutionManager):
     `skipped`.
     """
 
-    client: Client | None = None
+    client: KernelClient | None = None
     changed = False
 
     def save(self, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class Manager(NotebookExecutionManager):
         super().notebook_complete(**kwargs)
 
 
-class Client(PapermillNotebookClient):
+class KernelClient(PapermillNotebookClient):
     """papermill's notebook client, with saves on a timer, one output per stream, and signals passed on to the kernel."""
 
     def __init__(self, nb_man: Manager, *, skip_look: bool = False, **options: Any) -> None:
@@ -217,7 +217,7 @@ def execute_notebook(
     # nbclient gives a finished cell's outputs 4 s to arrive, and a job would end where a busy machine takes longer
     passed = {"iopub_timeout": 60, **{key: value for key, value in options.items() if key not in _UNUSED}}
     startup = options.get("start_timeout", 60)
-    client = Client(manager, kernel_name=kernel_name, startup_timeout=startup, log_output=log_output, **passed)
+    client = KernelClient(manager, kernel_name=kernel_name, startup_timeout=startup, log_output=log_output, **passed)
     manager.notebook_start()
     try:
         client.execute()

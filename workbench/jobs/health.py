@@ -32,7 +32,7 @@ from workbench.base.config import require
 from workbench.base.distribution import optional
 from workbench.base.errors import RunError, SettingError, WorkbenchError, first_line
 from workbench.base.files import unsealed
-from workbench.base.loopback import STILL, Asked, Text, from_another_page, serving
+from workbench.base.loopback import STILL, HttpRequest, Text, from_another_page, serving
 from workbench.base.memory import gib
 from workbench.base.runtime import Control
 from workbench.cluster import session
@@ -527,7 +527,7 @@ class HealthPage:
             self._workers = time.monotonic(), found
             return found
 
-    def answer(self, request: Asked) -> tuple[int, Any]:
+    def answer(self, request: HttpRequest) -> tuple[int, Any]:
         """Answer one HTTP request: returns (status, body)."""
         pages: dict[str, Callable[[Health], Any]] = {
             "/health": _page,

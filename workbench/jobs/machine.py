@@ -1,4 +1,4 @@
-"""The doctor's checks: what this machine has, and whether a small model works on it. Each returns a `Finding`; `jobs.doctor` runs them.
+"""The doctor's checks: what this machine has, and whether a small model works on it. Each returns a `CheckResult`; `jobs.doctor` runs them.
 
 A model of three megabytes steps, is pushed, saved, restored and sharded on this machine's devices. The numbers that it must give
 are those of a batch that was recorded on another machine, those of the CPU, or those of one process.
@@ -95,7 +95,7 @@ CLOSE = 2e-2
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check: its state, what was found, and what to do where that is not as it should be."""
 
     state: str
@@ -106,14 +106,14 @@ class Finding:
     seconds: float = 0.0
 
 
-def judged(found: str, *flaws: tuple[bool, str, str]) -> Finding:
+def judged(found: str, *flaws: tuple[bool, str, str]) -> CheckResult:
     """Return the finding of the first flaw that is present, else an `OK` one. A flaw is (whether it is present, its
     state, what to do).
     """
-    return next((Finding(state, found, do) for there, state, do in flaws if there), Finding(OK, found))
+    return next((CheckResult(state, found, do) for there, state, do in flaws if there), CheckResult(OK, found))
 
 
-def packages() -> Finding:
+def packages() -> CheckResult:
     """Check installed packages against the version ranges that this workbench is tested with."""
     lacking, others = [], []
     for requirement in required():
@@ -140,7 +140,7 @@ def _lost(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(LOST[name] for name in names if name in LOST))
 
 
-def devices() -> Finding:
+def devices() -> CheckResult:
     """Check the GPUs that torch can compute on, their memory, and whether the driver fits torch's build."""
     driver, built, threads = cuda_of_driver(), torch.version.cuda or torch.version.hip, torch.get_num_threads()
     if not torch.cuda.is_available():
@@ -148,14 +148,16 @@ def devices() -> Finding:
             facts, gain = f"no GPU: everything runs on the CPU, {os.cpu_count()} cores, {threads} threads", half_gain()
             if gain >= FAST:
                 facts += f"; products of bfloat16 are {gain:.1f} times as fast as float32's: wb.tune says what dtype='bfloat16' gains and costs"
-            return Finding(OK, facts)
+            return CheckResult(OK, facts)
         if built is None:
             facts = f"an NVIDIA driver for CUDA {driver}, but torch {torch.__version__} is built for the CPU"
-            return Finding(WRONG, facts, "install the CUDA build of torch")
+            return CheckResult(WRONG, facts, "install the CUDA build of torch")
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         facts = f"a driver for CUDA {driver}, torch for CUDA {built}, but torch finds no GPU"
         facts += f"; CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
-        return Finding(WRONG, facts, f"a driver for CUDA {built} or newer; in a container pass the GPUs (--gpus all)")
+        return CheckResult(
+            WRONG, facts, f"a driver for CUDA {built} or newer; in a container pass the GPUs (--gpus all)"
+        )
     lines, state, do = [], OK, []
     for number in range(torch.cuda.device_count()):
         card, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
@@ -168,7 +170,9 @@ def devices() -> Finding:
             state, do = max(state, WARNING), [*do, f"other processes hold memory of GPU {number}: see nvidia-smi"]
     if driver is not None and built is not None and int(driver.split(".")[0]) < int(built.split(".")[0]):
         state, do = max(state, WARNING), [*do, f"the driver is older than torch's CUDA {built}: update it"]
-    return Finding(state, f"CUDA {built}, driver for {driver or 'another platform'}; {'; '.join(lines)}", "; ".join(do))
+    return CheckResult(
+        state, f"CUDA {built}, driver for {driver or 'another platform'}; {'; '.join(lines)}", "; ".join(do)
+    )
 
 
 def cuda_of_driver() -> str | None:
@@ -198,7 +202,7 @@ def runs_on(capability: tuple[int, int], built: list[str]) -> bool:
     return not built
 
 
-def host_memory() -> Finding:
+def host_memory() -> CheckResult:
     """Check the memory of this machine, or of this process's control group."""
     total, free = memory.total(), min(memory.available(), memory.total())
     with suppress(OSError, ValueError):
@@ -213,12 +217,12 @@ def host_memory() -> Finding:
     )
 
 
-def shared_memory() -> Finding:
+def shared_memory() -> CheckResult:
     """Check /dev/shm, through which NCCL, Ray and vLLM exchange data; containers have 64 MiB by default."""
     try:
         total, _, free = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return Finding(WRONG, f"/dev/shm is not there: {error}", "mount it: NCCL, Ray and vLLM need it")
+        return CheckResult(WRONG, f"/dev/shm is not there: {error}", "mount it: NCCL, Ray and vLLM need it")
     closed = "" if os.access("/dev/shm", os.W_OK) else ", and closed to this user"
     do = "start the container with --shm-size=16g (or --ipc=host), or remove what fills it"
     return judged(
@@ -229,7 +233,7 @@ def shared_memory() -> Finding:
     )
 
 
-def disk() -> Finding:
+def disk() -> CheckResult:
     """Check free space and speed, by real fsyncs, of this folder and the temporary one, where runs and snapshots are
     written.
     """
@@ -240,13 +244,13 @@ def disk() -> Finding:
         try:
             free, speed, sync = shutil.disk_usage(folder).free, *speeds(folder)
         except OSError as error:
-            return Finding(WRONG, f"{place}: {error}", "make it writable, or work in another folder (TMPDIR=…)")
+            return CheckResult(WRONG, f"{place}: {error}", "make it writable, or work in another folder (TMPDIR=…)")
         places.append(f"{place}: {gib(free)} free, {speed / 2**20:.0f} MiB/s, {sync * 1000:.1f} ms an fsync")
         if free < LEAST_DISK:
             state, do = WARNING, [*do, f"{place}: a checkpoint of a 7B model takes {gib(84 << 30)} with its optimizer"]
         elif speed < SLOW_DISK or sync > SLOW_SYNC:
             state, do = WARNING, [*do, f"{place} is slow: write runs to a local disk"]
-    return Finding(state, "; ".join(places), "; ".join(do))
+    return CheckResult(state, "; ".join(places), "; ".join(do))
 
 
 def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
@@ -265,7 +269,7 @@ def speeds(folder: str, size: int = 32 << 20) -> tuple[float, float]:
         return size / synced(os.urandom(size)), fmean(synced(b"x") for _ in range(5))
 
 
-def ports() -> Finding:
+def ports() -> CheckResult:
     """Check that a connection over loopback works and that this machine resolves its own name, as gloo, NCCL and Ray
     need.
     """
@@ -278,16 +282,16 @@ def ports() -> Finding:
             here.sendall(b"x")
             there.recv(1)
     except OSError as error:
-        return Finding(WRONG, f"loopback: {error}", "allow connections on 127.0.0.1: every service binds there")
+        return CheckResult(WRONG, f"loopback: {error}", "allow connections on 127.0.0.1: every service binds there")
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError as error:
         do = "add this machine's name to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        return Finding(WARNING, f"loopback works; this machine's own name does not resolve: {error}", do)
-    return Finding(OK, "loopback works, and this machine's name resolves")
+        return CheckResult(WARNING, f"loopback works; this machine's own name does not resolve: {error}", do)
+    return CheckResult(OK, "loopback works, and this machine's name resolves")
 
 
-def collectives() -> Finding:
+def collectives() -> CheckResult:
     """Check an all-reduce of two ranks: NCCL where there are two GPUs; else gloo, and NCCL on the one GPU."""
     cards = torch.cuda.device_count()
     backends = []
@@ -299,8 +303,8 @@ def collectives() -> Finding:
         version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""
         backends.append(f"{backend} {version}".strip() + f": {ranks} rank{'s' * (ranks > 1)}")
     if not backends:
-        return Finding(WRONG, "torch has neither NCCL nor gloo", "install a build of torch with torch.distributed")
-    return Finding(OK, f"all-reduce over {', '.join(backends)}")
+        return CheckResult(WRONG, "torch has neither NCCL nor gloo", "install a build of torch with torch.distributed")
+    return CheckResult(OK, f"all-reduce over {', '.join(backends)}")
 
 
 def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
@@ -317,14 +321,14 @@ def all_reduce(rank: int, ranks: int, backend: str, store: str) -> None:
         raise ArithmeticError(f"{backend} added {ranks} ranks up to {total} in place of {expected}")
 
 
-def attention() -> Finding:
+def attention() -> CheckResult:
     """Check flash attention on a GPU, torch's kernel and the flash-attn package if installed, against plain attention."""
     package = version_of("flash-attn")
     if not torch.cuda.is_available():
         if package is not None or util.find_spec("flash_attn"):
             found = f"flash-attn {package} is installed, but no GPU is here"
-            return Finding(WARNING, found, "leave attn_implementation")
-        return Finding(SKIPPED, "no GPU: attention is torch's own")
+            return CheckResult(WARNING, found, "leave attn_implementation")
+        return CheckResult(SKIPPED, "no GPU: attention is torch's own")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     torch.manual_seed(0)
@@ -348,32 +352,32 @@ def attention() -> Finding:
     return judged("; ".join(notes), (bool(wrong), WRONG, do))
 
 
-def ray() -> Finding:
+def ray() -> CheckResult:
     """Check that Ray starts here, with one CPU, and ends."""
     if version_of("ray") is None:
-        return Finding(SKIPPED, "Ray is not installed: no clusters; one machine needs none")
+        return CheckResult(SKIPPED, "Ray is not installed: no clusters; one machine needs none")
     began = time.monotonic()
     try:
         with connect(cpus=1, gpus=0) as made:
             notes = made.notes
     except EngineError as error:
         do = "all but wb.cluster works without; a busy machine may need longer; `ray stop` ends what earlier sessions left"
-        return Finding(WARNING, str(error), do)
+        return CheckResult(WARNING, str(error), do)
     started = f"Ray {version_of('ray')} started and ended in {time.monotonic() - began:.0f} s"
-    return Finding(OK, "; ".join([started, *notes]))
+    return CheckResult(OK, "; ".join([started, *notes]))
 
 
-def sandbox() -> Finding:
+def sandbox() -> CheckResult:
     """Check which isolation model code can be run with here, and run a program in it."""
     try:
         box = LocalSandbox()
     except SandboxError as error:
         do = "only rewards and tools that run code need it; where bubblewrap is missing, as root: apt-get install bubblewrap"
-        return Finding(WARNING, str(error), do)
+        return CheckResult(WARNING, str(error), do)
     result = box.run("print(6 * 7)")
     if result.stdout.strip() != "42":
-        return Finding(WRONG, f"{box.describe()}: a program did not run, {result.status}", "use a remote sandbox")
-    return Finding(OK, box.describe())
+        return CheckResult(WRONG, f"{box.describe()}: a program did not run, {result.status}", "use a remote sandbox")
+    return CheckResult(OK, box.describe())
 
 
 # --- what may be shown to others ------------------------------------------------------------------
@@ -441,7 +445,7 @@ def gap_of(found: torch.Tensor, expected: torch.Tensor, batch: DataProto) -> flo
     return float((found.cpu() - expected.cpu())[batch["response_mask"].bool()].abs().max())
 
 
-def step() -> Finding:
+def step() -> CheckResult:
     """Check one GRPO step as a run does it, from rollout to update, in the dtype that the device gets by default."""
     engine = opened(dtype="auto")
     table = [
@@ -457,15 +461,19 @@ def step() -> Finding:
     device = "the GPU" if torch.cuda.is_available() else "the CPU"
     summary = f"{len(batch)} rows in {seconds:.1f} s on {device}, reward {float(batch['reward'].mean()):.2f}, gradient norm {norm:.3f}"
     if engine.version != 1 or not 0 < norm < float("inf"):
-        return Finding(WRONG, f"{summary}, policy version {engine.version}", "the update did nothing: see `numbers`")
+        return CheckResult(
+            WRONG, f"{summary}, policy version {engine.version}", "the update did nothing: see `numbers`"
+        )
     if not bool(batch["scored"].all()):
-        return Finding(WRONG, f"{summary}; {int((~batch['scored']).sum())} rows were not scored", "see batch['score']")
+        return CheckResult(
+            WRONG, f"{summary}; {int((~batch['scored']).sum())} rows were not scored", "see batch['score']"
+        )
     if not gap < 0.5:
-        return Finding(WRONG, f"{summary}; sampled and scored log-probs are {gap:.2g} nats apart", "see `numbers`")
-    return Finding(OK, f"{summary}; sampled and scored log-probs {gap:.0e} nats apart")
+        return CheckResult(WRONG, f"{summary}; sampled and scored log-probs are {gap:.2g} nats apart", "see `numbers`")
+    return CheckResult(OK, f"{summary}; sampled and scored log-probs {gap:.0e} nats apart")
 
 
-def numbers() -> Finding:
+def numbers() -> CheckResult:
     """Check log-probs and an update of a recorded batch against the recorded numbers, and on a GPU also against the
     CPU.
     """
@@ -480,7 +488,7 @@ def numbers() -> Finding:
     return judged(f"{summary}; gradient norm {apart:.0e} from the CPU's", (not apart < NEAR, WRONG, do))
 
 
-def push() -> Finding:
+def push() -> CheckResult:
     """Check a push of weights: after an update a second engine with the pushed weights must score the same log-probs."""
     learner, sampler, batch = opened(), opened(), recorded()
     pair = paired(learner, sampler)
@@ -498,14 +506,14 @@ def push_once(pair: Any) -> str:
     return str(check_push(pair, [tuple(pair.tokenizer.encode(text)) for text, _ in QUESTIONS]))
 
 
-def vllm_engine() -> Finding:
+def vllm_engine() -> CheckResult:
     """Check vLLM: start it in its interpreter, push weights, compare its log-probs with the learner's; on a GPU also
     sleep and wake.
     """
     python, gpu = interpreter(VllmSettings()), torch.cuda.is_available()
     if not importable(python):
         do = f"{install('vllm')}, or WORKBENCH_VLLM_PYTHON=… for one beside; the local engine needs none"
-        return Finding(SKIPPED, "vLLM is not installed", do)
+        return CheckResult(SKIPPED, "vLLM is not installed", do)
     began = time.perf_counter()
     learner = opened(lr=1e-2)  # a step so large that old weights would be seen
     settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_mb": 256}
@@ -524,7 +532,9 @@ def vllm_engine() -> Finding:
             gaps.append(sampled_gap(pair))
             facts.append(f"sleep freed {gib(max(freed, 0))}")
             if freed <= 0:
-                return Finding(WARNING, "; ".join(facts), "sleep frees nothing: use share_device=False, or two GPUs")
+                return CheckResult(
+                    WARNING, "; ".join(facts), "sleep frees nothing: use share_device=False, or two GPUs"
+                )
         facts.append(f"log-probs {max(gaps):.0e} nats from the learner's on average")
     facts += [] if gpu else ["no sleep on a CPU"]
     do = "vLLM computes other numbers than the learner, or kept old weights: try another version, attention or dtype"
@@ -543,7 +553,7 @@ def sampled_gap(pair: Any) -> float:
     return float((scored - batch["rollout_log_probs"])[batch["response_mask"].bool()].abs().mean())
 
 
-def saves() -> Finding:
+def saves() -> CheckResult:
     """Check that a snapshot and a checkpoint restore the weights bit for bit, and that the next step is then the same."""
     engine, batch = opened(), recorded()
     updated(engine, batch)
@@ -567,8 +577,8 @@ def saves() -> Finding:
         "the step after it": abs(again / first - 1) < EXACT,
     }
     if wrong := [name for name, right in parts.items() if not right]:
-        return Finding(WRONG, f"not as before: {', '.join(wrong)}", "trust no checkpoint: check memory and disk")
-    return Finding(OK, "snapshot and checkpoint give the weights back bit for bit, and the next step's gradient")
+        return CheckResult(WRONG, f"not as before: {', '.join(wrong)}", "trust no checkpoint: check memory and disk")
+    return CheckResult(OK, "snapshot and checkpoint give the weights back bit for bit, and the next step's gradient")
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -576,7 +586,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name].cpu(), right[name].cpu()) for name in left)
 
 
-def shards() -> Finding:
+def shards() -> CheckResult:
     """Check FSDP over all GPUs, or over two CPU processes: its log-probs and gradient must be those of one process."""
     cards = torch.cuda.device_count()
     ranks, where = (cards, "GPUs") if cards else (2, "processes of the CPU")

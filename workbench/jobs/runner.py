@@ -28,7 +28,7 @@ JOB = "job.json"
 
 
 @dataclass(frozen=True)
-class Result:
+class NotebookResult:
     """How a job ended: its exit code, and where its files are."""
 
     code: int
@@ -49,7 +49,7 @@ def run_notebook(
     skip_look: bool = False,
     health: int | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Result:
+) -> NotebookResult:
     """Run a notebook as a job, with parameters; the executed copy goes into the run folder, or to `output`.
 
     The run folder is the parameter `run`; where that is empty or missing, it is a new folder in `runs` with the
@@ -88,7 +88,7 @@ def run_notebook(
     environment = {} if health is None else {"WORKBENCH_HEALTH": str(health)}
     with _job(say, job, declared, **environment):
         code, error = _execute(source, target, given, kernel, language, skip_look)
-    return Result(code, target, run if run.is_dir() else None, error)
+    return NotebookResult(code, target, run if run.is_dir() else None, error)
 
 
 def kernel_of(source: Path, kernel: str | None) -> tuple[str, str]:
@@ -272,7 +272,7 @@ def _follow(path: Path, say: Callable[[str], None], done: threading.Event) -> No
                 return
 
 
-def closing_lines(result: Result) -> list[str]:
+def closing_lines(result: NotebookResult) -> list[str]:
     """Return the lines to print when a job has ended: held-out rewards before and after, symptoms, and where the files
     are.
     """

@@ -11,7 +11,17 @@ from typing import Any
 
 from workbench import agents
 from workbench.base.errors import SettingError, unknown
-from workbench.compat.verl_account import DEFAULTS, Row, account, canonical, entries, find, has_turns, keys, known
+from workbench.compat.verl_account import (
+    DEFAULTS,
+    SettingRow,
+    account,
+    canonical,
+    entries,
+    find,
+    has_turns,
+    keys,
+    known,
+)
 from workbench.compat.verl_command import TEXTS, Command, read_command
 from workbench.compat.verl_reward import reward_from
 from workbench.datasets.rows import Rows
@@ -43,13 +53,13 @@ class VerlJob:
 
     settings: Mapping[str, Any]
     source: str
-    rows: tuple[Row, ...]
+    rows: tuple[SettingRow, ...]
     left_out: Mapping[str, str]
     suffix: str = ""
     """Of the run folder: keeps it apart from that of the script's other commands."""
 
     @property
-    def refused(self) -> tuple[Row, ...]:
+    def refused(self) -> tuple[SettingRow, ...]:
         """Rows of the settings that change numbers and cannot be followed, or are not understood."""
         return tuple(row for row in self.rows if row.kind == "refused")
 
@@ -237,7 +247,7 @@ def _job(command: Command) -> VerlJob:
     return VerlJob(command.settings, command.source, tuple(rows), command.left_out, command.suffix)
 
 
-def _of_parser(row: Row, settings: Mapping[str, Any]) -> Row:
+def _of_parser(row: SettingRow, settings: Mapping[str, Any]) -> SettingRow:
     """Mark the row of a verl setting as refused where it names a tool parser that workbench does not have."""
     wrong = (
         row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers()

@@ -11,7 +11,7 @@ from typing import Any
 from workbench import recipes
 from workbench.base.distribution import optional
 from workbench.base.files import write_text
-from workbench.compat.verl_account import Row
+from workbench.compat.verl_account import SettingRow
 from workbench.compat.verl_command import TEXTS
 from workbench.jobs.verl_plan import Call, Name, VerlPlan, data, program
 
@@ -44,7 +44,7 @@ _TITLES = {
 }  # fmt: skip
 
 
-def write(path: str | Path, source: str, planned: VerlPlan, near: Sequence[Row]) -> Path:
+def write(path: str | Path, source: str, planned: VerlPlan, near: Sequence[SettingRow]) -> Path:
     """Write the notebook of a plan to `path`, and return the path. `near` are the settings that are not followed to the
     letter; the notebook's first cell lists them.
     """

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from workbench.base.errors import WorkbenchError, first_line
-from workbench.base.loopback import LOCAL, STILL, Asked, Text, is_named, serving
+from workbench.base.loopback import LOCAL, STILL, HttpRequest, Text, is_named, serving
 from workbench.jobs.pages import Page, Pages, contents, rendered
 
 ALIVE = 48
@@ -42,7 +42,7 @@ class Viewer:
         self._one = threading.Lock()
         self._cookie = f"workbench-{secrets.token_hex(4)}"  # cookies are shared by all servers of a host
 
-    def guard(self, request: Asked) -> str:
+    def guard(self, request: HttpRequest) -> str:
         """Return why a request is refused, or "": a host name that is not this machine's, another page's script, or a
         missing token.
         """
@@ -56,14 +56,14 @@ class Viewer:
             return "the token is missing or wrong: open the whole address that workbench view printed"
         return ""
 
-    def _kept(self, request: Asked) -> str:
+    def _kept(self, request: HttpRequest) -> str:
         try:
             cookie = SimpleCookie(request.headers.get("Cookie") or "").get(self._cookie)
         except CookieError:
             return ""
         return cookie.value if cookie is not None else ""
 
-    def __call__(self, request: Asked) -> tuple[int, Any]:
+    def __call__(self, request: HttpRequest) -> tuple[int, Any]:
         """Answer one HTTP request: returns (status, body)."""
         address = urlsplit(request.path)
         path, query = unquote(address.path).lstrip("/"), parse_qs(address.query)
@@ -154,7 +154,7 @@ def _address(path: str, query: dict[str, list[str]]) -> str:
     return f"{quote(path)}?{urlencode(query, doseq=True)}"
 
 
-def _sorry(asked: Asked, why: str) -> Any:
+def _sorry(asked: HttpRequest, why: str) -> Any:
     """Return the reason of an error: as JSON for a script, as a line of text for a reader."""
     plain = asked.method == "POST" or asked.path.startswith("/-/")
     return {"detail": why} if plain else Text(why, "text/plain; charset=utf-8", HEADERS)

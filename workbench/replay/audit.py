@@ -22,10 +22,10 @@ from workbench.base.shown import Shown
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.replay import audit_advantages, audit_losses, audit_stages
 from workbench.replay import audit_formulas as slow
-from workbench.replay.audit_formulas import Claim, Claims, Left, Lists, View
+from workbench.replay.audit_formulas import AuditView, Claim, Claims, Left, Lists
 from workbench.steps.trace import Phase, Trace
 
-FORMULAS: Mapping[str, Callable[[View], Claims]] = {
+FORMULAS: Mapping[str, Callable[[AuditView], Claims]] = {
     "purpose": audit_stages.rollout,
     "targets": audit_stages.targets,
     "pairs": audit_stages.pairs,
@@ -263,7 +263,7 @@ def audit_trace(
     return found.result()
 
 
-def _phase(found: _Findings, views: Sequence[View], number: int, phase: Phase, state: Mapping[str, float]) -> None:
+def _phase(found: _Findings, views: Sequence[AuditView], number: int, phase: Phase, state: Mapping[str, float]) -> None:
     """Audit one phase of a step; `state` is the state of its stage's controller after the step."""
     view, formulas = views[number], _formulas(phase)
     whys = {"a stage of your own": "class" in phase.source, "no rows": not len(phase.batch)}
@@ -280,14 +280,14 @@ def _phase(found: _Findings, views: Sequence[View], number: int, phase: Phase, s
         found.compare(phase.stage, audit_advantages.controller(view), view.after, {"controller": state["value"]})
 
 
-def _formulas(phase: Phase) -> Callable[[View], Claims] | None:
+def _formulas(phase: Phase) -> Callable[[AuditView], Claims] | None:
     keys = (phase.stage, *("purpose", "function", "column", "estimator", "loss"))
     return next(
         (FORMULAS[key] for key in keys if key in FORMULAS and (key == phase.stage or key in phase.settings)), None
     )
 
 
-def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] | None) -> View:
+def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] | None) -> AuditView:
     origins = phase.batch.origins
     # an update signs old log-probs of its own pass by the version before
     versions = [origins[name].policy_version for name in phase.wrote if name in origins]
@@ -295,7 +295,7 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
     tokenizer, ends = _reader(phase.batch.meta_info.get("model"))
     sampling = next((one.settings for one in trace if "purpose" in one.settings), {})
     scoring = next((one.settings for one in trace if "old_log_probs" in one.wrote), {})
-    return View(
+    return AuditView(
         stage=phase.stage,
         before=Lists(trace.before(phase.stage)),
         after=Lists(phase.batch),
@@ -312,7 +312,7 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
     )
 
 
-def _of_policy(view: View) -> View:
+def _of_policy(view: AuditView) -> AuditView:
     """Restrict a phase's view to the rows of its policy, where a step trains several policies; its metrics get the
     names that they have with a single policy.
     """
@@ -360,7 +360,7 @@ def _exact(actor: Mapping[str, Any]) -> bool:
     return whole and not any(map(float, rates))
 
 
-def _carried(view: View, spoken: set[str]) -> Claims:
+def _carried(view: AuditView, spoken: set[str]) -> Claims:
     """Check that a stage that drops or repeats rows leaves all columns that it does not write as they were."""
     if view.rows is None and view.stage not in ("filter_groups", "baseline", "resample"):
         return
@@ -370,7 +370,7 @@ def _carried(view: View, spoken: set[str]) -> Claims:
             yield Claim(name, [view.before[name][row] for row in rows], "the rows' own", near=0.0, partial=True)
 
 
-def _drawn_rows(findings: _Findings, views: Sequence[View], view: View) -> set[str]:
+def _drawn_rows(findings: _Findings, views: Sequence[AuditView], view: AuditView) -> set[str]:
     """Check the rows that dynamic sampling drew in addition: apply the formulas of the earlier stages to the step's
     final batch. Returns the names that were checked.
     """
@@ -392,7 +392,7 @@ def _drawn_rows(findings: _Findings, views: Sequence[View], view: View) -> set[s
     return spoken | set(view.before)
 
 
-def _whole_step(findings: _Findings, trace: Trace, last: View | None, row: Mapping[str, Any]) -> None:
+def _whole_step(findings: _Findings, trace: Trace, last: AuditView | None, row: Mapping[str, Any]) -> None:
     """Audit the step's row of metrics.jsonl: metrics that the loop adds are recomputed, all others must equal the
     trace's.
     """

@@ -16,12 +16,12 @@ from typing import Any
 from workbench.replay.audit_formulas import (
     EXACT,
     FLOAT32,
+    AuditView,
     Claim,
     Claims,
     Left,
     Lists,
     Ragged,
-    View,
     clamp,
     each,
     gap,
@@ -76,7 +76,7 @@ def _whole(keys: Sequence[Sequence[Key | None]]) -> list[list[int | None]]:
     ]
 
 
-def trees(v: View, *, counted: bool) -> Claims:
+def trees(v: AuditView, *, counted: bool) -> Claims:
     """Check that rows that share a tree node have equal tokens and log-probs there; with `counted` also how many tokens
     were sampled, shared ones counted once.
     """
@@ -104,7 +104,7 @@ def trees(v: View, *, counted: bool) -> Claims:
     yield from shares("tree/shared_ratio", seen, "own tokens that are an earlier row's")
 
 
-def learnt_once(v: View) -> Claims:
+def learnt_once(v: AuditView) -> Claims:
     """Recompute the `loss_mask` with which each node's tokens are learnt from once: in the first scored row that has
     the node.
     """
@@ -119,7 +119,7 @@ def learnt_once(v: View) -> Claims:
     yield Claim("tree/learnt_tokens", sum(map(sum, kept)), "how many these are")
 
 
-def _relative(v: View, scores: Sequence[float], mates: Sequence[int], row: int) -> float:
+def _relative(v: AuditView, scores: Sequence[float], mates: Sequence[int], row: int) -> float:
     """Compute GRPO's advantage of a row relative to the rows `mates`: (score − mean) / (deviation + eps); 0 for fewer
     than two rows.
     """
@@ -134,7 +134,7 @@ def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
     trees)`, which returns the advantage of one node.
     """
 
-    def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Any:
+    def estimate(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Any:
         keys = _keys(v.after)
         worth = _worth(v, keys, scored, value)
         advantages = [
@@ -148,7 +148,9 @@ def _estimator(value: Callable[..., float]) -> Callable[..., Any]:
     return estimate
 
 
-def _worth(v: View, keys: list[list[Key | None]], scored: list[bool], value: Callable[..., float]) -> dict[Key, float]:
+def _worth(
+    v: AuditView, keys: list[list[Key | None]], scored: list[bool], value: Callable[..., float]
+) -> dict[Key, float]:
     """Map each node that has a scored leaf to its advantage, computed by `value`."""
     scores, below = row_sums(v.after, "token_level_rewards"), _leaves(keys, scored)
     groups = {uid: [row for row in rows if scored[row]] for uid, rows in groups_of(v.after["uid"]).items()}
@@ -163,22 +165,22 @@ def _worth(v: View, keys: list[list[Key | None]], scored: list[bool], value: Cal
     return worth
 
 
-def _turn(v: View, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
+def _turn(v: AuditView, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
     spread = stdev([s[row] for row in group]) if len(group) > 1 else 0.0
     gained = mean([s[row] for row in below]) - mean([s[row] for row in before])
     return gained / (spread + v.setting("eps", 1e-6)) if v.setting("norm_by_std", True) else gained
 
 
-def _tree_rl(v: View, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
+def _tree_rl(v: AuditView, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
     own, parent, root = (mean([s[row] for row in rows]) for rows in (below, before, group))
     return ((own - root) + (own - parent)) / math.sqrt(len(below))
 
 
-def _arpo(v: View, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
+def _arpo(v: AuditView, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
     return mean([_relative(v, s, group, row) for row in below])
 
 
-def _tree_grpo(v: View, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
+def _tree_grpo(v: AuditView, s: Sequence[float], below: Any, before: Any, group: Any, tree: Any) -> float:
     return mean([_relative(v, s, group, row) + _relative(v, s, tree[row], row) for row in below])
 
 
@@ -194,7 +196,7 @@ TREES: Mapping[str, Callable[..., Any]] = {
 # --- advantages -----------------------------------------------------------------------------------------
 
 
-def advantage(v: View) -> Claims:
+def advantage(v: AuditView) -> Claims:
     """Recompute token rewards with their KL penalty, advantages, returns, and the metrics of all three."""
     b, mask = v.after, [list(map(bool, row)) for row in v.after.get("loss_mask", v.after.mask)]
     yield from _penalised(v)
@@ -208,7 +210,7 @@ def advantage(v: View) -> Claims:
     yield from measured_advantages(b)
 
 
-def _estimated(v: View, mask: list[list[int]]) -> Claims:
+def _estimated(v: AuditView, mask: list[list[int]]) -> Claims:
     name, rewards, last = str(v.settings["estimator"]), v.after["token_level_rewards"], _last_of_session(v)
     if (estimate := ESTIMATORS.get(name)) is None:
         yield Left("advantages", f"foreign estimator {name}")
@@ -226,7 +228,7 @@ def _estimated(v: View, mask: list[list[int]]) -> Claims:
         yield Claim(column, placed(ragged, mask), f"{name}, from the token rewards", noise, near)
 
 
-def _last_of_session(v: View) -> list[int]:
+def _last_of_session(v: AuditView) -> list[int]:
     """Return for each row the last row of its session; the row itself without sessions, and for estimators that work by
     token.
     """
@@ -237,12 +239,12 @@ def _last_of_session(v: View) -> list[int]:
     return rows
 
 
-def _column(v: View) -> str:
+def _column(v: AuditView) -> str:
     """Return the name of the column that numbers sessions; "" where each row is a session."""
     return str(v.setting("sessions", "session") or "")
 
 
-def _penalised(v: View) -> Claims:
+def _penalised(v: AuditView) -> Claims:
     b, mask, scores = v.after, v.after.mask, v.before["token_level_scores"]
     if "kl_controller" not in v.settings:
         yield Claim("token_level_rewards", scores, "the token scores", near=0.0)
@@ -266,7 +268,7 @@ def _penalised(v: View) -> Claims:
     yield Claim("actor/reward_kl_penalty", mean(rows), "mean over rows of the row's mean KL", rough)
 
 
-def controller(v: View) -> Claims:
+def controller(v: AuditView) -> Claims:
     """Recompute the adaptive KL coefficient after the step: β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)."""
     numbers = _numbers(v)
     error = clamp(v.metrics["actor/reward_kl_penalty"] / numbers["target"] - 1, -0.2, 0.2)
@@ -275,7 +277,7 @@ def controller(v: View) -> Claims:
     yield Claim("controller", value, "β·(1 + clip(kl/target − 1, ±0.2)·rows/horizon)", near=1e-9)
 
 
-def _numbers(v: View) -> dict[str, float]:
+def _numbers(v: AuditView) -> dict[str, float]:
     """Parse the arguments of the KL controller from its repr, such as {"coef": 0.001, "target": 0.1}."""
     return {name: float(x) for name, x in re.findall(r"(\w+)=([-\d.e+]+)", str(v.settings["kl_controller"]))}
 
@@ -285,7 +287,7 @@ Estimate = tuple[Ragged, Ragged, Any, float]
 
 
 def _grouped(
-    v: View, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], formula: Any
+    v: AuditView, mask: list[list[int]], scores: Sequence[float], counted: Sequence[bool], formula: Any
 ) -> list[float]:
     """Compute one number per row by `formula(v, scores, lengths)` over the counted rows of each group.
 
@@ -301,38 +303,38 @@ def _grouped(
     return values
 
 
-def _grpo(v: View, s: list[float], _: Any) -> list[float]:
+def _grpo(v: AuditView, s: list[float], _: Any) -> list[float]:
     return [(x - mean(s)) / _deviation(v, s) for x in s]
 
 
-def _deviation(v: View, s: list[float]) -> float:
+def _deviation(v: AuditView, s: list[float]) -> float:
     return stdev(s) + v.setting("eps", 1e-6) if v.setting("norm_by_std", True) else 1.0
 
 
-def _passk(v: View, s: list[float], _: Any) -> list[float]:
+def _passk(v: AuditView, s: list[float], _: Any) -> list[float]:
     first, second = sorted(s)[-1], sorted(s)[-2]
     return [(first - second) / _deviation(v, s) if x == first else 0.0 for x in s]
 
 
-def _rloo(v: View, s: list[float], _: Any) -> list[float]:
+def _rloo(v: AuditView, s: list[float], _: Any) -> list[float]:
     return [x - (math.fsum(s) - x) / (len(s) - 1) for x in s]
 
 
-def _opo(v: View, s: list[float], lengths: list[int]) -> list[float]:
+def _opo(v: AuditView, s: list[float], lengths: list[int]) -> list[float]:
     weights = lengths if any(lengths) else [1] * len(s)
     return [x - math.fsum(w * y for w, y in zip(weights, s, strict=True)) / sum(weights) for x in s]
 
 
-def _maxrl(v: View, s: list[float], _: Any) -> list[float]:
+def _maxrl(v: AuditView, s: list[float], _: Any) -> list[float]:
     return [(x - mean(s)) / (mean(s) if mean(s) > 0 else 1) for x in s]
 
 
-def _centred(v: View, s: list[float], _: Any) -> list[float]:
+def _centred(v: AuditView, s: list[float], _: Any) -> list[float]:
     return [x - mean(s) for x in s]
 
 
 def _rowwise(
-    one: Callable[[View, Any, Any], list[float]], *, whiten: bool = False, alpha: bool = False
+    one: Callable[[AuditView, Any, Any], list[float]], *, whiten: bool = False, alpha: bool = False
 ) -> Callable[..., Estimate]:
     """Make an estimator that puts one number per row on all its tokens; `one(v, scores, lengths)` computes the numbers
     of a group.
@@ -340,7 +342,7 @@ def _rowwise(
     `whiten` normalises the result over tokens, `alpha` multiplies it by GPG's factor.
     """
 
-    def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+    def estimate(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         scores = row_sums(v.after, "token_level_rewards")
         factor = _alpha(v, scores, scored) if alpha else 1.0
         values = [factor * x for x in _grouped(v, mask, scores, scored, one)]
@@ -351,7 +353,7 @@ def _rowwise(
     return estimate
 
 
-def _alpha(v: View, scores: Sequence[float], scored: Sequence[bool]) -> float:
+def _alpha(v: AuditView, scores: Sequence[float], scored: Sequence[bool]) -> float:
     """Compute GPG's factor: the number of scored rows divided by those whose score is not 0, divided by `f_norm`."""
     counted = [x for x, ok in zip(scores, scored, strict=True) if ok]
     nonzero = len(counted) - counted.count(0)
@@ -359,7 +361,7 @@ def _alpha(v: View, scores: Sequence[float], scored: Sequence[bool]) -> float:
 
 
 def _rounding(
-    v: View, scores: Sequence[float], rewards: Ragged, values: Sequence[float], scored: Sequence[bool]
+    v: AuditView, scores: Sequence[float], rewards: Ragged, values: Sequence[float], scored: Sequence[bool]
 ) -> Any:
     """Bound the rounding error of each row's advantage: rewards that are summed are rounded, and dividing by the
     deviation enlarges that.
@@ -404,19 +406,19 @@ def _total(rewards: Ragged) -> float:
     return max((math.fsum(map(abs, row)) for row in rewards), default=0.0)
 
 
-def _plus_plus(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+def _plus_plus(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
     returns = _to_go(_inside(rewards, mask), v.setting("gamma", 1.0), scored)
     made, _, noise, near = _white(returns, scored, _total(rewards))
     return made, returns, noise, near
 
 
-def _remax(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+def _remax(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
     returns = _to_go(_inside(rewards, mask), 1.0, scored)
     rows = zip(returns, v.after["reward_baselines"], scored, strict=True)
     return [[(x - base) * ok for x in row] for row, base, ok in rows], returns, 2 * _total(rewards), EXACT
 
 
-def _gae(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+def _gae(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
     gamma, lam, advantages = v.setting("gamma", 1.0), v.setting("lam", 1.0), []
     guesses = v.after.own("values", mask)
     for row, guess in zip(_inside(rewards, mask), guesses, strict=True):
@@ -443,7 +445,7 @@ def _inside(rows: Ragged, mask: list[list[int]]) -> Ragged:
     return [[x for x, own in zip(*pair, strict=True) if own] for pair in zip(rows, mask, strict=True)]
 
 
-def _gdpo(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+def _gdpo(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
     parts = [one.strip() for one in str(v.settings["parts"]).split(",")]
     totals = [0.0] * len(mask)
     for part, weight in zip(parts, v.setting("weights") or [1.0] * len(parts), strict=True):
@@ -459,7 +461,7 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
     tokens.
     """
 
-    def estimate(v: View, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
+    def estimate(v: AuditView, mask: list[list[int]], rewards: Ragged, scored: list[bool]) -> Estimate:
         returns, weights = _to_go(_inside(rewards, mask), 1.0, scored), _energies(v, mask, scored)
         places = [_places(own, packed) for own in mask]
         advantages: Ragged = [[] for _ in mask]
@@ -476,7 +478,7 @@ def _token_baseline(packed: bool) -> Callable[..., Estimate]:
     return estimate
 
 
-def _energies(v: View, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
+def _energies(v: AuditView, mask: list[list[int]], scored: Sequence[bool]) -> Ragged:
     """Compute for each own token the cumulative sum of (1 − 2π + Σπ²)·ρ² up to it; 0 in rows that were not scored."""
     b = v.after
     ratios = (
@@ -512,7 +514,7 @@ def _base(
 OF_TOKENS = (
     "reinforce_plus_plus", "remax", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"
 )  # fmt: skip
-ESTIMATORS: Mapping[str, Callable[[View, list[list[int]], Ragged, list[bool]], Estimate]] = {
+ESTIMATORS: Mapping[str, Callable[[AuditView, list[list[int]], Ragged, list[bool]], Estimate]] = {
     "grpo": _rowwise(_grpo),
     "grpo_passk": _rowwise(_passk),
     "rloo": _rowwise(_rloo),

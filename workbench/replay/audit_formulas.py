@@ -94,7 +94,7 @@ class Lists(Mapping[str, list[Any]]):
 
 
 @dataclass(frozen=True)
-class View:
+class AuditView:
     """A phase as the audit's formulas read it: the batch before and after, settings, metrics, and further facts about
     the run.
     """
@@ -349,7 +349,7 @@ def measured_batch(b: Lists) -> Claims:
             yield from part(b)
 
 
-def whole_step(v: View, trace: Any, row: Mapping[str, Any]) -> Claims:
+def whole_step(v: AuditView, trace: Any, row: Mapping[str, Any]) -> Claims:
     """Recompute what the training loop adds to a step's metrics: measures of the last batch, aliases, and sums of
     seconds.
     """

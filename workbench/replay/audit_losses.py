@@ -17,11 +17,11 @@ from typing import Any
 from workbench.replay.audit_formulas import (
     HALF,
     MODEL,
+    AuditView,
     Claim,
     Claims,
     Left,
     Ragged,
-    View,
     averaged,
     beyond,
     bounded,
@@ -41,7 +41,7 @@ from workbench.replay.audit_formulas import (
 from workbench.replay.audit_stages import log_prob
 
 
-def correction(v: View) -> Claims:
+def correction(v: AuditView) -> Claims:
     """Recompute what the rollout correction stage writes: importance weights, rejected tokens, and the metrics of how
     far trainer and sampler are apart.
     """
@@ -51,7 +51,7 @@ def correction(v: View) -> Claims:
         yield from corrected(v, "old_log_probs", "", whole=True)
 
 
-def corrected(v: View, column: str, prefix: str, *, whole: bool) -> Claims:
+def corrected(v: AuditView, column: str, prefix: str, *, whole: bool) -> Claims:
     """Recompute weights, rejections and metrics that follow from the trainer's log-probs in `column`.
 
     `prefix` begins the names of the correction's settings. `whole` is false where the log-probs come from several
@@ -121,7 +121,7 @@ def _deviation(values: Sequence[float], name: str, formula: str) -> Claim:
     return Claim(name, pstdev(values) if len(values) > 1 else 0.0, formula, 1 + max(map(abs, values), default=0.0))
 
 
-def _weights(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
+def _weights(v: AuditView, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
     """Recompute the importance weights, of tokens or of whole rows; a row's weight is the product over its own tokens."""
     lower, upper = _band(v.setting(f"{prefix}rollout_is_threshold"))
     whole, sums = v.setting(f"{prefix}rollout_is") == "sequence", list(map(math.fsum, logs))
@@ -175,7 +175,7 @@ def _of_rows(p: str, rows: list[float], what: str, noise: float) -> Iterator[Cla
     yield Claim(f"{p}_min", min(rows), f"smallest of {what}", noise * (1 + top))
 
 
-def _kinds(v: View, prefix: str) -> dict[str, Any]:
+def _kinds(v: AuditView, prefix: str) -> dict[str, Any]:
     """Map each kind of rejection to its threshold, read from a mapping or from verl's two comma-separated texts."""
     kinds, thresholds = v.setting(f"{prefix}rollout_rs"), v.setting(f"{prefix}rollout_rs_threshold")
     if not isinstance(kinds, str):
@@ -193,7 +193,7 @@ _STATISTICS: dict[str, Any] = {
 _OVER: dict[str, Any] = {"seq_sum": math.fsum, "seq_mean": mean, "seq_max": lambda row: max(row, default=0.0)}
 
 
-def _rejections(v: View, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
+def _rejections(v: AuditView, logs: Ragged, mask: list[list[int]], prefix: str) -> Iterator[Claim]:
     """Recompute which tokens and rows the loss leaves out.
 
     k1 = −log r must lie between the logarithms of the two bounds; k2 and k3 must not exceed one bound.
@@ -256,7 +256,7 @@ LATER = "what the model gives in a later mini-batch, or pass, is not recorded"
 """Why a metric over the steps of an update is not recomputed."""
 
 
-def update(v: View) -> Claims:
+def update(v: AuditView) -> Claims:
     """Recompute loss, clipping and KL of an update stage's last pass over the batch."""
     role = v.stage.removeprefix("update_")
     for name in ("grad_norm", "lr", "nonfinite"):
@@ -281,7 +281,7 @@ def update(v: View) -> Claims:
     )(v, role)
 
 
-def _own_scores(v: View, role: str) -> Claims:
+def _own_scores(v: AuditView, role: str) -> Claims:
     """Recompute the old log-probs and entropies that the update itself computed, in its single pass or in a pass of its
     own before it.
     """
@@ -292,7 +292,7 @@ def _own_scores(v: View, role: str) -> Claims:
         yield from log_prob(replace(v, settings=made, version=v.after.batch.origins["old_log_probs"].policy_version))
 
 
-def _one_pass(v: View) -> bool:
+def _one_pass(v: AuditView) -> bool:
     """Return whether old and new log-probs come from one pass: the update wrote both and took a single optimizer step
     or none.
     """
@@ -301,13 +301,13 @@ def _one_pass(v: View) -> bool:
     return made is not None and made.stage == v.stage and v.setting("ppo_epochs") == 1 and single
 
 
-def _earlier(v: View) -> list[str]:
+def _earlier(v: AuditView) -> list[str]:
     """Name the recorded columns of the passes before the last, in order; none where one is missing."""
     names = [f"new_log_probs/{number}" for number in range(1, int(v.setting("ppo_epochs")))]
     return names if all(name in v.after for name in names) else []
 
 
-def minis(v: View, role: str) -> list[Sequence[int]] | None:
+def minis(v: AuditView, role: str) -> list[Sequence[int]] | None:
     """Return the rows of each optimizer step; each pass counts on behind the rows of the one before.
 
     None where some step's log-probs are not recorded: rows were shuffled, a step was skipped, or there were several passes
@@ -326,7 +326,7 @@ def minis(v: View, role: str) -> list[Sequence[int]] | None:
     return [[epoch * total + row for row in part] for epoch in range(epochs) for part in parts]
 
 
-def _begins_with_old(v: View) -> bool:
+def _begins_with_old(v: AuditView) -> bool:
     """Return whether the first optimizer step computes exactly `old_log_probs` again, with equal weights and
     temperature.
     """
@@ -338,7 +338,7 @@ def _begins_with_old(v: View) -> bool:
     return v.exact and learned and same and old is not None and old + 1 == v.version
 
 
-def _of_steps(v: View, cut: list[Sequence[int]] | None, name: str, mask: Masks) -> Ragged:
+def _of_steps(v: AuditView, cut: list[Sequence[int]] | None, name: str, mask: Masks) -> Ragged:
     """Return a column's values at the mask's tokens, one list per row of each pass. In a first pass without a column of its own
     the old log-probs stand in for the new ones.
     """
@@ -367,7 +367,7 @@ def aggregated(rows: Ragged, mode: str, scale: float, counts: Ragged | None = No
     return total / max(len(counted), 1) / (scale if mode == "seq-mean-token-sum-norm" else 1)
 
 
-def _critic(v: View, role: str) -> Claims:
+def _critic(v: AuditView, role: str) -> Claims:
     """Recompute the value loss and its metrics for a single mini-batch, whose values are the recorded ones, so that
     nothing is clipped.
     """
@@ -388,7 +388,7 @@ def _critic(v: View, role: str) -> Claims:
         yield Claim(f"{role}/loss", v.metrics[f"{role}/vf_loss"], "vf_loss")
 
 
-def _supervised(v: View, role: str) -> Claims:
+def _supervised(v: AuditView, role: str) -> Claims:
     """Recompute the cross-entropy loss, from the recorded log-probs of the pass itself."""
     for name in ("new_log_probs", *_earlier(v)):
         yield Left(name, MODEL)
@@ -405,7 +405,7 @@ def _supervised(v: View, role: str) -> Claims:
     yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
 
 
-def _preferences(v: View, role: str) -> Claims:
+def _preferences(v: AuditView, role: str) -> Claims:
     """Recompute the Bradley–Terry loss and its metrics, from the recorded rewards of the pass itself."""
     yield Left("values", MODEL)
     names = ("loss", "bt_loss", "accuracy", "margin", "chosen", "rejected")
@@ -423,7 +423,7 @@ def _preferences(v: View, role: str) -> Claims:
         yield averaged(f"{role}/{name}", values, f"Bradley–Terry: {name}, the mean over pairs", 1 + size(rewards))
 
 
-def _policy(v: View, role: str) -> Claims:
+def _policy(v: AuditView, role: str) -> Claims:
     b, mask, mode, cut = v.after, counted_tokens(v.after), str(v.setting("loss_mode")), minis(v, role)
     for name in ("new_log_probs", *_earlier(v)):
         yield Left(name, MODEL)
@@ -448,7 +448,7 @@ def _policy(v: View, role: str) -> Claims:
     yield _whole_loss(v, role, cut, mask)
 
 
-def _first_step(v: View, cut: list[Sequence[int]] | None) -> Claims:
+def _first_step(v: AuditView, cut: list[Sequence[int]] | None) -> Claims:
     """Check that the log-probs of the first mini-batch equal the old ones, because its weights are the same."""
     name = ("new_log_probs/1" if _earlier(v) else "new_log_probs") if cut and _begins_with_old(v) else ""
     if cut and name and (name != "new_log_probs" or v.setting("ppo_epochs") == 1):
@@ -456,12 +456,12 @@ def _first_step(v: View, cut: list[Sequence[int]] | None) -> Claims:
         yield Claim(name, first, "of the first mini-batch the old ones: the same weights", 1e3, partial=True)
 
 
-def _row(mode: str, v: View, rows: Any) -> list[Token]:
+def _row(mode: str, v: AuditView, rows: Any) -> list[Token]:
     """Compute loss, clip flags and KL term of each token of one row."""
     return [token(mode, v, *x, rows=rows) for x in zip(*rows, strict=True)]
 
 
-def _whole_loss(v: View, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim:
+def _whole_loss(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim:
     factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
     formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss"
@@ -474,7 +474,9 @@ _RANDOM = {"clip_cov": ("pg_loss", "pg_clipfrac"), "kl_cov": ("pg_loss", "kl_cov
 """Loss → metrics that depend on how a mini-batch was cut, or on a draw."""
 
 
-def _of_minis(v: View, role: str, cut: list[Sequence[int]] | None, tokens: Any, masks: tuple[Masks, Masks]) -> Claims:
+def _of_minis(
+    v: AuditView, role: str, cut: list[Sequence[int]] | None, tokens: Any, masks: tuple[Masks, Masks]
+) -> Claims:
     """Recompute the metrics of a pass, each as the mean over its mini-batches."""
     mode = str(v.setting("loss_mode"))
     for name in _RANDOM.get(mode, ()):
@@ -521,7 +523,7 @@ class _Over:
         return aggregated([rows[row] for row in step], how or "token-mean", self.scale, counts)
 
 
-def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> Claims:
+def _of_surrogate(v: AuditView, mode: str, over: _Over, tokens: Any, places: Any) -> Claims:
     """Recompute the policy loss, the shares of clipped tokens, and `ppo_kl`."""
     agg = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, v.setting("loss_agg_mode"))
     if mode not in _RANDOM:
@@ -540,7 +542,7 @@ def _of_surrogate(v: View, mode: str, over: _Over, tokens: Any, places: Any) -> 
     yield over("ppo_kl", each(lambda x: x[3], tokens), "mean old − new; kl_cov: of magnitudes")
 
 
-def _of_terms(v: View, role: str, cut: list[Sequence[int]], over: _Over, mask: Masks) -> Claims:
+def _of_terms(v: AuditView, role: str, cut: list[Sequence[int]], over: _Over, mask: Masks) -> Claims:
     """Recompute the loss terms of KL to the reference and of entropy."""
     b, agg, kind = v.after, v.setting("loss_agg_mode"), v.setting("kl_type")
     if v.setting("kl_coef"):
@@ -559,7 +561,7 @@ Token = tuple[float, bool | None, bool | None, float]
 """(loss, clipped, bounded by the dual clip, KL term) of a token."""
 
 
-def token(mode: str, v: View, old: float, new: float, adv: float, *, rows: Any) -> Token:
+def token(mode: str, v: AuditView, old: float, new: float, adv: float, *, rows: Any) -> Token:
     """Compute the surrogate loss of one token from its definition; `rows` are the old and new log-probs and advantages
     of its whole row.
     """
@@ -599,7 +601,7 @@ def _clipped(adv: float, ratio: float, low: float, high: float, top: float) -> t
     )
 
 
-def _moved(mode: str, v: View, old: float, new: float, adv: float) -> bool | None:
+def _moved(mode: str, v: AuditView, old: float, new: float, adv: float) -> bool | None:
     """Return whether a token's probability has moved further than the bound in its advantage's direction (DPPO)."""
     p, q, bound = math.exp(old), math.exp(new), v.setting("clip_ratio_high" if adv > 0 else "clip_ratio_low")
     if mode == "dppo_tv":
@@ -608,7 +610,7 @@ def _moved(mode: str, v: View, old: float, new: float, adv: float) -> bool | Non
     return far if (q > p if adv > 0 else q < p) else False
 
 
-def _geo_mean(v: View, old: float, new: float, adv: float, rows: Any) -> tuple[float, bool | None, bool | None]:
+def _geo_mean(v: AuditView, old: float, new: float, adv: float, rows: Any) -> tuple[float, bool | None, bool | None]:
     """Compute GMPO's loss: one number per row, divided equally among its tokens.
 
     Returns (loss, clipped where the advantage is positive, clipped where it is negative).

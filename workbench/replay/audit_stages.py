@@ -17,11 +17,11 @@ from workbench.replay.audit_advantages import trees
 from workbench.replay.audit_formulas import (
     EXACT,
     MODEL,
+    AuditView,
     Claim,
     Claims,
     Left,
     Lists,
-    View,
     averaged,
     bounded,
     clamp,
@@ -45,7 +45,7 @@ from workbench.replay.audit_formulas import (
 # --- rollout ------------------------------------------------------------------------------------------
 
 
-def rollout(v: View) -> Claims:
+def rollout(v: AuditView) -> Claims:
     """Recompute what a rollout writes: masks, positions and lengths, from prompts, responses, finish reasons and
     transcripts.
     """
@@ -71,7 +71,7 @@ def rollout(v: View) -> Claims:
         yield from measured_lengths(b)
 
 
-def _streamed(v: View, whole: list[list[int]]) -> Claims:
+def _streamed(v: AuditView, whole: list[list[int]]) -> Claims:
     """Check the weights' versions along the rows of a stream: each begins with the row's own version and never falls."""
     b = v.after
     yield Left(
@@ -84,7 +84,7 @@ def _streamed(v: View, whole: list[list[int]]) -> Claims:
     yield averaged("streaming/several_versions", [float(one) for one in moved], "rows with tokens of several versions")
 
 
-def targets(v: View) -> Claims:
+def targets(v: AuditView) -> Claims:
     """Recompute masks, positions and lengths of supervised rows, whose prompts and responses come from the data."""
     b = v.after
     prompts, whole = yield from _laid_out(b)
@@ -99,7 +99,7 @@ def targets(v: View) -> Claims:
     yield from measured_lengths(b)
 
 
-def pairs(v: View) -> Claims:
+def pairs(v: AuditView) -> Claims:
     """Recompute masks, positions and lengths of preference pairs, where each row's only own token is its last."""
     b = v.after
     prompts, whole = yield from _laid_out(b)
@@ -125,7 +125,7 @@ def _laid_out(b: Lists) -> Generator[Claim | Left, None, tuple[list[int], list[l
     return prompts, [row[wide:] for row in real]
 
 
-def _repeated(v: View) -> Claims:
+def _repeated(v: AuditView) -> Claims:
     """Check that each prompt stands G times in the batch, with the last row greedy where a greedy baseline is set."""
     number = v.setting("group_size") + bool(v.settings.get("greedy_baseline"))
     rows = v.after["session"] if "session" in v.after else range(len(v.before["uid"]) * number)
@@ -140,7 +140,7 @@ def _repeated(v: View) -> Claims:
         yield Claim("greedy", [row % number == number - 1 for row in rows], "the last of each prompt's rows")
 
 
-def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
+def _same_prompts(v: AuditView, prompts: list[int], wide: int) -> Claims:
     b = v.after
     yield Left("prompts", "needs the tokenizer's chat template; its padding, groups and messages are checked")
     alone = {rows[0] for rows in sessions_of(b).values() if len(rows) == 1} if "session" in b else range(len(b["uid"]))
@@ -151,7 +151,7 @@ def _same_prompts(v: View, prompts: list[int], wide: int) -> Claims:
     yield Claim("prompts", same, "episodes of one row with one uid have one prompt", partial=True)
 
 
-def _own_tokens(v: View, whole: list[list[int]]) -> Claims:
+def _own_tokens(v: AuditView, whole: list[list[int]]) -> Claims:
     """Recompute the response mask: 1 on all response tokens, or in episodes on those of the model's turns."""
     b = v.after
     if "turns" not in b:
@@ -171,7 +171,7 @@ def _of_turns(turns: list[dict[str, Any]], row: list[int]) -> list[int | None]:
     return [int(any(t in span for span in mine)) for t in range(len(row))]
 
 
-def _ends(v: View, whole: list[list[int]]) -> Claims:
+def _ends(v: AuditView, whole: list[list[int]]) -> Claims:
     """Check where responses end: finish reason `stop` at the first end token, `length` at `max_tokens`."""
     b, limit = v.after, v.sampling.get("max_tokens")
     more = v.sampling.get("ignore_eos") or v.sampling.get("stop_token_ids", "()") != "()"
@@ -186,7 +186,7 @@ def _ends(v: View, whole: list[list[int]]) -> Claims:
     yield Claim("response_mask", expected, "stop: up to the first EOS; length: max_tokens", partial=True)
 
 
-def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
+def _padding(v: AuditView, prompts: list[int], whole: list[list[int]]) -> Claims:
     """Check that everything before prompts and behind responses is padding: the padding id, or 0 where batches were
     joined.
     """
@@ -204,7 +204,7 @@ def _padding(v: View, prompts: list[int], whole: list[list[int]]) -> Claims:
     yield Claim("responses", behind, "padding behind the response", partial=True)
 
 
-def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
+def _texts(v: AuditView, prompts: list[int], lengths: list[int]) -> Claims:
     """Check that each response text is its tokens decoded, and that each prompt's tokens contain the row's last
     message.
     """
@@ -224,7 +224,7 @@ def _texts(v: View, prompts: list[int], lengths: list[int]) -> Claims:
     yield Claim("prompts", strange, "tokens of the row's own prompt", partial=True)
 
 
-def _episodes(v: View) -> Claims:
+def _episodes(v: AuditView) -> Claims:
     """Recompute the counts of turns, tool calls and errors of episodes, from their transcripts."""
     b = v.after
     yield Left("turns", "the agent's own transcript")
@@ -265,7 +265,7 @@ _GSM8K = ("openai/gsm8k", "gsm8k", "workbench/arith")
 UNSCORED = ("infra_error", "not_applicable")
 
 
-def reward(v: View) -> Claims:
+def reward(v: AuditView) -> Claims:
     """Recompute rewards and their metrics, from the recorded `Score` objects."""
     b, mask, records = v.after, v.after.mask, v.after["score"]
     scored = [str(record.status.value) not in UNSCORED for record in records]
@@ -285,7 +285,7 @@ def reward(v: View) -> Claims:
     yield from measured_scores(b)
 
 
-def _parts(v: View, once: list[bool]) -> Claims:
+def _parts(v: AuditView, once: list[bool]) -> Claims:
     """Recompute the columns of the scores' parts and extras. `once` marks the row of each episode that metrics count."""
     b, records = v.after, v.after["score"]
     for part in dict.fromkeys(part for score in records for part in score.parts):
@@ -299,7 +299,7 @@ def _parts(v: View, once: list[bool]) -> Claims:
         yield Claim(f"reward_extra/{key}", values, "the extra of the Score")
 
 
-def _counting(v: View) -> list[int]:
+def _counting(v: AuditView) -> list[int]:
     """Return for each row the row whose response is scored: the last of its episode, or the row itself where every row
     is scored.
     """
@@ -308,7 +308,7 @@ def _counting(v: View) -> list[int]:
     return [last[row] for row in range(len(last))]
 
 
-def _scores(v: View, last: list[int]) -> Claims:
+def _scores(v: AuditView, last: list[int]) -> Claims:
     """Recompute rewards by GSM8K's rule where `data_source` chose that scorer; every other score is the scorer's own
     record.
     """
@@ -327,7 +327,7 @@ def _scores(v: View, last: list[int]) -> Claims:
     yield Claim("reward", expected, "1 where the number behind the last '#### ' is the truth, else 0", partial=True)
 
 
-def overlong(v: View) -> Claims:
+def overlong(v: AuditView) -> Claims:
     """Recompute DAPO's soft penalty for long responses, and the rewards with it."""
     b, start = v.before, v.setting("max_tokens") - v.setting("buffer")
     beyond = [clamp(n - start, 0, v.setting("buffer")) / v.setting("buffer") for n in b.lengths]
@@ -343,7 +343,7 @@ def overlong(v: View) -> Claims:
     yield from measured_scores(v.after)
 
 
-def turn_scores(v: View) -> Claims:
+def turn_scores(v: AuditView) -> Claims:
     """Recompute the scores of turns and tool calls, placed on the last tokens of their turns."""
     b, mask = v.before, v.before.mask
     extra = [[0.0] * len(row) for row in mask]
@@ -373,7 +373,7 @@ def with_signal(b: Lists) -> list[int]:
     return sorted(kept)
 
 
-def filter_groups(v: View) -> Claims:
+def filter_groups(v: AuditView) -> Claims:
     """Recompute which groups dynamic sampling keeps, and how many it sampled, kept and dropped."""
     b, rows, number = v.before, with_signal(v.before), v.metrics.get("train/num_gen_batches", 1)
     wanted = len(set(b["uid"]))
@@ -399,7 +399,7 @@ def filter_groups(v: View) -> Claims:
     yield Claim("filter_groups/surplus", max(found - wanted, 0), "groups with signal beyond those wanted")
 
 
-def baseline(v: View) -> Claims:
+def baseline(v: AuditView) -> Claims:
     """Recompute ReMax's baselines: the reward of each prompt's greedy row becomes a column of the other rows."""
     b = v.before
     greedy = {uid: row for row, uid in enumerate(b["uid"]) if b["greedy"][row]}
@@ -416,7 +416,7 @@ def baseline(v: View) -> Claims:
     yield Claim("reward/without_baseline", without, "prompts whose greedy row was not scored")
 
 
-def resample(v: View) -> Claims:
+def resample(v: AuditView) -> Claims:
     """Check what is certain about randomly drawn rows: their rewards, and the share of different ones."""
     rows = v.rows or []
     yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
@@ -427,7 +427,7 @@ def resample(v: View) -> Claims:
 # --- log-probs ------------------------------------------------------------------------------------------
 
 
-def log_prob(v: View) -> Claims:
+def log_prob(v: AuditView) -> Claims:
     """Recompute the metrics of log-probs and entropies, and how far the trainer's log-probs are from the sampler's."""
     b, column = v.after, v.setting("column")
     yield Left(column, MODEL)
@@ -447,7 +447,7 @@ def log_prob(v: View) -> Claims:
         yield from policy_lag(v.version, b["policy_version"])
 
 
-def _sampler_diff(v: View, column: str) -> Claims:
+def _sampler_diff(v: AuditView, column: str) -> Claims:
     b = v.after
     logs = each(gap, b.own(column), b.own("rollout_log_probs"))
     largest = [max(map(abs, row), default=0.0) for row in logs]
@@ -467,7 +467,7 @@ def _sampler_diff(v: View, column: str) -> Claims:
     yield from _same_version(v, column, logs)
 
 
-def _same_version(v: View, column: str, logs: list[list[float]]) -> Claims:
+def _same_version(v: AuditView, column: str, logs: list[list[float]]) -> Claims:
     """Check that the sampler's log-probs are within 0.05 nats of the trainer's, on average, in rows that the same
     weights sampled at the same temperature.
     """
@@ -482,7 +482,7 @@ def _same_version(v: View, column: str, logs: list[list[float]]) -> Claims:
         yield Claim(column, theirs, "the sampler's, of the same version: 0.05 apart in mean", near=0.05, partial=True)
 
 
-def values(v: View) -> Claims:
+def values(v: AuditView) -> Claims:
     """Recompute the metrics of the critic's values."""
     yield Left("values", MODEL)
     yield Claim(
@@ -491,7 +491,7 @@ def values(v: View) -> Claims:
     yield from spread("critic/values", flat(v.after.own("values")), "values of own tokens")
 
 
-def exact_kl(v: View) -> Claims:
+def exact_kl(v: AuditView) -> Claims:
     """Recompute the metrics of the exact KL, and those of two estimators of it."""
     b, full = v.after, flat(v.after.own("full_kl"))
     yield Left("full_kl", MODEL)
@@ -503,7 +503,7 @@ def exact_kl(v: View) -> Claims:
             yield averaged(f"actor/full_kl_{kind}", [kl(x, kind) for x in deltas], f"mean {kind}", size(deltas))
 
 
-def influence(v: View) -> Claims:
+def influence(v: AuditView) -> Claims:
     """Recompute mean, largest and smallest of the rows' influence, summed over their tokens."""
     yield Left("influence", MODEL)
     yield Left("influence/gradient_norm", "needs the model")

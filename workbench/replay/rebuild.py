@@ -2,7 +2,7 @@
 
 Stages, losses, estimators, controllers and scorers of this package are looked up by name: no recorded source text is
 executed. Engines are opened from their recorded paths, of their recorded kind where this machine can run it. What the
-folder has by name alone comes back as `Missing`, which says so and can be replaced.
+folder has by name alone comes back as `MissingStage`, which says so and can be replaced.
 
 A step's weights need no checkpoint of their own: they are the newest checkpoint before it and the recorded updates since.
 No rollout and no reward is run again: `standing_after(run, 137)` is checkpoint 120 and 17 updates. On the CPU, with as many
@@ -153,7 +153,7 @@ def _hash(file: Path) -> str:
 _NAME_ALONE = ", which cannot be made of the run folder alone"
 
 
-class Missing(BaseStage):
+class MissingStage(BaseStage):
     """Placeholder for a recorded stage that cannot be made again, such as a reward function from a notebook cell.
 
     With the record of its step (`recorded`) it returns the recorded outputs as long as its inputs equal the recorded
@@ -172,7 +172,7 @@ class Missing(BaseStage):
         self.updates = learner is not None
         self._record, self._learner, self._remake = record, learner, remake
 
-    def recorded(self, trace: Trace) -> Missing:
+    def recorded(self, trace: Trace) -> MissingStage:
         """Return a copy that gives the outputs recorded in `trace`; itself for update stages and where the trace lacks
         the stage.
         """
@@ -273,7 +273,7 @@ def rebuilt(
 ) -> Pipeline:
     """Make a recorded pipeline again on these learners (by role). `open_frozen(record)` opens a frozen model.
 
-    Stages that cannot be made become `Missing`. Raises `RunError` where there are no records, as in runs of an old
+    Stages that cannot be made become `MissingStage`. Raises `RunError` where there are no records, as in runs of an old
     version.
     """
     if not records:
@@ -285,9 +285,9 @@ def rebuilt(
         try:
             stages.append(remake({}))
         except _Gone as gone:
-            stages.append(Missing(record, str(gone), learner, remake))
+            stages.append(MissingStage(record, str(gone), learner, remake))
         except (TypeError, WorkbenchError) as error:  # this version's stage does not take that version's arguments
-            stages.append(Missing(record, f"arguments of another version ({first_line(error)})", learner, remake))
+            stages.append(MissingStage(record, f"arguments of another version ({first_line(error)})", learner, remake))
     return Pipeline(stages)
 
 

@@ -61,7 +61,7 @@ def _copies() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="workbench-runs-")
 
 
-class Files:
+class RunFiles:
     """A run's folder on this machine, where every file is present already. `Remote` is the version for an address."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -87,7 +87,7 @@ class Files:
         return held(self.local / "lock.json")
 
 
-class Remote(Files):
+class Remote(RunFiles):
     """A run folder at an address, with a local copy of what was fetched of it so far."""
 
     def __init__(self, address: str) -> None:

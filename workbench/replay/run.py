@@ -23,7 +23,7 @@ from workbench.dataproto.core import DataProto
 from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import AUDITED, TRACES, Diagnosis, diagnosed, gathered
-from workbench.replay.remote import Files, Remote, is_address, runs_at
+from workbench.replay.remote import Remote, RunFiles, is_address, runs_at
 from workbench.runs import checkpoint
 from workbench.runs.conditions import BEST, best_step
 from workbench.runs.folder import (
@@ -54,7 +54,7 @@ from workbench.base.errors import PipelineError, unknown
 from workbench.base.memory import gib
 from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
 from workbench.replay.rebuild import (
-    Missing,
+    MissingStage,
     Untrusted,
     frozen_of,
     kinds_of,
@@ -249,7 +249,7 @@ class Replayed(Stepper):
         if still:
             lines.append(f"as recorded, not run again: {', '.join(still)}")
         for stage in self._pipeline:
-            if isinstance(stage, Missing):
+            if isinstance(stage, MissingStage):
                 how = "its recorded outputs, not run again" if stage.has_record else "cannot be run again, replace it"
                 lines.append(f"{stage.name}: {how} (made with {stage.what})")
         return (*lines, *self._memory_note(), *self._age_note(still))
@@ -294,7 +294,7 @@ class Replayed(Stepper):
         changes.
         """
         self._recorded[stage.name] = phase = trace[stage.name]
-        if not isinstance(stage, Missing):
+        if not isinstance(stage, MissingStage):
             self._done[stage.name] = Done(stage, trace.before(stage.name), states, phase)
 
     def _is_recorded(self, name: str) -> bool:
@@ -448,10 +448,10 @@ def _with_records(
     for record in records:
         stage = pipeline[record["name"]]
         if stage.name in unknown and stage.state() and not stage.updates:
-            missing = Missing(record, "a controller whose state at that step was not kept")
+            missing = MissingStage(record, "a controller whose state at that step was not kept")
             pipeline = pipeline.with_stage(stage.name, missing)
     for stage in pipeline:
-        if trace is not None and isinstance(stage, Missing):
+        if trace is not None and isinstance(stage, MissingStage):
             pipeline = pipeline.with_stage(stage.name, stage.recorded(trace))
     return pipeline
 
@@ -479,9 +479,9 @@ class Traces(Shown, Mapping[int, Trace]):
     `files` are the files of the run; at an address a trace is copied when it is opened.
     """
 
-    def __init__(self, folder: Path, files: Files | None = None) -> None:
+    def __init__(self, folder: Path, files: RunFiles | None = None) -> None:
         self._folder = folder
-        self._files = files or Files(folder.parent)
+        self._files = files or RunFiles(folder.parent)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -541,7 +541,7 @@ class Run(Shown):
         notes: tuple[str, ...] = (),
         trust: bool = False,
     ) -> None:
-        self._files = Remote(str(path)) if is_address(path) else Files(path)
+        self._files = Remote(str(path)) if is_address(path) else RunFiles(path)
         self.trust = trust
         """Whether code that the folder brings or names may run here."""
         self.stopped = stopped

@@ -91,7 +91,7 @@ def chosen(finished: Sequence[int], waiting: Sequence[int], step: int, size: int
 
 
 @dataclass(eq=False)
-class Group:
+class StreamGroup:
     """One prompt of the data's order in a stream, with its responses, their scores and its metrics."""
 
     place: int
@@ -125,7 +125,7 @@ class Waiting:
     """Number of the next prompt in the order that has not begun."""
     again: Mapping[int, int]
     """Number of a prompt under way → how often it was cancelled."""
-    groups: Sequence[Group]
+    groups: Sequence[StreamGroup]
 
     def save(self, path: Path) -> None:
         """Write `stream.json` to a new folder, and with it the prompts and rows of the waiting groups, if there are
@@ -165,7 +165,9 @@ class Waiting:
                 seconds = (float(entry["seconds"][0]), float(entry["seconds"][1]))
                 batch = rows.select_idxs(chosen_rows)
                 scores = _of_episodes(batch) if "score" in batch else ()
-                made = Group(entry["place"], entry["born"], 0, first, batch=batch.without("score") if scores else batch)
+                made = StreamGroup(
+                    entry["place"], entry["born"], 0, first, batch=batch.without("score") if scores else batch
+                )
                 groups.append(replace(made, scores=scores, seconds=seconds, metrics=metrics))
         return cls(record["next"], {int(place): int(tries) for place, tries in record["again"]}, groups)
 
@@ -197,9 +199,9 @@ class Stream:
         held = Waiting.load(pending) if pending is not None else Waiting(done * size, {}, ())
         self._next, self._again = held.next, dict(held.again)
         self._finished = {one.place: one for one in held.groups}
-        self._under_way: dict[int, Group] = {}
-        self._failed: list[tuple[Group, BaseException]] = []
-        self._taken: tuple[int, list[Group], float, dict[str, float]] = (0, [], 0.0, {})
+        self._under_way: dict[int, StreamGroup] = {}
+        self._failed: list[tuple[StreamGroup, BaseException]] = []
+        self._taken: tuple[int, list[StreamGroup], float, dict[str, float]] = (0, [], 0.0, {})
         self._trace: Trace | None = None
         self._step, self._fresh, self._heals, self._ill = done + 1, done, 0, False
         self._flow: Flow | None = None
@@ -229,7 +231,7 @@ class Stream:
         self._check(self._trace, step)
         return self._trace
 
-    def _waited(self, step: int) -> tuple[int, list[Group], float, dict[str, float]]:
+    def _waited(self, step: int) -> tuple[int, list[StreamGroup], float, dict[str, float]]:
         """Wait for the groups of a step, and return (step, groups, seconds waited, the stream's metrics since the step
         before).
         """
@@ -336,7 +338,7 @@ class Stream:
     def _begin(self, place: int, tries: int) -> None:
         part, row = divmod(place, self._size)
         start = self._batch_of(part + 1).select_idxs(torch.tensor([row]))
-        group = Group(place, self._fresh, tries, start, heals=self._heals)
+        group = StreamGroup(place, self._fresh, tries, start, heals=self._heals)
         self._under_way[place] = group
         in_thread("workbench-stream", runtime.releasing_team(functools.partial(self._drawn, group)))
 
@@ -347,7 +349,7 @@ class Stream:
             self._idle += now - self._idle_since
         self._idle_since = None if self._under_way or self._next >= self._last * self._size else now
 
-    def _drawn(self, group: Group) -> None:
+    def _drawn(self, group: StreamGroup) -> None:
         """In a thread: sample the responses of one group, score them, and put the group among the finished or the
         failed ones.
         """
@@ -384,7 +386,7 @@ class Stream:
             function.check_signature(rows.columns)
             return function.judged(row_views(rows))
 
-    def _choose(self, step: int) -> list[Group] | None:
+    def _choose(self, step: int) -> list[StreamGroup] | None:
         """Choose the groups that a step takes, or return None while it has to wait. With `stale="cancel"` it cancels
         old groups that hold the step up. Raises the error of a group that failed.
         """
@@ -410,10 +412,12 @@ class Stream:
             self._counts["cancelled"] += 1
             self._begin(oldest.place, oldest.tries + 1)
 
-    def _deadline(self, group: Group) -> int:
+    def _deadline(self, group: StreamGroup) -> int:
         return group.born + self._lag + 1
 
-    def _made(self, batch: DataProto, groups: list[Group], waited: float, stale_metrics: dict[str, float]) -> Trace:
+    def _made(
+        self, batch: DataProto, groups: list[StreamGroup], waited: float, stale_metrics: dict[str, float]
+    ) -> Trace:
         """Build the trace of a step's rollout and reward from its groups, as if the step had sampled them itself."""
         meta = {"step": int(batch.meta_info["step"]), "epoch": batch.meta_info["epoch"]}
         start = _signed(_join_prompts([group.start for group in groups]).with_meta(**meta), meta["step"])
@@ -465,12 +469,12 @@ def _one_at_a_time(reward: Reward | None) -> bool:
     )
 
 
-def _batch(group: Group) -> DataProto:
+def _batch(group: StreamGroup) -> DataProto:
     assert group.batch is not None
     return group.batch
 
 
-def _scored(group: Group) -> DataProto:
+def _scored(group: StreamGroup) -> DataProto:
     """Return a group's rows with their scores as a column `score`."""
     batch = _batch(group)
     each = group.scores if len(group.scores) == len(batch) else of_rows(batch, group.scores)

@@ -28,7 +28,7 @@ from workbench.steps.trace import Phase, Trace, perform
 
 
 @dataclass(frozen=True)
-class Update:
+class RecordedUpdate:
     """A recorded training step: everything that its update stages need to run again."""
 
     step: int
@@ -84,7 +84,7 @@ def steps(folder: Path) -> list[int]:
     return [step for step, path in step_folders(folder).items() if (path / "update.json").is_file()]
 
 
-def read(folder: Path, step: int) -> Update:
+def read(folder: Path, step: int) -> RecordedUpdate:
     """Read and verify the recorded update of a step. Raises `CheckpointError`, which names the file, where one is
     missing or changed.
     """
@@ -100,10 +100,10 @@ def read(folder: Path, step: int) -> Update:
         check_file(path / name, {"crc32": value}, f"{what}: file {name}", CheckpointError, "choose another step")
     inputs = DataProto.load(path / "inputs")
     widened = {name: inputs[name].to(getattr(torch, kind)) for name, kind in record["dtypes"].items()}
-    return Update(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
+    return RecordedUpdate(step, DataProto.load(path / "start"), inputs.with_columns(widened), record["controllers"])
 
 
-def apply(pipeline: Pipeline, update: Update, inputs: DataProto | None = None) -> list[Phase]:
+def apply(pipeline: Pipeline, update: RecordedUpdate, inputs: DataProto | None = None) -> list[Phase]:
     """Run only the update stages of a pipeline, on a recorded step's inputs or on `inputs` instead; returns their
     phases.
     """

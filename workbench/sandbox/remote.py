@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from workbench.base import runtime
 from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
-from workbench.base.loopback import WORKING, Asked, from_another_user, serving
+from workbench.base.loopback import WORKING, HttpRequest, from_another_user, serving
 from workbench.base.shown import bare_url
 from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncSandbox, ran_out_of_memory
 
@@ -159,7 +159,7 @@ def serve(sandbox: Sandbox, *, port: int = 0) -> Iterator[str]:
     Who can reach it, and which requests are refused: see `base.loopback.serving`.
     """
 
-    def answered(request: Asked) -> tuple[int, Any]:
+    def answered(request: HttpRequest) -> tuple[int, Any]:
         if request.method == "GET":
             return (200, "pong") if request.path == "/v1/ping" else (404, {"detail": "Not Found"})
         if request.path != "/run_code":

@@ -29,7 +29,7 @@ from workbench.base import runtime
 from workbench.base.errors import SettingError, VersionMismatch, first_line
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import Columns, Lazy
-from workbench.engines.protocol import Pin, PinnedWeights, Sample
+from workbench.engines.protocol import PinnedWeights, Sample, WeightPin
 from workbench.rewards.base import BaseReward, row_view
 from workbench.rewards.score import Score
 from workbench.stages.correction import RolloutCorrection
@@ -336,7 +336,7 @@ class Ahead:
         self._drawn[step], thread = in_thread("workbench-ahead", functools.partial(self._draw, prompts, held))
         self._threads = [one for one in self._threads if one.is_alive()] + [thread]
 
-    def _draw(self, batch: DataProto, held: Pin) -> Trace:
+    def _draw(self, batch: DataProto, held: WeightPin) -> Trace:
         try:
             with held.drawing():
                 *_, trace = phases(self._stages, batch)

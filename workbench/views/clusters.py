@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from workbench.base.activity import Asked
+    from workbench.base.activity import QueuedRequest
     from workbench.cluster.fitting import Fit
-    from workbench.cluster.pools import Node, Plan
+    from workbench.cluster.pools import Node, PoolPlan
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
     from workbench.cluster.simulating import Simulated, Simulation
@@ -52,7 +52,7 @@ _FRAME = "display:inline-block;vertical-align:top;margin:4px;padding:4px 8px;bor
 _BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px"
 
 
-def plan(plan: Plan) -> doc.Part:
+def plan(plan: PoolPlan) -> doc.Part:
     """Build the display of a `Plan`: a frame for each node with the processes placed on it, coloured by pool in HTML."""
     each = f"{plan.cpus:g} CPUs" + (f" and {plan.gpus:g} GPUs" if plan.gpus else "")
     title = f"Plan: {len(plan.seats)} processes with {each} each on {len(plan.nodes)} nodes; nothing has started"
@@ -74,7 +74,7 @@ def plan(plan: Plan) -> doc.Part:
     return doc.line(doc.bold(title)), doc.Either(lines, (doc.line(frames), roles))
 
 
-def _seat(plan: Plan, name: str, ranks: str) -> str:
+def _seat(plan: PoolPlan, name: str, ranks: str) -> str:
     roles = ", ".join(plan.roles.get(name, ()))
     return f"{name}: rank {ranks}{f' ({roles})' if roles else ''}"
 
@@ -256,21 +256,21 @@ def _totals(spans: Iterable[Span]) -> str:
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
-def _by_sampler(timeline: Timeline) -> dict[str, list[Asked]]:
+def _by_sampler(timeline: Timeline) -> dict[str, list[QueuedRequest]]:
     """Group a timeline's requests by sampler: `requests to <sampler>` → its requests."""
-    queues: dict[str, list[Asked]] = defaultdict(list)
+    queues: dict[str, list[QueuedRequest]] = defaultdict(list)
     for one in timeline.requests:
         queues[f"requests to {one.queue}"].append(one)
     return queues
 
 
-def _levels(requests: Sequence[Asked], start: float, whole: float) -> str:
+def _levels(requests: Sequence[QueuedRequest], start: float, whole: float) -> str:
     """Draw how many requests are open at each of `LANE` moments, as blocks of that height."""
     counts = _counts(((one.asked - start, (one.ended or start) - start) for one in requests), whole)
     return "".join(_LEVELS[-(-8 * count // max(*counts, 1))] for count in counts)
 
 
-def _waits(requests: Sequence[Asked]) -> str:
+def _waits(requests: Sequence[QueuedRequest]) -> str:
     """Describe the medians of the parts of a request's time, as far as the sampler reports them: waiting, first token,
     answer.
     """
@@ -344,7 +344,7 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
     bare(axes, grid="x")
 
 
-def _concurrency(axes: Axes, row: int, requests: Sequence[Asked], start: float) -> None:
+def _concurrency(axes: Axes, row: int, requests: Sequence[QueuedRequest], start: float) -> None:
     """Draw the number of open requests over time as a filled step of one row's height, those that still wait on top."""
     changes: list[tuple[float, int, int]] = []
     for request in requests:

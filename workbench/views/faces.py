@@ -5,7 +5,7 @@ _DOCUMENTS = {
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",
-    "workbench.cluster.pools:Plan": "clusters:plan",
+    "workbench.cluster.pools:PoolPlan": "clusters:plan",
     "workbench.cluster.status:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",
     "workbench.cluster.session:Cluster": "clusters:cluster",
@@ -71,6 +71,6 @@ FACES["workbench.replay.run:Run"] |= {
     "tensorboard": "workbench.widgets.display:run_tensorboard",
 }
 FACES["workbench.steps.compare:Comparison"]["row"] = "workbench.views.sample_table:compared_row"
-FACES["workbench.widgets.display:Growing"] = {"cover": "workbench.widgets.layer:Cover"}
+FACES["workbench.widgets.display:GrowingTable"] = {"cover": "workbench.widgets.layer:Cover"}
 FACES["workbench.views.curves:LiveFigure"] = {"widget": "workbench.widgets.layer:CurvePlots"}
 FACES["workbench.rewards.judge_reports:JudgeReport"]["figure"] = "workbench.views.judges:judge_figure"

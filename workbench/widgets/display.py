@@ -1,6 +1,6 @@
 """What a training cell shows while it runs: progress as an HTML block (and as text), and the curves as a PNG.
 
-`Live` updates both in place by `display_id`, so that the executed notebook keeps the last state. In a notebook that a
+`LiveDisplay` updates both in place by `display_id`, so that the executed notebook keeps the last state. In a notebook that a
 person looks at it is `TrainingPanel`: the same with buttons and curves to point at, which still work after a page reload.
 """
 
@@ -49,11 +49,11 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path: Path) -> Live | None:
-    """Open the display of a training: None outside notebooks, a static `Live` in a job, else a `TrainingPanel`."""
+def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path: Path) -> LiveDisplay | None:
+    """Open the display of a training: None outside notebooks, a static `LiveDisplay` in a job, else a `TrainingPanel`."""
     if not in_notebook():
         return None
-    for kind in (Live,) if os.environ.get("WORKBENCH_JOB") else (TrainingPanel, Live):
+    for kind in (LiveDisplay,) if os.environ.get("WORKBENCH_JOB") else (TrainingPanel, LiveDisplay):
         try:
             return kind(steps, rows, control, path)
         except PackageMissing as error:
@@ -63,7 +63,7 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
     return None
 
 
-class Live:
+class LiveDisplay:
     """Progress and curves of one run, updated in place in a notebook's cell. `on_row` may be called from any thread."""
 
     def __init__(
@@ -186,12 +186,12 @@ class Progress(NamedTuple):
     traces: Mapping[int, Any]
 
 
-class Growing(curves.LiveFigure):
+class GrowingTable(curves.LiveFigure):
     """The curves of a training that is still running, for its widget."""
 
     alone = True
 
-    def __init__(self, training: Live) -> None:
+    def __init__(self, training: LiveDisplay) -> None:
         self._training = training
 
     @property
@@ -202,7 +202,7 @@ class Growing(curves.LiveFigure):
         return Plots({"this run": Progress(list(run.rows), traces)}, marks=run.marks)
 
 
-class TrainingPanel(Live):
+class TrainingPanel(LiveDisplay):
     """Progress and curves with pause and stop buttons, which only set flags of the loop's `Control`.
 
     The widget's state is in the kernel, so that it works again in a reloaded page. An output before it holds the static form,
@@ -223,7 +223,7 @@ class TrainingPanel(Live):
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
-        growing = Growing(self)
+        growing = GrowingTable(self)
         self._curves, self._cover = shows(growing, "widget"), shows(growing, "cover")
         buttons = ipywidgets.HBox([self._pause, self._stop])
         self._box = ipywidgets.VBox([self._cover, buttons, self._bar, self._curves])
@@ -314,6 +314,6 @@ def run_tensorboard(run: Run) -> str:
     return f"tensorboard {options}"
 
 
-def run_live(run: Run, steps: int) -> Live:
+def run_live(run: Run, steps: int) -> LiveDisplay:
     """Display the progress of a run that another process trains; the caller passes new metrics rows to `on_row`."""
-    return Live(steps, run.rows)
+    return LiveDisplay(steps, run.rows)

@@ -35,9 +35,18 @@ from torch.nn import functional
 from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
-from workbench.engines.local_engine.forward import Head, Layer, Plan, experts_of, head_of, hidden_size, planned, replay
+from workbench.engines.local_engine.forward import (
+    AttentionPlan,
+    Head,
+    Layer,
+    experts_of,
+    head_of,
+    hidden_size,
+    planned,
+    replay,
+)
 from workbench.engines.local_engine.loading import load_model, tie, tied
-from workbench.engines.local_engine.scoring import Tree, layout, outputs
+from workbench.engines.local_engine.scoring import RowTree, layout, outputs
 from workbench.engines.torch_internals import is_fake
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of, whole_blocks
 
@@ -179,7 +188,7 @@ class Share:
     """One rank's share of a packed token tree under context parallelism (a `scoring.Layout`): each rank computes the
     states of its tokens and gets the values of all."""
 
-    def __init__(self, tree: Tree, group: Any) -> None:
+    def __init__(self, tree: RowTree, group: Any) -> None:
         self._tree, self._group = tree, group
         rank, size = group.rank(), group.size()
         self._count = -(-tree.count // size)  # the last ranks may have padding
@@ -215,7 +224,7 @@ class _Exchanged:
     """A plan of attention for context parallelism: each rank holds a slice of the tokens with all heads, and computes
     attention over all tokens with a slice of the heads."""
 
-    def __init__(self, plan: Plan, count: int, group: Any) -> None:
+    def __init__(self, plan: AttentionPlan, count: int, group: Any) -> None:
         self._plan, self._count, self._group = plan, count, group
 
     def attend(self, layer: Layer) -> Tensor:

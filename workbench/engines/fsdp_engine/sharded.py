@@ -38,7 +38,7 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
-from workbench.engines.local_engine.memory import LEAST, Live, available, live, memory_errors, pass_tokens, peaks
+from workbench.engines.local_engine.memory import LEAST, LiveTensors, available, live, memory_errors, pass_tokens, peaks
 from workbench.engines.local_engine.scoring import (
     collect,
     divergence,
@@ -184,7 +184,7 @@ class ShardedModel:
         """Number of optimizer steps taken."""
         return self._optimizer.steps if self._optimizer is not None else 0
 
-    def live(self) -> Live:
+    def live(self) -> LiveTensors:
         """Count what this rank holds in memory, for the message of an out-of-memory error."""
         return live(self.whole, self._optimizer, self.settings)
 

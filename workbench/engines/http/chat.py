@@ -11,9 +11,17 @@ from urllib.parse import urlsplit
 
 from workbench.base import runtime, seeds
 from workbench.base.http import Client
-from workbench.base.loopback import WORKING, Asked, from_another_user, serving
+from workbench.base.loopback import WORKING, HttpRequest, from_another_user, serving
 from workbench.base.shown import bare_url
-from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, refusal_of, refused
+from workbench.engines.http.openai_form import (
+    ChatAnswer,
+    ChatRequest,
+    Refusal,
+    Reply,
+    chat_request,
+    refusal_of,
+    refused,
+)
 from workbench.engines.http.sampler import RemoteSampler
 from workbench.engines.http.server import BY_NAME, authorization
 from workbench.engines.protocol import Classified, Completion, Located, Request, Sampler, SamplingSettings, switches_of
@@ -155,7 +163,7 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
     """
     chat = model if isinstance(model, SamplerChat) else SamplerChat(model)
 
-    def answer(request: Asked) -> tuple[int, Any]:
+    def answer(request: HttpRequest) -> tuple[int, Any]:
         if (request.method, request.path) == ("GET", "/v1/models"):
             listed = {"id": chat.describe(), "object": "model", "owned_by": "workbench"}
             return 200, {"object": "list", "data": [listed]}
@@ -187,5 +195,5 @@ def _reply(chat: SamplerChat, request: ChatRequest, body: bytes) -> Any:
         lambda each: chat.complete(request.messages, max_tokens=request.max_tokens, seed=each, **settings), drawn
     )
     name = f"chatcmpl-{seeds.derive(seed, json.dumps(request.messages)):x}"
-    made = [Answer({"content": one.text}, one.finish_reason, one.tokens) for one in answers]
+    made = [ChatAnswer({"content": one.text}, one.finish_reason, one.tokens) for one in answers]
     return Reply(name, request.model or chat.describe(), answers[0].prompt_tokens, made).sent(request)

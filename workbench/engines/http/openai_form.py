@@ -270,7 +270,7 @@ def _call(tool_call: Any, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """One of the answers (choices) to a chat request."""
 
     message: Mapping[str, Any]
@@ -289,7 +289,7 @@ class Reply:
     id: str
     model: str
     prompt_tokens: int
-    answers: Sequence[Answer]
+    answers: Sequence[ChatAnswer]
     tokenizer: Any = None
     """For the texts of single tokens (`logprobs`)."""
 
@@ -322,11 +322,11 @@ class Reply:
         asked = self.prompt_tokens
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
-    def _ends(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def _ends(self, request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
         known = request.logprobs and answer.sample is not None
         return {"finish_reason": answer.finish_reason, "logprobs": self.log_probs(request, answer) if known else None}
 
-    def log_probs(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def log_probs(self, request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
         """Build the `logprobs` object of an answer: of its own tokens, and of the likeliest beside them where they are wanted."""
         content: list[dict[str, Any]] = []
         assert answer.sample is not None

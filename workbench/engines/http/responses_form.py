@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.engines.http.openai_form import Answer, ChatRequest, Refusal, Reply, chat_request, fields_of
+from workbench.engines.http.openai_form import ChatAnswer, ChatRequest, Refusal, Reply, chat_request, fields_of
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed")
 _FIELDS = frozenset(
@@ -131,7 +131,7 @@ def _whole(reply: Reply, request: ResponseRequest) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer, name: str, logs: Any, status: str) -> list[dict[str, Any]]:
+def _items(answer: ChatAnswer, name: str, logs: Any, status: str) -> list[dict[str, Any]]:
     """What the model wrote, as items of an output: reasoning, a message, function calls."""
     items: list[dict[str, Any]] = []
     if thought := answer.message.get("reasoning_content"):

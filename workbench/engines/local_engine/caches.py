@@ -28,9 +28,9 @@ from workbench.base.errors import EngineError
 from workbench.dataproto.core import sent
 from workbench.engines.local_engine.forward import (
     STAND_IN,
+    AttentionPlan,
     Head,
     Layer,
-    Plan,
     Routing,
     linear_head,
     pictured_inputs,
@@ -54,7 +54,7 @@ _READ = {
 """Modules whose attention, and all else of a model, does what `_step` does."""
 _PLAIN = ("torch.nn.modules.", "transformers.activations")
 
-Step = Callable[[Tensor, Tensor, Plan], Tensor]
+Step = Callable[[Tensor, Tensor, AttentionPlan], Tensor]
 """Takes tokens [n], positions [n] and a plan → [n, V] logits."""
 
 
@@ -92,7 +92,7 @@ def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
 
 
-def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Plan) -> Tensor:
+def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
     states = inner.embed_tokens(tokens)
     cos, sin = (one.transpose(0, 1) for one in inner.rotary_emb(states[None], positions[None]))
     half = sin.shape[-1] // 2

@@ -27,9 +27,24 @@ from workbench.engines.local_engine import loading, lora, memory, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
-from workbench.engines.local_engine.sampling import Rows, Wave, Waves, casts_kept, decode, forced
-from workbench.engines.local_engine.selfcheck import WANT, Asked, Row, SelfCheck, check, check_pictures, unchecked
-from workbench.engines.local_engine.states import Files, LocalSnapshot, Rewinding, hold, read_optimizer, write_whole
+from workbench.engines.local_engine.sampling import HeldRows, Wave, Waves, casts_kept, decode, forced
+from workbench.engines.local_engine.selfcheck import (
+    WANT,
+    ForcedSampling,
+    Row,
+    SelfCheck,
+    check,
+    check_pictures,
+    unchecked,
+)
+from workbench.engines.local_engine.states import (
+    LocalSnapshot,
+    Rewinding,
+    StateFiles,
+    hold,
+    read_optimizer,
+    write_whole,
+)
 from workbench.engines.protocol import Loss, LossCounts, Request, Sample, SnapshotCost, StepResult, new_id
 from workbench.engines.rehearsal import Opened, Shape, whole
 from workbench.engines.settings import LocalSettings
@@ -222,7 +237,7 @@ class LocalEngine(ModelEngine, Pushing):
     """
 
     tried = (*TRIED, "dtype")
-    _files = Files(())
+    _files = StateFiles(())
     """The files that the weights were loaded from."""
     _source: str | None = None
     """The folder whose files the weights were loaded from; None where they were loaded or copied from elsewhere since."""
@@ -289,7 +304,7 @@ class LocalEngine(ModelEngine, Pushing):
         if self._settings.routing_replay and path != SHARED:
             expected = f"decode={SHARED!r}, proven by the self-check: open the engine with decode='auto'"
             raise EngineError("sampling with routing_replay", expected=expected, found=path)
-        rows, going = Rows(self._eos, self.tokenizer), True
+        rows, going = HeldRows(self._eos, self.tokenizer), True
         while going:
             state, version = self.state_id, self.version
             caching: Any = cache_of(self._model, path, budget)
@@ -483,7 +498,7 @@ class LocalEngine(ModelEngine, Pushing):
         """Bytes of the device that can still be allocated; memory that torch has cached for reuse counts as free."""
         return memory.available(self._model.device)
 
-    def _live(self) -> memory.Live:
+    def _live(self) -> memory.LiveTensors:
         return memory.live(self._model, self._optimizer, self._settings)
 
     def _rehearsed(self, folder: str, settings: LocalSettings) -> Opened:
@@ -655,7 +670,7 @@ class LocalEngine(ModelEngine, Pushing):
             return scoring.collect(cut, found, batch, WANT)
 
         def sample(path: str, requests: Sequence[Request], rows: Sequence[Row]) -> dict[str, list[torch.Tensor]]:
-            asked: Any = Asked(requests)
+            asked: Any = ForcedSampling(requests)
             with cache_of(self._model, path, everything) as cache:
                 return forced(rows, lambda each: decode(cache, each, asked, 0, asked.size(cache)))
 
@@ -681,7 +696,7 @@ class LocalEngine(ModelEngine, Pushing):
             return scoring.collect(self._passes(batch, False), self._outputs(WANT, 1.0, False), batch, WANT)
 
         def sample(requests: Sequence[Request], rows: Sequence[Row]) -> dict[str, list[torch.Tensor]]:
-            wave: Any = Asked(requests)
+            wave: Any = ForcedSampling(requests)
             wave.join(len(requests))
             cache = PicturedRows(self._model, requests)
             return forced(rows, lambda each: decode(cache, each, wave, 0, len(requests)))
@@ -737,7 +752,7 @@ def local(
     model = loading.load_model(folder, chosen, named=str(folder))
     tokenizer = loading.load_tokenizer(folder, model, chosen)
     engine = LocalEngine(model, tokenizer, chosen, path=str(folder), **(template_switches or {}))
-    engine._files, engine._source, engine._stamps = Files.of_model(folder), str(folder), loading.stamps(folder)
+    engine._files, engine._source, engine._stamps = StateFiles.of_model(folder), str(folder), loading.stamps(folder)
     if chosen.self_check:
         engine.selfcheck = engine.examine()
     model.workbench_paths = engine.selfcheck.paths

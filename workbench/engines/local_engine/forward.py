@@ -95,7 +95,7 @@ class Layer:
         return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
 
 
-class Plan(Protocol):
+class AttentionPlan(Protocol):
     """Protocol of an object that computes a forward pass's attention in place of the model's own code; it is called
     once for each layer."""
 
@@ -105,7 +105,7 @@ class Plan(Protocol):
 
 
 @contextmanager
-def planned(model: Any, plan: Plan) -> Iterator[Tensor]:
+def planned(model: Any, plan: AttentionPlan) -> Iterator[Tensor]:
     """Context manager: yields an `attention_mask` to call the model with, so that `plan` computes its attention.
 
     Raises `EngineError` where the model asks for a kind of attention that a plan does not support.
@@ -155,7 +155,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: it hands `query`, `key` and `value` [b, heads, q, D] to the plan
     in the mask, and returns [b, q, heads, D']."""
-    plan: Plan | None = getattr(attention_mask, "plan", None)
+    plan: AttentionPlan | None = getattr(attention_mask, "plan", None)
     unknown = {name for name, one in further.items() if one is not None} - _IGNORED
     if plan is None or dropout or "position_bias" in unknown:
         what = f"attention of {type(module).__name__}"

@@ -13,7 +13,7 @@ from workbench.base.errors import CheckpointError, NonFinite
 from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.forward import switched
-from workbench.engines.local_engine.memory import Live, memory_errors
+from workbench.engines.local_engine.memory import LiveTensors, memory_errors
 from workbench.engines.local_engine.scoring import Assembled
 from workbench.engines.protocol import LossOutput, StepResult
 
@@ -264,7 +264,7 @@ def backward(
     cut: Iterable[tuple[torch.Tensor, DataProto, int]],
     loss_of: Callable[[DataProto], LossOutput],
     batch: DataProto,
-    holds: Callable[[], Live] | None = None,
+    holds: Callable[[], LiveTensors] | None = None,
 ) -> StepResult:
     """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and its columns in row
     order.

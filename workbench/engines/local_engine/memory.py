@@ -131,7 +131,7 @@ def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]])
 # --- where it ran out -----------------------------------------------------------------------------
 
 
-class Live(NamedTuple):
+class LiveTensors(NamedTuple):
     """What an engine holds in memory when an allocation fails: its device, bytes by part, and its settings."""
 
     device: torch.device
@@ -139,7 +139,7 @@ class Live(NamedTuple):
     settings: LocalSettings
 
 
-def live(model: Any, optimizer: Any, settings: LocalSettings) -> Live:
+def live(model: Any, optimizer: Any, settings: LocalSettings) -> LiveTensors:
     """Count the bytes of a model's weights, gradients and Adam moments on its device; of a sharded model those of this
     rank."""
     every = list(model.parameters())
@@ -150,7 +150,7 @@ def live(model: Any, optimizer: Any, settings: LocalSettings) -> Live:
         name: sum(_here(tensor).nbytes for tensor in held if tensor.device.type == device.type)
         for name, held in tensors.items()
     }
-    return Live(device, sizes, settings)
+    return LiveTensors(device, sizes, settings)
 
 
 def _here(tensor: Any) -> torch.Tensor:
@@ -160,7 +160,10 @@ def _here(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def memory_errors(
-    phase: str, shape: str | DataProto, setting: str = "micro_batch_tokens", holds: Callable[[], Live] | None = None
+    phase: str,
+    shape: str | DataProto,
+    setting: str = "micro_batch_tokens",
+    holds: Callable[[], LiveTensors] | None = None,
 ) -> Iterator[None]:
     """Context manager: turns out-of-memory errors of torch and Python into `OutOfMemory` with the phase, what was live,
     and the settings that help.
@@ -185,7 +188,7 @@ def memory_errors(
         raise OutOfMemory(what, found=first, do=do if setting in do else f"lower {setting}, or {do}") from cause
 
 
-def _in_words(phase: str, held: Live) -> tuple[str, str]:
+def _in_words(phase: str, held: LiveTensors) -> tuple[str, str]:
     """Describe the memory in use after a failed allocation; returns (what was live, as text; what to do about the
     largest part)."""
     parts, known, gpu = dict(held.parts), sum(held.parts.values()), held.device.type == "cuda"

@@ -19,7 +19,7 @@ from workbench.engines.local_engine.classifier import LocalClassifier, open_clas
 from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.local_engine.loading import resolve, stamps
 from workbench.engines.local_engine.selfcheck import Paths, SelfCheck
-from workbench.engines.local_engine.states import Files
+from workbench.engines.local_engine.states import StateFiles
 from workbench.engines.protocol import Request, Sample
 from workbench.engines.settings import LocalSettings
 
@@ -155,7 +155,7 @@ def reward_model(path: str | Path, *, threads: int | None = None, **settings: An
     model, tokenizer = open_classifier(path, device=chosen.device, trust_remote_code=trust, begin=True)
     folder = resolve(path)
     engine = LocalRewardModel(model, tokenizer, chosen, path=str(folder))
-    engine._files, engine._source, engine._stamps = Files.of_model(folder), str(folder), stamps(folder)
+    engine._files, engine._source, engine._stamps = StateFiles.of_model(folder), str(folder), stamps(folder)
     if chosen.self_check:
         engine.prove()
     return engine

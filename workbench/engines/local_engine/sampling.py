@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench.base import runtime
-from workbench.base.activity import HERE, Asked, present
+from workbench.base.activity import HERE, QueuedRequest, present
 from workbench.base.errors import Interrupted
 from workbench.dataproto.core import sent
 from workbench.engines.protocol import Request, Sample, SamplingSettings
@@ -34,7 +34,7 @@ from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 Q = TypeVar("Q")
 A = TypeVar("A")
-_Waiting = tuple[Q, asyncio.Future[A], Asked | None]
+_Waiting = tuple[Q, asyncio.Future[A], QueuedRequest | None]
 """A question, the future of its answer, and what is noted of it."""
 
 
@@ -198,7 +198,7 @@ class Cache(Protocol):
 @torch.no_grad()  # in inference mode autocast would cast all weights again for every token
 def decode(
     cache: Cache,
-    rows: Rows,
+    rows: HeldRows,
     wave: Wave[Request, Sample],
     version: int,
     size: int,
@@ -263,7 +263,7 @@ def _seating(alive: Sequence[int], seats: int, entering: int) -> tuple[list[int]
     return [*range(seats), *[0] * len(more)], [*free, *more][:entering]
 
 
-class Rows:
+class HeldRows:
     """The rows that are being decoded: their requests, and as CPU tensors [n, ·] the tokens and log-probs sampled so
     far."""
 
@@ -469,7 +469,7 @@ def _begun(requests: Sequence[Request], width: int) -> dict[str, Tensor]:
     }
 
 
-class _Forced(Rows):
+class _Forced(HeldRows):
     """Rows that decode prescribed response tokens in place of sampled ones, and keep the logits at each."""
 
     def __init__(self, rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
@@ -487,7 +487,7 @@ class _Forced(Rows):
 
 
 def forced(
-    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], decode: Callable[[Rows], object]
+    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], decode: Callable[[HeldRows], object]
 ) -> dict[str, list[Tensor]]:
     """Decode prescribed responses and return the `logits` [T, V] of each one's tokens, as a decoding path computes
     them.

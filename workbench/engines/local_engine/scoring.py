@@ -177,7 +177,7 @@ class Spread:
         return empty.index_copy(0, self._places, values).view(*self._shape, *values.shape[1:])
 
 
-class Tree:
+class RowTree:
     """The rows of a micro-batch as one packed prefix tree: a prefix that rows share is in it once, and tokens behind a
     row's last response token are left out.
 
@@ -406,7 +406,7 @@ def check_ids(model: Any, batch: DataProto) -> None:
 # --- how rows go through a model ------------------------------------------------------------------
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """Protocol of how the rows of a micro-batch go through a model (padded, packed or as a tree), and which hidden
     states predict their N response tokens.
 
@@ -425,7 +425,7 @@ class Layout(Protocol):
         """Run the model and return the hidden states [M, H] (for the head `OWN` logits [M, V]) that predict `labels`."""
 
 
-class Rows:
+class ScoredRows:
     """The layout of rows one after the other: padded, or with `packed` in one sequence without padding for flash
     attention (which tells rows apart by `position_ids`).
 
@@ -466,16 +466,16 @@ class Rows:
         return head.states(model, **self._given).flatten(0, 1)[self._before]
 
 
-def layout(model: Any, rows: DataProto, packed: bool) -> Layout:
+def layout(model: Any, rows: DataProto, packed: bool) -> RowLayout:
     """Choose how rows on the CPU go through a model: padded; packed as a prefix tree; or with flash attention packed
     side by side.
 
     Under context parallelism (a model with `workbench_share`) the tree that is returned is this rank's share.
     """
     if not packed or flash(model):
-        return Rows(rows, packed, model)
-    whole = Tree(rows, model.device)
-    share: Callable[[Tree], Layout] | None = getattr(model, "workbench_share", None)
+        return ScoredRows(rows, packed, model)
+    whole = RowTree(rows, model.device)
+    share: Callable[[RowTree], RowLayout] | None = getattr(model, "workbench_share", None)
     return whole if share is None else share(whole)
 
 
@@ -610,7 +610,7 @@ def collect(
 
 
 def divergence(
-    way: Layout, head: Head, states: Sequence[Tensor], theirs: Callable[[Tensor], Tensor], temperature: float
+    way: RowLayout, head: Head, states: Sequence[Tensor], theirs: Callable[[Tensor], Tensor], temperature: float
 ) -> dict[str, Tensor]:
     """Compute KL(first‖second) of two models' next-token distributions at each response token: `kl` [b, T] float32 in
     nats, 0 elsewhere.

@@ -350,7 +350,7 @@ def _pictured_prompts(processor: Any) -> list[tuple[tuple[int, ...], Mapping[str
     return [(tuple(ids), pixels) for ids, pixels in made]
 
 
-class Asked:
+class ForcedSampling:
     """Requests for the self-check's decoding, with the methods of `sampling.Wave`. Where a cache lets rows enter later,
     one request waits for that, so that it is tested, too."""
 

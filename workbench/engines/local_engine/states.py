@@ -323,7 +323,7 @@ _LOOK = 4096
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Files:
+class StateFiles:
     """Open safetensors files whose tensors are read by name, one at a time. Files that are deleted or replaced
     meanwhile can still be read.
 
@@ -346,13 +346,13 @@ class Files:
             self._files.append((file, _stamp(handle)))
 
     @classmethod
-    def of_model(cls, path: str | Path) -> Files:
+    def of_model(cls, path: str | Path) -> StateFiles:
         """Open the safetensors files of a model, by folder or hub name; without any where this machine has no such
         files."""
         return cls([file.open("rb", buffering=0) for file in sorted(folder_of(path).glob("*.safetensors"))])
 
     @classmethod
-    def written(cls, tensors: Mapping[str, torch.Tensor], folder: str | Path | None) -> Files:
+    def written(cls, tensors: Mapping[str, torch.Tensor], folder: str | Path | None) -> StateFiles:
         """Write tensors to an unnamed temporary file in a folder (None: the system's temporary folder), which is
         deleted with the returned object."""
         with boundary(f"writing a snapshot to {folder or tempfile.gettempdir()}", EngineError):
@@ -393,7 +393,7 @@ def _stamp(handle: int) -> tuple[int, int]:
 class Stored:
     """A tensor of a snapshot that is not in memory: its file, its name there, and the dtype to read it as."""
 
-    files: Files
+    files: StateFiles
     name: str
     dtype: torch.dtype
     """What it is read as: a model's file may have bfloat16 where the engine has float32."""
@@ -469,7 +469,7 @@ class LocalSnapshot:
         files do not count."""
         return {id(one): one.own_bytes for one in self._files() if one.own_bytes}
 
-    def _files(self) -> set[Files]:
+    def _files(self) -> set[StateFiles]:
         return {one.files for one in self.held.values() if isinstance(one, Stored)}
 
     @property
@@ -506,7 +506,7 @@ class LocalSnapshot:
 
 
 def hold(
-    live: Mapping[str, torch.Tensor], last: Mapping[str, Held], files: Files, folder: str | Path | None, disk: bool
+    live: Mapping[str, torch.Tensor], last: Mapping[str, Held], files: StateFiles, folder: str | Path | None, disk: bool
 ) -> dict[str, Held]:
     """Keep the present bits of the `live` tensors, each as a tensor in memory or as a place in a file, by the keys of
     `LocalSnapshot.held`.
@@ -532,7 +532,7 @@ def hold(
         else:
             held[key] = here if tensor.is_cuda else here.clone()
     if written:
-        file = Files.written(written, folder)
+        file = StateFiles.written(written, folder)
         held |= {key: Stored(file, key, one.dtype) for key, one in written.items()}
     return held | {key: held[one] for key, one in tied.items()}
 
