@@ -282,3 +282,17 @@ def test_what_no_file_can_hold_is_left_out_and_named(tmp_path: Path) -> None:
     pq.write_table(table, path)
     with pytest.raises(DataError, match="reading .*rows.parquet"):
         files.read(path)
+
+
+def test_a_nested_column_beyond_one_batch_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow refuses a batch whose nested column passes 2 GiB (56 rows of 44 MB); here for any batch of several rows."""
+    records = [{"prompt": f"{number}?", "reward_model": {"ground_truth": str(number)}} for number in range(5)]
+    path, whole = parquet(records, tmp_path), pq.ParquetFile.iter_batches
+
+    def limited(file: Any, batch_size: int, **more: Any) -> Any:
+        if batch_size > 1:
+            raise pa.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+        return whole(file, batch_size=batch_size, **more)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", limited)
+    assert [row["reward_model"]["ground_truth"] for row in wb.rows(str(path)).views()] == list("01234")

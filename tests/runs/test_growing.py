@@ -158,3 +158,22 @@ def test_dynamic_sampling_draws_further_prompts_of_a_mix_and_takes_their_new_row
     assert max(row["train/num_gen_batches"] for row in run.rows) > 1 and run.rows[-1]["data/grown"] > 0
     assert all(row["data/a/prompts"] + row["data/b/prompts"] == 4 for row in run.rows)
     assert set(Counter(run.traces[2].batch["data_part"])) <= {"a", "b"}
+
+
+def test_a_new_row_is_read_as_any_other_row_is() -> None:
+    """The forms that `wb.rows` reads: whatever became the prompt or the truth need not be a column of the other rows."""
+    rows = wb.datasets.growing(wb.rows("data/arith/train.parquet")[:4])
+    for record in (
+        {"prompt": "2 + 2?", "answer": "4"},
+        {"question": "2 + 2?", "target": 4},
+        {"prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"ground_truth": "4"}},
+    ):
+        row = rows._checked(record, {"data_source": "mine"}, "a new_row")  # type: ignore[attr-defined]
+        assert row["prompt"] == [{"role": "user", "content": "2 + 2?"}] and row["data_source"] == "mine"
+        assert str(row["reward_model"]["ground_truth"]) == "4" and set(row) <= {
+            *rows.columns,
+            "extra_info",
+            "reward_model",
+        }
+    with pytest.raises(DataError, match="columns of a new_row; expected .*found solution"):
+        rows._checked({"prompt": "2?", "answer": "4", "solution": "so"}, {}, "a new_row")  # type: ignore[attr-defined]

@@ -207,12 +207,16 @@ class Growing(RecordedRows):
     def _check_new_row(self, record: Any, parent: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a new row as it will be read from the file; a missing `data_source` or `data_part` is copied from its
         parent row."""
-        ((row,), _) = Reading(data_source=parent.get("data_source") or "rows").read([record], place)
+        ((row,), read_as) = Reading(data_source=parent.get("data_source") or "rows").read([record], place)
         try:
             row = json.loads(json.dumps(row, allow_nan=False))
         except (TypeError, ValueError) as cause:
             raise DataError(f"{place} cannot be written as JSON", found=first_line(cause)) from cause
-        row = {name: value for name, value in row.items() if name in self.columns or name != "prompt_is_text"}
+        became = {"prompt_is_text", *(part.partition(" → ")[0] for part in read_as.split("; "))} - {
+            CHAT,
+            "reward_model",
+        }
+        row = {name: value for name, value in row.items() if name in self.columns or name not in became}
         for name in ("data_source", "data_part"):
             if name in parent and row.get(name) is None:
                 row[name] = parent[name]

@@ -53,8 +53,8 @@ def test_flexible(text: str, truth: str, value: float) -> None:
     assert compute_score(text, truth, method="flexible") == value
 
 
-def test_verls_number_wants_a_text_and_the_scorer_does_not() -> None:
-    assert compute_score("#### 18", 18) == 0.0 and gsm8k("#### 18", 18).value == 1.0
+def test_the_plain_number_and_the_scorer_read_a_truth_that_is_a_number() -> None:
+    assert compute_score("#### 18", 18) == 1.0 and gsm8k("#### 18", 18).value == 1.0
 
 
 def test_format_score_is_for_wrong_answers_alone() -> None:
