@@ -129,16 +129,16 @@ def side_hour(job: Job) -> None:
     stepper = wb.Stepper(pipe, rows.batch(4, step=1, seed=0))
     stepper.run()
     mark("stepped")
-    for view in (wb.views.samples, wb.views.tokens):
-        for _ in range(5):
-            repr(view(stepper.trace)), view(stepper.trace)._repr_html_()
+    for row in range(5):
+        for view in (wb.views.samples(stepper.trace), wb.views.tokens(stepper.trace, row)):
+            view._repr_html_()
     mark("ten looks")
     held = [stepper.what_if(clip_ratio_high=0.5)]
     mark("what-if")
     run = wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=Path(job["folder"], "run"), display=None)
     mark("trained")
     for step in (2, 3):
-        held.append(run.stepper(step).run())
+        held.append(run.stepper(step).replace("reward", letters).run())
         mark(f"replay of {step}")
     del held[1:]
     wb.free_memory()
