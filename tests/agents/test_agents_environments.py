@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import workbench as wb
 from workbench.agents.environments import (
     GymInteraction,
     VerifiersInteraction,
@@ -19,7 +21,7 @@ from workbench.agents.environments import (
     verifiers_rows,
 )
 from workbench.agents.interactions import interacting
-from workbench.base.errors import ForeignError, SettingError
+from workbench.base.errors import ForeignError, RewardError, SettingError
 from workbench.dataproto import DataProto
 from workbench.stages import Reward
 
@@ -350,3 +352,33 @@ def test_the_current_interface_gives_rows_and_rewards_and_names_the_endpoint() -
 def test_what_has_no_tasks_has_no_reward() -> None:
     with pytest.raises(SettingError, match="env of verifiers_reward; expected a task set"):
         verifiers_reward(Echoing())
+
+
+class Halves:
+    """Half a point a turn, for two turns."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        self.turns = 0
+        return "go", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        return "on", 0.5, self.turns == 2, False, {}
+
+    def close(self) -> None: ...
+
+
+def test_rows_of_an_environment_are_scored_by_the_sum_of_their_turns(tmp_path: Path) -> None:
+    """They were refused, in a stepper only after all episodes had been played."""
+    game = GymInteraction(Halves)
+    rows = wb.rows(environment_rows(game, 4))
+    engine = wb.engines.local("data/tiny-arith-tools")
+    agent = wb.agents.ToolAgent([], interactions=[game], parser="hermes", max_user_turns=3, max_assistant_turns=3)
+    pipe = wb.recipes.grpo(engine, agent=agent, group_size=2, max_tokens=40)
+    batch = wb.Stepper(pipe, rows.batch(4)).run(until="reward").batch
+    assert batch["reward"].tolist() == [sum(scores) for scores in batch["turn_scores"]] and batch["scored"].all()
+    run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "run", display=None)
+    assert run.rows[-1]["reward/scored_ratio"] == 1.0
+    alone = wb.recipes.grpo(engine, group_size=2, max_tokens=4)  # nobody plays: no zero is made up
+    with pytest.raises(RewardError, match="workbench/environment"):
+        wb.Stepper(alone, rows.batch(2)).run(until="reward")

@@ -98,7 +98,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandInClient]]:
     assert StandInClient.opened == []
 
 
-def test_tools_of_a_server_are_listed_called_held_open_and_left(stand_in: type[StandInClient], tmp_path: Path) -> None:
+def test_tools_of_a_server_are_listed_called_held_open_and_left(
+    stand_in: type[StandInClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"arith": {"command": "here"}}}))
     (tmp_path / "tools.yaml").write_text(
         "tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp, timeout: SECONDS}, "
@@ -109,6 +111,7 @@ def test_tools_of_a_server_are_listed_called_held_open_and_left(stand_in: type[S
     tools: dict[str, Any] = load_tools(tmp_path / "tools.yaml")
     assert list(tools) == ["dies", "add", "sleeps", "asks"]
     server = tools["add"].server
+    assert "MCP server 'arith' is one for all episodes" in caplog.text  # nothing marks its tools as reading only
 
     async def ask(name: str, **arguments: Any) -> Any:
         return await tools[name].execute("i", arguments)

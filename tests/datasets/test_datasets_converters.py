@@ -16,6 +16,8 @@ from workbench.base.errors import DataError, SandboxError, SettingError
 from workbench.cli import main
 from workbench.datasets import convert, files
 from workbench.datasets.converters import KINDS
+from workbench.rewards.case_harness import decode
+from workbench.rewards.cases import read_cases
 from workbench.rewards.reward import by_data_source
 from workbench.rewards.scorers.gsm8k import compute_score
 from workbench.sandbox import LocalSandbox
@@ -233,3 +235,16 @@ def test_the_real_gsm8k(split: str, number: int, tmp_path: Path, capsys: pytest.
     assert len(data) == number and data[0]["data_source"] == "openai/gsm8k"
     own = [compute_score(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in data.views()]
     assert sum(own) == number
+
+
+def test_integers_of_any_length_stay_as_they_were(tmp_path: Path) -> None:
+    """Some rows of APPS have more digits than Python reads (4,300)."""
+    huge = "1" + "0" * 6000
+    tests = f'{{"fn_name": "f", "inputs": [[-{huge}]], "outputs": [{huge}]}}'
+    record = {"question": "Negate.", "problem_id": 1, "input_output": tests}
+    (tmp_path / "apps.jsonl").write_text(json.dumps(record) + "\n")
+    convert("apps", tmp_path / "apps.jsonl", tmp_path / "rows.parquet")
+    (row,) = wb.rows(tmp_path / "rows.parquet").views()
+    assert row["reward_model"]["ground_truth"] == tests
+    (case,) = read_cases(tests)
+    assert case.expected == [10**6000] and decode(case.given["encoded"]) == [-(10**6000)]

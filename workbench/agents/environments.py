@@ -195,7 +195,7 @@ def environment_rows(
     data_source: str = "workbench/environment",
 ) -> list[dict[str, Any]]:
     """Make rows in verl's schema for `GymInteraction`: each prompt is the first observation of an environment with its
-    own seed.
+    own seed. Without a reward of the user's a row gets the sum of its turns' scores.
 
     Args:
         game: the `GymInteraction` that plays the rows, whose `name` and `show` are used; or a function that makes an
@@ -219,7 +219,9 @@ def environment_rows(
             _close(env)
         prompt = [{"role": "system", "content": system}] if system else []
         chat = [*prompt, {"role": "user", "content": text}]
-        rows.append(_row(data_source, chat, "", index, {"name": name, "seed": seed + index}))
+        row = _row(data_source, chat, "", index, {"name": name, "seed": seed + index})
+        row["extra_info"]["score_by"] = "sum of turns"
+        rows.append(row)
     return rows
 
 

@@ -119,7 +119,7 @@ def _row(task: _Task, how: Kind, place: Mapping[str, Any], instruction: str, too
         }
         kwargs = {tool: {"create_kwargs": {"ground_truth": task.truth}}}
         extra |= {"need_tools_kwargs": True, "tools_kwargs": kwargs}
-    truth = task.truth if isinstance(task.truth, str) else json.dumps(task.truth)
+    truth = task.truth if isinstance(task.truth, str) else _written(task.truth)
     return {**row, "reward_model": {"style": "rule", "ground_truth": truth}, "extra_info": extra, **task.columns}
 
 
@@ -133,11 +133,16 @@ def _text_fields(record: Mapping[str, Any], place: str, *names: str) -> list[str
 
 
 def _parsed(value: Any, place: str) -> Any:
-    """Parse JSON text; return any other value unchanged."""
+    """Parse JSON text; return any other value unchanged. An integer with more digits than Python reads becomes a text that
+    `_written` writes as it was."""
     if not isinstance(value, str):
         return value
     with boundary(f"reading {place}", DataError):
-        return json.loads(value)
+        return json.loads(value, parse_int=lambda digits: int(digits) if len(digits) < 4300 else f"\0{digits}")
+
+
+def _written(truth: Any) -> str:
+    return re.sub(r'"\\u0000(-?\d+)"', r"\1", json.dumps(truth))
 
 
 # --- written answers ------------------------------------------------------------------------------
@@ -212,8 +217,9 @@ def _livecodebench(record: Mapping[str, Any], place: str) -> _Task:
     tests: dict[str, Any] = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
     if name:
         with boundary(f"reading the test cases of {place}", DataError):
-            inputs = [[json.loads(line) for line in text.split("\n")] for text in tests["inputs"]]
-            tests = {"fn_name": name, "inputs": inputs, "outputs": [json.loads(text) for text in tests["outputs"]]}
+            inputs = [[_parsed(line, "an input") for line in text.split("\n")] for text in tests["inputs"]]
+            outputs = [_parsed(text, "an output") for text in tests["outputs"]]
+            tests = {"fn_name": name, "inputs": inputs, "outputs": outputs}
     fields = ("question_id", "difficulty", "platform", "contest_date")
     return _code(question, record.get("starter_code"), tests, record, *fields)
 

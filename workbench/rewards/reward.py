@@ -298,7 +298,8 @@ def by_data_source(
 ) -> Reward:
     """Make a reward that chooses the scorer by each row's `data_source`, as verl does; `table` maps sources to scorers.
 
-    A row without a ground truth whose turns a simulated user scored gets the score of the last turn. The scorers' run
+    A row without a ground truth whose turns a simulated user scored gets the score of the last turn, and one of an
+    environment (`agents.environment_rows`) the sum of all. The scorers' run
     time is bounded, so they run in this process. Code runs in `sandbox`; without one, sources that need it are refused
     before the run. `options` are those of `Reward`.
     """
@@ -306,8 +307,11 @@ def by_data_source(
     if sandbox is not None:
         table = {**dict.fromkeys(CODE_SOURCES, Code(sandbox)), **table}
 
+    def no_text(truth: Any) -> bool:
+        return truth is None or (isinstance(truth, str) and not truth)
+
     def scored(response: str, ground_truth: Any, data_source: Any, extra_info: Any = None) -> Any:
-        if ground_truth is None and (by_user := _of_user(extra_info)) is not None:
+        if no_text(ground_truth) and (by_user := _of_user(extra_info)) is not None:
             return by_user
         scorer = scorer_for(data_source, table, aliases)
         further = (extra_info,) if isinstance(scorer, Code) else ()
@@ -316,7 +320,7 @@ def by_data_source(
     def check(rows: Iterable[Mapping[str, Any]]) -> str:
         by_source: dict[Any, list[Mapping[str, Any]]] = {}
         for row in rows:
-            if truth_of(row) is not None or not has_user(row):  # else its simulated user scores it
+            if not no_text(truth_of(row)) or not has_user(row):  # else its simulated user scores it
                 by_source.setdefault(row.get("data_source"), []).append(row)
         check_sources(by_source, table, aliases)
         scorers = {source: scorer_for(source, table, aliases) for source in by_source}
@@ -330,10 +334,14 @@ def by_data_source(
 
 
 def _of_user(extra_info: Any) -> Score | None:
-    """Return the score that a simulated user gave the last turn of an episode; None where there is none."""
-    scores = extra_info.get("turn_scores") if isinstance(extra_info, Mapping) else None
-    if scores is None or not len(scores):
+    """Return the score that a simulated user gave the last turn of an episode, of an environment's row the sum over its
+    turns; None where there is none."""
+    extra = extra_info if isinstance(extra_info, Mapping) else {}
+    scores, summed = extra.get("turn_scores"), extra.get("score_by") == "sum of turns"
+    if scores is None or not (len(scores) or summed):
         return None
+    if summed:
+        return Score(value=float(sum(scores)), why=f"the sum of the environment's rewards in {len(scores)} turns")
     return Score(value=float(scores[-1]), why=f"the simulated user's score of the last of {len(scores)} turns")
 
 

@@ -323,7 +323,8 @@ class Update(BaseStage):
         self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
         scored = () if getattr(loss, "supervised", False) else ("scored",)
         self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
-        passes = range(1, ppo_epochs) if "new_log_probs" in loss.writes else ()
+        kept = "new_log_probs" in loss.writes and getattr(loss, "bypass", None) is None
+        passes = range(1, ppo_epochs if kept else 1)
         self.writes = (*loss.writes, *(f"{PASS}{number}" for number in passes))
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
         self.optional = (PIXELS, EXPERTS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +18,7 @@ from workbench.base.config import require
 from workbench.base.distribution import install, optional
 from workbench.base.errors import SettingError, describe, first_line, unknown
 
+log = logging.getLogger("workbench")
 START_SECONDS = 120.0
 """Usual time limit of a server to start or be reached, and to list its tools: a busy machine, and `npx` that downloads, take long."""
 MAX_PAGES = 100
@@ -27,7 +29,7 @@ class MCPServer:
     """A connection to one MCP server: a command that speaks over stdin and stdout, or a URL (streamable HTTP).
 
     It connects at the first call, on the background loop, stays connected for later calls, and connects again when the
-    connection was lost. A command is run as it is written: trust it as you trust the file that names it.
+    connection was lost. All episodes share it: what one writes there, another reads. A command is run as it is written: trust it as you trust the file that names it.
 
     Args:
         name: the server's name, for errors.
@@ -54,6 +56,8 @@ class MCPServer:
         self._owner: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
+        self.writing = False
+        """Whether a tool that it listed is not marked as one that only reads."""
         self.starts = 0
         """How often a connection was started."""
 
@@ -69,9 +73,11 @@ class MCPServer:
                     break
             return tools
 
+        offered = await _in_background(self._request(ask, self.start_timeout))
+        self.writing = any(not getattr(getattr(one, "annotations", None), "read_only_hint", False) for one in offered)
         return [
             {"name": one.name, "description": one.description or "", "parameters": _parameters(one.input_schema or {})}
-            for one in await _in_background(self._request(ask, self.start_timeout))
+            for one in offered
         ]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -193,7 +199,8 @@ def mcp_tools(
 ) -> list[MCPTool]:
     """Connect to the servers of an `mcpServers` file (or its content) and return their tools: all, or the `selected` names.
 
-    `timeout` limits a call, in seconds; `tool.server.close()` disconnects. Raises `SettingError` for a bad file, a
+    `timeout` limits a call, in seconds; `tool.server.close()` disconnects. A server is shared by all episodes, which is logged
+    where a tool is not marked as one that only reads. Raises `SettingError` for a bad file, a
     server that cannot be reached, and a selected name that no server has.
     """
     reached = [MCPServer(str(name), config, timeout=timeout) for name, config in _server_entries(servers).items()]
@@ -209,6 +216,8 @@ def mcp_tools(
         for server in reached:
             if all(tool.server is not server for tool in chosen):
                 server.close()
+    for name in dict.fromkeys(tool.server.name for tool in chosen if tool.server.writing):
+        log.warning("MCP server %r is one for all episodes: what an episode writes there, the others read", name)
     return chosen
 
 
