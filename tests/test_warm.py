@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tests_warm
+from tests_patience import within
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,6 +67,14 @@ def test_it_can_be_signalled_waited_for_and_given_up() -> None:
     assert one.wait() == -signal.SIGKILL
     with pytest.raises(subprocess.TimeoutExpired):
         run(sleeps, timeout=0.2)
+
+
+def test_a_tests_own_program_begins_warm_where_its_first_line_says_so() -> None:
+    code = "import sys; print('torch' in sys.modules); sys.exit(3)"
+    for first, warm in ((tests_warm.WARM, "True\n"), ("", "False\n")):
+        with subprocess.Popen([sys.executable, "-c", first + code], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.read() == warm
+            assert within(lambda process=process: process.poll() is not None) and process.returncode == 3
 
 
 def test_without_a_server_and_for_other_programs_it_is_an_ordinary_process(cold: None) -> None:

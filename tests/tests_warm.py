@@ -86,6 +86,8 @@ PROGRAMS = (
 """Modules and scripts that begin warm."""
 VLLM_PROGRAM = "vllm.entrypoints.openai.api_server"
 """vLLM's HTTP server begins warm as well, and forks the two processes that it would spawn."""
+WARM = "# warm\n"
+"""First line of a test's program for `python -c` that begins warm."""
 CHILDREN = {"processes.py": "main", "worker.py": "main", "render_worker.py": "render", "workbench_vllm.py": "vllm"}
 """And files that `workbench.base.child` runs → the server that has their imports."""
 _CHILD = "runpy.run_path(sys.argv[1])['_serve']"
@@ -104,6 +106,8 @@ def server_for(words: list[str], env: dict[str, str]) -> str:
     if words[0] != sys.executable or words[1 : 1 + len(options)] != options or not rest:
         return ""
     if rest[0] == "-c":
+        if rest[1].startswith(WARM):
+            return "main"
         server = CHILDREN.get(Path(rest[4]).name, "") if len(rest) > 4 and _CHILD in rest[1] else ""
         mine = {name: value for name, value in env.items() if name.startswith(("VLLM_", "TORCHDYNAMO_"))}
         if "WORKBENCH_WORKER_MEMORY_MB" in env:  # its address space is limited, and the server's is large
@@ -142,7 +146,7 @@ class Chosen(subprocess.Popen):  # type: ignore[type-arg]
             if found is not None:
                 self.pid, self._end = found
                 self._child_created = True
-                self._child = "-c" in words
+                self._child = any(_CHILD in word for word in words)
                 self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
                 return
         super()._execute_child(  # type: ignore[misc]

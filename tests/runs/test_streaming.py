@@ -488,7 +488,7 @@ def test_many_cancelled_rollouts_are_a_symptom() -> None:
 # --- real kills -----------------------------------------------------------------------------------
 
 
-DRIVER = """
+DRIVER = """# warm
 import os, signal, sys, threading, time
 import workbench as wb
 from workbench.rewards import Reward

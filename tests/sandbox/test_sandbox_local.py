@@ -312,7 +312,7 @@ def test_cancelling_ends_the_program(box: LocalSandbox, clean: None) -> None:
     runtime.run(cancelled())
 
 
-KILLED = """
+KILLED = """# warm
 import sys, threading, time
 from workbench.sandbox import LocalSandbox
 box = LocalSandbox(tier=sys.argv[1])

@@ -253,5 +253,5 @@ def test_no_pyplot() -> None:
     import subprocess
     import sys
 
-    code = "import sys, workbench.views.curves as c; c.panel([]); sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "# warm\nimport sys, workbench.views.curves as c; c.panel([]); sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -110,7 +110,7 @@ def test_no_pyplot_and_no_lasting_style() -> None:
     import sys
 
     code = (
-        "import sys, matplotlib as m; from workbench.views.curves import figure; figure([{'critic/score/mean': 1.0}]);"
+        "# warm\nimport sys, matplotlib as m; from workbench.views.curves import figure; figure([{'critic/score/mean': 1.0}]);"
         "sys.exit('matplotlib.pyplot' in sys.modules or m.rcParams['pdf.fonttype'] == 42)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
