@@ -48,8 +48,8 @@ def run(pages: list[Path], folder: Path) -> None:
     scripts = [folder / f"{page.stem}.py" for page in pages]
     for page, script in zip(pages, scripts, strict=True):
         script.write_text(blocks(page) if page.suffix == ".md" else page.read_text())
-    (folder / "all.py").write_text(ALL)
-    command = [sys.executable, "all.py", *map(str, scripts)]
+    (folder / "pages.py").write_text(ALL)
+    command = [sys.executable, "pages.py", *map(str, scripts)]
     found = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=found, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr

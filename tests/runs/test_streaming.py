@@ -521,9 +521,10 @@ wb.train_blocking(pipe, rows, run=run, steps=8, batch_size=4, max_lag=2, seed=3,
 def test_a_process_killed_at_random_loses_and_doubles_nothing(tiny: str, tmp_path: Path, times: int) -> None:
     dice, killed = random.Random(times), 0
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    (tmp_path / "stream_driver.py").write_text(DRIVER)
     for number in range(times + 1):
         after = 0.0 if number == times else dice.uniform(0.3, 3.0)
-        command = [sys.executable, "-c", DRIVER, tiny, str(tmp_path / "r"), str(after)]
+        command = [sys.executable, str(tmp_path / "stream_driver.py"), tiny, str(tmp_path / "r"), str(after)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False, env=environment)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr
         killed += done.returncode != 0

@@ -148,3 +148,9 @@ def test_a_row_under_two_rewards_lies_side_by_side() -> None:
 def test_texts_that_share_little_are_compared_line_by_line() -> None:
     one, two = ("\n".join(f"{word} {n} {word}" for n in range(60)) for word in ("a", "b"))
     assert len(html(words(one, two))) < 8_000 and text(words("a b", "a c")) == "a [-b-]{+c+}"
+
+
+def test_texts_that_repeat_a_word_are_compared_line_by_line() -> None:
+    """By words such a pair takes seconds; one of few repetitions is compared by words."""
+    assert text(words("a 1 " * 300, "a 2 " * 300)).startswith("[-a 1 a 1 ")
+    assert text(words("a 1 " * 10, "a 1 " * 9 + "a 2 ")).endswith("a [-1-]{+2+} ")

@@ -298,6 +298,9 @@ def _nothing(name: str, rows: int, tensor: bool) -> Any:
 MARK_OLD, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
 _PIECES = 80
 """Pieces of a difference by words; one of more is told by lines."""
+_AGAIN = 30
+"""How often a piece of one text may be in the other on average, where these are compared by words: 20 times in English of
+`_TEXT` characters; comparing texts that repeat one word takes seconds."""
 _TEXT = 8000
 """Characters of a response that are compared."""
 _FACTS = ("reward", "status", "why", "answer", "truth", "advantage", "tokens", "finish")
@@ -307,6 +310,9 @@ def words(first: str, second: str) -> doc.Part:
     """Show how one text becomes another: removed words are struck through, new ones are marked."""
     for pattern in (r"\s+|[^\s\w]|\w+", r"[^\n]*\n?"):
         old, two = (re.findall(pattern, text) for text in (first, second))
+        times = Counter(two)
+        if "\n" not in pattern and sum(times[piece] for piece in old if not piece.isspace()) > _AGAIN * len(old):
+            continue
         steps = SequenceMatcher(None, old, two, autojunk=False).get_opcodes()
         if len(steps) <= _PIECES:
             break
