@@ -62,9 +62,9 @@ def pass_tokens(model: Any, settings: LocalSettings, kind: str, free: int, shard
     """Compute the token budget of one forward pass on a kind of device (`cpu`, `cuda`) where `micro_batch_tokens` is not
     set: at most `settings.budget`, at least `LEAST`.
 
-    The activations of a pass take half of the `free` bytes that gradients and moments (of which this process has one of
-    `shards` equal parts) leave, and on a CPU (counted in
-    float32 without checkpointing) at most `PASS` bytes.
+    The activations of a pass take at most half of the `free` bytes that gradients and moments (of which this process has
+    one of `shards` equal parts) leave, and on a CPU (counted in float32 without checkpointing) at most `PASS` bytes. The
+    budget is a power of two, so that a resumed or replayed step, with a little more or less free, makes the same passes.
     """
     most = settings.budget(kind)
     parts = estimated("what a pass keeps", lambda: learning_estimate(model, settings, most), None)
@@ -76,7 +76,7 @@ def pass_tokens(model: Any, settings: LocalSettings, kind: str, free: int, shard
         plain = settings.replace(gradient_checkpointing=False, dtype="float32", base_dtype="float32")
         whole = learning_estimate(model, plain, most)
         tokens = min(tokens, most * PASS // whole["activations"])
-    return min(max(tokens, LEAST), most)
+    return min(max(1 << max(tokens, 1).bit_length() - 1, LEAST), most)
 
 
 def _by_config(config: Any) -> list[int]:
