@@ -223,6 +223,15 @@ def install() -> None:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Any:
         return Away(torch.empty_strided(size, stride, dtype=dtype))
 
+    def arange(*limits: Any, dtype: Any = None, **_: Any) -> Any:
+        return Away(torch.arange(*limits, dtype=dtype))
+
+    for name in (
+        "arange",
+        "arange.start",
+        "arange.start_step",
+    ):  # by default an empty tensor that grows: a wrapper cannot
+        library.impl(name, arange, "PrivateUse1")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")

@@ -163,9 +163,9 @@ class TestPlacing:
         pipe, here = (wb.recipes.grpo(one, reward=reward, group_size=4, max_tokens=8) for one in (made, alone))
         first = wb.Stepper(pipe, rows().batch(3)).run(until="advantage")
         old = alone.compute_log_probs(first.batch)["log_probs"]
-        torch.testing.assert_close(first.batch["old_log_probs"], old, atol=1e-5, rtol=0)
+        torch.testing.assert_close(first.batch["old_log_probs"], old, atol=3e-5, rtol=0)  # float32's rounding of logits
         mine = reduce([here["update_actor"](first.batch).metrics])
-        assert first.run().trace.metrics["actor/grad_norm"] == pytest.approx(mine["actor/grad_norm"], rel=1e-5)
+        assert first.run().trace.metrics["actor/grad_norm"] == pytest.approx(mine["actor/grad_norm"], rel=5e-5)
         assert mine["actor/grad_norm"] > 0.01
         after = wb.Stepper(pipe, rows().batch(3, step=2)).run(until="advantage")
         assert after.trace.metrics["training/rollout_probs_diff_max"] < PUSHED and made.version == alone.version == 1

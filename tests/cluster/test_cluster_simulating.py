@@ -14,12 +14,12 @@ from tests_lint import lint
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError
-from workbench.cluster.simulating import ClusterLayout, Rates, Simulated, _Clock, _fitted, _Replica, _Servers, simulate
+from workbench.cluster.simulating import Layout, Rates, Simulated, _Clock, _fitted, _Replica, _Servers, simulate
 from workbench.views.clusters import simulation_figure
 
 
 def one(rates: Rates, steps: int = 10, **layout: Any) -> Simulated:
-    return simulate(ClusterLayout(**layout), rates=rates, steps=steps)[0]
+    return simulate(Layout(**layout), rates=rates, steps=steps)[0]
 
 
 # 4 rows of 50 tokens at 0.02 s: 1 s; a reward 0.5 s; 4 · (50 + 10) tokens at 1 ms and an update of 0.06 s: 0.3 s; a push 0.2 s
@@ -122,7 +122,7 @@ def test_the_mean_wait_of_a_queue_is_what_theory_says(count: int, load: float) -
 
 
 LAYOUTS = st.builds(
-    lambda mode, **given: ClusterLayout(**given, ahead=int(mode == 1), max_lag=max(mode - 1, 0)),
+    lambda mode, **given: Layout(**given, ahead=int(mode == 1), max_lag=max(mode - 1, 0)),
     mode=st.integers(0, 4), batch_size=st.integers(1, 4), group_size=st.integers(1, 3), replicas=st.integers(1, 3),
     slots=st.integers(1, 5), judges=st.none() | st.integers(1, 3), mini_batches=st.integers(1, 2), ranks=st.integers(1, 2),
 )  # fmt: skip
@@ -138,7 +138,7 @@ TIMES = st.builds(
 
 @settings(max_examples=60)
 @given(LAYOUTS, TIMES, st.integers(0, 3))
-def test_what_holds_of_every_layout(layout: ClusterLayout, rates: Rates, seed: int) -> None:
+def test_what_holds_of_every_layout(layout: Layout, rates: Rates, seed: int) -> None:
     """No work is lost or done twice, no bound is broken, and nothing is faster than its own parts."""
     steps = 6
     found = simulate(layout, rates=rates, steps=steps, seed=seed)[0]
@@ -164,13 +164,13 @@ def test_what_holds_of_every_layout(layout: ClusterLayout, rates: Rates, seed: i
 
 @settings(max_examples=40)
 @given(LAYOUTS.filter(lambda one: not one.max_lag), TIMES)
-def test_in_order_more_samplers_rewards_and_ranks_are_never_slower(layout: ClusterLayout, rates: Rates) -> None:
+def test_in_order_more_samplers_rewards_and_ranks_are_never_slower(layout: Layout, rates: Rates) -> None:
     """Each of these alone. Slots and judges are list scheduling, where more of the one may give the other a worse order: so the cost
     of a further request is left out, and slots and a batch ahead are compared where every score has a judge at once."""
     rates = rates.replace(per_request=0.0)
 
     def whole(**changes: Any) -> float:
-        return simulate(ClusterLayout(**{**vars(layout), **changes}), rates=rates, steps=4)[0].whole
+        return simulate(Layout(**{**vars(layout), **changes}), rates=rates, steps=4)[0].whole
 
     base = whole()
     assert whole(judges=None, slots=10_000) <= whole(judges=None) + 1e-9
@@ -185,12 +185,10 @@ def test_streaming_rewards_begin_with_the_first_row() -> None:
     seeds = [
         n
         for n in range(20)
-        if simulate(ClusterLayout(batch_size=2, group_size=1, judges=1), rates=rates, steps=2, seed=n)[
-            0
-        ].tokens_per_second
+        if simulate(Layout(batch_size=2, group_size=1, judges=1), rates=rates, steps=2, seed=n)[0].tokens_per_second
     ]
     mixed = {
-        round(simulate(ClusterLayout(batch_size=2, group_size=1, judges=1, streaming_rewards=on), rates=rates, steps=2, seed=seed)[0].seconds, 6)
+        round(simulate(Layout(batch_size=2, group_size=1, judges=1, streaming_rewards=on), rates=rates, steps=2, seed=seed)[0].seconds, 6)
         for seed in seeds for on in (False, True)
     }  # fmt: skip
     assert mixed == {1.0, 1.4, 1.8}  # two of 10; one of each, streaming; both, or one of each in turn
@@ -226,16 +224,16 @@ def test_the_figures_of_a_real_run(tiny: str, tmp_path: Any) -> None:
     last = run.rows[-1]
     seconds = found.token * last["response_length/max"]
     assert 0 < seconds <= 1.5 * max(row["timing_s/rollout"] for row in run.rows) and "measured in r" in found.notes[0]
-    made = wb.cluster.simulate(ClusterLayout(batch_size=2, group_size=2), rates=found, steps=3)
+    made = wb.cluster.simulate(Layout(batch_size=2, group_size=2), rates=found, steps=3)
     assert 0 < made[0].seconds < 3 * max(row["timing_s/step"] for row in run.rows)
     assert Rates.of(run, rewards=(1.0,)).rewards == (1.0,)
 
 
 def test_what_it_looks_like() -> None:
     layouts = [
-        ClusterLayout(name="<b>slow</b>$x$", judges=2, **SIZE),
-        ClusterLayout(ahead=1, **SIZE),
-        ClusterLayout(max_lag=2, replicas=5, **SIZE),
+        Layout(name="<b>slow</b>$x$", judges=2, **SIZE),
+        Layout(ahead=1, **SIZE),
+        Layout(max_lag=2, replicas=5, **SIZE),
     ]
     made = wb.cluster.simulate(*layouts, rates=RATES.replace(notes=("by <i>hand</i>",)))
     frame, page = made.to_pandas(), made._repr_html_()
@@ -250,9 +248,9 @@ def test_what_it_looks_like() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: ClusterLayout(batch_size=0), lambda: ClusterLayout(judges=0), lambda: ClusterLayout(ahead=2), lambda: ClusterLayout(ahead=1, max_lag=1),
+        lambda: Layout(batch_size=0), lambda: Layout(judges=0), lambda: Layout(ahead=2), lambda: Layout(ahead=1, max_lag=1),
         lambda: Rates(lengths=[]), lambda: Rates(lengths=[1], token=-1.0), lambda: Rates(lengths=[1], rewards=[-1.0]),
-        lambda: simulate(rates=RATES), lambda: simulate(ClusterLayout(), rates=RATES, steps=1),
+        lambda: simulate(rates=RATES), lambda: simulate(Layout(), rates=RATES, steps=1),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(wrong: Callable[[], Any]) -> None:

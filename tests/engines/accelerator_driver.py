@@ -254,8 +254,8 @@ def slipped(owner: Any, name: str, change: Callable[[Any], Any]) -> Iterator[Non
 
 
 def _on_the_host(plain: Any) -> Any:
-    def draw(logits: torch.Tensor, uniforms: torch.Tensor, kind: Any) -> Any:
-        return plain(logits.cpu(), uniforms.cpu(), kind)
+    def draw(logits: torch.Tensor, uniforms: torch.Tensor, *settings: Any) -> Any:
+        return plain(logits.cpu(), uniforms.cpu(), *settings)
 
     return draw
 

@@ -192,7 +192,7 @@ def test_a_critic_has_adapters_of_its_own(where: Group, batch: DataProto) -> Non
     torch.testing.assert_close(
         *(one.compute_log_probs(batch, ("values",))["values"] for one in critics), atol=1e-4, rtol=0
     )
-    with pytest.raises(EngineError, match="other adapters"):
+    with pytest.raises(EngineError, match="other LoRA layers"):
         there.critic(lora_rank=0)
 
 

@@ -202,7 +202,9 @@ def test_E1_nothing_in_the_package_evaluates_text() -> None:
         for path in (ROOT / "workbench").rglob("*.py")
         if re.search(r"import case_harness\b|rewards.case_harness import", path.read_text())
     }  # fmt: skip
-    assert used == {"rewards/code.py"}, "which reads its text, and decodes tagged values with it"
+    assert used == {"rewards/code.py", "rewards/cases.py"}, (
+        "they read its text, and encode and decode tagged values with it"
+    )
 
 
 # --- E8: a reward file ------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_a_new_row_is_read_as_any_other_row_is() -> None:
         {"question": "2 + 2?", "target": 4},
         {"prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"ground_truth": "4"}},
     ):
-        row = rows._checked(record, {"data_source": "mine"}, "a new_row")  # type: ignore[attr-defined]
+        row = rows._check_new_row(record, {"data_source": "mine"}, "a new_row")  # type: ignore[attr-defined]
         assert row["prompt"] == [{"role": "user", "content": "2 + 2?"}] and row["data_source"] == "mine"
         assert str(row["reward_model"]["ground_truth"]) == "4" and set(row) <= {
             *rows.columns,
@@ -176,4 +176,4 @@ def test_a_new_row_is_read_as_any_other_row_is() -> None:
             "reward_model",
         }
     with pytest.raises(DataError, match="columns of a new_row; expected .*found solution"):
-        rows._checked({"prompt": "2?", "answer": "4", "solution": "so"}, {}, "a new_row")  # type: ignore[attr-defined]
+        rows._check_new_row({"prompt": "2?", "answer": "4", "solution": "so"}, {}, "a new_row")  # type: ignore[attr-defined]

@@ -4,10 +4,10 @@ import sys
 from types import ModuleType
 
 from workbench.cluster.fitting import fits
-from workbench.cluster.pools import Pool, PoolPlan, plan
+from workbench.cluster.pools import Plan, Pool, plan
 from workbench.cluster.ranks import RayRanks
 from workbench.cluster.session import Cluster, connect, open_engine
-from workbench.cluster.simulating import ClusterLayout, Rates, simulate
+from workbench.cluster.simulating import Layout, Rates, simulate
 from workbench.cluster.transport import Scatter, scatter
 
 __all__ = [
@@ -22,8 +22,8 @@ class CallablePackage(ModuleType):
     """
 
     Cluster = Cluster
-    ClusterLayout = ClusterLayout
-    PoolPlan = PoolPlan
+    Layout = Layout
+    Plan = Plan
     Rates = Rates
     Pool = Pool
     RayRanks = RayRanks

@@ -12,7 +12,7 @@ from typing import Any
 from workbench.base.errors import EngineError, SettingError
 from workbench.base.shown import Shown
 from workbench.cluster import pools
-from workbench.cluster.pools import Pool, PoolPlan, nodes
+from workbench.cluster.pools import Plan, Pool, nodes
 from workbench.cluster.ranks import Environment, RayRanks, started
 from workbench.cluster.timeline import Event, Timeline, ordered
 
@@ -50,7 +50,7 @@ class Session(Shown):
         cpus: float = 1.0,
         gpus: float | None = None,
         roles: Mapping[str, Sequence[str]] | None = None,
-    ) -> PoolPlan:
+    ) -> Plan:
         """Show which process would run on which node, as a picture; nothing starts. See `cluster.plan` for the
         arguments.
         """
@@ -59,7 +59,7 @@ class Session(Shown):
 
     def hold(
         self,
-        spec: Mapping[str, Sequence[int]] | PoolPlan,
+        spec: Mapping[str, Sequence[int]] | Plan,
         *,
         cpus: float = 1.0,
         gpus: float | None = None,
@@ -71,10 +71,10 @@ class Session(Shown):
         there is no room or a pool of that name is held, `EngineError` where other work takes the resources meanwhile.
         """
         self.check()
-        twice = [name for name in (spec.spec if isinstance(spec, PoolPlan) else spec) if name in self.pools]
+        twice = [name for name in (spec.spec if isinstance(spec, Plan) else spec) if name in self.pools]
         if twice:
             raise SettingError(f"pool {', '.join(twice)} is held already", do="cluster.release(name) gives it back")
-        made = spec if isinstance(spec, PoolPlan) else self._patiently(lambda: self.plan(spec, cpus=cpus, gpus=gpus))
+        made = spec if isinstance(spec, Plan) else self._patiently(lambda: self.plan(spec, cpus=cpus, gpus=gpus))
         held = pools.hold(made, colocated)
         self.pools.update(held)
         return held

@@ -77,7 +77,7 @@ class Seat:
 
 
 @dataclass(frozen=True, repr=False)
-class PoolPlan(Shown):
+class Plan(Shown):
     """Which process would run on which node. Made by `Cluster.plan`; a cell shows it as a picture."""
 
     spec: Mapping[str, tuple[int, ...]]
@@ -102,7 +102,7 @@ def plan(
     cpus: float = 1.0,
     gpus: float | None = None,
     roles: Mapping[str, Sequence[str]] | None = None,
-) -> PoolPlan:
+) -> Plan:
     """Plan on which node every process of some pools would run; nothing is started.
 
     `{"global": [8, 8]}` is a pool of 8 processes on each of two nodes: the entries of one pool go to different nodes, the
@@ -123,7 +123,7 @@ def plan(
         where = [places[name, share] for share, count in enumerate(counts) for _ in range(count)]
         seats += [Seat(name, rank, node) for rank, node in enumerate(where)]
     shown = {name: tuple(one) for name, one in (roles or {}).items()}
-    return PoolPlan(wanted, tuple(seats), tuple(there), cpus, each, shown)
+    return Plan(wanted, tuple(seats), tuple(there), cpus, each, shown)
 
 
 def _places(
@@ -163,7 +163,7 @@ def _counts(name: str, counts: Any) -> tuple[int, ...]:
 class Pool:
     """Reserved resources of some processes, each shared by up to `colocated` worker groups. Made by `Cluster.hold`."""
 
-    def __init__(self, name: str, made: PoolPlan, group: Any, colocated: int) -> None:
+    def __init__(self, name: str, made: Plan, group: Any, colocated: int) -> None:
         self.name = name
         self.plan = made
         self.colocated = colocated
@@ -200,7 +200,7 @@ class Pool:
         return f"Pool {self.name!r}" + (", given back" if self.group is None else f": {self.size} processes ({seats})")
 
 
-def hold(plan: PoolPlan, colocated: int) -> dict[str, Pool]:
+def hold(plan: Plan, colocated: int) -> dict[str, Pool]:
     """Reserve the resources of a plan and wait until Ray has them; returns the pools by name.
 
     Raises `SettingError` for `colocated` below 1, `EngineError` where the resources were taken since the plan was made.

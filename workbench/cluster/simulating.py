@@ -197,7 +197,7 @@ def _fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float,
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterLayout:
+class Layout:
     """What runs where: the sizes that `simulate` varies, such as batch size, samplers, slots and learner ranks."""
 
     name: str = ""
@@ -375,7 +375,7 @@ class _Servers:
 class _Model:
     """The simulation of one training."""
 
-    layout: ClusterLayout
+    layout: Layout
     rates: Rates
     steps: int
     seed: int
@@ -549,7 +549,7 @@ class _Model:
 class Simulated:
     """The result of simulating one layout: seconds, tokens per second, shares of time at work, and lags."""
 
-    layout: ClusterLayout
+    layout: Layout
     seconds: float
     """Per step: the mean after the first."""
     median_seconds: float
@@ -607,7 +607,7 @@ class Simulation(Shown):
         return pd.DataFrame(self.table()).set_index("layout")
 
 
-def simulate(*layouts: ClusterLayout, rates: Rates, steps: int = 20, seed: int = 0) -> Simulation:
+def simulate(*layouts: Layout, rates: Rates, steps: int = 20, seed: int = 0) -> Simulation:
     """Predict what layouts would give: seconds per step, which parts are idle, how old the rows are. Needs no cluster.
 
     All layouts get the same prompts, with the same response lengths and reward times. Raises `SettingError` for

@@ -86,8 +86,13 @@ class Advantage(BaseStage):
         **settings: Any,
     ) -> None:
         if isinstance(estimator, str):
-            what, found = "the estimator of Advantage", f"the text {estimator!r}"
-            raise PipelineError(what, expected="a function", found=found, do=f"Advantage(wb.functional.{estimator})")
+            what, found, function = (
+                "the estimator of Advantage",
+                f"the text {estimator!r}",
+                f"wb.functional.{estimator}",
+            )
+            do = f"pass the function itself, not its name: Advantage({function})"
+            raise PipelineError(what, expected="a function", found=found, do=do)
         self.estimator = estimator
         self.sessions = sessions
         self.kl_type = kl_type

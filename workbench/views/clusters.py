@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from workbench.base.activity import QueuedRequest
     from workbench.cluster.fitting import Fit
-    from workbench.cluster.pools import Node, PoolPlan
+    from workbench.cluster.pools import Node, Plan
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
     from workbench.cluster.simulating import Simulated, Simulation
@@ -52,7 +52,7 @@ _FRAME = "display:inline-block;vertical-align:top;margin:4px;padding:4px 8px;bor
 _BOX = "display:inline-block;margin:2px;padding:3px 8px;border-radius:4px"
 
 
-def plan(plan: PoolPlan) -> doc.Part:
+def plan(plan: Plan) -> doc.Part:
     """Build the display of a `Plan`: a frame for each node with the processes placed on it, coloured by pool in HTML."""
     each = f"{plan.cpus:g} CPUs" + (f" and {plan.gpus:g} GPUs" if plan.gpus else "")
     title = f"Plan: {len(plan.seats)} processes with {each} each on {len(plan.nodes)} nodes; nothing has started"
@@ -74,7 +74,7 @@ def plan(plan: PoolPlan) -> doc.Part:
     return doc.line(doc.bold(title)), doc.Either(lines, (doc.line(frames), roles))
 
 
-def _seat(plan: PoolPlan, name: str, ranks: str) -> str:
+def _seat(plan: Plan, name: str, ranks: str) -> str:
     roles = ", ".join(plan.roles.get(name, ()))
     return f"{name}: rank {ranks}{f' ({roles})' if roles else ''}"
 

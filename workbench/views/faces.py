@@ -5,7 +5,7 @@ _DOCUMENTS = {
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",
-    "workbench.cluster.pools:PoolPlan": "clusters:plan",
+    "workbench.cluster.pools:Plan": "clusters:plan",
     "workbench.cluster.status:Profile": "clusters:profile",
     "workbench.cluster.ranks:RayRanks": "clusters:group",
     "workbench.cluster.session:Cluster": "clusters:cluster",
