@@ -370,7 +370,9 @@ def test_replacing_and_indexing() -> None:
 
 def test_the_old_name_of_with_stage_still_works() -> None:
     pipeline = grpo(Engine(), length_reward, group_size=2)
-    with pytest.warns(DeprecationWarning, match="with_stage"):
+    with pytest.warns(
+        FutureWarning, match="workbench.Pipeline.replace is deprecated since 0.16.0; use Pipeline.with_stage"
+    ):
         copy = pipeline.replace("rollout", group_size=4)
     assert (copy.settings()["rollout"]["group_size"], pipeline.settings()["rollout"]["group_size"]) == (4, 2)
 

@@ -19,7 +19,9 @@ from workbench.base.errors import PackageMissing
 DISTRIBUTION = "rl-workbench"
 """Name on the package index; `workbench` is another product there."""
 
-DEPRECATED: dict[str, tuple[str, str]] = {}
+DEPRECATED: dict[str, tuple[str, str]] = {
+    "workbench.Pipeline.replace": ("0.16.0", "Pipeline.with_stage, which returns a copy, too"),
+}
 """Public name, or parameter as `name(parameter)` → the release that deprecated it, and what to use instead."""
 
 

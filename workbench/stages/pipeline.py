@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from workbench.base.distribution import deprecated
 from workbench.base.errors import ColumnMissing, PipelineError, RewardError, describe, unknown
 from workbench.base.shown import Shown
 from workbench.dataproto.columns import COLUMNS, declared, provided
@@ -192,9 +192,7 @@ class Pipeline(Shown):
 
     def replace(self, name: str, other: Any = None, **settings: Any) -> Pipeline:
         """Deprecated name of `with_stage`: unlike `Stepper.replace` it returns a copy."""
-        warnings.warn(
-            "Pipeline.replace is now Pipeline.with_stage: it returns a copy", DeprecationWarning, stacklevel=2
-        )
+        deprecated("workbench.Pipeline.replace")
         return self.with_stage(name, other, **settings)
 
     def insert_after(self, name: str, stage: Stage | type[FunctionStage]) -> Pipeline:
