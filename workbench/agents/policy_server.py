@@ -220,7 +220,7 @@ class PolicyTokens:
         self._made: dict[str, tuple[TurnTokens, frozenset[str]]] = {}
 
     def of(
-        self, tools: Sequence[Mapping[str, Any]], asked: Mapping[str, Any] = MappingProxyType({})
+        self, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[TurnTokens, frozenset[str]]:
         """Return (the `TurnTokens` for these tools, the roles whose messages the template can append to a
         conversation).
@@ -230,14 +230,14 @@ class PolicyTokens:
         """
         if tools and self._parser is None:
             self._parser = tool_parser(parser_of(self.tokenizer.chat_template))
-        key = json.dumps([tools, asked], sort_keys=True, default=str)
+        key = json.dumps([tools, variables], sort_keys=True, default=str)
         if key not in self._made:
-            own = {"tools": tools, "tools_in": self._tools_in, "parser": self._parser}
+            fixed = {"tools": tools, "tools_in": self._tools_in, "parser": self._parser}
             template = str(getattr(self.tokenizer, "chat_template", None))
-            if unread := next((name for name in asked if name in own or str(name) not in template), None):
+            if unread := next((name for name in variables if name in fixed or str(name) not in template), None):
                 why = f"chat_template_kwargs: the chat template reads no variable {unread!r}"
                 raise Refusal(400, why, "unsupported", "chat_template_kwargs")
-            switches = {**switches_of(self.sampler), **asked, **own}
+            switches = {**switches_of(self.sampler), **variables, **fixed}
             try:
                 TurnTokens(self.tokenizer, **switches)
             except SettingError as error:
