@@ -239,7 +239,7 @@ def no_learning_rate(seen: Evidence) -> Iterator[Finding]:
 
 def little_learning_rate(seen: Evidence) -> Iterator[Finding]:
     """All steps together cannot move a weight: the optimizer moves each by about the learning rate a step."""
-    rates = [row["actor/lr"] for row in seen.rows if row.get("actor/lr")]
+    rates = [rate for rate in series(seen.rows, "actor/lr") if rate]
     if len(rates) >= ENOUGH and sum(rates) < 1e-7:
         numbers = f"actor/lr is at most {max(rates):.1g}, {sum(rates):.1g} in {len(rates)} steps together"
         yield Finding(

@@ -38,7 +38,7 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Head, head_of, hidden_size
 from workbench.engines.local_engine.learning import Account, Optimizer, learning_mode
 from workbench.engines.local_engine.loading import check_fit
-from workbench.engines.local_engine.memory import LEAST, LiveTensors, available, live, memory_errors, pass_tokens, peaks
+from workbench.engines.local_engine.memory import LiveTensors, available, live, memory_errors, pass_tokens, peaks
 from workbench.engines.local_engine.scoring import (
     collect,
     divergence,
@@ -127,8 +127,6 @@ class ShardedOptimizer(Optimizer):
 class ShardedModel:
     """One rank's part of a sharded model. Each method must be called on all ranks together."""
 
-    _usual: int | None = None
-
     def __init__(self, path: str, settings: Any, mesh: Mesh, head: bool, siblings: Mapping[str, ShardedModel]) -> None:
         self.settings = settings
         self.mesh = mesh
@@ -215,10 +213,13 @@ class ShardedModel:
 
     def pass_tokens(self) -> int:
         """Tokens of a pass (`memory.pass_tokens`): where the settings do not say, by what was free when it was first asked."""
-        if self.settings.micro_batch_tokens is None and self._usual is None:
-            cut = self.mesh.sizes.ranks // self.mesh.sizes.replicate
-            self._usual = pass_tokens(self.whole.causal, self.settings, self.mesh.device_type, self.memory_free(), cut)
-        return self.settings.micro_batch_tokens or self._usual or LEAST
+        return self.settings.micro_batch_tokens or self._usual
+
+    @functools.cached_property
+    def _usual(self) -> int:
+        """Tokens of a pass where the settings do not say."""
+        cut = self.mesh.sizes.ranks // self.mesh.sizes.replicate
+        return pass_tokens(self.whole.causal, self.settings, self.mesh.device_type, self.memory_free(), cut)
 
     # --- filling ----------------------------------------------------------------------------
 

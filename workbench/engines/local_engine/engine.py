@@ -227,7 +227,12 @@ _SHARED: WeakValueDictionary[tuple[Any, ...], FrozenModel] = WeakValueDictionary
 
 def shared_reference(path: str, settings: LocalSettings) -> FrozenModel | None:
     """The frozen model with a folder's own weights that is open in this process, if one is."""
-    return _SHARED.get((path, tuple(loading.stamps(path)), settings))
+    return _SHARED.get(_as_in_files(path, settings))
+
+
+def _as_in_files(path: str, settings: LocalSettings) -> tuple[Any, ...]:
+    """Return the key in `_SHARED` of a frozen model with the weights that the folder's files have now."""
+    return path, tuple(loading.stamps(path)), settings
 
 
 class LocalEngine(ModelEngine, Pushing):
@@ -626,7 +631,7 @@ class LocalEngine(ModelEngine, Pushing):
         """Return a frozen model that only scores, as `ModelEngine.reference`; of weights as loaded one copy serves all who ask."""
         if self._adapted or not self.as_loaded():
             return super().reference()
-        key = (self.path, tuple(loading.stamps(self.path)), self._settings)
+        key = _as_in_files(self.path, self._settings)
         model = _SHARED.get(key) or super().reference()
         _SHARED[key] = model
         return model
