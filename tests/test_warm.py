@@ -13,6 +13,8 @@ import pytest
 import tests_warm
 from tests_patience import within
 
+from workbench.base.child import Child
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(os.environ.get("WORKBENCH_TESTS_COLD")), reason="every process is an ordinary one"),
@@ -21,8 +23,17 @@ CHILD = "# runpy.run_path(sys.argv[1])['_serve']\n"
 """What makes the words of a command those of a child of ours."""
 
 
+CHILD_FILE = """
+import os, sys
+
+def main(parent):
+    parent.send(f"{'torch' in sys.modules} {os.getppid()} {os.getpgid(0) == os.getpid()}".encode())
+"""
+"""A program of `workbench.base.child`; where it stands under a name of `CHILDREN` it begins warm."""
+
+
 def words(code: str) -> list[str]:
-    return [sys.executable, "-c", CHILD + code, "child.py", "3", "processes.py"]
+    return [sys.executable, "-c", CHILD + code, "child.py", "3", "4", "processes.py"]
 
 
 def run(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -36,7 +47,7 @@ def test_it_is_a_process_of_its_own_with_what_it_was_given(tmp_path: Path) -> No
     )  # fmt: skip
     pid, parent, warm, *rest = done.stdout.split()
     assert (int(parent), warm) == (os.getpid(), "True") and int(pid) not in (0, os.getpid()), done
-    assert rest == ["['child.py',", "'3',", "'processes.py']", str(tmp_path), "b", "said"]
+    assert rest == ["['child.py',", "'3',", "'4',", "'processes.py']", str(tmp_path), "b", "said"]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,24 @@ def test_a_tests_own_program_begins_warm_where_its_first_line_says_so() -> None:
 
 def test_without_a_server_and_for_other_programs_it_is_an_ordinary_process(cold: None) -> None:
     assert "torch" not in run("import sys; print(*sys.modules)").stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "warm"),
+    [("worker.py", "", True), ("worker.py", "6000", True), ("worker.py", "512", False), ("other.py", "", False)],
+)
+def test_our_children_begin_warm_below_a_keeper_unless_their_memory_is_small(
+    name: str, limit: str, warm: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(CHILD_FILE)
+    env = {**os.environ, **({"WORKBENCH_WORKER_MEMORY_MB": limit} if limit else {})}
+    child = Child(tmp_path / name, env=env, folder=tmp_path)
+    try:
+        answer = child.started().decode().split()
+        assert answer == [str(warm), str(child.process.pid), "True"]
+        assert child.pid not in (0, child.process.pid)
+    finally:
+        child.close()
 
 
 def test_it_ends_with_its_server() -> None:

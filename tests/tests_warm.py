@@ -92,6 +92,8 @@ WARM = "# warm\n"
 """First line of a test's program for `python -c` that begins warm."""
 CHILDREN = {"processes.py": "main", "worker.py": "main", "render_worker.py": "render", "workbench_vllm.py": "vllm"}
 """And files that `workbench.base.child` runs → the server that has their imports."""
+ROOMY = 4096
+"""MiB: a process whose memory is limited to fewer is an ordinary one."""
 _CHILD = "runpy.run_path(sys.argv[1])['_serve']"
 _LENGTH = struct.Struct(">I")
 _ANSWER_SECONDS = 300.0
@@ -110,9 +112,10 @@ def server_for(words: list[str], env: dict[str, str]) -> str:
     if rest[0] == "-c":
         if rest[1].startswith(WARM):
             return "main"
-        server = CHILDREN.get(Path(rest[4]).name, "") if len(rest) > 4 and _CHILD in rest[1] else ""
+        files = [Path(word).name for word in rest[3:]] if _CHILD in rest[1] else []
+        server = next((CHILDREN[name] for name in files if name in CHILDREN), "")
         mine = {name: value for name, value in env.items() if name.startswith(("VLLM_", "TORCHDYNAMO_"))}
-        if "WORKBENCH_WORKER_MEMORY_MB" in env:  # its address space is limited, and the server's is large
+        if int(env.get("WORKBENCH_WORKER_MEMORY_MB", ROOMY)) < ROOMY:  # the server's own data would fill its limit
             return ""
         return "" if server == "vllm" and mine != VLLM_ENVIRONMENT else server
     if rest[0] == "-m":
@@ -421,7 +424,11 @@ def _stand_for(parent: int) -> None:
     except ProcessLookupError:
         watched = -1
 
+    here, plain = os.getpid(), os.getppid
+
     def getppid() -> int:
+        if os.getpid() != here:  # a fork of this one has an ordinary parent
+            return plain()
         gone = watched < 0 or select.select([watched], [], [], 0)[0]
         return 1 if gone else parent
 

@@ -512,7 +512,8 @@ def test_the_root_cause_is_found_in_a_log() -> None:
 
 @needs_vllm
 @slow
-def test_an_adapter_goes_alone_and_vllms_own_arguments_go_through() -> None:
+def test_an_adapter_goes_alone_and_vllms_own_arguments_go_through(cold: None) -> None:
+    """Of the processes that run vLLM, this one begins cold in `make test`, too."""
     given = {"engine_args": {"max_num_batched_tokens": 512}, "lora_rank": 4}
     with vllm("data/tiny-arith", **SETTINGS, **given) as engine:
         assert engine.describe()["engine_args"] == {"max_num_batched_tokens": 512}
