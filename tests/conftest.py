@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -159,6 +160,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
     place = {name: number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported stays: a collection of garbage, several a test, does not walk through it (0.6 s each)."""
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
