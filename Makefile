@@ -25,7 +25,7 @@ DATA ?= data/gsm8k
 GSM8K ?= runs/gsm8k
 published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
 
-.PHONY: train test tests test-all quick durations scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster gpu doctor gsm8k clean
+.PHONY: train test tests test-all quick scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster gpu doctor gsm8k clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -60,9 +60,6 @@ test-all: $(VLLM) browser sandbox lint  ## an hour: the long forms too, many exa
 
 quick: $(DEV)  ## the developer's loop: no slow tests
 	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not slow and not long" -x
-
-durations: $(VLLM) browser sandbox  ## measure which tests are slow, and so not in `make quick`, or long, and not in `make test`
-	WORKBENCH_TESTS_DURATIONS=1 $(MAKE) --no-print-directory tests MARK=
 
 scorecard: $(VLLM) browser sandbox  ## inject every fault of the scorecard, and write docs/scorecard.md with how its tests ended
 	WORKBENCH_SCORECARD=1 $(MAKE) --no-print-directory tests MARK=

@@ -89,24 +89,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(servers.close)
 
 
-DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds of every test that took `SLOW` or more when `make durations` was last called, by its node id."""
-SLOW = 0.2
-"""Seconds: what takes as long is left out of the developer's loop (`make quick`)."""
-LONG = 10.0
-"""Seconds: what takes as long is `long`, but for what `KEPT` names: a short test of the same kind, or one of these, stands for it."""
-KEPT = ("test_front_door.py::", "test_wheel.py::", "test_bare_machine.py::", "it_runs_as_a_job[101", "it_runs_as_a_job[104", "it_runs_as_a_job[201",
-        "it_runs_as_a_job[301", "in_a_real_lab[101", "killed_and_resumed_is_identical[step:1]", "drawn_ahead_survive_a_kill[inside",
-        "test_C7_sigkill_of_the_job", "test_A6_a_full_disk", "TestFsdpAndVllm::test_two_steps_of_grpo", "test_it_learns[grpo",
-        "test_a9_a_run_of_two_ranks", "test_turns_of_vllm", "RemoteVllm::test_two_steps_of_grpo", "TestVllm::", "test_agents_mcp.py::",
-        "test_B13_what_does_not_answer", "test_what_makes_each_of_them", "test_stepped_by_hand_trained_and_run_by_papermill",
-        "test_processes_keep_the_contract_of_ranks", "killed_at_every_write_boundary", "test_an_interrupt_ends_the_draw",
-        "test_engines_accelerator.py::", "test_engines_weights.py::", "test_an_adapter_goes_alone", "test_updates_over_ranks_are_done_again",
-        "test_no_check_stops_the_others", "test_a_killed_worker_is_named")  # fmt: skip
-"""Tests of `LONG` seconds and more that `make test` runs nevertheless: what the README promises, and one of each kind of fault."""
-_TOOK: dict[str, float] = {}
-
-
 _REQUIRED = [REQUIRED[name] for name in os.environ.get("WORKBENCH_TESTS_REQUIRE", "").split()]
 
 
@@ -122,8 +104,7 @@ _ENDED: dict[str, dict[str, str]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Seconds of each test, setting up and tearing down included; and how it ended."""
-    _TOOK[report.nodeid] = _TOOK.get(report.nodeid, 0.0) + report.duration
+    """How each test of the scorecard ended."""
     if SCORECARD and (report.when == "call" or report.outcome != "passed"):
         reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
         ended = {"passed": "passed", "failed": "FAILED"}.get(report.outcome, f"skipped: {reason}")
@@ -138,13 +119,9 @@ def scorecard() -> Any:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the durations down where that is asked for, those of tests that were not run stay; and the scorecard's page."""
+    """Write the scorecard's page, where that is asked for."""
     if SCORECARD and not os.environ.get("PYTEST_XDIST_WORKER"):
         scorecard().PAGE.write_text(scorecard().page(_ENDED), encoding="utf-8")
-    if os.environ.get("WORKBENCH_TESTS_DURATIONS") and not os.environ.get("PYTEST_XDIST_WORKER"):
-        known = {**json.loads(DURATIONS.read_text()), **_TOOK}
-        slow = {name: round(seconds, 1) for name, seconds in sorted(known.items()) if seconds >= SLOW}
-        DURATIONS.write_text(json.dumps(slow, indent=1) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -152,12 +129,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long groups first; otherwise in the folders' order."""
     if SCORECARD:
         items[:] = [item for item in items if scorecard().key_of(item.nodeid) in scorecard().listed()]
-    durations = json.loads(DURATIONS.read_text())
-    for item in items:
-        if item.nodeid in durations:
-            item.add_marker(pytest.mark.slow)
-        if durations.get(item.nodeid, 0) >= LONG and not any(name in item.nodeid for name in KEPT):
-            item.add_marker(pytest.mark.long)
     place = {name: number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(group_of(item.nodeid), len(place)))
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "workbench").rglob("*.py"))
 COMPLEXITY = 20
@@ -85,6 +87,7 @@ def test_no_function_is_a_tangle() -> None:
     assert broken(tangled) == []
 
 
+@pytest.mark.slow
 def test_every_file_keeps_the_house_habits() -> None:
     assert broken(habits) == []
 
@@ -115,6 +118,7 @@ def test_the_rules_see_what_they_forbid() -> None:
     assert len(list(tangled(Path("x.py"), long, ast.parse(long)))) == 1
 
 
+@pytest.mark.slow
 def test_nothing_committed_names_a_machine_or_a_registry() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"
@@ -128,6 +132,7 @@ def test_nothing_committed_names_a_machine_or_a_registry() -> None:
             assert not found, f"{name}: {found and found[0]}"
 
 
+@pytest.mark.slow
 def test_importing_workbench_costs_little_more_than_torch() -> None:
     heavy = [
         "transformers",

@@ -27,6 +27,7 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_own_rows_own_reward_another_reward_beside_it(tiny: str, mine: Path, tmp_path: Path) -> None:
     engine = wb.engines.local(tiny)
     with pytest.raises(
@@ -64,6 +65,7 @@ def test_what_is_handed_in_wrongly_is_named_at_the_door(tiny: str, tmp_path: Pat
         wb.Stepper(pipe, [{"prompt": "1+1?"}])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_rows_of_a_mix_that_lack_what_the_reward_reads_are_counted(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 import workbench as wb
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
 
+pytestmark = pytest.mark.slow
+
 
 def my_reward(solution_str: str, ground_truth: str, **_: object) -> float:
     return wb.rewards.gsm8k.compute_score(solution_str, ground_truth)
@@ -46,7 +48,6 @@ def test_the_front_door(tmp_path: Path) -> None:
     assert wb.evaluate(run.checkpoint(2), eval_rows).prompts == 16
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_front_door_on_a_cluster() -> None:
     """With CPUs for GPUs, and the tiny model for a 7B; vLLM where it is installed."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "workbench"
 
@@ -165,6 +167,7 @@ def chain() -> list[str]:
     return max((down(module) for module in FILES), key=len)
 
 
+@pytest.mark.slow
 def test_a_room_imports_only_what_stands_below_it() -> None:
     wrong = [
         f"{FILES[module].relative_to(ROOT)}:{line} imports {other}"
@@ -204,6 +207,7 @@ def test_the_rule_itself() -> None:
     assert found == {"a", "b", "workbench.steps", "workbench.relative"}
 
 
+@pytest.mark.slow
 def test_base_has_no_tensors_and_child_programs_start_bare() -> None:
     """`base.memory` frees them and looks torch up in `sys.modules` alone."""
     for path in (PACKAGE / "base").glob("*.py"):

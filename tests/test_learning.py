@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field
 
 import workbench as wb
 
+pytestmark = pytest.mark.slow
+
 
 def eval_rows(number: int = 256) -> wb.datasets.Rows:
     return wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=number)
@@ -20,7 +22,6 @@ def test_the_model_starts_where_it_should() -> None:
     assert 0.24 <= found.mean <= 0.45  # 0.26 where it was made; another CPU rounds a few draws otherwise
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "seed"), [(10, 0), *(pytest.param(25, seed, marks=pytest.mark.long) for seed in (0, 1, 2))]
 )
@@ -51,7 +52,6 @@ def test_it_learns(recipe: str, steps: int, seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_it_learns_from_targets(tmp_path: Path) -> None:
     """Supervised fine-tuning: the loss of held-out targets falls, and greedy answers become right."""
     engine = wb.engines.local("data/tiny-arith", lr=1e-3)
@@ -73,7 +73,6 @@ class Preference(BaseModel):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_judge_learns_to_judge(seed: int, tmp_path: Path) -> None:
     """GRPO of a judge that prefers what stands first: held-out accuracy and swap consistency rise together."""

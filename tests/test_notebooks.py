@@ -126,6 +126,7 @@ def check_runs(folder: Path) -> int:
     return len(runs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",

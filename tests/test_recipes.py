@@ -42,6 +42,7 @@ def make(name: str, model: Any, **more: Any) -> tuple[wb.Pipeline, wb.datasets.R
     return getattr(wb.recipes, name)(engine, Reward(varied, in_process=True), **settings), rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_of_it(name: str, tiny: str) -> None:
     pipe, rows = make(name, tiny)
@@ -76,6 +77,7 @@ def test_it_trains_and_any_step_can_be_had_again(name: str, tiny: str, tmp_path:
         assert torch.isfinite(recorded.batch["advantages"]).all()
 
 
+@pytest.mark.slow
 def test_what_makes_each_of_them(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
     settings = {name: {stage.name: stage.settings() for stage in make(name, engine)[0]} for name in RECIPES}
@@ -90,6 +92,7 @@ def test_what_makes_each_of_them(tiny: str) -> None:
         assert settings[name]["advantage"]["estimator"].__name__ == name
 
 
+@pytest.mark.slow
 def test_the_kl_is_in_the_reward_or_in_the_loss(tiny: str) -> None:
     """verl's `algorithm.use_kl_in_reward` and `actor.use_kl_loss`, for every recipe."""
     engine = wb.engines.local(tiny, device="cpu")
@@ -103,6 +106,7 @@ def test_the_kl_is_in_the_reward_or_in_the_loss(tiny: str) -> None:
         make("ppo", tiny, kl_in_reward=False, kl_target=0.1)
 
 
+@pytest.mark.slow
 def test_remax_compares_with_the_greedy_response(tiny: str) -> None:
     pipe, rows = make("remax", tiny)
     s = wb.Stepper(pipe, rows.batch(3)).run(until="reward")
@@ -122,6 +126,7 @@ def test_remax_compares_with_the_greedy_response(tiny: str) -> None:
         assert float(s.batch["advantages"][row, 0]) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_dapo_replaces_groups_without_signal(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
@@ -153,6 +158,7 @@ def test_dapo_replaces_groups_without_signal(tiny: str) -> None:
     assert torch.equal(filled.batch["input_ids"][:, -mask.shape[1] :][mask], filled.batch["responses"][mask])
 
 
+@pytest.mark.slow
 def test_a_step_without_any_signal_changes_nothing(tiny: str) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
     engine = wb.engines.local(tiny, device="cpu", weight_decay=0.0)

@@ -47,6 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_the_wheel_has_what_a_user_needs(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -80,6 +81,7 @@ def test_the_licences_of_what_others_wrote_are_with_the_wheels_metadata(wheel: P
             assert found == (ROOT / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_an_unpacked_wheel_writes_its_notebooks_elsewhere(wheel: Path, tmp_path: Path) -> None:
     """The wheel's own files, not the checkout's."""
     with zipfile.ZipFile(wheel) as archive:

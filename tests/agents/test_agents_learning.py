@@ -18,6 +18,7 @@ def calls(batch: wb.DataProto) -> float:
     return mean(float(number) for number in batch["num_tool_calls"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "seed"), [(9, 0), *(pytest.param(12, seed, marks=pytest.mark.long) for seed in (0, 1, 2))]

@@ -108,6 +108,7 @@ def test_what_no_tool_should_give_is_an_error_text(made: dict[str, Any], answer:
     assert found.turns[0].calls[0].status == "error" and found.extra["tool_rewards"] == [0.0]
 
 
+@pytest.mark.slow
 def test_a_tool_that_will_not_be_cancelled_costs_its_limit(made: dict[str, Any]) -> None:
     class Stubborn(Adder):
         async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:

@@ -98,6 +98,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandInClient]]:
     assert StandInClient.opened == []
 
 
+@pytest.mark.slow
 def test_tools_of_a_server_are_listed_called_held_open_and_left(
     stand_in: type[StandInClient], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

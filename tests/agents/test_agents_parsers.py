@@ -111,6 +111,7 @@ def test_no_text_makes_a_parser_raise_and_without_calls_the_text_stays(text: str
             assert cut or reasoning or some == calls
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(80))
 @given(
     st.lists(st.tuples(names, arguments), min_size=1, max_size=4), st.text().filter(lambda text: "<tool" not in text)
@@ -257,6 +258,7 @@ def test_sound_json_is_read_as_it_is_and_its_truncations_never_raise(value: Any)
         loose_json(text[:end])
 
 
+@pytest.mark.slow
 def test_depth_is_bounded_and_time_grows_with_the_text_alone() -> None:
     assert loose_json("[" * 10 + "1") == [[[[[[[[[[1]]]]]]]]]]
     assert loose_json("[" * (MAX_DEPTH + 2) + "1") is None and loose_json("[" * 200_000) is None

@@ -76,6 +76,7 @@ def same(a: DataProto, b: DataProto) -> bool:
     return tensors and all(list(a[name]) == list(b[name]) for name in a.non_tensor_batch)
 
 
+@pytest.mark.slow
 def test_columns_of_episodes(engine: Any, rows: Any) -> None:
     outcome = EpisodeRollout(engine, agent=agent(), group_size=3, sampling=SAMPLING)(batch_of(rows))
     found = outcome.batch
@@ -103,6 +104,7 @@ def test_columns_of_episodes(engine: Any, rows: Any) -> None:
     assert {"agent_loop/generate_sequences/min", "response_length/mean"} <= set(metrics)
 
 
+@pytest.mark.slow
 def test_a_single_turn_is_the_plain_rollout(engine: Any, rows: Any) -> None:
     plain = Rollout(engine, group_size=2, sampling=SAMPLING)(batch_of(rows)).batch
     turned = EpisodeRollout(engine, agent="single_turn_agent", group_size=2, sampling=SAMPLING, deterministic=True)(
@@ -114,6 +116,7 @@ def test_a_single_turn_is_the_plain_rollout(engine: Any, rows: Any) -> None:
     assert torch.equal(plain["responses"], tooled["responses"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_same_seed_gives_the_same_episodes(engine: Any, rows: Any, deterministic: bool) -> None:
     delays = iter([0.0, 0.03, 0.01, 0.0, 0.02] * 40)
@@ -139,6 +142,7 @@ def test_the_same_seed_gives_the_same_episodes(engine: Any, rows: Any, determini
     )
 
 
+@pytest.mark.slow
 def test_lock_step_waves(rows: Any) -> None:
     from transformers import AutoTokenizer
 
@@ -165,6 +169,8 @@ def test_lock_step_waves(rows: Any) -> None:
 texts = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=12)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @given(
     st.sampled_from(("own", "qwen", "llama", "no system")),
     texts,
@@ -224,6 +230,7 @@ class Nagging(BaseInteraction):
         return False, f"again {self.text}", 0.0, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lock_step", [True, False])
 def test_episodes_of_mixed_lengths_with_tools_of_random_slowness_are_the_same_again(
     engine: Any, rows: Any, lock_step: bool
@@ -272,6 +279,7 @@ def taught(engine: Any, batch: DataProto, mode: str) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_tool_tokens_have_no_gradient(engine: Any, rows: Any, mode: str) -> None:
     batch = EpisodeRollout(engine, agent=agent(), group_size=2, sampling=SAMPLING)(batch_of(rows)).batch
@@ -300,6 +308,7 @@ def test_tool_tokens_have_no_gradient(engine: Any, rows: Any, mode: str) -> None
     assert (leaf.grad[outside] == 0).all() and (entropy.grad[outside] == 0).all() and (leaf.grad[~outside] != 0).any()
 
 
+@pytest.mark.slow
 def test_a_critic_learns_nothing_of_tool_tokens(engine: Any, rows: Any) -> None:
     batch = EpisodeRollout(engine, agent=agent(), group_size=2, sampling=SAMPLING)(batch_of(rows)).batch
     outside = batch["response_mask"] == 0
@@ -316,6 +325,7 @@ def test_a_critic_learns_nothing_of_tool_tokens(engine: Any, rows: Any) -> None:
     assert leaf.grad is not None and (leaf.grad[outside] == 0).all() and (leaf.grad[~outside] != 0).any()
 
 
+@pytest.mark.slow
 def test_256_episodes_with_a_slow_tool_run_at_once(rows: Any) -> None:
     from transformers import AutoTokenizer
 
@@ -355,6 +365,7 @@ def test_256_episodes_with_a_slow_tool_run_at_once(rows: Any) -> None:
     assert not tool.open and {turns[-1]["role"] for turns in found["turns"]} == {"assistant"}
 
 
+@pytest.mark.slow
 def test_rewards_are_told_of_the_episode(engine: Any, rows: Any) -> None:
     def judge(response: str, num_tool_calls: int, turns: Any, extra_info: dict[str, Any]) -> dict[str, float]:
         assert extra_info["num_turns"] == 6 and extra_info["turns"] == turns and turns[1]["role"] == "tool"
@@ -415,6 +426,7 @@ class Own(AgentLoopBase):
         return AgentLoopOutput(prompt, ids, [1] * len(ids), one.log_probs + two.log_probs)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_rows_choose_their_loop(engine: Any, rows: Any) -> None:
     batch = batch_of(rows, 3).with_columns({"agent_name": ["own", "single_turn_agent", None]})
     stage = EpisodeRollout(
@@ -432,6 +444,7 @@ def test_rows_choose_their_loop(engine: Any, rows: Any) -> None:
         EpisodeRollout(engine, agent=Own(), group_size=1)(batch_of(rows, 3).with_columns({"broken": [0, 0, 1]}))
 
 
+@pytest.mark.slow
 def test_a_loop_given_alone_runs_every_row(engine: Any, rows: Any) -> None:
     batch = batch_of(rows, 2).with_columns({"agent_name": ["tool_agent", "own"]})
     found = EpisodeRollout(engine, agent=agent(name="calc"), group_size=1, sampling=SAMPLING)(batch).batch
@@ -439,6 +452,7 @@ def test_a_loop_given_alone_runs_every_row(engine: Any, rows: Any) -> None:
     assert len(EpisodeRollout(engine, agent=Own(), group_size=1, sampling=SAMPLING)(batch).batch["turns"][0]) == 0
 
 
+@pytest.mark.slow
 def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
     class Late(AgentLoopBase):
         async def run(self, sampling_params: Any, **row: Any) -> AgentLoopOutput:
@@ -464,6 +478,7 @@ def test_when_one_loop_breaks_the_others_let_go(rows: Any) -> None:
     assert open_then[0] == (4, 4) and open_then[-1] == (0, 4)  # in lock-step nobody had spoken yet
 
 
+@pytest.mark.slow
 def test_the_loop_in_the_docstring(engine: Any, rows: Any, tmp_path: Path) -> None:
     example = inspect.cleandoc(str(AgentLoopBase.__doc__)).split("::\n")[1].split("    pipeline =")[0]
     written = tmp_path / "twice.py"
@@ -575,6 +590,7 @@ def test_a_manager_does_not_judge_an_episode_that_broke(rows: Any) -> None:
     assert judged["scored"].tolist() == [True, False] and "hung up" in judged["score"][1].why
 
 
+@pytest.mark.slow
 def test_failing_calls_are_counted(engine: Any, rows: Any) -> None:
     found = EpisodeRollout(engine, agent=agent(), group_size=2, sampling=SAMPLING)(batch_of(rows)).metrics
     assert found["agent_loop/tool_errors"].value == found["agent_loop/errors"].value == 0
@@ -592,6 +608,7 @@ def test_prompts_that_tools_make_too_long_are_refused(engine: Any, rows: Any) ->
             stage(batch_of(rows).with_meta(max_prompt_length=64))
 
 
+@pytest.mark.slow
 def test_validation_and_saving(engine: Any, rows: Any, tmp_path: Path) -> None:
     stage = EpisodeRollout(engine, agent=agent(), group_size=3, sampling=SAMPLING)
     held = validation_rollout(stage, greedy=True)
@@ -610,6 +627,7 @@ def test_validation_and_saving(engine: Any, rows: Any, tmp_path: Path) -> None:
     assert checked == [{}, "add"]
 
 
+@pytest.mark.slow
 def test_a_greedy_baseline_is_an_episode_too(engine: Any, rows: Any) -> None:
     found = EpisodeRollout(engine, agent=agent(), group_size=1, sampling=SAMPLING, greedy_baseline=True)(
         batch_of(rows)

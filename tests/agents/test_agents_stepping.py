@@ -281,6 +281,7 @@ def step(request: pytest.FixtureRequest) -> wb.Stepper:
     return wb.Stepper(pipe, rows.batch(2)).run()
 
 
+@pytest.mark.slow
 def test_a_recorded_episode_is_rebuilt_from_its_columns(step: wb.Stepper) -> None:
     batch = step.trace["rollout"].batch
     stage = step.pipeline["rollout"]
@@ -294,6 +295,7 @@ def test_a_recorded_episode_is_rebuilt_from_its_columns(step: wb.Stepper) -> Non
     assert all(torch.equal(whole[name], batch[name]) for name in batch.batch)
 
 
+@pytest.mark.slow
 def test_going_back_and_on_gives_the_very_same_episode(step: wb.Stepper) -> None:
     """With the weights that it was sampled with, though the step has updated them since."""
     for row in (0, 3):
@@ -338,6 +340,7 @@ def test_words_put_into_the_models_mouth_have_the_policys_log_probs(step: wb.Ste
     assert torch.allclose(torch.tensor(e.output.response_logprobs), expected, atol=1e-6) and (expected < 0).all()
 
 
+@pytest.mark.slow
 def test_looking_moves_no_weights_and_another_batch_is_refused(step: wb.Stepper) -> None:
     engine: Any = step.pipeline["rollout"].sampler
     step.fork().back(to="update_actor").run()
@@ -368,6 +371,7 @@ def test_before_the_rollout(step: wb.Stepper) -> None:
     assert float(judged["reward"][0]) == float(step.trace["reward"].batch["reward"][3])
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_agents(tiny: str) -> None:
     engine = local(tiny, lr=1e-3)
     rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
@@ -395,6 +399,7 @@ def test_views(step: wb.Stepper, tokenizer: Any) -> None:
     assert json.loads(wb.views.transcript(e).frame.to_json(orient="records"))[1]["edited"] is True
 
 
+@pytest.mark.slow
 def test_a_row_without_turns_is_one_turn(tiny: str) -> None:
     rows = wb.rows(str(ROOT / "data" / "arith" / "train.parquet"))
     s = wb.Stepper(grpo(local(tiny), wb.rewards.math_string, group_size=2, max_tokens=4), rows.batch(1)).run("rollout")

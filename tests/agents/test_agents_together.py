@@ -97,6 +97,7 @@ def test_the_shipped_user_and_an_environment_in_an_episode(tokenizer: Any) -> No
     assert game._instances == {}
 
 
+@pytest.mark.slow
 def test_many_episodes_with_a_slow_synchronous_tool_run_side_by_side(tokenizer: Any) -> None:
     @function_tool
     def doubled(x: int) -> int:

@@ -31,6 +31,7 @@ def made(request: pytest.FixtureRequest) -> dict[str, Any]:
     return tokenizers(request.getfixturevalue("tiny"))
 
 
+@pytest.mark.slow
 @given(st.sampled_from(NAMES), words, turns, st.booleans(), st.booleans())
 @settings(max_examples=examples(60))
 def test_prompt_and_deltas_are_what_the_template_would_write(

@@ -122,6 +122,7 @@ def test_arguments_are_asked_of_the_schema_and_the_model_is_told(arguments: Any,
     assert (found is None) if told is None else (found is not None and told in found)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(100))
 @given(
     st.recursive(
@@ -253,6 +254,7 @@ def test_what_a_function_raises_is_a_text_and_a_record_and_no_judgement() -> Non
     assert "StopIteration" in ask(function_tool(f), {"x": 1})[2]["why"]
 
 
+@pytest.mark.slow
 def test_slow_functions_run_side_by_side_and_a_hanging_one_costs_its_own_time() -> None:
     go = threading.Event()
 
@@ -425,6 +427,7 @@ def test_python_tells_output_limits_and_outages_apart() -> None:
     assert "missing the argument 'code'" in str(ask(tool, {})[0].text)
 
 
+@pytest.mark.slow
 def test_python_in_the_real_sandbox() -> None:
     from workbench import sandbox
 

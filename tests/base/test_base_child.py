@@ -74,6 +74,7 @@ def test_a_child_starts_with_the_standard_library_alone(child: Child) -> None:
     assert not {name.split(".")[0] for name in names} & {"workbench", "torch", "numpy", "cloudpickle"}
 
 
+@pytest.mark.slow
 def test_past_its_deadline_a_child_is_ended_with_all_that_it_started(child: Child) -> None:
     grandchildren = [int(pid) for pid in child.exchange(b"hang", LONG).split()]
     with pytest.raises(TimeoutError):
@@ -84,6 +85,7 @@ def test_past_its_deadline_a_child_is_ended_with_all_that_it_started(child: Chil
         child.exchange(b"x", 1)
 
 
+@pytest.mark.slow
 def test_a_stopped_child_does_not_hold_who_sends_to_it(child: Child) -> None:
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError):
@@ -91,6 +93,7 @@ def test_a_stopped_child_does_not_hold_who_sends_to_it(child: Child) -> None:
     assert gone(child.pid)
 
 
+@pytest.mark.slow
 def test_how_it_ended_is_said_in_words_with_the_end_of_its_log(child: Child, file: Path) -> None:
     grandchildren = [int(pid) for pid in child.exchange(b"leave", LONG).split()]
     with pytest.raises(ConnectionError):
@@ -147,6 +150,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_child_whose_parent_was_killed(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

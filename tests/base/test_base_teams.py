@@ -44,6 +44,7 @@ def _run(body: str) -> list[int]:
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
 
 
+@pytest.mark.slow
 def test_a_thread_that_waits_for_the_loop_has_no_team_meanwhile():
     _, own, inside, after = _run("""
         print(base := team())
@@ -67,6 +68,7 @@ def test_a_thread_that_waits_for_the_loop_has_no_team_meanwhile():
     assert after <= 2
 
 
+@pytest.mark.slow
 def test_work_alone_leaves_no_team_and_is_of_one_thread_at_a_time():
     most, left = _run("""
         base = team()
@@ -133,6 +135,8 @@ def test_work_may_wait_for_the_work_of_another_thread():
         pass
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_samples_and_scores_with_one_team():
     sampled, scored = _run("""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -133,6 +133,7 @@ def training_cell(document: Any) -> dict[str, Any]:
     return next(cell for cell in document["cells"] if "wb.train(" in "".join(cell["source"]))
 
 
+@pytest.mark.long
 def test_pause_go_on_reload_and_stop_a_training_cell(lab: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     values = {"steps": 400, "batch_size": 4, "group_size": 4, "num_eval_rows": 8, "test_freq": 0, "save_freq": 0}

@@ -53,6 +53,7 @@ def test_B12_the_port_is_never_free_between_its_choice_and_its_use(monkeypatch: 
         late.bind(place)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("groups", [6, pytest.param(20, marks=pytest.mark.long)])
 def test_B12_twenty_groups_of_two_start_at_once(groups: int) -> None:
     done = subprocess.run(
@@ -70,6 +71,7 @@ def test_B12_twenty_groups_of_two_start_at_once(groups: int) -> None:
 # --- B16: how many there are changes no number ---------------------------------------------------------
 
 
+@pytest.mark.long
 def test_B16_B12_one_rank_and_two_and_one_reward_worker_and_two_are_the_same_numbers(
     local: Cluster, tmp_path: Path
 ) -> None:
@@ -114,6 +116,7 @@ def apart(one: Mapping[str, torch.Tensor], two: Mapping[str, torch.Tensor]) -> f
     return max(float((value - two[name]).abs().max()) for name, value in one.items())
 
 
+@pytest.mark.long
 def test_B16_one_rollout_worker_and_two_write_the_same_rows(local: Cluster) -> None:
     prompts = rows()[:6].batch(6, step=1, seed=5)
     with local.ranks(things.writer, 2, name="writers", cpus=0.5, path=str(Path("data/tiny-arith").resolve())) as two:
@@ -133,6 +136,7 @@ def test_B16_one_rollout_worker_and_two_write_the_same_rows(local: Cluster) -> N
 # --- B17: kills at random --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("steps", "most"), [(8, 1), pytest.param(30, 2, marks=pytest.mark.long)])
 def test_B17_some_steps_with_kills_at_random_end_as_the_quiet_ones(
     local: Cluster, tmp_path: Path, steps: int, most: int

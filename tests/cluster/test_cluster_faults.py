@@ -325,6 +325,7 @@ g.call("sleep", 3600)
 """
 
 
+@pytest.mark.long
 def test_C3_E10_a_first_start_listens_on_loopback_with_a_token_of_its_own_and_a_killed_kernel_leaves_nothing(
     local: Cluster, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_episodes_of_two_rollouts_share_an_actors_state_and_end_in_it(actor: Any
     assert {name.split("-")[0] for name in standing["ended"]} == {"here", "there"}
 
 
+@pytest.mark.long
 def test_an_actor_that_hangs_costs_its_rows_and_one_that_is_gone_ends_the_step(actor: Any) -> None:
     import ray
 

@@ -104,6 +104,7 @@ def test_requests_are_spans_of_the_trace_and_a_lane_of_the_view() -> None:
     assert "1 request in" in repr(Timeline((), asked[:1]))
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_row_for_each_stage_and_worker() -> None:
     made = ordered(events())
     figure = timeline_figure(made)
@@ -162,6 +163,7 @@ def test_the_live_table_looks_says_troubles_and_ends_with_its_cluster() -> None:
     table.close()
 
 
+@pytest.mark.slow
 def test_a_live_table_that_nobody_sees_asks_nothing_and_a_closed_one_ends() -> None:
     asked: list[int] = []
 

@@ -196,6 +196,7 @@ def test_B13_another_cluster_is_told_of_and_not_joined(
     assert discovery.answers(nodes.address) is None, "closing our own did not touch it"
 
 
+@pytest.mark.long
 def test_B7_a_lost_node_is_a_lost_worker_in_seconds_and_a_new_one_takes_its_place(
     nodes: Nodes, token: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +228,7 @@ def test_B7_a_lost_node_is_a_lost_worker_in_seconds_and_a_new_one_takes_its_plac
     assert "raylet" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_B11_a_worker_that_eats_memory_is_killed_for_it_by_name_and_once(nodes: Nodes, token: None) -> None:
     memory = psutil.virtual_memory()
     limit = memory.total - memory.available + (2 << 30)  # two workers have half a GiB

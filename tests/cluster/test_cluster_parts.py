@@ -43,6 +43,7 @@ def node(name: str, cpus: float = 8, gpus: float = 0, free: float | None = None,
 # --- Ray stays outside ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ray_is_imported_when_a_cluster_is_asked_for_and_not_before() -> None:
     code = "import sys, workbench.cluster.session, workbench.cluster.fitting; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -292,6 +293,7 @@ def test_the_cache_is_what_is_left_and_phases_take_turns() -> None:
     assert not fits(CONFIG, tokens=100, gpus=2, memory=3 << 30)  # a cache of nothing
 
 
+@pytest.mark.slow
 def test_what_fits_measures_is_what_place_would_start() -> None:
     """One object for both: nothing is on in one and off in the other."""
     fit = fits(CONFIG, tokens=100, gpus=2, memory=8 << 30, lr=1e-4)
@@ -302,6 +304,7 @@ def test_what_fits_measures_is_what_place_would_start() -> None:
         fits(CONFIG, tokens=100, gpus=2, memory=8 << 30, sampler="vlm")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_each_choice_buys_and_proposes_one() -> None:
     wide = CONFIG | {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 4}
@@ -362,6 +365,7 @@ def _parameters(folder: str) -> Any:
 # --- starting ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_busy_machine_gets_as_long_as_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray gives up on its own node where asking for it fails; here asking goes on until `start_seconds` are over."""
     from ray._private import services

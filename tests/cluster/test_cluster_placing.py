@@ -95,6 +95,7 @@ class TestFsdpAndVllm:
             torch.testing.assert_close(theirs[name], weight, atol=1e-5, rtol=0)
         assert any("version 2: shared memory: " in note for note in session.status().notes) and "MiB" in repr(engine)
 
+    @pytest.mark.long
     def test_B3_a_sampler_that_is_killed_is_replaced_and_no_row_is_lost_or_doubled(
         self, session: Cluster, engine: Any
     ) -> None:
@@ -115,6 +116,7 @@ class TestFsdpAndVllm:
             assert bool((mine == theirs).all()), name
         assert stepper.trace.metrics["training/rollout_probs_diff_max"] < PUSHED
 
+    @pytest.mark.long
     def test_a_learner_that_is_killed_is_a_named_error_and_the_step_runs_again(
         self, session: Cluster, engine: Any
     ) -> None:

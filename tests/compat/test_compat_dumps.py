@@ -333,6 +333,7 @@ def test_numbers_that_are_no_rewards_and_hostile_text(tmp_path: Path) -> None:
     assert wb.rewards.dry_run(right, batch).table["right"].tolist() == [1] * 6
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows_cost_about_a_second(tmp_path: Path) -> None:
     lines = [
         verl(1 + row // 2000, input=f"question {row // 8} " * 20, output="step by step " * 60) for row in range(10_000)

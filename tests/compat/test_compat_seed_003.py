@@ -82,6 +82,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manager", ["naive", "prime", "dapo"])
 def test_the_custom_functions_lines(manager: str, tmp_path: Path) -> None:
     """`custom_reward_function.path=…`, `.name=compute_score`, `reward_model.reward_manager=…` of 3.4 and case 3 of 7.8."""
@@ -130,6 +131,7 @@ class OfToday(MyAgentLoop):
     verls = True
 
 
+@pytest.mark.slow
 def test_a_loop_without_log_probs_has_those_of_what_was_sampled() -> None:
     engine = wb.engines.local(TINY)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
@@ -143,6 +145,7 @@ def test_a_loop_without_log_probs_has_those_of_what_was_sampled() -> None:
     assert (steps[0]["rollout_log_probs"] < 0).any()
 
 
+@pytest.mark.slow
 def test_ids_that_were_not_sampled_are_no_response_without_log_probs() -> None:
     class Invents(MyAgentLoop):
         async def run(self, sampling_params: Any, **kwargs: Any) -> AgentLoopOutput:

@@ -99,6 +99,7 @@ def test_the_table_is_sound() -> None:
     assert len(known()) > 800
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(sorted(known())) | st.from_regex(r"[a-z]{2,5}\.[a-z]{2,5}", fullmatch=True),

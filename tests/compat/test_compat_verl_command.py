@@ -115,6 +115,7 @@ def test_several_commands_and_none_are_refused() -> None:
         read_command("nowhere/run.sh")
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z_]{1,6}(\.[a-z_]{1,6}){1,3}", fullmatch=True),

@@ -127,6 +127,7 @@ def test_a_model_a_rule_and_a_sandbox_are_parts_of_one_rubric() -> None:
         reward.check_rows([{**ROW, "data_source": "nobody/knows"}])
 
 
+@pytest.mark.slow
 def test_dapos_penalty_comes_after_any_scorer(tmp_path: Path) -> None:
     long, short = {**ROW, "response": "#### 4.."}, ROW  # 8 and 6 of 8 characters; the buffer has 4
     for block in ({}, MODEL, {**MODEL, **SANDBOX}, {"custom_reward_function.path": _file(tmp_path), "num_workers": 1}):
@@ -143,6 +144,7 @@ def _file(folder: Path, text: str = "") -> str:
     return str(folder / "mine.py")
 
 
+@pytest.mark.slow
 def test_what_was_made_works_alone_in_a_rubric_and_in_a_step(tmp_path: Path) -> None:
     settings = {
         "custom_reward_function.path": _file(tmp_path),
@@ -161,6 +163,8 @@ def test_what_was_made_works_alone_in_a_rubric_and_in_a_step(tmp_path: Path) -> 
     reward.close()
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_recorded_step_makes_the_reward_of_a_block_again(tmp_path: Path) -> None:
     """One that needs no file and no model; of the others the step has the recorded scores."""
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=128)
@@ -195,6 +199,7 @@ class Mine:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [{"name": "Mine"}, {"module": {"name": "Mine"}}])
 def test_a_manager_of_ones_own_judges_rows_too(tmp_path: Path, named: Any) -> None:
     (tmp_path / "managers.py").write_text(MANAGER)
@@ -206,6 +211,7 @@ def test_a_manager_of_ones_own_judges_rows_too(tmp_path: Path, named: Any) -> No
     reward.close()
 
 
+@pytest.mark.slow
 def test_a_function_gets_the_address_of_the_served_model(tmp_path: Path) -> None:
     """D3: it was None, and every row scored 0."""
     text = (
@@ -334,6 +340,7 @@ def test_older_places_mean_what_todays_mean(then: Any, now: Any) -> None:
     assert read_block(then) == read_block(now) != {}
 
 
+@pytest.mark.slow
 def test_a_configuration_as_verl_writes_it_is_read_whole() -> None:
     """Its defaults come along where they mean nothing; they are no contradictions."""
     whole = {

@@ -54,6 +54,7 @@ def test_patterns_stand_for_their_keys() -> None:
     assert matching("b", "a, b") and not matching("ab", "a, b") and not matching("a.c", "abc")
 
 
+@pytest.mark.slow
 def test_every_metric_that_a_run_has_is_in_one_of_the_tables() -> None:
     """Those of the recorded runs, and of every stage that computes any here."""
     root = Path(__file__).parents[1] / "recorded" / "0.12.0"

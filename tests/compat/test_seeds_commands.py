@@ -112,6 +112,7 @@ def test_a_command_trains_two_steps(block: tuple[str, int], text: str, at: int, 
     assert run.summary["steps"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=pytest.mark.long if one in ("000 reward", "004 ppo") else []) for one in QUOTED]
 )

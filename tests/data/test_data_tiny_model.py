@@ -48,6 +48,7 @@ def test_what_ends_a_response(tokenizer: Any) -> None:
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (stop, end)
 
 
+@pytest.mark.slow
 def test_its_words_fit_the_world(tokenizer: Any) -> None:
     random = Random(7)
     for _ in range(300):
@@ -72,6 +73,7 @@ def test_the_template_takes_switches(tokenizer: Any) -> None:
     assert off == plain and on == plain + "<think>\n"
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_a_function_of_its_seed(tokenizer: Any) -> None:
     made = []
     for seed in (0, 0, 1):

@@ -139,6 +139,7 @@ def test_what_is_practised_calls_in_one_chat_of_four_where_tools_are_shown() -> 
                 assert int(answer["content"]) == sums[sign]
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_a_function_of_its_seed() -> None:
     made = []
     tokenizer = make_tool_model.make_tokenizer()
@@ -164,6 +165,7 @@ def test_the_card_has_the_hash_of_the_weights() -> None:
     assert digest in (FOLDER / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_it_calls_sometimes_and_calling_pays(tools: dict[str, Any]) -> None:
     rows = wb.rows(DATA / "arith-tools" / "test.parquet", max_prompt_length=256)
     agent = ToolAgent(list(tools.values()), parser=tool_parser("hermes"))

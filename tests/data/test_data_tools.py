@@ -36,6 +36,7 @@ def test_the_files_are_what_the_script_makes_and_the_cards_say_so(
                 assert hashlib.sha256(file.read_bytes()).hexdigest() in (DATA / variant / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_splits_are_those_of_arith() -> None:
     for split, number in (("train", 1024), ("test", 256)):
         whole = [one["extra_info"]["question"] for one in wb.rows(DATA / "arith" / f"{split}.parquet")]

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from random import Random
 
+import pytest
 from arith_world import careless, make_problem
 from make_arith import problems, row, write
 
@@ -28,6 +29,7 @@ def test_the_card_has_the_hashes() -> None:
         assert hashlib.sha256((ARITH / f"{split}.parquet").read_bytes()).hexdigest() in card
 
 
+@pytest.mark.slow
 def test_the_splits_share_no_question_and_every_reference_scores_one() -> None:
     train, test = (wb.rows(ARITH / f"{split}.parquet") for split in ("train", "test"))
     assert len(train) == 4096 and len(test) == 512

@@ -213,6 +213,7 @@ def test_rows_keep_together(idxs: list[int], random: Any) -> None:
     assert [info["row"] for info in taken["extra_info"]] == idxs == taken["reward"].long().tolist()
 
 
+@pytest.mark.slow
 def test_single_dict_and_tensordict_round_trip() -> None:
     batch = DataProto.from_single_dict({"reward": torch.zeros(2), "uid": ["a", "b"]}, {"step": 1})
     assert same(DataProto.from_tensordict(batch.to_tensordict()), batch)

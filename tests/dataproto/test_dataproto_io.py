@@ -130,6 +130,7 @@ def test_every_dtype_has_its_checksums(tmp_path: Path, dtype: torch.dtype) -> No
     assert found["x"].equal(batch["x"]) and found["none"].equal(batch["none"])
 
 
+@pytest.mark.slow
 def test_one_large_object_in_every_row_can_be_opened_again(tmp_path: Path) -> None:
     tool = {"name": "search", "description": "x" * 9_000}
     batch = DataProto(None, {"tools": [tool] * 5_000, "row": list(range(5_000))})

@@ -119,6 +119,7 @@ def test_one_line_reads_it_all_the_same(name: str, tmp_path: Path) -> None:
     assert told in repr(rows) and told in rows._repr_html_() and "Anna has 0 apples" in repr(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["csv", "Dataset", "TRL jsonl"])
 def test_it_trains_with_a_plain_function(name: str, tiny: str, tmp_path: Path) -> None:
     rows = wb.rows(INPUTS[name](tmp_path))

@@ -224,6 +224,7 @@ def test_wrong_arguments_name_what_there_is(tmp_path: Path) -> None:
         convert("apps", source, tmp_path / "b.parquet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "number"), [("train", 7473), ("test", 1319)])
 def test_the_real_gsm8k(split: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = GSM8K / f"{split}.jsonl", tmp_path / "out.parquet"

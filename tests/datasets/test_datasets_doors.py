@@ -175,6 +175,7 @@ def test_a_batch_made_by_hand_is_held_to_the_same(tiny: str) -> None:
             encode(tokenizer, chat)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_rollout_refuses_pictures_too(tiny: str) -> None:
     engine = wb.engines.local(tiny)
     batch = wb.rows("data/arith/train.parquet").batch(2)
@@ -263,6 +264,7 @@ CELLS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=4))
 def test_what_is_written_is_read_as_it_was(cells: list[tuple[Any, Any]]) -> None:

@@ -35,6 +35,7 @@ def texts(batch: DataProto) -> list[str]:
 # --- mix -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ten_thousand_draws_are_within_a_hundredth_of_the_weights() -> None:
     made = mix({"a": rows(90, "a"), "b": rows(50, "b"), "c": rows(7, "c")}, weights=[0.5, 0.3, 0.2])
     drawn = Counter(part for step in range(1, 201) for part in made.batch(50, step=step, seed=5)["data_part"])

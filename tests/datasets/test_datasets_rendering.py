@@ -32,14 +32,17 @@ def rendered(way: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 
+@pytest.mark.slow
 def test_rendering_imports_a_file_of_transformers_and_not_the_package() -> None:
     assert rendered("plain") == '"hi" False'
 
 
+@pytest.mark.slow
 def test_a_release_whose_file_needs_more_is_imported_whole() -> None:
     assert rendered("broken") == '"hi" True'
 
 
+@pytest.mark.slow
 def test_a_started_process_is_the_one_that_renders() -> None:
     one = rendering.Renderer()
     one.start()

@@ -113,6 +113,7 @@ def in_half(one: torch.Tensor) -> bool:
     return torch.equal(one, one.bfloat16().float())
 
 
+@pytest.mark.slow
 def test_the_exact_kl_is_of_the_distributions_that_log_probs_are_of(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = local(tiny, device="cpu", dtype="bfloat16", self_check=False), list[torch.Tensor]()
     monkeypatch.setattr(scoring, "full_kl", lambda *logits: seen.extend(logits) or logits[0].sum(-1))
@@ -120,6 +121,7 @@ def test_the_exact_kl_is_of_the_distributions_that_log_probs_are_of(tiny: str, m
     assert len(seen) == 2 and all(in_half(one) for one in seen), "logits of policy and reference"
 
 
+@pytest.mark.slow
 def test_a_critics_head_computes_in_float32(tiny: str) -> None:
     critic = local(tiny, device="cpu", dtype="bfloat16", self_check=False).critic()
     torch.nn.init.normal_(critic._head.weight, generator=torch.Generator().manual_seed(0))
@@ -149,6 +151,7 @@ class Gpus:
         return getattr(self._local, "device", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_thread_that_saves_has_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int) -> None:
     """Torch's loader waits for copies of the thread's current device: with another it writes what is not there yet."""

@@ -91,6 +91,7 @@ def batch(engine: Any) -> DataProto:
     return sampled(engine)
 
 
+@pytest.mark.slow
 def test_every_number_is_the_models_own(folder: Path, engine: Any, batch: DataProto) -> None:
     model, greedy = plain(folder), sampled(engine, temperature=0.0)
     with torch.no_grad():
@@ -136,6 +137,7 @@ def test_the_table_is_of_today(name: str, engine: Any) -> None:
     assert line(name, check) in TABLE.read_text(encoding="utf-8").splitlines(), f"write it again: python {__file__}"
 
 
+@pytest.mark.slow
 def test_it_learns_is_saved_and_goes_on(folder: Path, batch: DataProto, tmp_path: Path) -> None:
     engine = local(folder, device="cpu", lr=1e-2)
     counts = EngineContract.counts(batch)

@@ -54,6 +54,7 @@ def own(path: Path, batch: DataProto) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_a_seeded_wrong_scale_is_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(forward._FACTORS, "logits_scaling", lambda value: 1.03 / value)
     with pytest.raises(EngineError, match=r"GraniteForCausalLM.*padded: 0\.\d+.*head='auto'"):
@@ -74,6 +75,7 @@ def test_what_is_wrong_on_every_path_is_refused(folder: Folder, monkeypatch: pyt
         local(folder("llama"))
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_is_found(folder: Folder, tmp_path: Path) -> None:
     path = Path(shutil.copytree(folder("llama"), tmp_path / "own"))
     (path / "modeling_own.py").write_text(
@@ -94,6 +96,7 @@ def test_a_head_of_its_own_is_found(folder: Folder, tmp_path: Path) -> None:
     assert torch.allclose(engine.compute_log_probs(rows())["log_probs"], own(path, rows()), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_window_wider_than_the_check_is_seen(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(shutil.copytree(folder("mistral"), tmp_path / "wide"))
     config = json.loads((path / "config.json").read_text())
@@ -226,6 +229,7 @@ def test_attention_that_has_no_float32_is_checked_in_half_precision(folder: Fold
         local(folder("qwen2"), attn_implementation=kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bloom", "gpt_oss", "mamba", "qwen3_next"])
 def test_packing_is_right_or_refused(name: str, folder: Folder) -> None:
     proven = local(folder(name)).selfcheck.paths.pack
@@ -235,6 +239,7 @@ def test_packing_is_right_or_refused(name: str, folder: Folder) -> None:
             local(folder(name), pack="yes")
 
 
+@pytest.mark.slow
 def test_packed_gradients_are_those_of_padded_rows(folder: Folder) -> None:
     batch = rows()
     counts = EngineContract.counts(batch)
@@ -315,6 +320,7 @@ def test_critics_of_other_heads(name: str, folder: Folder) -> None:
     assert critic.compute_log_probs(batch, want)["values"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt_oss", "bloom", "mamba", "bert"])
 def test_half_precision(name: str, folder: Folder) -> None:
     engine, batch = local(folder(name), dtype="bfloat16"), rows()
@@ -335,6 +341,7 @@ def test_states_that_a_model_keeps_are_no_obstacle(folder: Folder) -> None:
     assert torch.equal(*(one.compute_log_probs(batch)["log_probs"] for one in (engine, reference)))
 
 
+@pytest.mark.slow
 def test_a_row_whose_length_changes_its_neighbours_is_refused(folder: Folder, tmp_path: Path) -> None:
     path = Path(shutil.copytree(folder("phi3"), tmp_path / "long"))
     config = json.loads((path / "config.json").read_text())

@@ -59,6 +59,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [64, pytest.param(16_384, marks=pytest.mark.long)])
 def test_updates_equal_the_local_engines(where: Group, batch: DataProto, tokens: int) -> None:
     there, here = engines(where, micro_batch_tokens=tokens, lr=1e-3)
@@ -151,6 +152,7 @@ def test_a_folder_is_peft_s_and_a_run_goes_on(where: Group, batch: DataProto, tm
         fsdp(TINY, on=where, device="cpu").load_state(tmp_path / "adapter", tmp_path / "state")
 
 
+@pytest.mark.long
 def test_states_hold_what_learns(where: Group, batch: DataProto, tmp_path: Path) -> None:
     there, here = engines(where)
     learn(there, batch)

@@ -85,6 +85,7 @@ def wait_for(condition: Any) -> None:
 # --- A10: a save that is in flight ----------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a10_learning_goes_on_beside_a_save_and_the_next_one_waits(
     where: Group, disk: Disk, batch: DataProto, tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["forget", pytest.param("raise", marks=pytest.mark.long)])
 def test_a10_the_interpreters_end_waits_for_it(tmp_path: Path, how: str) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
@@ -193,6 +195,7 @@ def test_a10_the_interpreters_end_waits_for_it(tmp_path: Path, how: str) -> None
     wait_for(lambda: not [pid for pid in pids if psutil.pid_exists(int(pid))])
 
 
+@pytest.mark.long
 def test_a10_a_killed_driver_leaves_nothing_that_looks_whole(tmp_path: Path, where: Group, batch: DataProto) -> None:
     (tmp_path / "hanging.py").write_text(ENDING)
     command = [sys.executable, tmp_path / "hanging.py", tmp_path, "hang"]
@@ -267,6 +270,7 @@ def test_a15_a_disk_that_hangs_ends_the_save_at_its_deadline_and_the_run_goes_on
     assert read_record(tmp_path / "after")["steps"] == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wait", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a15_a_stopped_rank(
     disk: Disk, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
@@ -310,6 +314,7 @@ def test_a15_a_killed_rank(disk: Disk, batch: DataProto, tmp_path: Path) -> None
     group.close()
 
 
+@pytest.mark.long
 def test_a15_a_runs_checkpoint_is_whole_or_not_there(
     disk: Disk, batch: DataProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_models_own_dropout_is_off_while_learning(kind: str, again: bool, batc
         assert model.model.decoder.layers[0].dropout == 0.1  # as it was
 
 
+@pytest.mark.slow
 def test_adapters_drop_out_where_they_are_told_to(folder: Path, batch: DataProto) -> None:
     pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
     engine = local(folder, device="cpu", lora_rank=4, lora_dropout=0.5, lr=1e-2)
@@ -132,6 +133,7 @@ class TestOptimizer:
             torch.testing.assert_close(one, theirs[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("want", [("log_probs",), ("log_probs", "entropy"), ("sum_pi_squared",)])
 def test_heads_with_adapters_give_what_plain_ones_give(folder: Path, batch: DataProto, want: tuple[str, ...]) -> None:
     pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
@@ -145,6 +147,7 @@ def test_heads_with_adapters_give_what_plain_ones_give(folder: Path, batch: Data
     assert any("lm_head" in name for name in found)
 
 
+@pytest.mark.slow
 def test_the_exact_kl_knows_the_soft_cap_and_the_factor() -> None:
     import transformers
 

@@ -90,6 +90,7 @@ def test_tokenizer_and_model_must_fit(tmp_path: Path) -> None:
         local(small)
 
 
+@pytest.mark.slow
 def test_stop_texts_end_a_response(folder: Path) -> None:
     engine = local(folder)
     free = engine.sample_many([Request((1, 5), SamplingSettings(max_tokens=12, ignore_eos=True), 3)])[0]
@@ -110,6 +111,7 @@ def test_several_eos_ids_are_read_from_the_models_own_files(folder: Path, tmp_pa
     assert local(copy)._eos == {2, 9}
 
 
+@pytest.mark.slow
 def test_samples_follow_the_distribution(folder: Path) -> None:
     engine = local(folder)
     requests = [Request((1, 5, 9), SamplingSettings(max_tokens=1), seed) for seed in range(3000)]
@@ -135,6 +137,7 @@ def test_micro_batches_cover_every_row_once() -> None:
     assert len(micro_batches(None, batch, 1, packed=False)) == 6
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_said_before_learning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "available", lambda device: 1000)
     with pytest.raises(OutOfMemory, match="activations.*lower micro_batch_tokens"):
@@ -151,6 +154,7 @@ def test_torchs_own_memory_errors_are_translated() -> None:
         raise RuntimeError("something else")
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_number(folder: Path) -> None:
     from workbench.testing.engines import LikelihoodLoss
 
@@ -164,6 +168,7 @@ def test_gradient_checkpointing_changes_no_number(folder: Path) -> None:
     assert losses[0]["grad_norm"].result() == pytest.approx(losses[1]["grad_norm"].result(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_engine_opens_checkpoints_and_runs(folder: Path, tmp_path: Path) -> None:
     engine = local(folder)
     engine.save(tmp_path / "run" / "checkpoints" / "step_000002" / "actor")
@@ -172,6 +177,7 @@ def test_an_engine_opens_checkpoints_and_runs(folder: Path, tmp_path: Path) -> N
         assert local(path).sample_many([Request((1,), SamplingSettings(max_tokens=2), 0)])
 
 
+@pytest.mark.slow
 def test_weights_go_from_one_engine_to_another(folder: Path) -> None:
     one, two = local(folder, lr=1e-2), local(folder, lr=1e-2)
     batch = EngineContract().batch(one)

@@ -27,6 +27,7 @@ def make(tiny: str, **settings: Any) -> tuple[wb.Pipeline, wb.datasets.Rows, Any
     return pipe, rows, engine
 
 
+@pytest.mark.slow
 def test_it_starts_as_the_base_and_only_adapters_learn(tiny: str) -> None:
     pipe, rows, engine = make(tiny)
     base = wb.engines.local(tiny, device="cpu")
@@ -46,6 +47,7 @@ def test_it_starts_as_the_base_and_only_adapters_learn(tiny: str) -> None:
     assert all(p.requires_grad == ("lora_" in name) for name, p in engine._model.named_parameters())
 
 
+@pytest.mark.slow
 def test_an_adapter_is_saved_and_loaded_and_merged(tiny: str, tmp_path: Path) -> None:
     pipe, rows, engine = make(tiny)
     batch = wb.Stepper(pipe, rows.batch(4)).run().batch
@@ -73,6 +75,7 @@ def test_an_adapter_is_saved_and_loaded_and_merged(tiny: str, tmp_path: Path) ->
     torch.testing.assert_close(theirs(input_ids=ids).logits, ours, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_with_lora_resumes_and_replays_exactly(tiny: str, tmp_path: Path) -> None:
     pipe, rows, engine = make(tiny)
     quiet = wb.train_blocking(pipe, rows, steps=4, batch_size=4, run=tmp_path / "quiet", trackers=())

@@ -63,6 +63,7 @@ def test_offloaded_moments_count_on_a_gpu_one_parameter_at_a_time(tiny: str, mon
     assert fewer == {**parts, "optimizer": 2 * 4 * 512 * 128}
 
 
+@pytest.mark.slow
 def test_a_micro_batch_has_no_more_tokens_than_the_batch(tiny: str) -> None:
     engine = opened(tiny, micro_batch_tokens=1000)
     few, budget, more = (engine.memory_needed(tokens)[1]["activations"] for tokens in (10, None, 5000))
@@ -106,6 +107,7 @@ def test_logits_are_counted_a_chunk_at_a_time(tiny: str) -> None:
     assert engine.memory_needed()[1]["logits"] == 3 * CHUNK_BYTES
 
 
+@pytest.mark.slow
 def test_learning_asks_for_the_batch_that_it_has(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full micro-batch would not fit into what is free; this batch does, and one of too many tokens is refused by parts."""
     engine = opened(tiny, micro_batch_tokens=16_384)

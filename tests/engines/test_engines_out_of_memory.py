@@ -33,6 +33,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [CUDA, CPU, MemoryError("no room")], ids=["cuda", "cpu", "python"])
 @pytest.mark.parametrize(
     ("phase", "where", "said"),
@@ -64,6 +65,7 @@ def test_stepping_names_the_phase_and_what_was_live(
     s.run()
 
 
+@pytest.mark.slow
 def test_code_that_is_no_engines_is_named_by_its_phase(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, s = pipeline(tiny)
     s.run(until="ref_log_prob" if "ref_log_prob" in s.pipeline.names else "old_log_prob")

@@ -31,6 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("model") / "random")
 
 
+@pytest.mark.slow
 class TestPaired(EngineContract):
     @pytest.fixture(autouse=True)
     def _folder(self, folder: Path) -> None:
@@ -86,6 +87,7 @@ class Told:
         self.told.append(f"wake {' '.join(tags or ())}")
 
 
+@pytest.mark.slow
 def test_it_is_all_three(folder: Path) -> None:
     engine = paired(local(folder), local(folder))
     assert isinstance(engine, Sampler) and isinstance(engine, LogProbModel) and isinstance(engine, Learner)
@@ -117,6 +119,7 @@ def test_what_only_some_can_stands_on_the_object_itself(folder: Path) -> None:
             inspect.getattr_static(late, name)
 
 
+@pytest.mark.slow
 def test_rows_carry_the_version_whose_weights_wrote_them(folder: Path) -> None:
     learner, sampler = local(folder, lr=1e-2), Told(local(folder))
     engine = paired(learner, sampler)
@@ -133,6 +136,7 @@ def test_rows_carry_the_version_whose_weights_wrote_them(folder: Path) -> None:
     assert tokens(engine.sample_many(REQUESTS)) == tokens(before) and sampler.told[2:] == ["load 0"]
 
 
+@pytest.mark.slow
 def test_many_ask_and_one_pushes_also_when_all_are_cancelled(folder: Path) -> None:
     sampler = Told(local(folder))
     engine = paired(local(folder), sampler)
@@ -148,6 +152,7 @@ def test_many_ask_and_one_pushes_also_when_all_are_cancelled(folder: Path) -> No
     assert len(engine.sample_many(REQUESTS)) == 6 and sampler.told == ["load 0"]
 
 
+@pytest.mark.slow
 def test_a_push_that_failed_is_made_again(folder: Path) -> None:
     sampler = Told(local(folder))
     engine = paired(local(folder), sampler)
@@ -158,6 +163,7 @@ def test_a_push_that_failed_is_made_again(folder: Path) -> None:
     assert engine.sample_many(REQUESTS[:1]) and sampler.told == ["load 0", "load 0"]
 
 
+@pytest.mark.slow
 def test_on_a_shared_device_memory_is_freed_before_it_is_taken(folder: Path) -> None:
     """Weights are dropped with the sleep, the learner's cache is given back before the sampler wakes, the cache comes last."""
     sampler, learner = Told(local(folder)), local(folder)
@@ -191,6 +197,7 @@ def test_a_learner_on_a_gpu_gives_its_cache_back(folder: Path, monkeypatch: pyte
     assert calls == ["empty_cache"]
 
 
+@pytest.mark.slow
 def test_engines_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     other = local(make_random_model(tmp_path / "other", vocabulary=32))
     with pytest.raises(EngineError, match="64 and 32 tokens, 32 entries"):
@@ -200,6 +207,7 @@ def test_engines_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> No
         paired(one, one)
 
 
+@pytest.mark.slow
 def test_weights_are_whole_tied_heads_and_merged_adapters_included(folder: Path) -> None:
     learner = local(folder, lr=1e-2)
     found = weights_of(learner)

@@ -40,6 +40,7 @@ def log_probs(engine: Any, batch: wb.DataProto) -> torch.Tensor:
     return LogProb(engine)(batch).batch["old_log_probs"]
 
 
+@pytest.mark.slow
 def test_the_self_check_covers_a_row_with_pictures(engine: Any) -> None:
     found = engine.selfcheck.found
     assert processor_of(engine) is not None
@@ -71,6 +72,7 @@ def test_another_picture_changes_the_log_probs_and_nothing_else_does(engine: Any
     assert (other - mine).abs()[:2].max() > 1e-3 and torch.equal(other[2:4], mine[2:4])
 
 
+@pytest.mark.slow
 def test_the_update_follows_the_picture(models: dict[str, Path]) -> None:
     moved = []
     for seed in (0, 0, 4):
@@ -93,6 +95,7 @@ def test_a_pictures_token_in_a_response_is_read_as_text(engine: Any) -> None:
     assert log_probs(engine, batch.with_columns({"input_ids": ids})).isfinite().all()
 
 
+@pytest.mark.slow
 def test_rows_of_text_and_of_pictures_share_a_batch(engine: Any) -> None:
     text = {**asked(0), "prompt": "w7", "images": None}
     batch = Rollout(engine, group_size=1, sampling=SAMPLING)(next(Rows([text, asked(1)]).in_order(2))).batch
@@ -113,6 +116,7 @@ def test_a_pictures_token_in_a_row_of_text_is_scored_as_it_was_sampled(engine: A
     assert torch.allclose(log_probs(engine, batch)[:1], log_probs(engine, alone), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_a_model_of_pictures_again(engine: Any, tmp_path: Path) -> None:
     batch = sampled(engine, 0)
     engine.save(tmp_path / "saved")

@@ -68,6 +68,7 @@ def test_layers_that_need_others_are_measured_together(tmp_path: Path, monkeypat
     assert found.weights >= weights == found.gradients and found.optimizer >= 2 * weights
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_deep_model_is_that_of_two_shallow_ones(tiny: str) -> None:
     """Twelve layers, continued from three and four, are what twelve layers take; sizes by hand. Nothing is left behind."""

@@ -43,6 +43,7 @@ def expected(ids: tuple[int, ...], temperature: float = 1.0) -> list[float]:
     return [float(values[token - FIRST]) for token in ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_tokens_and_log_probs_of_both_kinds(kind: str) -> None:
     with serving(Server(kind)) as server:
@@ -57,6 +58,7 @@ def test_tokens_and_log_probs_of_both_kinds(kind: str) -> None:
         assert "its weights never change" in repr(engine) and kind in repr(engine)
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_what_was_asked(server: Server) -> None:
     engine = remote(server.url, TINY, **QUICK)
     more: dict[str, Any] = {"min_p": 0.1, "stop_token_ids": (77,), "stop": ("</a>",)}
@@ -73,6 +75,7 @@ def test_what_is_sent_is_what_was_asked(server: Server) -> None:
     assert server.asked("/generate")[-1]["sampling_params"]["stop_token_ids"] == [77]
 
 
+@pytest.mark.slow
 def test_log_probs_that_are_not_a_trainers_are_refused(server: Server) -> None:
     server.mode = "raw"
     engine = remote(server.url, TINY, **QUICK)
@@ -99,12 +102,14 @@ def test_log_probs_that_are_not_a_trainers_are_refused(server: Server) -> None:
         remote(server.url, TINY, **QUICK)
 
 
+@pytest.mark.slow
 def test_a_server_without_seeds_is_said_to_be_so(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.seeded = False
     assert not remote(server.url, TINY, **QUICK).describe()["seeded"]
     assert "no step can be repeated" in caplog.text
 
 
+@pytest.mark.slow
 def test_another_kind_model_or_tokenizer_is_refused(server: Server, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="one that is called 'tiny-reward-model'; found data/tiny-arith; say which"):
         remote(server.url, "data/tiny-reward-model", **QUICK)
@@ -127,6 +132,7 @@ def test_another_kind_model_or_tokenizer_is_refused(server: Server, tmp_path: Pa
         remote(server.url, TINY, **QUICK)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_or_not_meant_for_it() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -175,6 +181,7 @@ def _reason(reply: Any) -> Any:
     return reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_reply_that_cannot_be_is_asked_for_again_and_then_named(server: Server, fault: str) -> None:
     engine = remote(server.url, TINY, **QUICK)
@@ -188,6 +195,7 @@ def test_a_reply_that_cannot_be_is_asked_for_again_and_then_named(server: Server
     assert engine.sample_many([request()]) == good
 
 
+@pytest.mark.slow
 def test_a_refusal_is_in_the_servers_words_and_not_tried_again(server: Server) -> None:
     engine = remote(server.url, TINY, **QUICK)
     before = len(server.asked("/generate"))
@@ -201,6 +209,7 @@ def test_a_refusal_is_in_the_servers_words_and_not_tried_again(server: Server) -
         engine.sample_many([Request((5,) * 256, SamplingSettings(), 0)])
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_given_up_and_an_interrupt_is_heard_meanwhile(server: Server) -> None:
     engine = remote(server.url, TINY, **{**QUICK, "timeout": 0.3})
     server.gate.clear()
@@ -220,6 +229,7 @@ def test_a_server_that_hangs_is_given_up_and_an_interrupt_is_heard_meanwhile(ser
     assert engine.sample_many([request()])
 
 
+@pytest.mark.slow
 def test_the_key_is_sent_and_shown_nowhere(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_KEY", "s3cret-value")
     engine = remote(server.url, TINY, api_key_env="THE_KEY", **QUICK)
@@ -239,6 +249,7 @@ def test_the_key_is_sent_and_shown_nowhere(server: Server, monkeypatch: pytest.M
 # --- weights, by SGLang's endpoint ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pair_pushes_a_whole_folder_to_sglang(server: Server, tmp_path: Path) -> None:
     learner = local(TINY, lr=1e-3)
     sampler = remote(
@@ -258,6 +269,7 @@ def test_a_pair_pushes_a_whole_folder_to_sglang(server: Server, tmp_path: Path) 
     assert body["weight_version"].endswith(":1") and body["flush_cache"]
 
 
+@pytest.mark.slow
 def test_after_a_push_that_failed_nothing_is_sampled_until_one_succeeds(server: Server) -> None:
     learner = local(TINY)
     sampler = remote(server.url, TINY, weights="sglang", **QUICK)
@@ -271,6 +283,7 @@ def test_after_a_push_that_failed_nothing_is_sampled_until_one_succeeds(server: 
     assert sampler.sample_many([request()])[0].version == 9
 
 
+@pytest.mark.slow
 def test_a_server_that_lost_its_weights_is_found_out_and_a_pair_pushes_again(server: Server) -> None:
     """By a restart, or by another who pushed: the row whose writer is not known is not given out."""
     both = paired(local(TINY), remote(server.url, TINY, weights="sglang", **QUICK))
@@ -290,6 +303,7 @@ def test_a_server_that_lost_its_weights_is_found_out_and_a_pair_pushes_again(ser
         fresh.sample_many([request()])
 
 
+@pytest.mark.slow
 def test_a_push_waits_for_what_is_under_way_and_holds_back_what_comes(server: Server) -> None:
     sampler = remote(server.url, TINY, weights="sglang", **QUICK)
     weights = weights_of(local(TINY))
@@ -310,6 +324,7 @@ def test_a_push_waits_for_what_is_under_way_and_holds_back_what_comes(server: Se
     assert [one.version for one in runtime.run(beside())] == [0, 1]
 
 
+@pytest.mark.slow
 def test_weights_that_never_change_are_paired_only_with_a_stated_staleness(server: Server) -> None:
     learner = local(TINY, lr=1e-3)
     with pytest.raises(EngineError, match=r"weights never change.*max_staleness"):

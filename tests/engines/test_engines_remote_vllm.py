@@ -114,6 +114,7 @@ class TestPairedWithRemote(EngineContract):
 @real
 @slow
 class TestRemoteVllm:
+    @pytest.mark.long
     @pytest.mark.parametrize(
         "settings",
         [
@@ -129,6 +130,7 @@ class TestRemoteVllm:
         assert gap(learner, requests, engine.sample_many(requests)) < TOLERANCE
         assert engine.describe()["before_filters"] and engine.describe()["server"]
 
+    @pytest.mark.long
     def test_two_pushes_and_their_versions(self, engine: Any) -> None:
         """Prompts that are long enough to be cached, and a tied head; the learner's rows are its own after each push."""
         learner = local(TINY, lr=1e-3)

@@ -214,6 +214,7 @@ class Busy:
         self.closed = True
 
 
+@pytest.mark.slow
 def test_B5_a_worker_that_answers_and_never_finishes_is_given_up() -> None:
     busy = Busy()
     lone = Hosted(lambda: busy, name="busy", deadline=0.3)
@@ -312,6 +313,7 @@ def test_B4_weights_that_were_not_taken_are_not_served(folder: Path) -> None:
         engine.sample_many(requests(2))
 
 
+@pytest.mark.slow
 def test_a_lost_sampler_is_started_by_one_of_all_who_wait_and_given_the_weights(folder: Path) -> None:
     learner, fake = local(folder), Fake()
     fake.tokenizer = learner.tokenizer

@@ -23,6 +23,8 @@ from workbench.stages.update import PolicyLoss, Update
 from workbench.testing.engines import LikelihoodLoss
 from workbench.testing.models import make_random_model
 
+pytestmark = pytest.mark.slow
+
 GB = 1e9
 
 
@@ -43,7 +45,6 @@ def learn(engine: Any, batch: DataProto, times: int = 1) -> None:
         engine.learn(batch, LikelihoodLoss(), counts(batch))
 
 
-@pytest.mark.slow
 def test_updates_over_ranks_are_done_again_bit_for_bit_also_on_new_workers(batch: DataProto, tmp_path: Path) -> None:
     group = local_group(2, device="cpu", threads=1)
     engine = fsdp("data/tiny-arith", on=group, device="cpu", lr=1e-3, scratch=tmp_path)
@@ -74,7 +75,6 @@ def test_updates_over_ranks_are_done_again_bit_for_bit_also_on_new_workers(batch
     group.close()
 
 
-@pytest.mark.slow
 def test_a_stepper_on_ranks_goes_back_by_the_last_state(two: Group, batch: DataProto, tmp_path: Path) -> None:
     """Three steppers one after another, as in a notebook: the third goes back over its update by doing two others again."""
     engine = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3, scratch=tmp_path)
@@ -96,7 +96,6 @@ def test_a_stepper_on_ranks_goes_back_by_the_last_state(two: Group, batch: DataP
     assert difference(engine.full_weights(), after) == 0
 
 
-@pytest.mark.slow
 def test_after_many_updates_a_state_is_held_anew(two: Group, batch: DataProto, tmp_path: Path) -> None:
     engine = fsdp("data/tiny-arith", on=two, device="cpu", lr=1e-3, scratch=tmp_path)
     start = engine.snapshot("replay")
@@ -114,7 +113,6 @@ def test_after_many_updates_a_state_is_held_anew(two: Group, batch: DataProto, t
     assert engine._since is None and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_with_lora_a_state_on_ranks_is_the_adapters_and_their_moments(
     two: Group, batch: DataProto, tmp_path: Path
 ) -> None:
@@ -129,7 +127,6 @@ def test_with_lora_a_state_on_ranks_is_the_adapters_and_their_moments(
     assert 3 * trained <= size < 3 * trained + 64_000
 
 
-@pytest.mark.slow
 def test_a_model_that_was_written_to_since_is_not_loaded_again(two: Group, batch: DataProto, tmp_path: Path) -> None:
     folder = make_random_model(tmp_path / "model")
     engine = fsdp(folder, on=two, device="cpu", scratch=tmp_path)

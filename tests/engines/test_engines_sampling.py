@@ -117,6 +117,7 @@ SHAPES = ("qwen2", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 """Plain, windows, soft-caps, sinks, values of another width."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_shared_prompts_give_the_models_own_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "_FIRST", 2)  # buffers grow, too
@@ -126,6 +127,7 @@ def test_shared_prompts_give_the_models_own_logits(name: str, tmp_path: Path, mo
         assert max(played(engine._model, path, seed) for seed in range(2)) < 1e-4
 
 
+@pytest.mark.slow
 def test_prompts_are_prefilled_once_and_stay_while_rows_use_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     settings = SamplingSettings(max_tokens=4, ignore_eos=True)
@@ -137,6 +139,7 @@ def test_prompts_are_prefilled_once_and_stay_while_rows_use_them(folder: Path, m
     assert counted.steps == 4 * 4
 
 
+@pytest.mark.slow
 def test_few_prompts_with_very_many_rows(folder: Path) -> None:
     settings = SamplingSettings(max_tokens=3, ignore_eos=True)
     requests = [Request((1, 5, 9, 7), settings, n) for n in range(30)] + [
@@ -149,6 +152,7 @@ def test_few_prompts_with_very_many_rows(folder: Path) -> None:
 # --- which way is taken -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_lean_step_is_taken_where_it_is_proven_alone(folder: Path, tmp_path: Path) -> None:
     assert local(folder).selfcheck.paths.decode == "lean"
     assert local(folder, decode="own cache").selfcheck.paths.decode == "own cache"
@@ -159,6 +163,7 @@ def test_the_lean_step_is_taken_where_it_is_proven_alone(folder: Path, tmp_path:
         local(tmp_path / "granite", decode="lean")
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_sampled_at_once(folder: Path) -> None:
     engine = local(folder, lr=1e-2, decode="lean")
     batch = EngineContract().batch(engine)
@@ -184,6 +189,7 @@ def edge(model: Any, request: Request, ids: tuple[int, ...]) -> float:
     return float((weights.cumsum(-1) - uniforms[-1]).abs().min())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lean", "shared prompts", "own cache"])
 def test_company_changes_a_token_only_where_its_draw_lies_at_an_edge(folder: Path, way: str) -> None:
     requests, differing = mixed(), 0
@@ -201,6 +207,7 @@ def test_company_changes_a_token_only_where_its_draw_lies_at_an_edge(folder: Pat
     assert differing <= 2  # of 48 rows
 
 
+@pytest.mark.slow
 def test_the_same_requests_together_give_the_same_bits(folder: Path) -> None:
     engine = local(folder, max_wave=5)
     assert engine.sample_many(mixed()) == engine.sample_many(mixed())
@@ -269,6 +276,7 @@ def test_a_prompt_that_the_model_cannot_read_is_refused_alone(folder: Path, ids:
     assert isinstance(good, Sample) and isinstance(bad, EngineError) and "token ids from 0 to 63" in str(bad)
 
 
+@pytest.mark.slow
 def test_long_rows_go_on_with_the_numbers_of_their_seed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request((1, 5, 9), SamplingSettings(max_tokens=50, ignore_eos=True), 4)
     whole = local(folder, self_check=False, decode="lean").sample_many([request])
@@ -279,6 +287,7 @@ def test_long_rows_go_on_with_the_numbers_of_their_seed(folder: Path, monkeypatc
 # --- refill -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_enter_as_others_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     lengths = [30, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3]
@@ -372,6 +381,7 @@ def test_an_error_is_raised_for_those_who_joined_too() -> None:
     assert found[0] == 1 and isinstance(found[1], KeyError) and isinstance(found[2], ValueError)
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_a_wave_between_two_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch, lambda step: runtime.interrupt() if step == 3 else None)
     engine = local(folder, self_check=False, decode="lean")

@@ -49,6 +49,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_weights_as_loaded_cost_nothing(tiny: str) -> None:
     engine = opened(tiny)
     before, loaded = state(engine), engine.snapshot()
@@ -63,6 +64,7 @@ def test_weights_as_loaded_cost_nothing(tiny: str) -> None:
     assert all(torch.equal(one, before[f"weights/{name}"]) for name, one in loaded["weights"].items())
 
 
+@pytest.mark.slow
 def test_bits_that_the_files_lack_are_copied_whatever_the_engine_believes(tiny: str) -> None:
     """Not the version or the state's name decides, but the weights: here they are changed behind the engine's back."""
     engine = opened(tiny)
@@ -78,6 +80,7 @@ def test_bits_that_the_files_lack_are_copied_whatever_the_engine_believes(tiny: 
     assert same(state(engine), mine) and torch.signbit(norm[3])
 
 
+@pytest.mark.slow
 def test_steps_share_what_did_not_change_and_hold_a_tied_head_once(tiny: str) -> None:
     engine = opened(tiny)
     batch = rows(engine)
@@ -92,6 +95,7 @@ def test_steps_share_what_did_not_change_and_hold_a_tied_head_once(tiny: str) ->
     assert not one.tensors().keys() & engine.snapshot().tensors().keys()
 
 
+@pytest.mark.slow
 def test_a_way_back_on_disk_and_by_replay_is_exact(tiny: str, tmp_path: Path) -> None:
     engine = opened(tiny, lora_rank=4, lora_dropout=0.2)
     batch = rows(engine)
@@ -114,6 +118,7 @@ def test_a_way_back_on_disk_and_by_replay_is_exact(tiny: str, tmp_path: Path) ->
         later["weights"]
 
 
+@pytest.mark.slow
 def test_updates_are_done_again_with_the_settings_that_they_had(tiny: str) -> None:
     """How a mini-batch is cut changes rounding: a way back from inside `trying` is exact all the same."""
     engine = opened(tiny)
@@ -130,6 +135,7 @@ def test_updates_are_done_again_with_the_settings_that_they_had(tiny: str) -> No
     assert engine._budget == 4096
 
 
+@pytest.mark.slow
 def test_looking_at_weights_ends_no_record(tiny: str) -> None:
     engine = opened(tiny)
     batch = rows(engine)
@@ -144,6 +150,7 @@ def test_looking_at_weights_ends_no_record(tiny: str) -> None:
     assert same(dict(engine.snapshot()["weights"]), wanted)
 
 
+@pytest.mark.slow
 def test_a_step_that_stops_half_way_is_not_recorded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = opened(tiny)
     batch = rows(engine)
@@ -164,6 +171,7 @@ def test_a_step_that_stops_half_way_is_not_recorded(tiny: str, monkeypatch: pyte
     assert same(state(engine), before)
 
 
+@pytest.mark.slow
 def test_updates_are_recorded_only_as_long_as_somebody_can_go_back(tiny: str) -> None:
     engine = opened(tiny)
     batch = rows(engine)
@@ -176,6 +184,7 @@ def test_updates_are_recorded_only_as_long_as_somebody_can_go_back(tiny: str) ->
     assert engine._since is None
 
 
+@pytest.mark.slow
 def test_lora_snapshots_hold_adapters_and_their_moments_alone(tiny: str) -> None:
     engine = opened(tiny, lora_rank=4)
     learn(engine, rows(engine))
@@ -186,6 +195,7 @@ def test_lora_snapshots_hold_adapters_and_their_moments_alone(tiny: str) -> None
     assert kept.nbytes < 0.2 * sum(one.nbytes for one in engine._model.parameters())
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_deleted_is_not_missed(folder: Path) -> None:
     engine = opened(folder)
     loaded, before = engine.snapshot(), state(engine)
@@ -195,6 +205,7 @@ def test_a_folder_that_is_deleted_is_not_missed(folder: Path) -> None:
     assert same(state(engine), before)
 
 
+@pytest.mark.slow
 def test_a_file_written_in_place_is_refused(folder: Path) -> None:
     engine = opened(folder)
     loaded = engine.snapshot()
@@ -209,6 +220,7 @@ def test_a_file_written_in_place_is_refused(folder: Path) -> None:
     assert engine.snapshot().kind == "memory", "a file that has changed is not looked at any more"
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_another_model_is_refused(tiny: str) -> None:
     engine, other = opened(tiny), opened(tiny, lora_rank=4)
     name = engine.state_id

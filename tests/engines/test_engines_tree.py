@@ -89,6 +89,7 @@ def check(model: Any, batch: DataProto) -> None:
         torch.testing.assert_close(found[name], one, atol=1e-5 * max(1.0, float(one.abs().max())), rtol=1e-5)
 
 
+@pytest.mark.slow
 @given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]))
 @settings(max_examples=examples(40), deadline=None)
 def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int) -> None:
@@ -268,6 +269,7 @@ def labelled(rows: Sequence[Row]) -> DataProto:
     return batch.union(DataProto({"weight": torch.linspace(-1, 1, len(rows)), "row": torch.arange(len(rows))}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{"gradient_checkpointing": True}, {"dtype": "bfloat16"}, {"lora_rank": 4}, {"micro_batch_tokens": 60}]
 )
@@ -282,6 +284,7 @@ def test_every_way_to_learn_packs_alike(folder: Path, more: dict[str, Any]) -> N
         torch.testing.assert_close(packed[name], one, atol=tolerance * float(one.abs().max()) + 1e-9, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_what_is_not_proven_is_refused_or_padded(folder: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
     dropped: dict[str, Any] = {"device": "cpu", "lora_rank": 4, "lora_dropout": 0.1}

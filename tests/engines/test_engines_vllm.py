@@ -355,6 +355,7 @@ def test_two_steps_of_grpo(engine: VllmEngine) -> None:
 @needs_vllm
 @slow
 class TestItsProcess:
+    @pytest.mark.long
     @pytest.mark.parametrize("multiprocess", [False, pytest.param(True, marks=pytest.mark.long)])
     def test_same_seed_same_tokens_on_a_fresh_engine(self, engine: VllmEngine, multiprocess: bool) -> None:
         """And with the scheduler in a process of its own."""
@@ -381,6 +382,7 @@ class TestItsProcess:
         assert made or torch.backends.cpu.get_cpu_capability() != "AVX512"
         assert not made & _shared_memory()
 
+    @pytest.mark.long
     def test_a_killed_process_is_a_named_error_and_can_be_started_again(self) -> None:
         with vllm("data/tiny-arith", **SETTINGS) as engine:
             requests = asked(engine, 64, ignore_eos=True, max_tokens=200)
@@ -400,6 +402,7 @@ class TestItsProcess:
         with pytest.raises(EngineError, match="closed"):
             engine.sample_many(requests[:1])
 
+    @pytest.mark.long
     def test_it_ends_with_the_kernel_that_made_it(self, tmp_path: Path) -> None:
         before = set(Path(tempfile.gettempdir()).glob("workbench-vllm-*"))
         made = f"from workbench.engines import vllm; e = vllm('data/tiny-arith', **{SETTINGS}); print(e.pid, flush=True); input()"
@@ -413,6 +416,7 @@ class TestItsProcess:
         assert within(lambda: not _members(group))
         assert within(lambda: not set(Path(tempfile.gettempdir()).glob("workbench-vllm-*")) - before)
 
+    @pytest.mark.long
     def test_a_process_that_hangs_is_taken_for_dead(self) -> None:
         stall = patience(2)
         with vllm("data/tiny-arith", **{**SETTINGS, "stall_seconds": stall}) as engine:
@@ -421,6 +425,7 @@ class TestItsProcess:
                 engine.sample_many(asked(engine, 1))
             assert _members(engine.pid) == []
 
+    @pytest.mark.long
     def test_vllms_own_words_when_it_does_not_start(self) -> None:
         with pytest.raises(EngineError, match="(?s)vLLM did not start.*greater than the derived max_model_len"):
             vllm("data/tiny-arith", max_model_len=100_000)
@@ -430,6 +435,7 @@ class TestItsProcess:
         with pytest.raises(EngineError, match="vLLM did not start; found ValueError.*cache"):  # only its log has it
             vllm("data/tiny-arith", max_model_len=512, kv_cache_memory_mb=1, multiprocess=True)
 
+    @pytest.mark.long
     def test_vllms_own_words_when_its_engine_dies(self, tmp_path: Path) -> None:
         """A head of 16 has no CPU kernel, which vLLM finds out late."""
         with vllm(make_random_model(tmp_path / "small")) as engine:
@@ -438,6 +444,7 @@ class TestItsProcess:
             assert _members(engine.pid) == []
 
 
+@pytest.mark.long
 @needs_vllm
 @slow
 def test_a_reward_model_gives_the_raw_scalar() -> None:
@@ -475,6 +482,7 @@ def _members(group: int | None) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_models_and_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no model at 'data/nowhere'"):
         vllm("data/nowhere")

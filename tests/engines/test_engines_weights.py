@@ -108,6 +108,7 @@ def test_what_is_written_is_what_is_read(folder: Path, limit: int, split: bool, 
 # --- ways ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_one_process_nothing_is_copied_on_the_way(folder: Path) -> None:
     learner, sampler = shaken(local(folder)), local(folder)
     pair = paired(learner, sampler)
@@ -158,6 +159,7 @@ def test_sharded_ranks_write_their_own_rows(folder: Path, replicas: Replicas) ->
 # --- pushes that break --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_half_a_push_is_never_served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner, sampler = shaken(local(folder)), local(folder)
     pair = paired(learner, sampler, bucket_bytes=SMALL)
@@ -194,6 +196,7 @@ def test_a_push_that_lacks_rows_is_refused_at_its_end(folder: Path) -> None:
     assert sampler.load_weights(weights_of(learner), 4) >= 0 and sampler.version == 4
 
 
+@pytest.mark.slow
 def test_another_version_than_the_pushed_one_is_no_success(folder: Path) -> None:
     sampler = local(folder)
     sampler.end_weights = lambda version: 7  # type: ignore[method-assign]
@@ -337,6 +340,7 @@ def test_gpu_ways_say_that_they_are_unverified(folder: Path, monkeypatch: pytest
     assert push.note == weights.UNVERIFIED and push.note in str(push)
 
 
+@pytest.mark.slow
 def test_the_figures_of_pushes_are_metrics_of_the_step(folder: Path) -> None:
     pair = paired(local(folder), local(folder))
     assert push_metrics([pair, local(folder)]) == {}

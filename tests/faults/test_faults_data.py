@@ -38,6 +38,7 @@ def weights_hash(pipe: wb.Pipeline) -> int:
 # --- D1: numbers that are none --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_D1_a_reward_that_is_no_number_is_that_rows_failure_and_names_function_and_row(tiny: str, bad: float) -> None:
     calls: list[int] = []
@@ -101,6 +102,7 @@ def test_D1_an_estimator_that_breaks_is_named_with_its_rows(tiny: str) -> None:
         wb.Stepper(pipe.with_stage("advantage", broken), rows.batch(4)).run()
 
 
+@pytest.mark.slow
 def test_D1_a_gradient_that_is_no_number_leaves_everything(tiny: str) -> None:
     """The loss is finite, its gradient is not: sqrt at 0, in one row."""
 
@@ -168,6 +170,7 @@ def test_D2_a_step_in_which_all_rewards_are_equal_is_a_step(tiny: str, value: fl
     assert all(value == value for value in s.trace.metrics.values())
 
 
+@pytest.mark.slow
 def test_F10_a_step_in_which_nobody_is_judged_changes_no_weight_and_says_why(tiny: str, tmp_path: Path) -> None:
     pipe, rows = make(tiny, wb.rewards.Reward(lambda response: None, in_process=True), kl_coef=0.0)
     s = wb.Stepper(pipe, rows.batch(4)).run(until="advantage")
@@ -180,6 +183,7 @@ def test_F10_a_step_in_which_nobody_is_judged_changes_no_weight_and_says_why(tin
         wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_F10_a_mini_batch_in_which_nobody_is_judged_is_left_out(tiny: str) -> None:
     """Weight decay and momentum would move the weights without a gradient."""
     first_prompt = wb.rewards.Reward(lambda uid, response: 1.0 if uid == "a" else None, in_process=True)
@@ -193,6 +197,7 @@ def test_F10_a_mini_batch_in_which_nobody_is_judged_is_left_out(tiny: str) -> No
     assert torch.equal(unlearnt["new_log_probs"], unlearnt["old_log_probs"]) and not unlearnt["clipped"].any()
 
 
+@pytest.mark.slow
 def test_D2_all_prompts_filtered_is_said(tiny: str) -> None:
     pipe, rows = make(tiny)
     short = wb.datasets.Rows(list(rows), max_prompt_length=2)
@@ -273,6 +278,7 @@ def test_D4_duplicates_are_counted_and_the_content_is_hashed(tmp_path: Path) -> 
     assert len(set(uids)) == 5  # the same question twice is two prompts
 
 
+@pytest.mark.slow
 def test_D4_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     """A few kilobytes that decode to gigabytes: one wide value, repeated through its dictionary."""
     path = tmp_path / "bomb.parquet"
@@ -284,6 +290,7 @@ def test_D4_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
         wb.rows(path)
 
 
+@pytest.mark.slow
 def test_D4_a_bomb_behind_small_rows_is_refused_where_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -393,11 +393,13 @@ def table(found: Counter[tuple[str, str, str]]) -> str:
     return "\n".join(rows)
 
 
+@pytest.mark.slow
 def test_every_kind_of_file_is_listed(place: Path) -> None:
     kinds = {kind_of(name)[0].files for name in files_in(place)}
     assert kinds == {kind.files for kind in KINDS} - {"`notebook.ipynb`, `recoveries.jsonl`, `lock.json`"} | kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "flips"), [(1, 2), pytest.param(2, 20, marks=pytest.mark.long)])
 def test_a_flip_a_cut_a_deletion_of_any_file_is_refused_repaired_or_harmless(
     place: Path, seed: int, flips: int

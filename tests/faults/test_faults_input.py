@@ -113,6 +113,7 @@ REWARDS: dict[Any, str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", REWARDS, ids=lambda one: one.__name__)
 def test_reward_functions(tiny: str, tmp_path: Path, function: Any) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
@@ -122,6 +123,7 @@ def test_reward_functions(tiny: str, tmp_path: Path, function: Any) -> None:
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_a_good_function_is_tried_and_its_counter_in_this_process_is_not(tiny: str, tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -136,6 +138,7 @@ def test_a_good_function_is_tried_and_its_counter_in_this_process_is_not(tiny: s
     assert len(calls) == 8
 
 
+@pytest.mark.slow
 def test_the_check_says_what_each_argument_gets(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mine(response: str, ground_truth: str, ability: str = "none") -> float:
         return 0.0
@@ -197,6 +200,7 @@ def test_too_little_memory_is_said_before_the_first_token(
     assert (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_a_refusal_loses_nothing_of_an_earlier_run(tiny: str, tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
 
@@ -213,6 +217,7 @@ def test_a_refusal_loses_nothing_of_an_earlier_run(tiny: str, tmp_path: Path) ->
     assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_truths_that_no_answer_can_match_are_counted_before_a_run(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

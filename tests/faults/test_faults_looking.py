@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests_hostile import HOSTILE, HOSTILE_PROSE, HostileTokenizer, hostile_batch
 from tests_lab import in_chromium, watched_page
 
@@ -95,6 +96,7 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
+@pytest.mark.slow
 def test_E6_what_widgets_are_told_has_no_control_characters_and_a_bounded_size(tiny: str, tmp_path: Path) -> None:
     from workbench.widgets.layer import SamplesTable, TokenView
 
@@ -201,6 +203,7 @@ def test_E6_a_response_drawn_as_markdown_runs_nothing_fetches_nothing_and_stays_
     assert dialogs == [] and [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
 
 
+@pytest.mark.long
 @in_chromium
 def test_C1_a_view_waits_for_a_busy_kernel_and_says_so() -> None:
     """A cell runs on after the view was displayed: the answer comes late, and is drawn when it comes."""

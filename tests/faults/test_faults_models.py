@@ -69,6 +69,7 @@ def test_F1_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
         wb.engines.classifier(changed("data/tiny-reward-model", tmp_path / "a", without("score.weight")))
 
 
+@pytest.mark.slow
 def test_F1_a_checkpoint_that_lacks_a_tensor_is_refused_though_its_manifest_agrees(tiny: str, tmp_path: Path) -> None:
     engine = wb.engines.local(tiny)
     whole, torn = tmp_path / "whole", tmp_path / "torn"
@@ -84,6 +85,7 @@ def test_F1_a_checkpoint_that_lacks_a_tensor_is_refused_though_its_manifest_agre
         value.load_state(tmp_path / "critic", tmp_path / "values")
 
 
+@pytest.mark.slow
 def test_F2_a_model_of_nan_gets_no_score(tiny: str, tmp_path: Path) -> None:
     broken = changed(tiny, tmp_path / "nan", lambda weights: weights | {A_TENSOR: weights[A_TENSOR] * float("nan")})
     rows = wb.rows("data/arith/train.parquet", limit=2)
@@ -110,6 +112,7 @@ def test_C7_a_push_without_a_tensor_is_refused_before_it_is_sent(tiny: str) -> N
         sampler.check_whole(shapes | {A_TENSOR: weights[A_TENSOR][:-1].shape})
 
 
+@pytest.mark.slow
 def test_F4_a_resumed_run_says_which_rows_of_its_metrics_are_gone(tiny: str, tmp_path: Path) -> None:
     def trained(steps: int) -> wb.Run:
         pipe = wb.recipes.grpo(wb.engines.local(tiny), lambda response: len(response) / 9, group_size=2, max_tokens=4)

@@ -24,6 +24,8 @@ from tests_patience import LONG, within
 import workbench as wb
 from workbench.runs.folder import read_metrics
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -169,7 +171,7 @@ def undisturbed() -> dict[str, tuple[str, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stage", "moments"),
     [
@@ -236,7 +238,6 @@ def equal(one: list[Any], two: list[Any]) -> bool:
     return one[:3] == two[:3] and all(torch.equal(tensor, two[3][name]) for name, tensor in one[3].items())
 
 
-@pytest.mark.slow
 def test_C1_an_update_interrupted_at_any_call_stands_before_it_or_after_it(tiny: str) -> None:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu", micro_batch_tokens=256)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
@@ -318,7 +319,6 @@ CURES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cure", "how"),
     [
@@ -407,7 +407,6 @@ TOLD = "reward was made with an earlier definition of short: replace('reward', B
 HISTORY = "print(*[s.batch.origins[name].settings for name in ('reward', 'responses')])"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "by"),
     [("short", "short"), ("wb.rewards.Rubric({'a': short, 'b': wb.rewards.math_string})", "…")],
@@ -437,7 +436,6 @@ def test_C5_code_defined_anew_is_used_or_said_not_to_be(shared: Kernel, reward: 
         assert shared.run("print(s.batch['reward'].sum().item())").strip() == "0.0"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("in_process", [True, False])
 def test_C5_a_helper_defined_anew_is_in_the_history_and_used_or_said_not_to_be(
     shared: Kernel, in_process: bool
@@ -543,7 +541,6 @@ def job(make_notebook: Any, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (make browser installs one where apt can)")
 def test_C10_a_closed_tab_and_a_server_that_dies_stop_no_job_and_the_disk_shows_it(

@@ -57,6 +57,7 @@ def run(
     return wb.train_blocking(pipe, rows, break_if=limit, **settings), learner
 
 
+@pytest.mark.slow
 def test_D7_one_policy_is_measured_as_one(tiny: str, tmp_path: Path) -> None:
     found, _ = run(tiny, tmp_path / "r", OffPolicy(kl=1e-8, gap=1e-5, lag=0))
     rows = [row for row in found.rows if row["training/global_step"] > 0]
@@ -65,6 +66,7 @@ def test_D7_one_policy_is_measured_as_one(tiny: str, tmp_path: Path) -> None:
         assert 0 <= row[KL] < 1e-9 and row[GAP] < 1e-6 and row[FAR] < 1e-4 and row[LAG] == 0
 
 
+@pytest.mark.slow
 def test_D7_perturbed_weights_are_measured_and_stop_before_the_update(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ def test_D7_perturbed_weights_are_measured_and_stop_before_the_update(
         run(tiny, tmp_path / "job", OffPolicy(kl=1e-3), noise=0.1)
 
 
+@pytest.mark.slow
 def test_D7_other_weights_stop_a_run_that_asked_for_nothing(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(wb.WorkbenchError) as caught:
         run(tiny, tmp_path / "r", None, noise=2.0)
@@ -97,6 +100,7 @@ def test_D7_other_weights_stop_a_run_that_asked_for_nothing(tiny: str, tmp_path:
     assert len(run(tiny, tmp_path / "off", None, noise=2.0, steps=2, max_rollout_kl=None)[0].rows) == 2
 
 
+@pytest.mark.slow
 def test_D7_a_healthy_bfloat16_learner_is_far_below_the_limit(tiny: str, tmp_path: Path) -> None:
     learner = wb.engines.local(tiny, lr=1e-4, device="cpu", dtype="bfloat16")
     pipe = wb.recipes.grpo(paired(learner, Other(tiny)), group_size=2, max_tokens=6)

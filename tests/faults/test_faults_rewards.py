@@ -146,6 +146,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_B10_an_outage_is_retried_counted_and_never_a_zero(name: str) -> None:
     with Outage(BROKEN[name]) as service:
@@ -159,6 +160,7 @@ def test_B10_an_outage_is_retried_counted_and_never_a_zero(name: str) -> None:
             wb.stages.Reward(reward)(answered(["a", "b"]))
 
 
+@pytest.mark.slow
 def test_B10_what_comes_back_in_time_counts_and_the_share_is_a_metric() -> None:
     with Outage([(503, b""), (429, b""), (200, GOOD), (200, GOOD), (400, b"too long")]) as service:
         engine = wb.engines.classify(service.url, "rm", attempts=4)
@@ -181,6 +183,7 @@ def _views(batch: Any) -> list[dict[str, Any]]:
 # --- E1: answers that would run under eval -------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_E1_nothing_in_the_package_evaluates_text() -> None:
     """`eval` and `exec` stand in the one file that only sandboxes run, and sympy reads no raw text."""
     allowed = {"rewards/case_harness.py"}
@@ -210,6 +213,7 @@ def test_E1_nothing_in_the_package_evaluates_text() -> None:
 # --- E8: a reward file ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_E8_a_reward_file_runs_outside_the_trainer_and_is_in_the_runs_record(tmp_path: Path) -> None:
     marker = tmp_path / "pids"
     file = tmp_path / "mine.py"

@@ -25,6 +25,8 @@ from workbench.base.files import FORMAT
 from workbench.runs import checkpoint
 from workbench.runs.folder import room
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PLAN: dict[str, Any] = {"batch_size": 4, "trackers": ()}
 
@@ -56,7 +58,6 @@ def files_of_a_checkpoint(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", pytest.param("delete", marks=pytest.mark.long)])
-@pytest.mark.slow
 def test_A3_A4_damage_to_any_file_of_the_newest_is_named_and_the_one_before_is_taken(
     tiny: str, tmp_path: Path, damage: str
 ) -> None:
@@ -103,7 +104,6 @@ POINTERS: dict[str, Any] = {
 NAMES = ("latest", "latest_checkpointed_iteration.txt", "latest_checkpoint.txt", "last.ckpt", "tracker.json")
 
 
-@pytest.mark.slow
 def test_A5_nothing_that_points_to_a_checkpoint_is_believed(tiny: str, tmp_path: Path) -> None:
     """We write no pointer: whatever other trainers, or somebody by hand, put there, the manifests decide. A folder that only
     has a later step's name is no checkpoint of it."""
@@ -125,7 +125,6 @@ def test_A5_nothing_that_points_to_a_checkpoint_is_believed(tiny: str, tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root, to mount a small disk")
-@pytest.mark.slow
 def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -173,7 +172,6 @@ def test_A6_a_full_disk_stops_loudly_and_hurts_nothing(tiny: str, tmp_path: Path
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("first", "steps"), [(2, 3), pytest.param(4, 5, marks=pytest.mark.long)])
 def test_A7_an_epochs_end_loses_and_repeats_nothing(tiny: str, tmp_path: Path, first: int, steps: int) -> None:
     """Eight rows, four a step: epochs end at 2 and 4. Stopped and resumed there, at the end, and past it."""
@@ -190,7 +188,6 @@ def test_A7_an_epochs_end_loses_and_repeats_nothing(tiny: str, tmp_path: Path, f
     assert over.notes == (f"nothing left to do: {steps} of {steps} steps are done",) and len(over.rows) == steps
 
 
-@pytest.mark.slow
 def test_A12_two_writers_and_a_stale_lock(tiny: str, tmp_path: Path) -> None:
     class Second:
         told = ""
@@ -293,7 +290,6 @@ def test_an_interrupt_lets_a_short_step_end_and_leaves_its_checkpoint(tiny: str,
     assert same(weights(pipe), run.engine(2).snapshot()["weights"])
 
 
-@pytest.mark.slow
 def test_an_interrupt_of_a_long_step_takes_it_back(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is dropped at its next safe place; the checkpoint is that of the step before, and it is exact."""
     monkeypatch.setattr("workbench.base.runtime.GRACE", 0.0)
@@ -375,7 +371,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> wb.Run:
     return wb.load_run(run)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_with(
     quiet: wb.Run, tmp_path: Path
 ) -> None:
@@ -400,7 +396,6 @@ def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_
     assert_same_run(wb.load_run(run), quiet)
 
 
-@pytest.mark.slow
 def test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody(quiet: wb.Run, tmp_path: Path) -> None:
     run = tmp_path / "r"
     going = job(run, {tests_warm.WHERE: ""}, steps=6)  # its kernel is its own child

@@ -64,6 +64,7 @@ def small_run(tiny: str, folder: Path, reward: Any = None, steps: int = 1, **set
     return wb.train_blocking(pipe, rows, steps=steps, batch_size=4, run=folder, **settings)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker: Path, every: bool) -> None:
@@ -92,6 +93,7 @@ def test_E4_no_file_of_a_run_is_ever_unpickled(tiny: str, tmp_path: Path, marker
         path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_E4_the_tree_has_no_door_for_pickles_or_evaluated_text() -> None:
     wrong = []
     for path in sorted((ROOT / "workbench").rglob("*.py")):
@@ -190,6 +192,7 @@ def test_E5_whatever_a_model_writes_stays_text_in_every_view(tiny: str, tmp_path
         assert parsed.wrong == [] and lint(shown) == [], f"{name}: {parsed.wrong} {lint(shown)}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_E5_ten_megabytes_in_one_line_are_cut(tiny: str, tmp_path: Path) -> None:
     run = small_run(tiny, tmp_path / "r")
@@ -304,6 +307,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_E10_training_opens_no_door(tmp_path: Path) -> None:
     script = tmp_path / "listens.py"
@@ -318,6 +322,7 @@ def test_E10_training_opens_no_door(tmp_path: Path) -> None:
 # --- E13: secrets ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_E13_a_secret_of_the_environment_is_in_nothing_that_a_run_writes(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +348,7 @@ def test_E13_a_secret_of_the_environment_is_in_nothing_that_a_run_writes(
             assert canary.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_E13_no_secret_is_in_the_record_of_a_job(
     make_notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ def soaked(folder: Path, blows: Iterator[tuple[str, int]], *, save_freq: int, ra
 KINDS = ("kill", "interrupt", "kill a worker", "stop a worker", "outage", "full disk")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_meets_every_fault_once_ends_as_the_quiet_run(tmp_path: Path) -> None:
     blows = soaked(

@@ -121,6 +121,7 @@ def census() -> tuple[int, set[str], set[int]]:
     return len(os.listdir("/proc/self/fd")), {one.name for one in threading.enumerate()}, below(os.getpid())
 
 
+@pytest.mark.slow
 def test_F6_F7_F9_whatever_a_row_does_its_siblings_are_judged_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def values_of(reward: Reward, folder: Path) -> list[float]:
     return [score.value for score in reward.score(answered(["fine"] * 4, [str(folder)] * 4))]
 
 
+@pytest.mark.slow
 def test_F6_a_file_that_hangs_while_it_is_loaded_is_given_up_for_all_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,7 @@ def gradient(name: str, batch: Batch, rows: slice = slice(None), **settings_: An
     return new.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(F.POLICY_LOSSES))
 @settings(max_examples=examples(30))
 @given(batch=batches())
@@ -210,6 +211,7 @@ def test_losses_ignore_what_is_outside_and_add_up(name: str, batch: Batch) -> No
         assert (still == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg", "dro", "geo_mean", "clip_cov", "kl_cov"])
 @settings(max_examples=examples(15))
 @given(batch=batches())

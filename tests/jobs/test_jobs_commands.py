@@ -127,6 +127,7 @@ def test_E7_a_run_stays_where_its_name_says(tiny: str, tmp_path: Path, name: str
 # --- a table of runs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_stand_side_by_side_with_the_settings_that_differ(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +147,7 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.slow
 def test_a_run_without_an_end_that_nobody_writes_has_died(tiny: str, tmp_path: Path) -> None:
     run = small_run(tiny, tmp_path / "r")
     assert run.state == "finished"
@@ -179,6 +181,7 @@ def outside(value: str) -> bool:
     return value.lower().lstrip().startswith(("http:", "https:", "//", "javascript:"))
 
 
+@pytest.mark.slow
 def test_a_report_has_everything_and_needs_nothing(tiny: str, tmp_path: Path) -> None:
     import nbformat
 
@@ -210,6 +213,7 @@ def test_a_report_has_everything_and_needs_nothing(tiny: str, tmp_path: Path) ->
     assert "\x1b" not in text and path == run.path / "report.html"
 
 
+@pytest.mark.slow
 def test_a_report_of_a_run_without_a_notebook(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_run(tiny, tmp_path / "r")
     assert cli.main(["report", str(tmp_path / "r"), "-o", str(tmp_path / "x.html")]) == 0
@@ -258,6 +262,7 @@ def test_what_cannot_be_gone_on_with(make_notebook: Any, tmp_path: Path) -> None
     assert values == {"lr": 1.0, "run": str(tmp_path), "resume": "auto"} and "has changed since" in note
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_check_says_what_a_job_will_see_and_refuses_as_it_would(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -212,6 +212,7 @@ def test_this_machine_steps_pushes_and_saves() -> None:
     assert "32 rows" in machine.step().found
 
 
+@pytest.mark.slow
 def test_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def off(**settings: Any) -> Any:
         engine = opened(**settings)
@@ -227,6 +228,7 @@ def test_other_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.push().state == WRONG and "version 0 of 1" in machine.push().found
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(machine.opened()), "restore", lambda engine, kept: None)
     found = machine.saves()

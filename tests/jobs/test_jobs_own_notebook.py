@@ -81,6 +81,7 @@ def test_what_has_no_type_is_refused_with_the_line_that_works(
         resolve(make_notebook(parameters=cell), given)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_notebook_without_run_resume_and_kernelspec_is_a_job(
     make_notebook: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

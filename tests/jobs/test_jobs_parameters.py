@@ -145,6 +145,7 @@ def test_a_recipe_keeps_its_own_numbers_in_a_job(name: str, tiny: str) -> None:
         assert sampling_on._rows is rows
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_critic_is_sent_to_its_notebook() -> None:
     with pytest.raises(SettingError, match="'ppo' trains a critic.*202_train_ppo.ipynb"):
         open_recipe("ppo", wb.rows("data/arith/train.parquet", limit=4))
@@ -177,6 +178,7 @@ def test_a_setting_that_is_none_is_the_recipes_own(tiny: str) -> None:
     assert settings(pipe) == settings(wb.recipes.gspo(engine))
 
 
+@pytest.mark.slow
 def test_a_reward_is_a_parameter(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, rows = wb.engines.local(tiny, device="cpu"), None
     (tmp_path / "mine.py").write_text("def score(solution_str): return 0.5\n")

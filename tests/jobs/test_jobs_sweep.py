@@ -83,6 +83,7 @@ sys.exit(values["seed"] if not (folder.parent / "mended").exists() else 0)
 """
 
 
+@pytest.mark.slow
 def test_so_many_run_at_a_time_and_what_is_done_is_left_alone(
     make_notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_so_many_run_at_a_time_and_what_is_done_is_left_alone(
     assert sweep(path, {"seed": "3"}, run=tmp_path / "t").code == STOPPED
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_stops_its_jobs_and_begins_no_other(
     make_notebook: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def make(tiny: str, **settings: Any) -> tuple[Any, wb.datasets.Rows, wb.datasets
     return wb.recipes.grpo(engine, group_size=2, max_tokens=16, **settings), rows, eval_rows
 
 
+@pytest.mark.slow
 def test_everything_is_in_the_folder(tiny: str, tmp_path: Path) -> None:
     pipe, rows, eval_rows = make(tiny)
     run = wb.train_blocking(
@@ -87,6 +88,7 @@ def test_the_blocking_door_names_the_other_one_where_a_loop_runs(tiny: str, tmp_
     assert asyncio.run(cell()).summary["steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_a_plain_model(tiny: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -97,6 +99,7 @@ def test_a_checkpoint_is_a_plain_model(tiny: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.items())
 
 
+@pytest.mark.slow
 def test_validation_changes_nothing(tiny: str, tmp_path: Path) -> None:
     found = []
     for name, freq in (("a", 1), ("b", 0)):
@@ -110,6 +113,7 @@ def test_validation_changes_nothing(tiny: str, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_batch_stepped_by_hand_is_what_training_does(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
     run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", trace_freq=1)
@@ -124,6 +128,7 @@ def test_a_batch_stepped_by_hand_is_what_training_does(tiny: str, tmp_path: Path
             assert run.rows[-1][key] == value
 
 
+@pytest.mark.slow
 def test_break_if_stops_before_the_update_and_leaves_a_stepper(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +187,7 @@ def test_a_wrong_reward_signature_is_refused_before_anything_is_written(tiny: st
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_changed_settings_are_refused_on_resume(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
     wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r")
@@ -205,6 +211,7 @@ def test_resume_in_one_process_is_exact(tiny: str, tmp_path: Path) -> None:
     assert any("nothing left to do" in note for note in again.notes)
 
 
+@pytest.mark.slow
 def test_train_runs_beside_the_callers_loop(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
 
@@ -285,6 +292,7 @@ def test_a_setting_is_read_as_its_type(tiny: str, tmp_path: Path) -> None:
     assert (run.settings["train"]["steps"], run.settings["train"]["seed"]) == (1, 7)
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks_says_why_and_keeps_what_it_has(tiny: str, tmp_path: Path) -> None:
     def fails_later(response: str, extra_info: dict[str, Any]) -> float:
         if len(calls) >= 8:
@@ -302,6 +310,7 @@ def test_a_run_that_breaks_says_why_and_keeps_what_it_has(tiny: str, tmp_path: P
     assert "no more" in repr(run) and not (tmp_path / "r" / "lock.json").exists()
 
 
+@pytest.mark.slow
 def test_a_held_out_set_of_one_has_no_interval(tiny: str, tmp_path: Path) -> None:
     pipe, rows, eval_rows = make(tiny)
     run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", eval_rows=eval_rows[:1])
@@ -310,6 +319,7 @@ def test_a_held_out_set_of_one_has_no_interval(tiny: str, tmp_path: Path) -> Non
     assert "NaN" not in text
 
 
+@pytest.mark.slow
 def test_validation_with_several_samples(tiny: str, tmp_path: Path) -> None:
     pipe, rows, eval_rows = make(tiny)
     run = wb.train_blocking(pipe, rows, steps=1, batch_size=4, run=tmp_path / "r", eval_rows=eval_rows, val_samples=3)
@@ -327,6 +337,7 @@ def test_validation_with_several_samples(tiny: str, tmp_path: Path) -> None:
     assert again.mean == first["val/reward"] and again.interval[0] == pytest.approx(first["val/reward_low"])
 
 
+@pytest.mark.slow
 def test_a_run_can_be_read_while_it_goes_on(tiny: str, tmp_path: Path) -> None:
     seen = []
 
@@ -346,6 +357,7 @@ def test_a_run_can_be_read_while_it_goes_on(tiny: str, tmp_path: Path) -> None:
     assert seen == [(1, [1], [1], {}, True), (2, [1, 2], [1, 2], {}, True)]
 
 
+@pytest.mark.slow
 def test_progress_lines_go_to_the_runners_file(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKBENCH_PROGRESS", str(tmp_path / "progress"))
     pipe, rows, eval_rows = make(tiny)
@@ -379,6 +391,7 @@ def test_what_a_training_cell_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not display.in_notebook()
 
 
+@pytest.mark.slow
 def test_evaluation(tiny: str) -> None:
     eval_rows = wb.rows("data/arith/test.parquet", limit=10)
     found = wb.evaluate(tiny, eval_rows, samples=3, max_tokens=40, batch_size=4)
@@ -400,6 +413,7 @@ def test_evaluation(tiny: str) -> None:
     assert json.dumps(found.mean)
 
 
+@pytest.mark.slow
 def test_evaluation_of_what_can_be_a_model(tiny: str, tmp_path: Path) -> None:
     pipe, rows, eval_rows = make(tiny)
     run = wb.train_blocking(pipe, rows, steps=2, batch_size=4, run=tmp_path / "r", save_freq=1)
@@ -456,6 +470,7 @@ def test_a_training_that_was_not_awaited_says_so_at_once(tiny: str, tmp_path: Pa
         del run
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_does_not_say_that_nobody_awaits_it(tiny: str, tmp_path: Path) -> None:
     pipe, rows, _ = make(tiny)
     texts: list[str] = []
@@ -475,6 +490,7 @@ def test_a_training_that_goes_on_does_not_say_that_nobody_awaits_it(tiny: str, t
     assert repr(training) == "a training that is over"
 
 
+@pytest.mark.slow
 def test_a_training_is_awaited_as_any_coroutine(tiny: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     pipe, rows, _ = make(tiny)
     plan: dict[str, Any] = {"steps": 1, "batch_size": 4, "display": None, "trackers": ()}

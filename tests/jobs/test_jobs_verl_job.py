@@ -79,6 +79,7 @@ def opened(settings: dict[str, Any], engine: Any, **more: Any) -> tuple[Any, Any
     return wb.compat.verl(settings).open(engine=engine, model="x", train_files=TRAIN, **{**SHORT, **more})
 
 
+@pytest.mark.slow
 def test_the_settings_arrive_at_their_stages(engine: Any) -> None:
     pipe, rows, held, how = opened(COMMANDS["ppo"], engine, ppo_mini_batch_size=4)
     found = settings_of(pipe)
@@ -126,6 +127,7 @@ def test_every_estimator_of_verl_opens(method: str, engine: Any) -> None:
     assert pipe["update_actor"].settings()["kl_coef"] == 0 and pipe["rollout"].group_size == 2
 
 
+@pytest.mark.slow
 def test_a_group_of_one_is_verls(engine: Any) -> None:
     pipe, *_ = opened({"algorithm.adv_estimator": "grpo"}, engine)
     assert pipe["rollout"].group_size == 1 and pipe["advantage"].settings()["singleton"] == "verl"
@@ -334,6 +336,7 @@ def test_a_warm_up_of_a_share_needs_the_number_of_steps(tmp_path: Path) -> None:
     assert made.critic is not None and made.critic["warmup_steps"] == 2
 
 
+@pytest.mark.slow
 def test_held_out_rows_have_their_own_limit_and_the_loss_the_samplers_width(engine: Any) -> None:
     given = {**COMMANDS["grpo, KL in the reward"], "data.train_max_samples": 10, "data.val_max_samples": -1}
     pipe, rows, held, _ = opened(

@@ -75,6 +75,7 @@ def test_a_run_goes_on_after_our_texts_have_changed(lora: Path) -> None:
     assert len(train("lora", lora, steps=3, resume="auto").rows) == 3
 
 
+@pytest.mark.slow
 def test_another_function_in_the_place_of_ours_is_refused(lora: Path) -> None:
     def change(settings: dict[str, Any]) -> None:
         (advantage,) = (one for one in settings["pipeline"] if one["name"] == "advantage")

@@ -76,6 +76,7 @@ runs = pytest.mark.parametrize("folder", list(PIPELINES), indirect=True)
 # --- the folders ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @runs
 def test_a_run_is_opened(folder: Path) -> None:
     assert differing(opened(folder), said_of(folder.name)["opened"]) == []
@@ -85,6 +86,7 @@ def test_a_run_is_opened(folder: Path) -> None:
         assert run.checkpoint(step).is_dir()
 
 
+@pytest.mark.slow
 @runs
 def test_a_recorded_step_is_done_again(folder: Path) -> None:
     """Elsewhere from the recorded responses on, and nearly."""
@@ -100,11 +102,13 @@ def test_a_recorded_step_is_done_again(folder: Path) -> None:
     assert parted == []
 
 
+@pytest.mark.slow
 @runs
 def test_its_weights_are_opened(folder: Path) -> None:
     assert differing(kept(folder), said_of(folder.name)["kept"]) == []
 
 
+@pytest.mark.slow
 @runs
 def test_a_run_goes_on(folder: Path) -> None:
     found, said = resumed(folder), said_of(folder.name)["resumed"]

@@ -127,6 +127,7 @@ def two_steps(make: Make) -> Iterator[tuple[Trace, Audit]]:
         yield trace, audit_trace(trace, before=before, after=pipe.state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_second_reading_of_every_algorithm_agrees(name: str) -> None:
     for _, found in two_steps(PIPELINES[name]):
@@ -153,6 +154,7 @@ def bypassing(engine: Any) -> wb.Pipeline:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [rejecting, bypassing])
 def test_rows_of_an_older_policy_and_their_correction_agree(make: Make, train: Callable[..., wb.Run]) -> None:
     def two(engine: Any) -> wb.Pipeline:
@@ -198,6 +200,7 @@ def test_every_pass_of_an_update_is_looked_at() -> None:
         assert "actor/pg_loss" in left.left and "actor/pg_loss" in left.summary() and "clipped" in left.columns
 
 
+@pytest.mark.slow
 def test_episodes_with_tools_agree(train: Callable[..., wb.Run]) -> None:
     def make(engine: Any) -> wb.Pipeline:
         tools = load_tools(ROOT / "data/arith-tools/tools.yaml")
@@ -237,6 +240,7 @@ def test_trees_of_episodes_agree(train: Callable[..., wb.Run], credit: str) -> N
         assert "loss_mask" in names(audit_trace(twice))
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_agrees(train: Callable[..., wb.Run]) -> None:
     """Dynamic sampling draws further prompts."""
     rows = wb.rows(ROOT / "data/arith/train.parquet", max_prompt_length=256, limit=12)
@@ -356,6 +360,7 @@ def test_a_rule_is_read_again_only_where_the_data_source_chose_it(plain: wb.Run)
         assert found.agrees and ("strict rule" in found.left["score"]) == again
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_run_are_read_too(plain: wb.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """metrics.jsonl against the traces, the loop's own metrics, and what runs through the steps."""
     assert main(["audit", str(plain.path)]) == 0 and "metrics agree" in capsys.readouterr().out

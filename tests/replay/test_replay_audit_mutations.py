@@ -482,12 +482,14 @@ def _marked(slips: list[Slip]) -> Iterator[Any]:
         seen.add(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS)
 def test_the_audit_agrees_with_the_code_as_it_is(training: str, right: Any) -> None:
     _, audit = right(training)
     assert audit.agrees, audit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slip", list(_marked(SLIPS)))
 def test_the_audit_finds_a_slip(slip: Slip, right: Any, tmp_path: Path) -> None:
     unchanged, audit = right(slip.training)

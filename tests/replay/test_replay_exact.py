@@ -66,6 +66,8 @@ def same(engine: Any, wanted: dict[str, Any]) -> bool:
     return all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in parts)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_every_steps_weights_are_exact(recorded: Any) -> None:
     run, after = recorded
     assert run.checkpoints == [3, 6] and updates.steps(run.path / "updates") == [4, 5, 6]
@@ -77,6 +79,7 @@ def test_every_steps_weights_are_exact(recorded: Any) -> None:
     assert same(run.engine(0), after[0]["actor"])
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_reached_says_which_can(recorded: Any) -> None:
     run, _ = recorded
     with pytest.raises(
@@ -87,6 +90,7 @@ def test_a_step_that_cannot_be_reached_says_which_can(recorded: Any) -> None:
         run.engine(7)
 
 
+@pytest.mark.slow
 def test_a_stepper_on_a_recorded_step_gives_the_runs_numbers(recorded: Any) -> None:
     run, after = recorded
     s = run.stepper(5)
@@ -101,6 +105,7 @@ def test_a_stepper_on_a_recorded_step_gives_the_runs_numbers(recorded: Any) -> N
     assert same(s.pipeline.learners()["actor"], after[5]["actor"])
 
 
+@pytest.mark.slow
 def test_another_reward_on_a_recorded_step(recorded: Any) -> None:
     run, _ = recorded
     s = run.stepper(4).run(until="advantage")
@@ -110,6 +115,7 @@ def test_another_reward_on_a_recorded_step(recorded: Any) -> None:
     assert torch.equal(s.batch.responses, t.batch.responses)
 
 
+@pytest.mark.slow
 def test_a_reward_that_only_a_cell_had_is_missing_by_name(tiny: str, tmp_path: Path) -> None:
     def short_is_good(response: str) -> float:
         return 1.0 / (1 + len(response))
@@ -127,6 +133,7 @@ def test_a_reward_that_only_a_cell_had_is_missing_by_name(tiny: str, tmp_path: P
     assert "def short_is_good" not in json.dumps(run.settings["pipeline"])
 
 
+@pytest.mark.slow
 def test_an_update_of_somebody_elses_is_never_left_out_in_silence(tiny: str, tmp_path: Path) -> None:
     class Mine(wb.stages.Update):
         """A stage of a cell."""
@@ -146,6 +153,7 @@ def test_an_update_of_somebody_elses_is_never_left_out_in_silence(tiny: str, tmp
     assert torch.equal(s.batch.advantages, run.traces[3].batch.advantages)
 
 
+@pytest.mark.slow
 def test_a_damaged_update_is_refused_by_file(recorded: Any, tmp_path: Path) -> None:
     run = wb.load_run(shutil.copytree(recorded[0].path, tmp_path / "r"))
     path = run.path / "updates" / "step_000005" / "inputs" / "tensors.safetensors"
@@ -157,6 +165,7 @@ def test_a_damaged_update_is_refused_by_file(recorded: Any, tmp_path: Path) -> N
         run.engine(5)
 
 
+@pytest.mark.slow
 def test_a_group_left_out_of_one_update(recorded: Any) -> None:
     run, after = recorded
     uid = updates.read(run.path / "updates", 4).inputs["uid"][0]
@@ -175,6 +184,7 @@ def test_a_group_left_out_of_one_update(recorded: Any) -> None:
         run.counterfactual(4, rows=range(8))
 
 
+@pytest.mark.slow
 def test_the_updates_before_the_step_are_repeated_once(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides begin with the same weights, optimizers and controllers: the second side's are copies."""
     run, after = recorded
@@ -192,6 +202,7 @@ def test_the_updates_before_the_step_are_repeated_once(recorded: Any, monkeypatc
     assert made.distance["actor"] > 0
 
 
+@pytest.mark.slow
 def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path: Path) -> None:
     """Rows without a judgement are in no loss, so the update without them is the update."""
 
@@ -209,6 +220,8 @@ def test_leaving_nothing_of_consequence_out_changes_nothing(tiny: str, tmp_path:
         assert was == pytest.approx(would, rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_updates_keep_their_bound(tiny: str, tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     run = wb.train_blocking(pipeline(tiny), rows, steps=1, batch_size=4, run=tmp_path / "none", keep_updates=0)

@@ -69,6 +69,7 @@ def opened(stepper: Replayed) -> list[bool]:
     return [one.opened for one in stepper.pipeline.learners().values() if isinstance(one, LateLearner)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase",
     [
@@ -90,6 +91,7 @@ def test_a_step_opens_at_each_phase_and_gives_the_recorded_numbers(grpo: wb.Run,
     assert all(torch.equal(found["weights"][name], wanted["weights"][name]) for name in found["weights"])
 
 
+@pytest.mark.slow
 def test_a_stage_with_a_model_runs_on_the_exact_weights_where_the_stepper_stands(grpo: wb.Run) -> None:
     s = grpo.stepper(5, at="old_log_prob").next()
     assert opened(s) == [True] and not s.trace["old_log_prob"].reused
@@ -175,6 +177,7 @@ def test_the_weights_of_a_step_may_be_out_of_reach_of_its_trace(grpo: wb.Run, tm
         run.stepper(4, at="advantages")
 
 
+@pytest.mark.slow
 def test_what_if_on_a_recorded_step(grpo: wb.Run) -> None:
     s = grpo.stepper(5, at="update_actor")
     made = s.what_if(clip_ratio_high=0.5, updates=2)
@@ -196,6 +199,7 @@ def test_engines_may_be_given(bare: wb.Run, tiny: str) -> None:
 # --- with a critic, an adaptive KL and a reward that only a cell had ------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_updates_and_a_controller_each_where_they_stood(ppo: wb.Run) -> None:
     recorded = ppo.traces[5]
@@ -216,6 +220,7 @@ def test_two_updates_and_a_controller_each_where_they_stood(ppo: wb.Run) -> None
     assert not compare(s.run().trace, recorded).columns and "update_critic" not in s.notes[2]
 
 
+@pytest.mark.slow
 def test_going_back_before_anything_is_opened(ppo: wb.Run) -> None:
     s = ppo.stepper(5, at="update_actor").back(to="advantage")
     kept = json.loads((ppo.path / "traces/step_000005/kept.json").read_text())
@@ -228,6 +233,7 @@ def test_going_back_before_anything_is_opened(ppo: wb.Run) -> None:
     assert t.trace.metrics["actor/reward_kl_penalty_coeff"] == ppo.traces[5].metrics["actor/reward_kl_penalty_coeff"]
 
 
+@pytest.mark.slow
 def test_a_cells_reward_gives_its_recorded_outputs_and_says_so(ppo: wb.Run) -> None:
     for s in (ppo.stepper(4).run(until="reward"), ppo.stepper(4, at="reward").next()):
         made = s.compare(Trace(ppo.traces[4].start, ppo.traces[4].phases[: s.position]))
@@ -298,6 +304,7 @@ def test_the_list_of_recorded_steps_and_the_card(grpo: wb.Run, monkeypatch: pyte
         assert "<table" in shown and lint(shown) == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_on_ranks_is_replayed_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where as many can be had; else by one process, whose numbers are the same up to rounding."""
@@ -343,6 +350,7 @@ def cell(text: str, number: int, **names: Any) -> Any:
     return names["shrunk"]
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_cell_runs_again_by_name_where_its_cell_has_been_run(tmp_path: Path) -> None:
     """D8: it was refused even in the process that made it."""
     import gc

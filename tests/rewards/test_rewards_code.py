@@ -91,6 +91,7 @@ def test_a_program_has_what_the_sets_own_grader_gives_it(
     assert found.scored and found.value == value, found.why
 
 
+@pytest.mark.slow
 def test_the_three_kinds_of_cases(box: LocalSandbox) -> None:
     good = judged(box, "print(int(input()) * 2)", DOUBLE)
     assert good.value == 1 and good.status is Status.SCORED and good.answer == "print(int(input()) * 2)\n"
@@ -151,6 +152,7 @@ def test_no_cheat_scores(box: LocalSandbox, name: str, kind: str) -> None:
     assert score.why
 
 
+@pytest.mark.slow
 def test_one_row_cannot_spoil_the_next(box: LocalSandbox) -> None:
     """E3: a program that patches what judges it changes nothing for the others, whichever comes first."""
     patch = CHEATS["patches the harness"]
@@ -219,6 +221,7 @@ def test_a_sandbox_that_cannot_run_is_machinery(box: LocalSandbox) -> None:
         assert score.value == -9 and "out of machines" in score.why
 
 
+@pytest.mark.slow
 def test_rows_wait_for_their_turn_in_the_sandbox_as_long_as_it_takes() -> None:
     """A row's limit is its programs'; forty rows of half a second on one place are no forty failures."""
     try:
@@ -233,6 +236,7 @@ def test_rows_wait_for_their_turn_in_the_sandbox_as_long_as_it_takes() -> None:
     assert [score.value for score in reward.score(rows)] == [1.0] * 10
 
 
+@pytest.mark.slow
 def test_a_failure_ends_all_or_nothing_early(box: LocalSandbox) -> None:
     tests = {"inputs": [""] * 50, "outputs": ["x"] * 50}
     score = judged(box, "import time; time.sleep(9)", tests, continuous=False, timeout=0.5)
@@ -288,6 +292,7 @@ PRIME = [{"input": "2", "output": "True"}, {"input": "4", "output": "False"}, {"
 IS_PRIME = "n = int(input())\nprint(n > 1 and all(n % d for d in range(2, n)))"
 
 
+@pytest.mark.slow
 def test_the_seeds_own_rows(box: LocalSandbox) -> None:
     """D2: a null ground truth, and a list of {input, output} in extra_info: 1, 2/3 and 0 for right, constant and no code."""
     reward = by_data_source(sandbox=box)
@@ -357,6 +362,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_functions_in_every_form(box: LocalSandbox, form: str) -> None:
     """R7: the canonical solution gets 1, another does not, whether the tests are values or JSON."""
@@ -369,6 +375,7 @@ def test_functions_in_every_form(box: LocalSandbox, form: str) -> None:
     assert constant.scored and 0 <= constant.value < 1, constant
 
 
+@pytest.mark.slow
 def test_a_function_that_is_not_there_is_a_crash(box: LocalSandbox) -> None:
     for form in ("KodCode", "MBPP", "pairs"):
         tests, extra = FORMS[form]
@@ -414,6 +421,7 @@ def test_tests_that_cannot_be_read_are_named(tests: Any, extra: dict[str, Any], 
         read_cases(tests, extra)
 
 
+@pytest.mark.slow
 def test_any_tests_are_read_or_refused() -> None:
     for value in VALUES.values():
         for tests in (value, [value, value], {"inputs": value, "outputs": value}, {"test_cases": value}, {"assert_case": [value]},
@@ -441,6 +449,7 @@ def test_a_loop_of_the_tests_that_a_program_never_ends_is_the_programs_fault(
     assert right.value == 1
 
 
+@pytest.mark.slow
 def test_scripts_that_fail_by_themselves_are_no_zero(box: LocalSandbox) -> None:
     for tests in (
         "import no_such_module\nassert add(1, 2) == 3",
@@ -479,6 +488,7 @@ def test_printed_floats_are_equal_within_a_millionth() -> None:
     assert not same_output("1.0", "1.00", "exact") and not same_output("1.0  2", "1.00 2", "lines")
 
 
+@pytest.mark.slow
 def test_canonical_solutions_are_tried_on_their_rows(box: LocalSandbox) -> None:
     right = {"reward_model": {"ground_truth": ADD}, "extra_info": {"solution": "def add(a, b): return a + b"}}
     wrong = {**right, "extra_info": {"solution": "def add(a, b): return a"}}

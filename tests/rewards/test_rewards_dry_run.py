@@ -98,6 +98,7 @@ def test_a_dump_of_trls() -> None:
     assert len(run.rows) == 192 and run.summary.loc["length", "judged"] == 192 and run._repr_html_()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / "gsm8k").exists(), reason="no GSM8K: ../shared/data is absent")
 def test_gsm8ks_own_solutions() -> None:
     """All 1,319 reference answers: strict and flexible agree but for what flexible does not clean."""
@@ -113,6 +114,7 @@ def test_gsm8ks_own_solutions() -> None:
     assert run.summary.loc["math", "no_answer"] == 1319, "no boxes there"
 
 
+@pytest.mark.slow
 def test_the_samples_view_opens_a_dry_run_and_filters_disagreements() -> None:
     rows = [{"response": f"#### {n}", "ground_truth": "1" if n % 2 else None, "prompt": "q"} for n in range(120)]
     run = wb.rewards.dry_run({"strict": wb.rewards.gsm8k, "one": lambda response: 1.0}, rows)

@@ -239,6 +239,7 @@ class Flaky(BaseReward):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "asked"),
     [
@@ -265,6 +266,7 @@ def test_a_function_that_always_fails_must_not_train_silently() -> None:
 # --- processes --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_order_is_kept_and_children_import_neither_torch_nor_us(cold: None) -> None:
     def reward(response: str, extra_info: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.05 * (2 - extra_info["index"]))
@@ -311,6 +313,7 @@ def test_whatever_a_row_does_it_loses_itself_alone() -> None:
     assert processes and all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.slow
 def test_closures_and_lambdas_travel() -> None:
     factor = 3.0
     assert values(Reward(lambda response: factor * len(response)).score(answered(["ab"]))) == [6.0]
@@ -319,6 +322,7 @@ def test_closures_and_lambdas_travel() -> None:
         Reward(lambda response: lock.locked())
 
 
+@pytest.mark.slow
 def test_results_that_cannot_travel_are_that_rows_failure() -> None:
     """Plain data alone crosses: nothing of the function's making runs code in this process."""
     odd: dict[str, Any] = {
@@ -332,6 +336,7 @@ def test_results_that_cannot_travel_are_that_rows_failure() -> None:
     assert values(scores)[:2] == [0.5, 2.0] and "<object>" in scores[1].extra["note"][0]["1"]
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_travel_is_that_rows_failure() -> None:
     odd = [{"a": 1}, {"a": threading.Lock()}, {"a": 2}]
     reward = Reward(lambda thing: float(thing["a"]), workers=1)
@@ -343,6 +348,7 @@ def test_a_row_that_cannot_travel_is_that_rows_failure() -> None:
 # --- files and routing ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_functions_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: None) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.py"
@@ -368,6 +374,7 @@ def test_functions_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         as_reward("broken.py", workers=1).score(answered(["a"]))
 
 
+@pytest.mark.slow
 def test_a_file_runs_in_workers_alone_from_allowed_folders_as_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +424,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stuck_function_does_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "leaves.py"

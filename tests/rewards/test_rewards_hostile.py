@@ -95,6 +95,7 @@ def f(x): return Yes("x")
 """
 
 
+@pytest.mark.slow
 def test_what_is_done_with_a_value_is_done_on_plain_data(box: LocalSandbox) -> None:
     tests = ["assert f(3).startswith('ab')", "assert all(f(x) == y for x, y in [(1, 'ab1')])"]
     for text in tests:
@@ -110,6 +111,7 @@ STOPS = "def f(x):\n    if x == 1: return 'KNOWN'\n    raise StopIteration"
 ZIP = "from solution import f\ndef test_a():\n    for got, want in zip(map(f, {xs}), ['KNOWN', 'b', 'c']):\n        assert got == want\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tests", "most"),
     [
@@ -126,6 +128,7 @@ def test_assertions_that_are_not_reached_or_come_too_often_are_no_points(
     assert score.scored and score.value <= most, score
 
 
+@pytest.mark.slow
 def test_tests_that_only_say_assert_false_pass_where_that_is_not_reached(box: LocalSandbox) -> None:
     tests = "def test_a():\n    try:\n        f(-1)\n        assert False\n    except ValueError:\n        pass"
     assert judged(box, "def f(x): raise ValueError(x)", tests).value == 1
@@ -151,6 +154,7 @@ def test_a_forged_value_is_a_judged_zero(box: LocalSandbox, body: str, tests: An
     assert score.value == 0 and score.scored and score.why, score
 
 
+@pytest.mark.slow
 def test_a_value_that_ends_the_judging_is_that_assertions_failure_alone(box: LocalSandbox) -> None:
     tests = [
         "assert f(1) == 1",
@@ -182,6 +186,7 @@ def test_returned_values_are_compared_without_their_hashes(value: Any, expected:
     assert judged(Says(body), "x", {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}).value == right
 
 
+@pytest.mark.slow
 def test_work_on_a_programs_text_is_linear() -> None:
     """Each of these took minutes, on the event loop, where time grew with the square of the text."""
     assert extract_code("```python\nx\n```\n```" + "a" * 10**6) == "x\n"
@@ -198,6 +203,7 @@ def test_work_on_a_programs_text_is_linear() -> None:
         assert judged(Says(body), "x", {"fn_name": "f", "inputs": [[1]], "outputs": [5]}).value == 0
 
 
+@pytest.mark.slow
 def test_a_score_can_be_shown_and_saved_whatever_the_program_said(box: LocalSandbox) -> None:
     said = "\\x1b]0;owned\\x07\\u202e\\ud800"
     for tests in ({"fn_name": "f", "inputs": [[1]], "outputs": ["a"]}, "def test_a():\n    assert f(1) == 5"):

@@ -328,6 +328,7 @@ def test_prompt_and_response_are_cut_to_their_own_limits(world: Any) -> None:
     assert "1 to 512 tokens" in refused.why
 
 
+@pytest.mark.slow
 def test_the_tiny_judge_agrees_with_the_rule(world: Any) -> None:
     from make_judges import PROMPT, Check
 
@@ -364,6 +365,7 @@ def served() -> Iterator[tuple[str, list[Any]]]:
     yield from json_service()
 
 
+@pytest.mark.slow
 def test_openai_and_classify_endpoints(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     url, seen = served
     monkeypatch.setenv("MY_KEY", "canary-key")

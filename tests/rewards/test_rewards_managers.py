@@ -72,6 +72,7 @@ def keyed(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     return {"score": float(right), "format": 1.0, **({"note": "right"} if right else {"hint": "wrong"})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["naive", "prime", "dapo", "rate_limited"])
 def test_a_row_manager_scores_on_the_last_token_and_keeps_every_key(name: str) -> None:
     manager = make(name, keyed, **({"num_workers": 2} if name == "prime" else {}))
@@ -100,6 +101,7 @@ def test_prime_calls_by_position_side_by_side(tmp_path: Path) -> None:
     manager.close()
 
 
+@pytest.mark.slow
 def test_batch_is_one_call_with_plural_names() -> None:
     def together(
         data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
@@ -128,6 +130,7 @@ def test_dapo_adds_its_penalty_unclamped_as_verl_does() -> None:
         make("dapo", max_resp_len=2, overlong_buffer_cfg=cfg)
 
 
+@pytest.mark.slow
 def test_a_failure_is_said_and_no_zero() -> None:
     def fragile(solution_str: str) -> float:
         if not solution_str:
@@ -195,6 +198,7 @@ class Lengths(AbstractRewardManager):
 """
 
 
+@pytest.mark.slow
 def test_a_manager_class_written_for_verl_works_from_its_file(tmp_path: Path) -> None:
     file = tmp_path / "manager.py"
     file.write_text(VERLS)
@@ -322,6 +326,7 @@ def test_a_reason_passes_through_a_manager() -> None:
     assert [score.scored for score in scores] == [True, True, False] and "ZeroDivisionError" in scores[2].why
 
 
+@pytest.mark.slow
 def test_a_managers_file_gets_a_function_of_another_file(tmp_path: Path) -> None:
     (tmp_path / "manager.py").write_text(
         VERLS.replace("(len(text) + (truth in text))", "self.compute_score(text, truth)")

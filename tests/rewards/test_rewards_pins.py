@@ -295,6 +295,7 @@ def test_a_link_stays_a_link_and_folders_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "pins.jsonl").is_symlink() and len(pins(real)) == 1
 
 
+@pytest.mark.slow
 def test_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pins.jsonl"
 
@@ -319,6 +320,7 @@ def test_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(pins(path)) == 34
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_processes_that_pin_at_once_lose_nothing(tmp_path: Path) -> None:
     script = tmp_path / "pinning.py"

@@ -92,6 +92,7 @@ def test_a_rubric_is_refused_with_the_nearest_part() -> None:
 # --- the whole group ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_group_reward_sees_its_group() -> None:
     sizes = []
 
@@ -151,6 +152,7 @@ def test_places_are_given_back_whatever_happens() -> None:
         RateLimit(max_rpm=0)
 
 
+@pytest.mark.slow
 def test_limits_hold_in_pools_and_for_async_functions() -> None:
     limit = RateLimit(max_concurrent=1)
 
@@ -180,6 +182,7 @@ def test_limits_hold_in_pools_and_for_async_functions() -> None:
     assert going["most"] == 1
 
 
+@pytest.mark.slow
 def test_async_functions_are_cancelled_at_their_limit() -> None:
     cancelled = []
 

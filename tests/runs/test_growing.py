@@ -45,6 +45,7 @@ def long(*kills: str) -> list[Any]:
     return [pytest.param(kill, marks=pytest.mark.long) for kill in kills]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["line:8", *long("step:1", "step:3", "inside:4", "line:3", "line:10", "rename:2")])
 def test_growth_that_is_killed_and_resumed_is_that_of_the_run_that_was_not(
@@ -96,6 +97,8 @@ def data() -> Rows:
     return wb.datasets.growing(wb.rows("data/arith/train.parquet", limit=20))
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_an_edited_file_is_refused_on_resume_and_a_new_run_refuses_another_ones(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = resumed(run, data())
@@ -130,6 +133,7 @@ def test_held_out_metrics_are_those_of_the_parts() -> None:
     assert (found["val-core/a/reward/mean@1"], found["val-core/b/reward/mean@1"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_one_run_goes_through_its_stages(tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet")
     easy, hard = wb.datasets.mix([rows[:8], rows[8:12]], weights=[3, 1]), rows[12:20]
@@ -142,6 +146,7 @@ def test_one_run_goes_through_its_stages(tmp_path: Path) -> None:
     assert [set(map(str, run.traces[3].start["raw_prompt"])) <= hard_prompts] == [True]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_draws_further_prompts_of_a_mix_and_takes_their_new_rows(tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet")
     mixed = wb.datasets.growing(wb.datasets.mix({"a": rows[:10], "b": rows[10:30]}, weights=[1, 1]))

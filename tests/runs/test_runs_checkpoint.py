@@ -93,6 +93,7 @@ def test_a_damaged_newest_never_costs_the_good_one(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path).step == 3 and (tmp_path / "step_000001").exists()
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_the_manifest_is_believed(tmp_path: Path) -> None:
     path = write(tmp_path, 1) / "manifest.json"
     content = path.read_bytes()

@@ -97,6 +97,7 @@ def test_a_second_writer_is_refused_also_in_the_same_process(tmp_path: Path) -> 
     again.lock.release()
 
 
+@pytest.mark.slow
 def test_a_removed_lock_file_lets_nobody_in(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "lock.json").unlink()
@@ -166,6 +167,7 @@ def test_a_lock_whose_holder_died_is_taken_and_explained(tmp_path: Path, left: s
     folder.lock.release()
 
 
+@pytest.mark.slow
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     child = os.fork()
     if not child:

@@ -43,6 +43,7 @@ def run(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> wb.Run:
     )
 
 
+@pytest.mark.slow
 def test_a_validation_scored_again_gives_the_runs_numbers_bit_for_bit(run: wb.Run) -> None:
     assert sorted(path.name for path in (run.path / "val").iterdir()) == ["step_000001.parquet", "step_000002.parquet"]
     for row in run.rows[1:]:
@@ -73,6 +74,7 @@ def test_the_samples_of_a_validation_are_a_table_and_a_batch(run: wb.Run) -> Non
     assert str(run.path / "val") == run.summary["paths"]["val"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_saved_and_scored_again(tiny: str, tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet", limit=8)
     found = wb.evaluate(tiny, rows, samples=4, max_tokens=48)

@@ -65,6 +65,7 @@ def test_a_resumed_run_flags_what_the_whole_one_flags(cut: int) -> None:
     assert begun(Watch(rows[:cut]), rows[cut:]) == {step: names for step, names in whole.items() if step > cut}
 
 
+@pytest.mark.slow
 def test_a_look_costs_little_however_long_the_run_is() -> None:
     watch = Watch(row(step, **{f"more/{number}": 1.0 for number in range(80)}) for step in range(1, 10_001))
     spent = []

@@ -85,6 +85,7 @@ def test_turns_of_held_out_episodes_are_counted() -> None:
     assert [found[f"val-aux/num_turns/{name}"] for name in ("min", "max", "mean")] == [2.0, 5.0, 3.5]
 
 
+@pytest.mark.slow
 def test_a_steps_row_is_of_the_batch_that_was_trained_on(tmp_path: Path) -> None:
     """PF-PPO resamples rows after the advantages: verl measures the batch as it is then, and so does the run's row."""
     folder = Path(__file__).parents[1] / "recorded" / "0.12.0"

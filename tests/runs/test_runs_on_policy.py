@@ -78,6 +78,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.jobs.train._draw", lambda path: None)
 
 
+@pytest.mark.slow
 def test_by_hand_stepped_and_trained_give_the_same_weights(trained: Any) -> None:
     run, after, _ = trained
     stepped, by_hand, without = pipeline(), pipeline(), pipeline()
@@ -96,6 +97,7 @@ def test_by_hand_stepped_and_trained_give_the_same_weights(trained: Any) -> None
     assert "old_log_probs" in s.trace["old_log_prob"].wrote, "the stepper ran the stage for the eye"
 
 
+@pytest.mark.slow
 def test_training_makes_no_second_pass(trained: Any, tmp_path: Path) -> None:
     run, after, counted = trained
     second = Counted(pipe := pipeline(recompute_old_log_probs=True))
@@ -149,6 +151,7 @@ def test_the_audit_reads_it_and_sees_what_was_changed(trained: Any, tmp_path: Pa
     assert audit_trace(changed("old_log_probs", "old_log_prob", 0.0)).agrees
 
 
+@pytest.mark.slow
 def test_any_step_again(trained: Any) -> None:
     run, after, _ = trained
     again = run.stepper(STEPS).replace("reward", wb.rewards.Reward(length, in_process=True)).run()
@@ -165,6 +168,7 @@ def test_any_step_again(trained: Any) -> None:
     assert "old_log_probs" not in inputs and "ref_log_prob" in inputs
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_exactly(trained: Any, tmp_path: Path) -> None:
     run, after, _ = trained
     train(pipeline(), tmp_path / "run", steps=1)
@@ -176,6 +180,7 @@ def off_policy(metrics: Any) -> bool:
     return bool(metrics["training/rollout_kl"] > -1 and metrics["training/policy_lag/max"] == 0)
 
 
+@pytest.mark.slow
 def test_a_break_looks_at_the_pass_before_the_weights_move(trained: Any, tmp_path: Path) -> None:
     run, after, _ = trained
     before = weights(stopping := pipeline())
@@ -197,6 +202,7 @@ SAME: dict[str, Make] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAME)
 def test_other_ways_to_the_same_weights(case: str, trained: Any, tmp_path: Path) -> None:
     _, after, _ = trained

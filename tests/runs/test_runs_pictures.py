@@ -52,6 +52,7 @@ def test_a_resumed_run_has_the_steps_of_one_that_was_not_stopped(folder: Path, r
     assert not torch.equal(run.traces[1].batch["new_log_probs"], run.traces[2].batch["new_log_probs"])
 
 
+@pytest.mark.slow
 def test_a_recorded_step_is_replayed_bit_for_bit(run: wb.Run) -> None:
     recorded = run.traces[2]
     again = run.stepper(step=2).run()
@@ -70,6 +71,7 @@ def test_the_samples_show_the_pictures(run: wb.Run) -> None:
     assert "pictures: 1 picture" in repr(view.row(0)) and "<image>" in repr(view.row(0))
 
 
+@pytest.mark.slow
 def test_a_prompt_with_pictures_is_as_long_as_the_model_reads_it(folder: Path) -> None:
     rows = wb.rows(folder / "geo.parquet", max_prompt_length=12)
     engine = wb.engines.local(folder / "model", device="cpu", self_check=False)
@@ -79,6 +81,7 @@ def test_a_prompt_with_pictures_is_as_long_as_the_model_reads_it(folder: Path) -
         rows.prompt_lengths(engine.tokenizer)
 
 
+@pytest.mark.slow
 def test_a_model_of_text_refuses_the_file_before_work(
     folder: Path, tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ def refusal(act: Callable[[], Any]) -> WorkbenchError | None:
     return None
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(records=st.lists(SHAPES, min_size=2, max_size=2), name=st.sampled_from([*REWARDS]), raw=st.booleans())
 def test_what_steps_to_the_advantage_passes_and_the_other_way_round(
@@ -92,6 +93,7 @@ def test_what_steps_to_the_advantage_passes_and_the_other_way_round(
     assert (stepped is None) == (passed is None), f"stepped: {stepped}; preflight: {passed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alone", "trls"])
 def test_rows_of_prompts_alone_train(tiny: str, tmp_path: Path, name: str) -> None:
     """D2: they ran the whole Stepper, and then there was no 'reward_model'."""

@@ -124,6 +124,7 @@ def quiet(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"save_freq": 2}, {"break_if": lambda metrics: False}])
 def test_a_lost_learner_is_brought_back_exactly(
     tiny: str, tmp_path: Path, quiet: Trained, caplog: Any, settings: dict[str, Any]
@@ -163,6 +164,7 @@ class Dying:
         return {"kind": "dying"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_lost_sampler_is_brought_back_exactly(tiny: str, tmp_path: Path, ahead: int) -> None:
     """A pair starts it twice again by itself; rows ahead were begun with weights that are nowhere any more."""
@@ -177,6 +179,7 @@ def test_a_lost_sampler_is_brought_back_exactly(tiny: str, tmp_path: Path, ahead
     ).exists()
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_with_its_error_and_the_run_can_be_resumed(
     tiny: str, tmp_path: Path, quiet: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def test_a_crash_loop_ends_with_its_error_and_the_run_can_be_resumed(
     same(trained(grpo(tiny), tmp_path / "r", resume="auto"), quiet)
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_start_again_are_tried_so_often_and_no_oftener(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +210,7 @@ def test_workers_that_do_not_start_again_are_tried_so_often_and_no_oftener(
     assert [one["state"][:12] for one in events(tmp_path / "r")] == ["not restored"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -243,6 +248,7 @@ def on_ranks(where: Group, tiny: str, scratch: Path, critic: bool) -> wb.Pipelin
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("critic", "wanted"),

@@ -68,6 +68,8 @@ def numbers(rows: list[dict[str, Any]]) -> list[list[float]]:
     return [[row[key] for key in KEYS] for row in rows[-2:]]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_with_everything_it_is_exact(tiny: str, whole: Any, tmp_path: Path) -> None:
     assert gone_on(tiny, whole[0], tmp_path / "r") == numbers(whole[1])
 
@@ -184,6 +186,7 @@ def lose_controller(path: Path) -> None:
     (path / "state.json").write_text(json.dumps({**state, "controllers": {}}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
@@ -219,6 +222,7 @@ def test_a_checkpoint_that_lacks_something_is_refused(
     assert (run / "metrics.jsonl").read_text() == before and not (run / "superseded").exists()
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_alone_are_no_reason_to_start_over(tiny: str, whole: Any, tmp_path: Path) -> None:
     run = tmp_path / "r"
     shutil.copytree(whole[0], run)
@@ -242,6 +246,7 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_over(tiny: str, whole:
 # --- settings ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_changes_are_refused_by_name_unless_allowed_and_then_recorded(tiny: str, whole: Any, tmp_path: Path) -> None:
     run = tmp_path / "r"
     shutil.copytree(whole[0], run)
@@ -279,6 +284,7 @@ def test_a_reward_whose_text_changed_is_refused_by_its_first_other_line(tiny: st
         wb.train_blocking(pipe, rows, steps=4, run=run, resume="auto", **PLAN)
 
 
+@pytest.mark.slow
 def test_a_model_made_anew_is_refused_and_one_that_only_moved_is_not(tiny: str, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny, tmp_path / "model"))
     pipe, rows = make(str(model))
@@ -347,6 +353,7 @@ def test_an_interrupted_cell_run_again_goes_on_exactly_or_says_why_not(tiny: str
     assert numbers(resumed.rows) == numbers(whole[1])
 
 
+@pytest.mark.slow
 def test_nothing_to_do_changes_nothing_but_brings_back_a_lost_summary(tiny: str, whole: Any, tmp_path: Path) -> None:
     run = tmp_path / "r"
     shutil.copytree(whole[0], run)
@@ -367,6 +374,7 @@ def test_nothing_to_do_changes_nothing_but_brings_back_a_lost_summary(tiny: str,
     assert pipe.learners()["actor"].version == 2  # and the weights are the run's
 
 
+@pytest.mark.slow
 def test_moments_of_fewer_parameters_are_refused(tiny: str, whole: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -105,6 +105,7 @@ def test_causes_are_read_from_the_last_batch() -> None:
     assert "2 of 4 rows have no ground truth" in found.do and "no answer could be read out of 4 of 4" in found.do
 
 
+@pytest.mark.slow
 def test_a_real_run_says_them(tiny: str, tmp_path: Path) -> None:
     engine = wb.engines.local(tiny, lr=1e-4, device="cpu")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)

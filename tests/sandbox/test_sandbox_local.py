@@ -95,6 +95,7 @@ def _command(pid: int) -> list[str]:
 # --- the contract ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_input_output_files_and_errors(box: LocalSandbox, clean: None) -> None:
     assert box.run("print(int(input()) * 2)", stdin="21\n").stdout == "42\n"
     failed = box.run("import sys; print('x', file=sys.stderr); sys.exit(3)")
@@ -111,6 +112,7 @@ def test_input_output_files_and_errors(box: LocalSandbox, clean: None) -> None:
     assert box.run("").status == "Success"
 
 
+@pytest.mark.slow
 def test_every_run_is_fresh_and_many_run_side_by_side_in_order(box: LocalSandbox, clean: None) -> None:
     box.run("open('left.txt', 'w').write('x'); import json; json.dumps = None; open('/tmp/left', 'w')")
     seen = box.run("import os, json; print(os.listdir('.'), os.listdir('/tmp'), json.dumps(1))")
@@ -119,6 +121,7 @@ def test_every_run_is_fresh_and_many_run_side_by_side_in_order(box: LocalSandbox
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(8)]
 
 
+@pytest.mark.slow
 def test_languages(box: LocalSandbox) -> None:
     assert box.run("echo $((6*7))", language="bash").stdout == "42\n"
     if "cpp" not in box.languages:
@@ -219,12 +222,14 @@ def test_a_program_beyond_a_limit_is_no_success_whatever_its_code() -> None:
     assert status_of(Phase(status="Finished", return_code=0, limit="output")) == "Success"
 
 
+@pytest.mark.slow
 def test_output_is_cut_and_said_to_be_also_within_a_character(box: LocalSandbox) -> None:
     result = box.run("print('é' * 600_000)")
     assert result.truncated and set(result.stdout) == {"é"}
     assert box.run("import sys; sys.stdout.buffer.write(b'\\xff ok')").stdout.startswith("[DecodeError]")
 
 
+@pytest.mark.slow
 def test_a_program_that_closes_or_ignores_its_pipes(box: LocalSandbox, clean: None) -> None:
     closed = box.run(
         "import os; os.close(0); os.close(1); os.close(2); import time; time.sleep(0.2)", stdin="x" * 300_000
@@ -234,6 +239,7 @@ def test_a_program_that_closes_or_ignores_its_pipes(box: LocalSandbox, clean: No
     assert echoed.stdout == "3000000\n"
 
 
+@pytest.mark.slow
 def test_folders_that_resist_are_removed(box: LocalSandbox, clean: None) -> None:
     assert box.run("import os\nfor _ in range(900): os.mkdir('d'); os.chdir('d')").status == "Success"
     assert box.run("import os; os.mkdir('shut'); open('shut/f', 'w'); os.chmod('shut', 0)").status == "Success"
@@ -299,6 +305,7 @@ def test_a_daemon_with_a_session_of_its_own_ends_with_its_program(box: LocalSand
     assert result.stdout == "gone\n" and result.run and result.limit is None
 
 
+@pytest.mark.slow
 def test_cancelling_ends_the_program(box: LocalSandbox, clean: None) -> None:
     import asyncio
 
@@ -357,6 +364,7 @@ def test_where_nothing_isolates_model_code_does_not_run_unless_said(monkeypatch:
     assert result.stdout == "/box\n" and result.where == "unsafe"
 
 
+@pytest.mark.slow
 def test_a_tier_that_leaks_fails_its_probe() -> None:
     """The probe itself: run without any isolation it finds every leak that it looks for."""
     found = tiers._attempt(LocalSandbox(allow_unsafe=True), "unsafe")

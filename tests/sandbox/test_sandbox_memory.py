@@ -47,6 +47,7 @@ def test_no_way_of_taking_memory_goes_beyond_the_limit(box: LocalSandbox, way: s
         assert result.limit in ("memory", None) and result.why != "ran"
 
 
+@pytest.mark.slow
 def test_what_is_shared_by_processes_counts_once(box: LocalSandbox) -> None:
     code = "import os, time\nx = b'x' * (100 << 20)\nfor _ in range(4):\n    if not os.fork(): time.sleep(0.5); os._exit(0)\n"
     result = box.run(code + "for _ in range(4): os.wait()\nprint('ran')", run_timeout=patience(10.0))
@@ -125,6 +126,7 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_its_parents_death_and_leaves_its_session_ends(box: LocalSandbox) -> None:
     mark = os.urandom(2).hex()
     box.run(FORGETS.replace("MARK", mark), run_timeout=1.0)
@@ -136,6 +138,7 @@ def test_a_program_that_forgets_its_parents_death_and_leaves_its_session_ends(bo
     assert within(lambda: not living()), living()
 
 
+@pytest.mark.slow
 def test_without_a_group_and_a_filter_namespaces_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     if tiers.missing("namespaces"):
         pytest.skip(f"needs {tiers.missing('namespaces')}")

@@ -125,6 +125,7 @@ def test_what_passes_is_tried_again_and_what_does_not_is_no_verdict() -> None:
     assert gone.run("1").status == "SandboxError" and not gone.ping()
 
 
+@pytest.mark.slow
 def test_a_service_that_never_answers_costs_the_deadline_once() -> None:
     gate = threading.Event()
     with service(lambda n: gate.wait(LONG) and (200, GOOD, {})) as (url, seen):  # type: ignore[arg-type,return-value]
@@ -134,12 +135,14 @@ def test_a_service_that_never_answers_costs_the_deadline_once() -> None:
         gate.set()
 
 
+@pytest.mark.slow
 def test_no_more_requests_at_once_than_allowed() -> None:
     with service(lambda n: time.sleep(0.1) or (200, GOOD, {})) as (url, seen):  # type: ignore[func-returns-value]
         results = quick(url, max_concurrent=3).run_many([Program(code=str(n)) for n in range(12)])
         assert all(result.stdout == "42\n" for result in results) and seen["most"] == 3
 
 
+@pytest.mark.slow
 def test_an_outage_is_machinery_never_a_zero() -> None:
     with service(lambda n: (503, "", {}) if n > 2 else (200, GOOD, {})) as (url, _):
         judge = Reward(code(quick(url, attempts=1, max_concurrent=1)), in_process=True)
@@ -149,6 +152,7 @@ def test_an_outage_is_machinery_never_a_zero() -> None:
     assert not scores[2].scored and "503" in scores[2].why
 
 
+@pytest.mark.slow
 def test_one_client_serves_both() -> None:
     try:
         box = LocalSandbox()
@@ -180,6 +184,7 @@ def test_retry_after_in_seconds_or_as_a_date() -> None:
 NO_GO = {"status": "Finished", "execution_time": 0.1, "return_code": 127, "stdout": "", "stderr": "/bin/bash: line 1: go: command not found\n"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "language", "told"),
     [
@@ -197,6 +202,7 @@ def test_a_compiler_that_the_service_lacks_is_machinery(phase: dict[str, Any], l
     assert (result.status == "SandboxError") is told and (not told or f"cannot run {language}: it has no" in result.why)
 
 
+@pytest.mark.slow
 def test_the_server_bounds_time_limits_refuses_pages_and_says_what_was_wrong() -> None:
     import http.client
 

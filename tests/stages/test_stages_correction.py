@@ -129,6 +129,7 @@ def test_verls_texts_and_pairs_mean_the_same() -> None:
 # --- what trains on it ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_reach_the_loss(engine: Any, batch: wb.DataProto) -> None:
     weighed = RolloutCorrection(rollout_is="token")(batch).batch
     double = weighed.with_columns({"rollout_is_weights": weighed["rollout_is_weights"] * 0 + 2.0})
@@ -141,6 +142,7 @@ def test_weights_reach_the_loss(engine: Any, batch: wb.DataProto) -> None:
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_rejected_trains_nothing_and_is_not_counted(engine: Any, batch: wb.DataProto) -> None:
     made = RolloutCorrection(rollout_rs="token_k2,seq_mean_k1", rollout_rs_threshold="0.5,1.3")(apart(batch)).batch
     start = engine.snapshot()
@@ -177,6 +179,7 @@ def test_the_loss_mask_is_the_product_of_what_the_rows_have() -> None:
     assert float(values.loss) == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_corrected_runs_weights_are_made_again(bypass: bool, engine: Any, tmp_path: Path) -> None:
     """What was rejected is recorded with an update; bounds as tight as float32 reject many tokens of one engine's own."""
@@ -257,6 +260,7 @@ def test_a_cut_into_micro_batches_changes_nothing(more: dict[str, Any], mode: st
             assert joined[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_bypass_through_an_engine(engine: Any, batch: wb.DataProto) -> None:
     off = apart(batch)
     how = CorrectionSettings(rollout_is="sequence", rollout_is_threshold=5, rollout_rs={"seq_mean_k1": 1.3})
@@ -279,6 +283,7 @@ def test_bypass_through_an_engine(engine: Any, batch: wb.DataProto) -> None:
     assert settings["bypass.rollout_is"] == "sequence" and "bypass" not in settings and json.dumps(settings)
 
 
+@pytest.mark.slow
 def test_other_settings_of_the_correction_run_what_uses_its_mask_again(engine: Any) -> None:
     pipe = wb.recipes.grpo(engine, short, group_size=2, max_tokens=6, kl_coef=0)
     tight = wb.recipes.with_rollout_correction(pipe, rollout_rs={"token_k1": 1 + 2e-7})

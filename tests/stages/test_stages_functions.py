@@ -153,6 +153,7 @@ def test_a_pipeline_takes_the_class_too_and_says_what_a_bare_function_lacks(pipe
         wb.Pipeline([length_norm, *pipe])
 
 
+@pytest.mark.slow
 def test_it_steps_trains_and_resumes_and_another_text_is_refused(pipe: wb.Pipeline, tmp_path: Path) -> None:
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     longer = pipe.insert_after("reward", length_norm)

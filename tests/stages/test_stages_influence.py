@@ -41,6 +41,7 @@ def objective(engine: Any, eval_rows: wb.DataProto) -> float:
     return float((logs * eval_rows["advantages"] * eval_rows["response_mask"]).sum() / eval_rows["response_mask"].sum())
 
 
+@pytest.mark.slow
 def test_it_is_what_leaving_a_row_out_does(made: Any) -> None:
     engine, batch, eval_rows = made
     before = engine.snapshot()["weights"]

@@ -57,6 +57,7 @@ def quiet(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> wb.Run:
 # --- which rows -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_step_learns_from_rows_that_are_one_version_old(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
     in_turn = train(*make(tiny), tmp_path / "in-turn", ahead=0)
     for step in range(1, 5):
@@ -73,6 +74,7 @@ def test_each_step_learns_from_rows_that_are_one_version_old(quiet: wb.Run, tiny
     assert quiet.settings["train"]["ahead"] == 1 and in_turn.settings["train"]["ahead"] == 0
 
 
+@pytest.mark.slow
 def test_their_tokens_are_those_that_the_older_weights_write(quiet: wb.Run, tiny: str) -> None:
     rows = make(tiny)[1]
     rollout = wb.stages.Rollout(
@@ -86,11 +88,13 @@ def test_their_tokens_are_those_that_the_older_weights_write(quiet: wb.Run, tiny
     assert torch.equal(drawn["responses"], quiet.traces[3].batch["responses"])
 
 
+@pytest.mark.slow
 def test_a_run_can_be_done_again(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
     again = train(*make(tiny), tmp_path / "again", save_freq=2)
     assert numbers(again) == numbers(quiet)
 
 
+@pytest.mark.slow
 def test_validation_between_draws_changes_nothing(quiet: wb.Run, tiny: str, tmp_path: Path) -> None:
     pipe, rows = make(tiny)
     run = train(pipe, rows, tmp_path / "r", eval_rows=rows[:4], test_freq=1)
@@ -99,6 +103,7 @@ def test_validation_between_draws_changes_nothing(quiet: wb.Run, tiny: str, tmp_
     assert [row["training/global_step"] for row in run.rows if "val/reward" in row] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_validation_and_a_draw_never_ask_the_reward_at_once(tiny: str, tmp_path: Path) -> None:
     """Also where no update has moved the weights, so that the sampler need not be waited for."""
     inside = threading.Lock()
@@ -116,6 +121,7 @@ def test_validation_and_a_draw_never_ask_the_reward_at_once(tiny: str, tmp_path:
     assert [row["reward/scored_ratio"] for row in run.rows[1:]] == [1, 1, 1] and run.rows[3]["val/unscored"] == 0
 
 
+@pytest.mark.slow
 def test_filtered_and_baselined_groups_are_drawn_whole(tiny: str, tmp_path: Path) -> None:
     rows = make(tiny)[1]
     pipe = wb.recipes.dapo(two(tiny), Reward(digits, in_process=True), rows=rows, group_size=2, max_tokens=8)
@@ -142,6 +148,7 @@ def test_the_step_counts_the_seconds_that_it_waited(quiet: wb.Run) -> None:
     assert "timing_s/overlapped" not in quiet.traces[1].metrics
 
 
+@pytest.mark.slow
 def test_the_next_rows_are_drawn_and_judged_while_a_step_is_learnt_from(tiny: str, tmp_path: Path) -> None:
     """Step 1's update ends only after step 2's reward has begun, and the other way round in the draw's thread."""
     judging, steps = threading.Event(), []
@@ -194,6 +201,7 @@ def test_held_weights_stay_until_they_are_let_go(tiny: str) -> None:
 # --- refused before work --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_before_anything_is_written(tiny: str, tmp_path: Path) -> None:
     rows = make(tiny)[1]
     single = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), Reward(digits, in_process=True), group_size=2)
@@ -225,6 +233,7 @@ def test_the_loss_is_told_how_old_the_rows_are(quiet: wb.Run) -> None:
         assert moved < 1e-4 if step == 1 else moved > 1e-3
 
 
+@pytest.mark.slow
 def test_an_uncorrected_pipeline_is_warned_of(
     quiet: wb.Run, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,6 +291,7 @@ def test_an_error_in_the_draw_is_raised_in_the_step_that_needs_the_rows(
     assert wb.load_run(tmp_path / "r").rows[2]["training/policy_lag/max"] == 0  # drawn anew, by the weights there are
 
 
+@pytest.mark.slow
 def test_rows_that_are_too_old_are_never_learnt_from(quiet: wb.Run, tiny: str) -> None:
     pipe, rows = make(tiny)
     source = execute.Ahead(pipe, lambda step: rows.batch(4, step=step, seed=3), last=9, pending=quiet.traces[2])
@@ -294,6 +304,7 @@ def test_rows_that_are_too_old_are_never_learnt_from(quiet: wb.Run, tiny: str) -
     assert source.close(1) == ""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_break_if_stands_before_the_update_on_the_rows_that_were_drawn(
     quiet: wb.Run, tiny: str, tmp_path: Path
@@ -380,6 +391,7 @@ def test_a_run_is_sampled_ahead_from_a_resume_on_where_that_is_allowed(tiny: str
 # --- looking back ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_recorded_step_keeps_the_rows_that_its_own_weights_did_not_write(quiet: wb.Run) -> None:
     s = quiet.stepper(3)
     assert "sampled one step ahead, by the weights after step 1; as recorded" in repr(s)

@@ -29,6 +29,7 @@ def length(response: str, response_ids: list[int]) -> dict[str, Any]:
     return {"score": len(response) / 10, "tokens": len(response_ids), "note": response[:3]}
 
 
+@pytest.mark.slow
 def test_the_trace_is_the_same_whichever_way() -> None:
     reward = wb.rewards.Reward(lambda response: len(response) / 10, in_process=True)
     plain, data = pipeline(reward)
@@ -43,6 +44,7 @@ def test_the_trace_is_the_same_whichever_way() -> None:
             torch.testing.assert_close(mine.batch[name], theirs.batch[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+@pytest.mark.slow
 def test_rewards_begin_while_rows_are_still_generated_and_log_probs_go_on_beside_them() -> None:
     seen: list[tuple[str, float]] = []
     begun = threading.Event()
@@ -68,6 +70,7 @@ def test_rewards_begin_while_rows_are_still_generated_and_log_probs_go_on_beside
     assert begun.is_set() and 0 < places[0] < len(seen) - 1, "log-probs ran between rewards"
 
 
+@pytest.mark.slow
 def test_what_judging_raises_is_raised_by_the_step_with_the_trace_before_it() -> None:
     def broken(response: str) -> float:
         raise ValueError("no")
@@ -86,6 +89,7 @@ def test_rows_come_back_in_order_whatever_order_they_arrive_in() -> None:
     assert [score.value for score in early.finish()] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_group_reward_waits_for_its_group() -> None:
     def rank(responses: list[str]) -> list[float]:
         return [float(sorted(responses).index(text)) for text in responses]

@@ -179,6 +179,7 @@ def mib(engine: Any) -> str:
     return f"{sum({one.data_ptr(): one.nbytes for one in engine._state().values()}.values()) / 2**20:.1f} MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "disk", "replay"])
 def test_a_stepper_comes_back_exactly(tiny: str, tmp_path: Path, kind: str) -> None:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")

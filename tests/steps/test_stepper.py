@@ -13,6 +13,8 @@ from workbench.base.errors import BatchError, PipelineError, RunError, VersionMi
 from workbench.runs.loop import run_step
 from workbench.steps.trace import Trace
 
+pytestmark = pytest.mark.slow
+
 
 def make(tiny: str, **settings: Any) -> tuple[wb.Stepper, Any]:
     engine = wb.engines.local(tiny, lr=1e-3, device="cpu")

@@ -48,6 +48,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True], ids=["as loaded", "trained"])
 def test_nothing_stays_and_all_is_measured(tiny: str, trained: bool) -> None:
     pipe = wb.recipes.ppo(opened(tiny), reward=lambda response: float(len(response)), max_tokens=4)
@@ -70,6 +71,7 @@ def test_nothing_stays_and_all_is_measured(tiny: str, trained: bool) -> None:
     assert same(everything(pipe), before) and "tune" in wb.__all__
 
 
+@pytest.mark.slow
 def test_steps_go_on_as_if_nothing_had_been_tuned(tiny: str) -> None:
     weights = []
     for tuned in (False, True):
@@ -81,6 +83,7 @@ def test_steps_go_on_as_if_nothing_had_been_tuned(tiny: str) -> None:
     assert all(torch.equal(one, weights[1][name]) for name, one in weights[0].items())
 
 
+@pytest.mark.slow
 def test_what_runs_out_of_memory_is_a_trial_like_others(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of more than 300 tokens fail: that is where the engine is now, and less is proposed."""
     pipe = pipeline(opened(tiny, pack="no"), max_tokens=16, group_size=4)
@@ -103,6 +106,7 @@ def test_what_runs_out_of_memory_is_a_trial_like_others(tiny: str, monkeypatch: 
     assert [one.phase for one in made.phases] == ["rollout", "reward"] and same(everything(pipe), before)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_where_no_learner_works_is_raised(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline(opened(tiny))
     before = everything(pipe)
@@ -130,6 +134,7 @@ def test_only_settings_of_memory_and_time_can_be_tried(tiny: str) -> None:
     assert engine._budget == 4096 and not engine._model.is_gradient_checkpointing
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_are_measured_and_left_as_they_were(tiny: str) -> None:
     """Two FSDP ranks beside a sampler: their memory is in the sum, their settings are tried and set back."""

@@ -14,6 +14,8 @@ from workbench.base.errors import PipelineError
 from workbench.rewards import Reward
 from workbench.steps.what_if import what_if
 
+pytestmark = pytest.mark.slow
+
 
 def varied(response: str) -> float:
     return (sum(map(ord, response)) % 5) / 4
@@ -57,7 +59,6 @@ def test_the_first_gradient_is_the_same_and_later_ones_part(stepper: wb.Stepper)
     assert lint(often._repr_html_()) == []
 
 
-@pytest.mark.slow
 def test_another_estimator_loss_and_mask(stepper: wb.Stepper) -> None:
     same = stepper.what_if(advantage=F.grpo, updates=1)
     assert same.cosine == pytest.approx(1.0, abs=1e-6)
@@ -75,6 +76,7 @@ def test_another_estimator_loss_and_mask(stepper: wb.Stepper) -> None:
     assert some.rows(1) == [int(apart.argmax())]
 
 
+@pytest.mark.long
 def test_a_probe_is_watched(stepper: wb.Stepper) -> None:
     eval_rows = wb.rows("data/arith/test.parquet", max_prompt_length=256, limit=4)
     made = stepper.what_if(kl_coef=1.0, updates=2, probe=stepper.batch)

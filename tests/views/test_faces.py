@@ -159,6 +159,7 @@ def test_doors_are_real() -> None:
     assert all(callable(named(name)) for name in shown._DOORS.values())
 
 
+@pytest.mark.slow
 def test_faces_are_imported_when_somebody_looks() -> None:
     code = (
         "import sys; from workbench.rewards import Score; import workbench as wb;"
@@ -188,6 +189,7 @@ def named_rooms(path: Path) -> list[str]:
     return [one for one in said if one.startswith(("workbench.views", "workbench.widgets"))]
 
 
+@pytest.mark.slow
 def test_nothing_below_views_names_views_or_widgets() -> None:
     assert {str(path.relative_to(PACKAGE)): named_rooms(path) for path in below() if named_rooms(path)} == {}
 

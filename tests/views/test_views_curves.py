@@ -18,6 +18,7 @@ ROWS = [
 ROWS[4] |= {"val/reward": 0.5, "val/reward_low": 0.4, "val/reward_high": 0.6}
 
 
+@pytest.mark.slow
 def test_panels_show_what_was_recorded_and_say_what_was_not() -> None:
     figure = panel(ROWS, title="mine")
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(PANEL)
@@ -80,6 +81,7 @@ def test_ticks_are_short() -> None:
     assert all(tick == int(tick) for tick in panel(ROWS[:1]).axes[0].get_xticks())
 
 
+@pytest.mark.slow
 def test_a_run_of_many_steps_is_no_larger_a_picture() -> None:
     sizes = []
     for steps in (50, 5000):
@@ -138,6 +140,7 @@ def test_a_wide_band_leaves_the_means_a_quarter_of_the_height() -> None:
     assert bottom == pytest.approx(19 - 0.15) and top == pytest.approx(22 + 0.15)
 
 
+@pytest.mark.slow
 def test_seconds_of_the_phases_stand_over_each_other_and_say_their_names() -> None:
     seconds = {"timing_s__rollout": 1.0, "timing_s__reward": 0.5, "timing_s__update_actor": 2.0}
     rows = steps_of(4, **seconds, timing_s__step=3.5, timing_s__gen=1.0, timing_s__testing=9.0)
@@ -172,6 +175,7 @@ def test_a_learning_rate_is_shown_as_it_was_set() -> None:
     assert [text.get_text() for text in ppo.get_legend().get_texts()] == ["policy", "critic"]
 
 
+@pytest.mark.slow
 def test_symptoms_stand_on_the_time_axis_and_are_said_beneath() -> None:
     marks = [
         Symptom("entropy has collapsed", "1.2 → 0.05", 2, "raise clip_ratio_high"),
@@ -229,6 +233,7 @@ def test_hostile_names_are_shown_as_they_are() -> None:
     assert label("\udcff\u202e") == "\\udcff\\x202e" and len(label("x" * 99)) == 60
 
 
+@pytest.mark.slow
 def test_a_legend_has_room_for_every_name() -> None:
     others = {f"a run with a long name, number {n}": ROWS for n in range(20)}
     figure = panel(ROWS, others=others)

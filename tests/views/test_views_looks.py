@@ -126,6 +126,7 @@ def test_a_score_and_an_outcome_say_what_they_are(tiny: str) -> None:
     assert lint(outcome._repr_html_()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["rollout", "advantage", "update_actor"])
 def test_a_stepper_shows_before_and_after_of_the_last_phase(tiny: str, phase: str) -> None:
     engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
@@ -155,6 +156,7 @@ def test_batches_are_compared_and_what_cannot_be_is_said() -> None:
         wb.compare(first, 3)
 
 
+@pytest.mark.slow
 def test_the_names_that_people_type_first_lead_somewhere(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)

@@ -24,6 +24,7 @@ def labels(made: Any) -> list[str]:
     return [axes.get_ylabel() for axes in made.axes]
 
 
+@pytest.mark.slow
 def test_one_call_makes_a_figure_of_the_columns_width() -> None:
     made = figure(ROWS, ["reward", "KL"], name="GRPO", others={"DAPO": ROWS[:4]})
     assert made.get_figwidth() == 3.25 and labels(made) == ["reward", "KL"] and made.get_suptitle() == ""
@@ -70,6 +71,7 @@ def test_what_cannot_be_drawn_is_refused_and_nothing_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_pdf_embeds_its_fonts_and_files_are_the_same_on_any_day(tmp_path: Path) -> None:
     for suffix in ("pdf", "svg", "png"):
         written = [tmp_path / f"{name}.{suffix}" for name in "ab"]
@@ -88,6 +90,7 @@ def test_a_pdf_embeds_its_fonts_and_files_are_the_same_on_any_day(tmp_path: Path
     assert made._repr_png_()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_an_error_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "curves.pdf"
     made = figure(ROWS, path=path)

@@ -52,6 +52,7 @@ def test_without_ipywidgets_a_training_shows_its_progress_and_one_line_that_enab
     )
 
 
+@pytest.mark.slow
 def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "HEARTBEAT", 0.6)
     control = Control()
@@ -77,6 +78,7 @@ def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: p
     assert repr(shown[0][-1]).endswith("stopped by hand after step 1")
 
 
+@pytest.mark.slow
 def test_a_control_holds_stops_and_lets_go() -> None:
     control = Control()
 
@@ -110,6 +112,7 @@ def test_a_job_shows_static_blocks_and_a_person_the_panel(
     assert type(display.open_display(3, [], Control(), tmp_path)) is display.LiveDisplay
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_is_followed_to_its_end(shown: list[list[Any]], tmp_path: Path) -> None:
     run = tmp_path / "r"
     run.mkdir()
@@ -140,6 +143,7 @@ def collapsing(steps: int) -> list[dict[str, Any]]:
     return [{**row(step), "actor/entropy": 1.0 if step <= 10 else 0.01} for step in range(1, steps + 1)]
 
 
+@pytest.mark.slow
 def test_a_symptom_is_said_once_and_marked_where_it_began(
     shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +216,7 @@ def test_a_picture_that_fails_does_not_end_the_run(
     assert "step 3/3" in repr(shown[0][-1])
 
 
+@pytest.mark.slow
 def test_a_runs_curves_and_figures_come_from_its_folder(tmp_path: Path) -> None:
     for name, steps in (("a $b$", 20), ("other", 12)):
         (tmp_path / name).mkdir()
@@ -254,6 +259,7 @@ def test_tensorboard_finds_the_events_of_a_run_and_of_many(tmp_path: Path) -> No
     assert sorted(found(tmp_path).Runs()) == ["one/tensorboard", "two/tensorboard"]
 
 
+@pytest.mark.slow
 def test_tensorboard_is_the_kernels_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = []
     shell = SimpleNamespace(kernel=True, run_line_magic=lambda name, line: run.append((name, line)))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import workbench as wb
 from workbench.agents import FunctionCall, ToolAgent, function_tool
 from workbench.widgets.layer import EpisodeFace
+
+pytestmark = pytest.mark.slow
 
 
 class Always:

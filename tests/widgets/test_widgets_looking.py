@@ -208,6 +208,7 @@ def test_colours_and_numbers_of_all_rows() -> None:
     assert heard(widget, {"kind": "colours", "colour": "no such", "asked": 1})[0]["kind"] == "error"
 
 
+@pytest.mark.slow
 def test_buttons_do_what_their_line_says(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu", lr=1e-3)
     rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)

@@ -45,6 +45,7 @@ def test_buttons_set_flags_and_nothing_else(made: Any) -> None:
     assert control.stopping and not control.interrupted and shown._stop.disabled and shown._pause.disabled
 
 
+@pytest.mark.slow
 def test_the_bundle_has_a_static_form_in_our_dialect(made: Any) -> None:
     shown, _, handle = made
     for row in rows(4)[2:]:
@@ -82,6 +83,7 @@ def test_the_curves_go_on_with_the_steps_and_mark_what_looks_wrong(made: Any, mo
     assert wrong["kind"] == "error" and "step 2 has no trace" in wrong["text"]
 
 
+@pytest.mark.slow
 def test_what_is_left_needs_no_kernel(made: Any) -> None:
     shown, _, handle = made
     shown.on_row(rows(3)[-1], 60.0)
@@ -99,6 +101,7 @@ def test_the_static_form_is_refreshed_now_and_then(made: Any, monkeypatch: pytes
     assert len(handle.bundles) == 1 and "step 3/9" in handle.bundles[0]["text/plain"] and shown._cover.renewed == 1
 
 
+@pytest.mark.slow
 def test_symptoms_stand_below_the_bar_in_the_widget_and_in_its_static_form(made: Any) -> None:
     shown, _, handle = made
     for number in range(3, 10):

@@ -60,6 +60,7 @@ EPISODES: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_rubric_weighs_what_episodes_bring() -> None:
     def turns(turn_scores: list[float]) -> float:
         return sum(turn_scores)
@@ -96,6 +97,7 @@ CHECK = "def check_answer(said, truth):\n    return said.split()[-1] == truth\n\
 """What the guide's layered reward calls and does not define."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GUIDE.is_file(), reason="the seed documents are not beside the repository")
 def test_the_guides_own_functions_give_what_these_give(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8", errors="ignore"), re.DOTALL)

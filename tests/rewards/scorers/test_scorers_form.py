@@ -58,6 +58,7 @@ def test_geometry3k(text: str, truth: str, value: float) -> None:
     assert score.value == pytest.approx(0.9 * score.parts["accuracy"] + 0.1 * score.parts["format"])
 
 
+@pytest.mark.slow
 def test_formats() -> None:
     good = "<think>a</think>\n<answer>b</answer>"
     assert shaping.think_answer_format(good).value == 1

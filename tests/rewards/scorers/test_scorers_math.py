@@ -135,6 +135,7 @@ def hostile(marker: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_scorer_runs_an_answer_or_lingers_over_it(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     for text in hostile(marker):
