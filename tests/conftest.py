@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tests_warm
 from hypothesis import settings
-from tests_patience import examples, patience
-from tests_required import REQUIRED, must_run
+from support import warm_starts
+from support.patience import examples, patience
+from support.required import REQUIRED, must_run
 from xdist.scheduler import LoadScopeScheduling
 
 if (
@@ -43,7 +43,7 @@ LEAN = ROOT / "tests" / "lean"
 if not COLD:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(LEAN), os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, str(LEAN))
-    tests_warm.install()
+    warm_starts.install()
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # what one worker leaves in the temporary folder is not another's
     os.environ["TMPDIR"] = str(Path(tempfile.gettempdir()) / worker)
     Path(os.environ["TMPDIR"]).mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
 def pytest_configure(config: pytest.Config) -> None:
     """Who starts the tests holds the servers of warm processes; xdist's workers find them in their environment."""
     if not COLD and not os.environ.get("PYTEST_XDIST_WORKER") and not config.option.collectonly:
-        servers = tests_warm.Servers()
+        servers = warm_starts.Servers()
         config.add_cleanup(servers.close)
 
 
@@ -192,7 +192,7 @@ def checked_once() -> Iterator[None]:
 @pytest.fixture
 def cold() -> Iterator[None]:
     """What the test starts is no fork of a warm server."""
-    with tests_warm.cold():
+    with warm_starts.cold():
         yield
 
 
@@ -206,7 +206,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One JupyterLab for all tests of a browser."""
-    from tests_lab import laboratory
+    from support.lab import laboratory
 
     with laboratory(tmp_path_factory.mktemp("lab")) as address:
         yield address

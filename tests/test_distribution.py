@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from absent_packages import NEEDS
 from packaging.requirements import Requirement
-from tests_patience import LONG
+from support.patience import LONG
 
 import workbench as wb
 from workbench.base import distribution

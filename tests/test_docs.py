@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests_lab import in_chromium, watched_page
-from tests_patience import LONG
-from tests_screens import CONTRAST, THEMES
+from support.lab import in_chromium, watched_page
+from support.patience import LONG
+from support.screens import CONTRAST, THEMES
 
 import workbench as wb
 

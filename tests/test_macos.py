@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests_patience import LONG
+from support.patience import LONG
 
 ROOT = Path(__file__).parents[1]
 MACOS = """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import LONG
+from support.patience import LONG
 
 ROOT = Path(__file__).parents[1]
 USER = 54_321

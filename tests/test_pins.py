@@ -11,7 +11,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-from tests_required import REQUIRED, must_run
+from support.required import REQUIRED, must_run
 
 from workbench.base.distribution import DISTRIBUTION
 from workbench.jobs import machine

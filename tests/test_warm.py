@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tests_warm
-from tests_patience import within
+from support import warm_starts
+from support.patience import within
 
 from workbench.base.child import Child
 
@@ -62,7 +62,7 @@ def test_it_is_a_process_of_its_own_with_what_it_was_given(tmp_path: Path) -> No
 )
 def test_its_end_is_told(code: str, status: int, said: str) -> None:
     done = run(code)
-    assert done.returncode == status and said in done.stderr and "tests_warm" not in done.stderr
+    assert done.returncode == status and said in done.stderr and "warm_starts" not in done.stderr
 
 
 def test_what_is_to_be_done_at_the_end_is_done() -> None:
@@ -82,7 +82,7 @@ def test_it_can_be_signalled_waited_for_and_given_up() -> None:
 
 def test_a_tests_own_program_begins_warm_where_its_first_line_says_so() -> None:
     code = "import sys; print('torch' in sys.modules); sys.exit(3)"
-    for first, warm in ((tests_warm.WARM, "True\n"), ("", "False\n")):
+    for first, warm in ((warm_starts.WARM, "True\n"), ("", "False\n")):
         with subprocess.Popen([sys.executable, "-c", first + code], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdout.read() == warm
             assert within(lambda process=process: process.poll() is not None) and process.returncode == 3
@@ -111,13 +111,13 @@ def test_our_children_begin_warm_below_a_keeper_unless_their_memory_is_small(
 
 
 def test_it_ends_with_its_server() -> None:
-    before = os.environ.get(tests_warm.WHERE)
-    servers = tests_warm.Servers((("main", ("torch",), {}),))
+    before = os.environ.get(warm_starts.WHERE)
+    servers = warm_starts.Servers((("main", ("torch",), {}),))
     try:
         one = subprocess.Popen(words("import time; time.sleep(3600)"))
         assert one.poll() is None
     finally:
         servers.close()
         if before is not None:
-            os.environ[tests_warm.WHERE] = before
+            os.environ[warm_starts.WHERE] = before
     assert one.wait() == -signal.SIGKILL

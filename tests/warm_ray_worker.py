@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests_warm import WHERE, ask, exit_code
+from support.warm_starts import WHERE, ask, exit_code
 
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 

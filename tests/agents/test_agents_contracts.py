@@ -14,10 +14,10 @@ import pytest
 from formats_written import FORMS as FORMS_WRITTEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.patience import examples
 from test_agents_environments import Echoing, Guessing
 from test_agents_interactions import StandInActor
 from test_agents_mcp import SERVER
-from tests_patience import examples
 
 from workbench.agents import (
     Calculator,

@@ -15,7 +15,7 @@ import pytest
 from agents_parts import Script, schema, tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import examples
+from support.patience import examples
 
 from workbench import engines
 from workbench.agents import Endpoint, Episode, Limits, PolicySession, endpoint

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests_patience import LONG, patience, within
+from support.patience import LONG, patience, within
 
 from workbench.agents.tools import MCPServer, load_tools, mcp_tools
 from workbench.agents.tools.mcp_servers import _read

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import cost, examples
+from support.patience import cost, examples
 
 from workbench.agents.formats import parser_of
 from workbench.agents.parsers import (

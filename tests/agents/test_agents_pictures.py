@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from agents_parts import Script, Tags, call
-from tests_pictures import asked, png
+from support.pictures import asked, png
 
 import workbench as wb
 from workbench.agents import BaseTool, FunctionCall, ToolAgent, ToolResponse

@@ -16,7 +16,7 @@ import torch
 from agents_parts import LLAMA, NO_SYSTEM, QWEN, Adder, Always, Script, Tags, User, call
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import examples, patience
+from support.patience import examples, patience
 
 import workbench as wb
 from workbench.agents import (

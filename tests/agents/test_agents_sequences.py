@@ -13,7 +13,7 @@ import torch
 from agents_parts import Adder, Script, Tags, User, call
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests_patience import examples
+from support.patience import examples
 from transformers import AutoTokenizer
 
 import workbench as wb

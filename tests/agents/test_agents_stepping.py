@@ -381,7 +381,7 @@ def test_a_pipeline_without_agents(tiny: str) -> None:
 
 
 def test_views(step: wb.Stepper, tokenizer: Any) -> None:
-    from tests_lint import lint
+    from support.lint import lint
 
     view = wb.views.transcript(step, 1)
     turns = step.batch["turns"][1]
@@ -408,7 +408,7 @@ def test_a_row_without_turns_is_one_turn(tiny: str) -> None:
 
 
 def test_the_face_of_a_loop() -> None:
-    from tests_lint import lint
+    from support.lint import lint
 
     @wb.agents.function_tool
     def hot(number: int, note: str = "") -> str:

@@ -11,7 +11,7 @@ import pytest
 from agents_parts import schema
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import examples
+from support.patience import examples
 
 from workbench.agents import TurnTokens
 from workbench.agents.formats import parser_of

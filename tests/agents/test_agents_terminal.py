@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from agents_parts import Script, Tags, call
-from tests_patience import patience
+from support.patience import patience
 
 import workbench as wb
 from workbench.agents import Terminal, Tests, ToolAgent, load_tools, terminal_rows

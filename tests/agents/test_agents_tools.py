@@ -17,7 +17,7 @@ import pytest
 from agents_parts import Running
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import LONG, examples, patience
+from support.patience import LONG, examples, patience
 
 from workbench.agents.protocol import Tool, ToolResponse
 from workbench.agents.tools import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests_patience import LONG, patience, within
+from support.patience import LONG, patience, within
 
 from workbench.base import child as module
 from workbench.base.child import Child, Parent, Questions, Stuck, importing

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import patience, within
+from support.patience import patience, within
 
 from workbench.base import loopback
 from workbench.base.loopback import HttpRequest, Text, from_another_user, serving

@@ -19,8 +19,8 @@ import torch
 
 sys.path += [str(Path(__file__).parents[1])]
 from looking import synthetic
-from tests_lab import watched_page
-from tests_screens import Screen, curves, show, stepped
+from support.lab import watched_page
+from support.screens import Screen, curves, show, stepped
 
 import workbench as wb
 from workbench.widgets.layer import SamplesTable, StepperFace, TokenView

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from nbformat import v4
-from tests_driving import DRIVEN, restart
-from tests_lab import (
+from support.driving import DRIVEN, restart
+from support.lab import (
     DONE,
     ROOT,
     contents,
@@ -26,7 +26,7 @@ from tests_lab import (
     until,
     with_parameters,
 )
-from tests_patience import patience
+from support.patience import patience
 
 from workbench.engines.vllm_server.engine import VllmSettings, importable, interpreter
 

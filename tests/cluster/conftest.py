@@ -7,7 +7,7 @@ from pathlib import Path
 
 import cluster_things as things
 import pytest
-from tests_patience import patience
+from support.patience import patience
 
 from workbench.cluster import Cluster, RayRanks, connect, ranks
 

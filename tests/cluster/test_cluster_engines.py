@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests_patience import LONG, within
+from support.patience import LONG, within
 from training import Killer, footprint, group, grpo, numbers, rows, train
 
 import workbench as wb

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests_patience import LONG, patience, within
+from support.patience import LONG, patience, within
 
 from workbench import DataProto
 from workbench.base import runtime

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import LONG, patience, within
+from support.patience import LONG, patience, within
 
 import workbench as wb
 from workbench.agents import BaseInteraction, RemoteInteraction, ToolAgent

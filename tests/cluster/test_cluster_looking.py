@@ -16,8 +16,8 @@ import cluster_things as shared
 import looking_things as things
 import psutil
 import pytest
-from tests_lint import lint
-from tests_patience import LONG, patience, within
+from support.lint import lint
+from support.patience import LONG, patience, within
 
 from workbench import DataProto, Outcome
 from workbench.base.activity import QueuedRequest

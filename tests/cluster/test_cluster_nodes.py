@@ -18,7 +18,7 @@ from typing import Any
 import cluster_things as things
 import psutil
 import pytest
-from tests_patience import LONG, patience, within
+from support.patience import LONG, patience, within
 
 from workbench.base.errors import EngineError, SettingError, WorkerLost
 from workbench.cluster import connect, discovery, session

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_lint import lint
-from tests_patience import LONG, within
+from support.lint import lint
+from support.patience import LONG, within
 
 from workbench import DataProto
 from workbench.base.errors import BatchError, EngineError, SettingError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import examples
+from support.patience import examples
 
 from workbench.base.errors import BatchError, ColumnInvalid, ColumnMissing, UnionConflict
 from workbench.dataproto import DataProto, Origin

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_pictures import asked, geometry, noise, png
+from support.pictures import asked, geometry, noise, png
 
 import workbench as wb
 from workbench.base.errors import DataError

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tests_accelerator as accelerator
 import torch
+from support import accelerator
 
 from workbench.dataproto import DataProto
 from workbench.engines import LossCounts, Request, SamplingSettings, local

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_patience import patience
+from support.patience import patience
 
 from workbench.engines import local
 from workbench.engines.fsdp_engine import worker

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import ARCHITECTURES, EXTRA, TELLING, VOCABULARY, make
+from support.architectures import ARCHITECTURES, EXTRA, TELLING, VOCABULARY, make
 
 from workbench.dataproto import DataProto
 from workbench.engines import Request, SamplingSettings, local
@@ -170,7 +170,7 @@ HEADER = f"""# Architectures
 
 A new engine compares each way of computing with the model's own forward, without padding and cache, on a few tokens
 (`engines/local_engine/selfcheck.py`). It uses the fastest that is right. This is what it finds on small random models
-(`tests/tests_architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is the
+(`tests/support/architectures.py`), written by `python tests/engines/test_engines_architectures.py`. A difference is the
 largest over the vocabulary at the tokens that are given, as a share of the spread of log-probs: below 1e-5 where it says
 *right*, above 1e-4 where it says *wrong*; *no* is a way that the model cannot go. Scoring and learning go over
 rows that are padded, or packed so that a common prompt is computed once; sampling goes with prompts shared in

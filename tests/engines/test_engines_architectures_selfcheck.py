@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import ARCHITECTURES, make
+from support.architectures import ARCHITECTURES, make
 from transformers import AutoModelForCausalLM
 
 from workbench.base.errors import EngineError

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests_architectures import make
-from tests_patience import LONG, patience, within
-from tests_shards import counts, difference, eleven_rows
+from support.architectures import make
+from support.patience import LONG, patience, within
+from support.shards import counts, difference, eleven_rows
 
 import workbench as wb
 from workbench.base import runtime

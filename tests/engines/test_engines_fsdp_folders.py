@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests_architectures import ARCHITECTURES, make
+from support.architectures import ARCHITECTURES, make
 
 from workbench.base.errors import EngineError
 from workbench.engines.fsdp_engine.folders import WeightReader, adapters_of, begin_folder, planned, reverted

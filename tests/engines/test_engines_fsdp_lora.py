@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_shards import counts, difference, eleven_rows
+from support.shards import counts, difference, eleven_rows
 
 import workbench as wb
 from workbench.base.errors import EngineError

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_architectures import make
-from tests_shards import counts, difference, relative, steady
+from support.architectures import make
+from support.shards import counts, difference, relative, steady
 
 from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto import DataProto

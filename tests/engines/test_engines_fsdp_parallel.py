@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import make
-from tests_shards import counts, difference, relative, steady
+from support.architectures import make
+from support.shards import counts, difference, relative, steady
 
 from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto import DataProto

@@ -1,6 +1,6 @@
 """Sharded saves that go on beside the work: nothing partial is ever there, whoever is killed, hung, slow or in a hurry.
 
-Disks are slow by `tests_shards.Disk`, and full by the kernel's own limit on the size of a process's files.
+Disks are slow by `support.shards.Disk`, and full by the kernel's own limit on the size of a process's files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests_architectures import make
-from tests_patience import LONG, patience, within
-from tests_shards import Disk, counts, difference, eleven_rows
+from support.architectures import make
+from support.patience import LONG, patience, within
+from support.shards import Disk, counts, difference, eleven_rows
 
 from workbench.base.errors import CheckpointError, SettingError, WorkerLost
 from workbench.dataproto import DataProto
@@ -147,12 +147,12 @@ def test_a10_a_rank_that_cannot_write_fails_loudly_at_the_next_call(
 
 
 ENDING = """
-import tests_warm
-tests_warm.install()  # this process is an ordinary one, its workers need not be
+from support import warm_starts
+warm_starts.install()  # this process is an ordinary one, its workers need not be
 import os, sys, threading, time
 from pathlib import Path
 from workbench.engines.fsdp_engine.engine import fsdp
-from tests_shards import Disk
+from support.shards import Disk
 from workbench.engines.fsdp_engine.group import local_group
 
 if __name__ == "__main__":

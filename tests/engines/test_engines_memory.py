@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import make
+from support.architectures import make
 
 import workbench as wb
 from workbench.base.errors import OutOfMemory, SettingError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_pictures import asked
+from support.pictures import asked
 
 import workbench as wb
 from workbench.base.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import ARCHITECTURES, make
+from support.architectures import ARCHITECTURES, make
 from torch import distributed
 
 import workbench as wb

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import LONG
+from support.remote import FIRST, LOGITS, Server, serving
 from test_engines_vllm import moved
-from tests_patience import LONG
-from tests_remote import FIRST, LOGITS, Server, serving
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, SettingError

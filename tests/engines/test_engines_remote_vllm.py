@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import LONG, patience
 from test_engines_vllm import TOLERANCE, asked, gap, moved
-from tests_patience import LONG, patience
 
 import workbench as wb
 from workbench.base.errors import EngineError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_patience import LONG, within
+from support.patience import LONG, within
 
 from workbench.base import runtime
 from workbench.base.activity import HERE

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tests_architectures import VOCABULARY, make
-from tests_shards import counts, difference
+from support.architectures import VOCABULARY, make
+from support.shards import counts, difference
 
 import workbench as wb
 from workbench.agents import ToolAgent

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests_architectures import make
-from tests_patience import LONG
+from support.architectures import make
+from support.patience import LONG
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.base import runtime

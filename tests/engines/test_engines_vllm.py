@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests_patience import LONG, patience, within
+from support.patience import LONG, patience, within
 
 import workbench as wb
 from workbench.base import runtime

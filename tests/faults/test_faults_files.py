@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_recorded import MODEL
+from support.recorded import MODEL
 
 import workbench as wb
 from workbench.base.errors import RunError, WorkbenchError

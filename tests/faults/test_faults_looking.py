@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_hostile import HOSTILE, HOSTILE_PROSE, HostileTokenizer, hostile_batch
-from tests_lab import in_chromium, watched_page
+from support.hostile import HOSTILE, HOSTILE_PROSE, HostileTokenizer, hostile_batch
+from support.lab import in_chromium, watched_page
 
 import workbench as wb
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-import tests_warm
 import torch
-from tests_lab import CHROMIUM, FLAGS, laboratory, page_running_all, put, until
-from tests_patience import LONG, within
+from support import warm_starts
+from support.lab import CHROMIUM, FLAGS, laboratory, page_running_all, put, until
+from support.patience import LONG, within
 
 import workbench as wb
 from workbench.runs.folder import read_metrics
@@ -103,7 +103,7 @@ class Kernel:
 
 
 @contextmanager
-def kernel(start: Callable[[], AbstractContextManager[None]] = tests_warm.cold) -> Iterator[Kernel]:
+def kernel(start: Callable[[], AbstractContextManager[None]] = warm_starts.cold) -> Iterator[Kernel]:
     with start():  # a fork's own memory grows with every page that it touches, and most of these tests measure it
         made = Kernel()
     try:

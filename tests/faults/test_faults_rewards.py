@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import patience
+from support.patience import patience
 
 import workbench as wb
 from workbench.base.errors import RewardError

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tests_warm
 import torch
-from tests_patience import LONG, within
+from support import warm_starts
+from support.patience import LONG, within
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, NonFinite, PipelineError, RunError, VersionMismatch
@@ -398,7 +398,7 @@ def test_C6_sigterm_ends_the_step_checkpoints_marks_the_notebook_and_is_gone_on_
 
 def test_C7_sigkill_of_the_job_loses_nothing_and_leaves_nobody(quiet: wb.Run, tmp_path: Path) -> None:
     run = tmp_path / "r"
-    going = job(run, {tests_warm.WHERE: ""}, steps=6)  # its kernel is its own child
+    going = job(run, {warm_starts.WHERE: ""}, steps=6)  # its kernel is its own child
     wait_for_rows(run, 3)
     everybody = group_of(going.pid)
     assert len(everybody) >= 2

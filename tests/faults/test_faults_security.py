@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_hostile import HOSTILE, HOSTILE_PROSE, every_view
-from tests_lab import in_chromium, watched_page
-from tests_lint import lint
-from tests_patience import LONG
+from support.hostile import HOSTILE, HOSTILE_PROSE, every_view
+from support.lab import in_chromium, watched_page
+from support.lint import lint
+from support.patience import LONG
 
 import workbench as wb
 from workbench.base.errors import EngineError, WorkbenchError

@@ -27,8 +27,8 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.patience import LONG, within
 from test_faults_runs import alive, numbers, rows_in
-from tests_patience import LONG, within
 
 import workbench as wb
 from workbench.dataproto.value import same

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from poison_driver import POISONS
+from support.hostile import HOSTILE, hostile_batch
+from support.lint import lint
+from support.patience import patience
 from test_faults_security import Parsed
-from tests_hostile import HOSTILE, hostile_batch
-from tests_lint import lint
-from tests_patience import patience
 
 import workbench as wb
 from workbench.base.errors import BatchError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import patience, within
+from support.patience import patience, within
 
 from workbench.base.errors import RewardError
 from workbench.rewards import Reward, load_function, runner

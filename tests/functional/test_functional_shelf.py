@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import examples
+from support.patience import examples
 
 from workbench import functional as F
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tests_warm
-from tests_patience import LONG, within
+from support import warm_starts
+from support.patience import LONG, within
 
 from workbench.jobs.engine import AtomicFile, KernelClient, _returned
 from workbench.jobs.runner import DIED, FAILED, HUNG_UP, INTERRUPTED, OK, TERMINATED, check_notebook, run_notebook
@@ -37,7 +37,7 @@ def text(cell: dict[str, Any]) -> str:
 
 def start(notebook: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "workbench.cli", "train", str(notebook), "-p", "run", str(folder), *more]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", tests_warm.WHERE: ""}  # its kernel is its own child
+    env = {**os.environ, "OMP_NUM_THREADS": "1", warm_starts.WHERE: ""}  # its kernel is its own child
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
 
 

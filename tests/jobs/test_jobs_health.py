@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests_lint import lint
-from tests_patience import LONG, within
+from support.lint import lint
+from support.patience import LONG, within
 
 import workbench as wb
 from workbench import cli

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_patience import LONG, within
+from support.patience import LONG, within
 
 import workbench as wb
 from workbench.base.errors import CheckpointError, DataError, RewardError, RunError, SettingError

@@ -15,9 +15,9 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 import pytest
-from tests_hostile import HOSTILE, hostile_batch
-from tests_lab import in_chromium, watched_page
-from tests_patience import LONG
+from support.hostile import HOSTILE, hostile_batch
+from support.lab import in_chromium, watched_page
+from support.patience import LONG
 
 import workbench as wb
 from workbench import cli

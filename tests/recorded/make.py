@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests_recorded import (
+from support.recorded import (
     DATA,
     MODEL,
     OUT,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_recorded import OUT, train
+from support.recorded import OUT, train
 
 import workbench as wb
 from workbench.base.errors import BatchError, CheckpointError, DataError, RunError, WorkbenchError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_recorded import (
+from support.recorded import (
     OUT,
     PIPELINES,
     STEPS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests_patience import patience
+from support.patience import patience
 
 from workbench.base.errors import DataError, RewardError, SandboxError, SettingError
 from workbench.rewards import Code, Reward, Rubric, Score, Status, as_reward, by_data_source, dry_run

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from tests_lint import lint
-from tests_rewards import flexible, strict
+from support.lint import lint
+from support.rewards import flexible, strict
 
 import workbench as wb
 from workbench.base.errors import DataError

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tests_patience import patience, within
+from support.patience import patience, within
 
 import workbench as wb
 from workbench.base.config import helpers

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import Field
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.base.errors import DataError, SettingError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from tests_rewards import Says
+from support.rewards import Says
 
 import workbench as wb
 from workbench.base.errors import EngineError, SettingError
@@ -360,7 +360,7 @@ def test_a_model_that_is_no_reward_model_is_refused() -> None:
 
 @pytest.fixture
 def served() -> Iterator[tuple[str, list[Any]]]:
-    from tests_http import json_service
+    from support.web import json_service
 
     yield from json_service()
 

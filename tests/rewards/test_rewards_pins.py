@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests_lint import lint
-from tests_patience import LONG
-from tests_rewards import flexible, strict
+from support.lint import lint
+from support.patience import LONG
+from support.rewards import flexible, strict
 
 import workbench as wb
 from workbench.base.errors import DataError

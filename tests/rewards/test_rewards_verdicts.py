@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
-from tests_rewards import Says
+from support.rewards import Says
 
 import workbench as wb
 from workbench.base.errors import DataError, SettingError

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.patience import LONG
 from test_resume import numbers
-from tests_patience import LONG
 
 import workbench as wb
 from workbench.base.errors import DataError, RunError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_patience import LONG
+from support.patience import LONG
 
 import workbench as wb
 from workbench.base.errors import RunError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_pictures import geometry
+from support.pictures import geometry
 
 import workbench as wb
 from workbench import cli

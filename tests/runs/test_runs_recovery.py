@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_patience import patience
+from support.patience import patience
 
 import workbench as wb
 from workbench.base.errors import EngineError, WorkerLost

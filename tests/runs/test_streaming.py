@@ -19,8 +19,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_patience import LONG
-from tests_remote import Server, serving
+from support.patience import LONG
+from support.remote import Server, serving
 from transformers import AutoTokenizer
 
 import workbench as wb

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests_patience import patience, within
+from support.patience import patience, within
 
 from workbench.base import runtime
 from workbench.base.errors import SandboxError, SettingError
@@ -148,7 +148,7 @@ def test_of_this_process_packages_a_program_sees_none_and_what_it_misses_is_know
     box = LocalSandbox(tier=tier)
     assert box.run("import torch").status == "Failed"
     words = "ModuleNotFoundError: No module named {!r}".format
-    assert [box.hides(words(name)) for name in ("torch", "_tkinter", "foo_bar_baz", "__main__", "tests_patience")] == [
+    assert [box.hides(words(name)) for name in ("torch", "_tkinter", "foo_bar_baz", "__main__", "first_cells")] == [
         "torch",
         "",
         "",

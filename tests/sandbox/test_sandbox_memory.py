@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests_patience import patience, within
+from support.patience import patience, within
 
 from workbench.base.errors import SandboxError
 from workbench.sandbox import LocalSandbox, memory, tiers

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import LONG
+from support.patience import LONG
 
 from workbench.base.errors import SandboxError, SettingError
 from workbench.base.http import _retry_after

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import patience, within
+from support.patience import patience, within
 
 from workbench.base.errors import SandboxError, SettingError
 from workbench.sandbox import Containers, LocalSandbox, Workspace, Workspaces, boxes, containers, tiers

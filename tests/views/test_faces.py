@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.base import shown

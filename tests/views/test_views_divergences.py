@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.steps.compare import diverge

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status

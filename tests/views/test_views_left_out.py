@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.dataproto.value import Origin

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_hostile import HOSTILE, HOSTILE_PROSE
-from tests_lint import lint
+from support.hostile import HOSTILE, HOSTILE_PROSE
+from support.lint import lint
 
 import workbench as wb
 from workbench.base.shown import TEXT_LIMIT

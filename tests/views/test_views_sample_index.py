@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status

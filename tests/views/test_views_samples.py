@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests_lint import lint
-from tests_patience import examples
+from support.lint import lint
+from support.patience import examples
 
 import workbench as wb
 from workbench.engines.local_engine.loading import open_tokenizer

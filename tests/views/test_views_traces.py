@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.steps.compare import compare

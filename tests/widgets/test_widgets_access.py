@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests_lab import in_chromium, watched_page
-from tests_screens import CONTRAST, THEMES, Screen, screens, show
+from support.lab import in_chromium, watched_page
+from support.screens import CONTRAST, THEMES, Screen, screens, show
 
 FOCUSED = """() => {
   const box = document.activeElement;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests_lab import DONE, contents, in_chromium, page_running_all, put, run_cell, save, shot, until
+from support.lab import DONE, contents, in_chromium, page_running_all, put, run_cell, save, shot, until
 
 from workbench.cluster.status import Status
 from workbench.widgets import layer

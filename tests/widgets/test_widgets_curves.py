@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from faults.test_faults_looking import alone
-from tests_hostile import HOSTILE
-from tests_lab import in_chromium, watched_page
+from support.hostile import HOSTILE
+from support.lab import in_chromium, watched_page
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_lint import lint
+from support.lint import lint
 
 import workbench as wb
 from workbench.rewards import Score, Status

@@ -6,7 +6,7 @@ from typing import Any
 
 import IPython.display
 import pytest
-from tests_lint import lint
+from support.lint import lint
 
 from workbench.base.runtime import Control
 from workbench.widgets import display

@@ -18,7 +18,7 @@ import torch
 from IPython.core.formatters import DisplayFormatter
 from nbconvert.exporters import HTMLExporter
 from nbformat import v4
-from tests_lab import in_chromium, watched_page
+from support.lab import in_chromium, watched_page
 from traitlets.config import Config
 
 import workbench as wb

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests_patience import LONG
+from support.patience import LONG
 
 from workbench.rewards import Status, math_dapo, math_string, math_verify, numeric
 from workbench.rewards.scorers import math_dapo as dapo

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests_lab import contents, run_cell, save, shot, until
+from support.lab import contents, run_cell, save, shot, until
 
 
 def step_and_back(lab: str, page: Any, name: str) -> None:

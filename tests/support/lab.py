@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests_patience import LONG, within
 
-ROOT = Path(__file__).parents[1]
+from support.patience import LONG, within
+
+ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",

@@ -5,7 +5,7 @@ session, signals and exit code, in a fiftieth of the time. Where no server answe
 of how an interpreter begins (imports, flags, memory, command line, parent) needs an ordinary one: every other program, and all
 of them under `cold()` or with WORKBENCH_TESTS_COLD=1. A fork ends with its server, and the server with the tests.
 
-python tests_warm.py LISTENER MODULE...      the server; ends when its stdin ends
+python warm_starts.py LISTENER MODULE...      the server; ends when its stdin ends
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class WarmRay(importlib.abc.MetaPathFinder):
 
         def exec_module(module: types.ModuleType) -> None:
             run(module)
-            module.SETUP_WORKER_FILENAME = str(Path(__file__).with_name("warm_ray_worker.py"))  # type: ignore[attr-defined]
+            module.SETUP_WORKER_FILENAME = str(Path(__file__).parents[1] / "warm_ray_worker.py")  # type: ignore[attr-defined]
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
