@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.architectures import make
 from support.patience import LONG, patience, within
-from support.shards import counts, difference, eleven_rows
+from support.shards import counts, difference
 
 import workbench as wb
 from workbench.base import runtime
@@ -43,16 +43,8 @@ from workbench.engines.workers.processes import processes
 from workbench.rewards import Reward
 from workbench.stages.update import PolicyLoss
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    group = local_group(2, device="cpu", threads=1)
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +52,6 @@ def one() -> Iterator[Group]:
     group = local_group(1, device="cpu", threads=1)
     yield group
     group.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "random")
-
-
-@pytest.fixture(scope="module")
-def batch() -> DataProto:
-    return eleven_rows()
 
 
 def engines(where: Group, **settings: Any) -> tuple[FsdpEngine, Any]:

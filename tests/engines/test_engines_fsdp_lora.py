@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.shards import counts, difference, eleven_rows
+from support.shards import counts, difference
 
 import workbench as wb
 from workbench.base.errors import EngineError
@@ -32,11 +32,6 @@ def where(request: pytest.FixtureRequest) -> Iterator[Group]:
     group = local_group(request.param, device="cpu", threads=1)
     yield group
     group.close()
-
-
-@pytest.fixture(scope="module")
-def batch() -> DataProto:
-    return eleven_rows()
 
 
 def engines(where: Group, **settings: Any) -> tuple[Any, Any]:

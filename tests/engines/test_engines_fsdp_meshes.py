@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,6 @@ MESHES = [
     {"replicate": 2, "tp": 2},
 ]
 WANT = ("log_probs", "entropy", "sum_pi_squared")
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    group = local_group(4, device="cpu", threads=1)
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from workbench.base.errors import EngineError, SettingError
 from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.fsdp_engine.engine import fsdp
-from workbench.engines.fsdp_engine.group import Group, local_group
+from workbench.engines.fsdp_engine.group import Group
 from workbench.engines.fsdp_engine.meshes import Sizes
 from workbench.engines.fsdp_engine.parallel import refuse
 from workbench.engines.local_engine.loading import load_model
@@ -28,20 +28,6 @@ from workbench.testing.engines import LikelihoodLoss
 pytestmark = pytest.mark.slow
 PROMPT = tuple(range(5, 25))
 Folders = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    group = local_group(2, device="cpu", threads=1)
-    yield group
-    group.close()
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    group = local_group(4, device="cpu", threads=1)
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from support.architectures import make
 from support.patience import LONG, patience, within
-from support.shards import Disk, counts, difference, eleven_rows
+from support.shards import Disk, counts, difference
 
 from workbench.base.errors import CheckpointError, SettingError, WorkerLost
 from workbench.dataproto import DataProto
@@ -44,11 +44,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Disk:
     return Disk(tmp_path_factory.mktemp("disk"))
-
-
-@pytest.fixture(scope="module")
-def batch() -> DataProto:
-    return eleven_rows()
 
 
 @pytest.fixture(scope="module")

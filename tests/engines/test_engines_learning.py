@@ -15,12 +15,6 @@ from workbench.engines.local_engine.engine import LocalEngine
 from workbench.engines.local_engine.forward import head_of
 from workbench.engines.local_engine.learning import Optimizer
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "random")
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,6 @@ from workbench.testing.engines import EngineContract, LikelihoodLoss
 from workbench.testing.models import make_random_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "random")
-
-
 class TestLocalEngine(EngineContract):
     @pytest.fixture(autouse=True)
     def _folder(self, folder: Path) -> None:

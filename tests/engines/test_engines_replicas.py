@@ -23,14 +23,8 @@ from workbench.engines.paired import paired
 from workbench.engines.workers.hosted import BACK_OFF, FAILURES, RESTARTS, Hosted, Replicas, host
 from workbench.engines.workers.processes import processes
 from workbench.testing.engines import EngineContract
-from workbench.testing.models import make_random_model
 
 REQUESTS = EngineContract.requests(count=8)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "random")
 
 
 def hosted(folder: Path, name: str = "one") -> Hosted:

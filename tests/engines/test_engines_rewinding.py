@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.shards import counts, difference, eleven_rows
+from support.shards import counts, difference
 
 import workbench as wb
 from workbench.base.errors import EngineError
@@ -26,18 +25,6 @@ from workbench.testing.models import make_random_model
 pytestmark = pytest.mark.slow
 
 GB = 1e9
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    group = local_group(2, device="cpu", threads=1)
-    yield group
-    group.close()
-
-
-@pytest.fixture(scope="module")
-def batch() -> DataProto:
-    return eleven_rows()
 
 
 def learn(engine: Any, batch: DataProto, times: int = 1) -> None:

@@ -20,14 +20,8 @@ from workbench.engines.local_engine import caches
 from workbench.engines.local_engine import sampling as decoding
 from workbench.engines.local_engine.sampling import HeldRows, Wave, Waves, casts_kept, decode, keep_allowed
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 EDGE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "random")
 
 
 class Counted:

@@ -32,16 +32,10 @@ from workbench.engines.workers.hosted import Hosted, Replicas, host
 from workbench.engines.workers.processes import processes
 from workbench.runs.batch_metrics import push_metrics
 from workbench.testing.engines import EngineContract, LikelihoodLoss
-from workbench.testing.models import make_random_model
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12]]
 SMALL = 4096
 """Bytes of a bucket: the random model's embeddings need several."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("model") / "random")
 
 
 @pytest.fixture(scope="module")
