@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,15 +91,11 @@ def check(model: Any, batch: DataProto) -> None:
 
 
 @pytest.mark.slow
-@given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]))
-@settings(max_examples=examples(40), deadline=None)
-def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int) -> None:
-    before = scoring.LEAST
-    scoring.LEAST = least
-    try:
+@given(rows=tries(), more=st.integers(0, 2), least=st.sampled_from([1, 4, 16]), short=st.sampled_from([0, 24, 128]))
+@settings(max_examples=examples(60), deadline=None)
+def test_a_tree_gives_what_rows_give(model: Any, rows: list[Row], more: int, least: int, short: int) -> None:
+    with mock.patch.multiple(scoring, LEAST=least, SHORT=short):
         check(model, batch_of(rows, more))
-    finally:
-        scoring.LEAST = before
 
 
 def group(prompt: int, responses: Sequence[int], first: int = 3) -> list[Row]:
@@ -141,10 +138,11 @@ def test_groups_stay_together(model: Any) -> None:
 class TestParts:
     """Every token sees its row's earlier tokens and no other, however the tree is cut for attention."""
 
-    @given(rows=tries())
-    @settings(max_examples=examples(40), deadline=None)
-    def test_keys_of_queries(self, rows: list[Row]) -> None:
-        tree = scoring.RowTree(batch_of(rows), "cpu")
+    @given(rows=tries(), short=st.sampled_from([0, 24, 128]))
+    @settings(max_examples=examples(60), deadline=None)
+    def test_keys_of_queries(self, rows: list[Row], short: int) -> None:
+        with mock.patch.object(scoring, "SHORT", short):
+            tree = scoring.RowTree(batch_of(rows), "cpu")
         ids, depths = tree.given["input_ids"][0].tolist(), tree.plan.depths.tolist()
         for query, keys in enumerate(seen(tree.plan).bool()):
             numbers = sorted(keys.nonzero()[:, 0].tolist(), key=lambda key: depths[key])
@@ -159,7 +157,8 @@ class TestParts:
         rows = data.draw(
             st.one_of(tries(), st.sampled_from([group(20, (9, 30, 1)), group(1, (7, 7)), group(17, (1,))]))
         )
-        plan = scoring.RowTree(batch_of(rows), "cpu").plan
+        with mock.patch.object(scoring, "SHORT", data.draw(st.sampled_from([0, 24, 128]))):
+            plan = scoring.RowTree(batch_of(rows), "cpu").plan
         torch.manual_seed(data.draw(st.integers(0, 99)))
         shared, wide, flat = (data.draw(st.sampled_from(one)) for one in ((1, 2, 3), (8, 5), (False, True)))
         sizes = [(2 * shared, 8), (2, 8), (2, wide)]
@@ -211,9 +210,14 @@ def seen(plan: Any) -> torch.Tensor:
     """[N, N]: how often a token sees another."""
     count = len(plan.back)
     times = torch.zeros(count, count, dtype=torch.long)
-    for tokens, padding in plan.blocks:
-        for numbers in (row[~none] for row, none in zip(tokens, padding, strict=True)):
-            times[numbers[:, None], numbers] += torch.ones(len(numbers), len(numbers), dtype=torch.long).tril()
+    for block in plan.blocks:
+        for number, (row, none) in enumerate(zip(block.queries, block.padding, strict=True)):
+            queries, keys = row[~none], row[~none] if block.keys is None else block.keys[number]
+            seen = torch.ones(len(queries), len(queries), dtype=torch.long).tril()
+            if block.keys is not None:
+                seen = (block.before[number] <= block.behind[number, : len(queries), None]).long()
+                assert torch.equal(seen == 1, block.mask[number, 0, : len(queries)] == 0)
+            times.index_put_((queries[:, None], keys[None]), seen, accumulate=True)
     for keys, queries in plan.above:
         times[queries, keys] += 1
     assert times.max() <= 1

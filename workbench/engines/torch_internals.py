@@ -6,6 +6,7 @@ What travels to a process without this package has its own: `cluster/actor.py` (
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,13 +68,16 @@ def has_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
 
 
 def flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(attention [b, H, q, D], log-sum-exp of the scores [b, H, q] float32) by torch's flash kernels."""
+    """(attention [b, H, q, D], log-sum-exp of the scores [b, H, q] float32) by torch's flash kernels. `mask` is added to the
+    scores, on a CPU only."""
     aten: Any = torch.ops.aten
-    flash = aten._scaled_dot_product_flash_attention
     if query.device.type != "cuda":
-        flash = aten._scaled_dot_product_flash_attention_for_cpu
+        mask = None if mask is None else mask.to(query.dtype)  # the kernel misreads float32 beside float64 (torch 2.13)
+        flash = partial(aten._scaled_dot_product_flash_attention_for_cpu, attn_mask=mask)
+    else:
+        flash = aten._scaled_dot_product_flash_attention
     out, total = flash(query, key, value, 0.0, causal, scale=scale)[:2]
     return out, total
 
@@ -85,6 +89,7 @@ def flash_backward(
     value: torch.Tensor,
     out: torch.Tensor,
     total: torch.Tensor,
+    mask: torch.Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,7 +97,9 @@ def flash_backward(
     aten: Any = torch.ops.aten
     states = (slope, query, key, value, out, total)
     if query.device.type != "cuda":
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, 0.0, causal, scale=scale)
+        mask = None if mask is None else mask.to(query.dtype)
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = kernel(*states, 0.0, causal, attn_mask=mask, scale=scale)
     else:  # without dropout no random numbers are read, and only packed rows of many lengths need their bounds
         none, rows = torch.zeros((), dtype=torch.uint64, device=query.device), [state.contiguous() for state in states]
         lengths, kernel = (query.shape[2], key.shape[2]), aten._scaled_dot_product_flash_attention_backward

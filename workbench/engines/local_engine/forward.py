@@ -176,6 +176,24 @@ def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[
 
 
 @dataclass(frozen=True)
+class Block:
+    """One attention call of n segments of packed tokens, each over its own tokens or over its rows' tokens so far."""
+
+    queries: Tensor
+    """[n, q]: numbers of the segments' tokens."""
+    padding: Tensor
+    """[n, q]: which of them are padding behind the others."""
+    behind: Tensor
+    """[·, q]: positions of the queries in their rows, or in their segments where `keys` is None."""
+    keys: Tensor | None = None
+    """[n, k]: numbers of the tokens that a segment's last token sees; None: `queries`."""
+    before: Tensor | None = None
+    """[n, k]: positions of `keys`, far behind for padding."""
+    mask: Tensor | None = None
+    """[n, 1, q, k]: what is added to the scores: -inf where `before` is larger than `behind`, otherwise 0."""
+
+
+@dataclass(frozen=True)
 class Parts:
     """N packed tokens that attend in parts, whose softmaxes are joined by their log-sum-exps.
 
@@ -183,9 +201,8 @@ class Parts:
     https://arxiv.org/abs/2205.14135; joined as by Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889.
     """
 
-    blocks: Sequence[tuple[Tensor, Tensor]]
-    """(numbers [n, L] of the tokens of n segments, each of which sees its segment up to itself; [n, L] which are padding
-    behind the others)."""
+    blocks: Sequence[Block]
+    """Each token is among the queries of one block."""
     back: Tensor
     """[N]: the place of each token among those of all `blocks`, flattened."""
     above: Sequence[tuple[slice, slice]]
@@ -214,16 +231,16 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, parts: Parts, layer: Layer) -> Tensor:
+        layer = replace(layer, query=query, key=key, value=value)
         pieces = []
-        for tokens, _ in parts.blocks:
-            depths = torch.arange(tokens.shape[1], device=tokens.device)
-            q, k, v = (_taken(state, tokens) for state in (query, key, value))
-            pieces.append([piece.transpose(1, 2).flatten(0, 1) for piece in _part(layer, q, k, v, depths, depths)])
+        for block in parts.blocks:
+            attended = _part(layer, *_states(layer, block), block.behind, block.before, block.mask)
+            pieces.append([piece.transpose(1, 2).flatten(0, 1) for piece in attended])
         out, total = (torch.cat(each)[parts.back].transpose(0, 1) for each in zip(*pieces, strict=True))
         out = out.to(total.dtype)
         for keys, queries in parts.above:
             q, k, v = (state[None, :, there] for state, there in ((query, queries), (key, keys), (value, keys)))
-            more, (further,) = _part(layer, q, k, v, parts.depths[queries], parts.depths[keys])
+            more, (further,) = _part(layer, q, k, v, parts.depths[None, queries], parts.depths[None, keys])
             share = torch.sigmoid(further - total[:, queries])[..., None]
             out[:, queries].lerp_(more[0].to(out.dtype), share)
             total[:, queries] = torch.logaddexp(total[:, queries], further)
@@ -241,26 +258,33 @@ class _Joined(torch.autograd.Function):
         parts, *settings = ctx.settings
         slope = slopes[0].to(out.dtype)
         layer = Layer(0, query, key, value, *settings)
-        pieces = []
-        for tokens, padding in parts.blocks:
-            depths = torch.arange(tokens.shape[1], device=tokens.device)
-            q, k, v, *whole = (_taken(state, tokens) for state in (query, key, value, out, slope, total))
-            whole[-1] = whole[-1].masked_fill(padding[:, None], torch.inf)  # no share of any key
-            gradients = _part_backward(layer, q, k, v, whole, depths, depths)
-            pieces.append([gradient.transpose(1, 2).flatten(0, 1) for gradient in gradients])
-        slopes = tuple(torch.cat(each)[parts.back].transpose(0, 1) for each in zip(*pieces, strict=True))
+        slopes = tuple(torch.zeros_like(state.transpose(0, 1)) for state in (query, key, value))
+        for block in parts.blocks:
+            whole = [_taken(state, block.queries) for state in (out, slope, total)]
+            whole[-1] = whole[-1].masked_fill(block.padding[:, None], torch.inf)  # no share of any key
+            seen = block.queries if block.keys is None else block.keys
+            gradients = _part_backward(layer, *_states(layer, block), whole, block.behind, block.before, block.mask)
+            for summed, places, gradient in zip(slopes, (block.queries, seen, seen), gradients, strict=True):
+                summed.index_add_(0, places.flatten(), gradient.transpose(1, 2).flatten(0, 1))
         for keys, queries in parts.above:
             places = (queries, keys, keys)
             q, k, v = (state[None, :, there] for state, there in zip((query, key, value), places, strict=True))
             whole = [state[None, :, queries] for state in (out, slope, total)]
-            gradients = _part_backward(layer, q, k, v, whole, parts.depths[queries], parts.depths[keys])
+            depths = (parts.depths[None, queries], parts.depths[None, keys])
+            gradients = _part_backward(layer, q, k, v, whole, *depths)
             for summed, there, gradient in zip(slopes, places, gradients, strict=True):
-                summed[:, there] += gradient[0]
+                summed[there] += gradient[0].transpose(0, 1)
         sunk = None
         if sinks is not None:
             shares = (sinks.to(total.dtype)[:, None] - total).exp()
             sunk = -(shares * (out * slope).sum(-1)).sum(-1).to(sinks.dtype)
-        return (*slopes, sunk, None, None)
+        return (*(summed.transpose(0, 1) for summed in slopes), sunk, None, None)
+
+
+def _states(layer: Layer, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [n, H, q, D], keys and values [n, K, k, ·] of a block, of a layer's states [heads, N, ·]."""
+    keys = block.queries if block.keys is None else block.keys
+    return _taken(layer.query, block.queries), _taken(layer.key, keys), _taken(layer.value, keys)
 
 
 def _taken(states: Tensor, tokens: Tensor) -> Tensor:
@@ -279,12 +303,19 @@ def _kernel(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _part(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, behind: Tensor, before: Tensor
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    behind: Tensor,
+    before: Tensor | None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (attention [b, H, q, D'], log-sum-exp of its scores [b, H, q]) of queries at depths `behind` [q] over keys at `before` [k];
-    where they are the same a query sees the keys up to itself, otherwise all."""
+    """Compute (attention [b, H, q, D'], log-sum-exp of its scores [b, H, q]) of queries at depths `behind` [·, q] over keys
+    at `before` [·, k]: a query sees the keys up to its depth, which `mask` says too where these are not all. With None
+    the keys are the queries' tokens."""
     if _kernel(layer, query, key, value):
-        return flash_forward(query, key, value, behind is before, layer.scaling)
+        return flash_forward(query, key, value, mask, before is None, layer.scaling)
     pieces = []
     for _, seen, scores, _ in _by_hand(layer, query, key, behind, before):
         total = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
@@ -295,13 +326,20 @@ def _part(
 
 
 def _part_backward(
-    layer: Layer, query: Tensor, key: Tensor, value: Tensor, whole: Sequence[Tensor], behind: Tensor, before: Tensor
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Sequence[Tensor],
+    behind: Tensor,
+    before: Tensor | None,
+    mask: Tensor | None = None,
 ) -> Sequence[Tensor]:
     """Compute the gradients of a part's queries, keys and values; `whole` has the attention over all parts, its gradient,
     and the log-sum-exp over all parts."""
     out, slope, total = whole
     if _kernel(layer, query, key, value):
-        return flash_backward(slope, query, key, value, out, total, behind is before, layer.scaling)
+        return flash_backward(slope, query, key, value, out, total, mask, before is None, layer.scaling)
     slopes = [torch.zeros_like(state) for state in (query, key, value)]
     heads = (key.shape[1], -1)
     even = (out * slope).sum(-1, keepdim=True).to(total.dtype)
@@ -317,14 +355,14 @@ def _part_backward(
 
 
 def _by_hand(
-    layer: Layer, query: Tensor, key: Tensor, behind: Tensor, before: Tensor
+    layer: Layer, query: Tensor, key: Tensor, behind: Tensor, before: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | float]]:
     """Yield chunks of queries: (queries, keys, float32 scores [b, K, H / K, q, k], how steeply the soft-cap rises there)."""
-    inside, window = behind is before, layer.window
-    for start in range(0, len(behind), _CHUNK):
-        rows, seen = slice(start, start + _CHUNK), slice(0, len(before))
-        if inside:
-            seen = slice(max(start - window + 1, 0) if window else 0, min(start + _CHUNK, len(before)))
+    window, depths = layer.window, behind if before is None else before
+    for start in range(0, behind.shape[1], _CHUNK):
+        rows, seen = slice(start, start + _CHUNK), slice(0, depths.shape[1])
+        if before is None:
+            seen = slice(max(start - window + 1, 0) if window else 0, min(start + _CHUNK, depths.shape[1]))
         ours = query[:, :, rows].unflatten(1, (key.shape[1], -1))
         scores = ours.flatten(2, 3) @ key[:, :, seen].transpose(-1, -2) * layer.scaling
         scores = scores.unflatten(2, ours.shape[2:4]).to(torch.promote_types(scores.dtype, torch.float32))
@@ -332,10 +370,9 @@ def _by_hand(
         if layer.softcap is not None:
             scores = torch.tanh(scores / layer.softcap)
             scores, bent = layer.softcap * scores, 1 - scores.square()
-        if inside or window is not None:
-            far = behind[rows, None] - before[None, seen]
-            hidden = far < 0 if window is None else (far < 0) | (far >= window)
-            scores = scores.masked_fill(hidden, -torch.inf)
+        far = behind[:, rows, None] - depths[:, None, seen]
+        hidden = far < 0 if window is None else (far < 0) | (far >= window)
+        scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         yield rows, seen, scores, bent
 
 

@@ -23,7 +23,16 @@ from workbench.base.errors import EngineError
 from workbench.dataproto.columns import EXPERTS, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.forward import Head, Parts, head_of, linear_head, pictured_inputs, planned, replay
+from workbench.engines.local_engine.forward import (
+    Block,
+    Head,
+    Parts,
+    head_of,
+    linear_head,
+    pictured_inputs,
+    planned,
+    replay,
+)
 from workbench.engines.local_engine.loading import check_length
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
@@ -31,6 +40,8 @@ from workbench.functional.losses import full_kl
 
 LEAST = 16
 """Fewest tokens that must be saved for a segment of its own."""
+SHORT = 128
+"""Tokens of rows whose attention is one masked call on a CPU: joining parts costs more than a mask that small."""
 _SLACK = 1 << 14
 """Products that padding may add to a block: less than another call costs."""
 
@@ -248,45 +259,74 @@ def _packed(rows: Sorted, segments: Sequence[_Segment], width: int) -> tuple[_In
 # --- what attends to what -----------------------------------------------------------------------
 
 
+_Unit = tuple[_Ints, _Ints | None]
+"""Packed numbers of a segment's tokens, and of those that its last token sees; None: the segment's own."""
+
+
 def _parts(segments: Sequence[_Segment], device: Any) -> Parts:
-    """Plan attention over a packed prefix tree: each segment attends to itself, and its descendants to all of it."""
+    """Plan attention over a packed prefix tree: each segment attends to itself, and its descendants to all of it, or it
+    attends to all that its rows have so far where the tree's rows are `SHORT`."""
     final = np.zeros(max(segment.last for segment in segments), dtype=np.int64)
     for segment in segments:
         final[segment.first : segment.last] = segment.end
     depths = np.concatenate([np.arange(segment.depth, segment.depth + segment.length) for segment in segments])
+    roots = np.cumsum([segment.depth == 0 for segment in segments]) - 1
+    longest = np.maximum.reduceat(depths, [segment.start for segment in segments if segment.depth == 0])[roots] + 1
+    whole = longest <= (SHORT if torch.device(device).type == "cpu" else 0)
     # the last of its rows is the last of its subtree
-    below = [(segment.start, segment.end, int(final[segment.last - 1])) for segment in segments]
-    above = [(slice(start, end), slice(end, to)) for start, end, to in below if to > end]
+    ends = final[[segment.last - 1 for segment in segments]]
+    above = [
+        (slice(segment.start, segment.end), slice(segment.end, int(end)))
+        for segment, end, apart in zip(segments, ends, ~whole, strict=True)
+        if apart and end > segment.end
+    ]
+    path, units = np.zeros(len(depths), dtype=np.int64), list[_Unit]()
+    for segment, together in zip(segments, whole, strict=True):
+        tokens = np.arange(segment.start, segment.end)
+        path[segment.depth : segment.depth + segment.length] = tokens
+        units.append((tokens, path[: segment.depth + segment.length].copy() if together else None))
     back = np.zeros(len(depths), dtype=np.int64)
     blocks, start = [], 0
-    for some in _alike(segments):
-        longest = some[0].length
-        index = np.arange(longest)
-        tokens, lengths = (
-            np.array([getattr(segment, name) for segment in some])[:, None] for name in ("start", "length")
-        )
-        padding = index >= lengths
-        tokens = np.where(padding, 0, tokens + index)
-        back[tokens[~padding]] = start + np.flatnonzero(~padding)
-        start += tokens.size
-        blocks.append((sent(torch.from_numpy(tokens), device), sent(torch.from_numpy(padding), device)))
-    longest = int(depths.max()) + 1
-    return Parts(blocks, sent(torch.from_numpy(back), device), above, sent(torch.from_numpy(depths), device), longest)
+    for some in _alike(units):
+        queries, padding = _side_by_side([numbers for numbers, _ in some])
+        back[queries[~padding]] = start + np.flatnonzero(~padding)
+        start += queries.size
+        arrays: list[np.ndarray[Any, Any]] = [queries, padding, np.arange(queries.shape[1])[None]]
+        if some[0][1] is not None:
+            keys, none = _side_by_side([keys for _, keys in some if keys is not None])
+            behind, before = depths[queries], np.where(none, len(depths), depths[keys])
+            hidden = before[:, None, None, :] > behind[:, None, :, None]
+            arrays[2:] = [behind, keys, before, np.where(hidden, -np.inf, 0).astype(np.float32)]
+        blocks.append(Block(*[sent(torch.from_numpy(array), device) for array in arrays]))
+    sides = [sent(torch.from_numpy(array), device) for array in (back, depths)]
+    return Parts(blocks, sides[0], above, sides[1], int(depths.max()) + 1)
 
 
-def _alike(segments: Sequence[_Segment]) -> list[list[_Segment]]:
-    """Batch segments of similar length for one attention call each; padding adds at most a tenth of the query-key
-    products, plus `_SLACK`."""
-    groups: list[list[_Segment]] = []
-    true = 0
-    for segment in sorted(segments, key=lambda segment: -segment.length):
-        products = segment.length**2
-        if groups and (len(groups[-1]) + 1) * groups[-1][0].length ** 2 <= 1.1 * (true + products) + _SLACK:
-            groups[-1].append(segment)
-            true += products
+def _side_by_side(numbers: Sequence[_Ints]) -> tuple[_Ints, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """(numbers [n, L] with 0 as padding behind the shorter ones, [n, L] which are padding)."""
+    lengths = np.array([len(row) for row in numbers])
+    padding = np.arange(lengths.max()) >= lengths[:, None]
+    padded = np.zeros(padding.shape, dtype=np.int64)
+    padded[~padding] = np.concatenate(numbers)
+    return padded, padding
+
+
+def _alike(units: Sequence[_Unit]) -> list[list[_Unit]]:
+    """Batch units of similar lengths for one attention call each; padding adds at most a tenth of the query-key products,
+    plus `_SLACK`."""
+    groups: list[list[_Unit]] = []
+    widths, true = (0, 0), 0
+    sized = [((len(queries), len(queries if keys is None else keys)), (queries, keys)) for queries, keys in units]
+    for (queries, keys), unit in sorted(sized, key=lambda pair: (pair[1][1] is None, *pair[0]), reverse=True):
+        products = queries * keys
+        wide = (max(widths[0], queries), max(widths[1], keys))
+        alike = bool(groups) and (groups[-1][0][1] is None) == (unit[1] is None)
+        if alike and (len(groups[-1]) + 1) * wide[0] * wide[1] <= 1.1 * (true + products) + _SLACK:
+            groups[-1].append(unit)
+            widths, true = wide, true + products
         else:
-            groups.append([segment])
-            true = products
+            groups.append([unit])
+            widths, true = (queries, keys), products
     return groups
 
 
