@@ -384,3 +384,24 @@ def test_a_stage_of_a_cell_runs_again_by_name_where_its_cell_has_been_run(tmp_pa
     again = cell(OWN, 3)
     there.replace("shrunk", factor=1.0).run(until="advantage")
     assert there.pipeline["shrunk"].settings() == {"factor": 1.0} and isinstance(there.pipeline["shrunk"], again)
+
+
+def test_one_replay_has_its_engines_open_and_the_others_find_their_states_again(grpo: wb.Run) -> None:
+    def weights(stepper: Replayed) -> dict[str, torch.Tensor]:
+        return stepper.pipeline.learners()["actor"].full_weights()
+
+    first, second = grpo.stepper(5), grpo.stepper(6, at="update_actor")
+    first.run()
+    after, states = weights(first), first.trace.names
+    second.run()
+    assert opened(first) == [False] and opened(second) == [True]
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(second).items()) is False
+    # an update that is in no record, and both states of its step
+    first.back(to="update_actor").replace("update_actor", kl_coef=5.0).run()
+    changed = weights(first)
+    assert opened(first) == [True] and opened(second) == [False]
+    second.back(to="update_actor").run()
+    assert opened(first) == [False] and first.trace.names == states
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in weights(first).items())
+    first.back(to="update_actor").replace("update_actor", kl_coef=0.05).run()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights(first).items())

@@ -137,17 +137,20 @@ def test_the_disk_has_a_budget_too(tmp_path: Path, caplog: pytest.LogCaptureFixt
         kept({**given, "snapshot_disk": 0.5 * KIB})
 
 
-def test_what_is_large_beside_the_free_memory_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four whole states of 1 KiB fit into half of 8 KiB, and not into half of 7."""
-    for free, kind in ((8192, "memory"), (7168, "replay")):
+def test_what_is_large_beside_the_free_memory_is_on_the_disk_or_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four whole states of 1 KiB fit into a quarter of 16 KiB, and not into a quarter of 15."""
+    for free, disk, kind in ((16384, 0, "memory"), (15360, 16384, "disk"), (15360, 15360, "replay")):
         monkeypatch.setattr("workbench.base.memory.available", lambda free=free: free)
+        monkeypatch.setattr(Snapshots, "_free_disk", lambda self, folder, disk=disk: disk)
         held, learner = Snapshots(), Small(size=1024)
         held.take(learner)
-        assert learner.asked == [(kind, None)]
+        assert [kinds for kinds, _ in learner.asked] == [kind]
         monkeypatch.setattr("workbench.base.memory.available", lambda: 2048)
         learner.version = 1
         held.take(learner)
-        assert learner.asked[1:] == [(kind, None)], "a replay needs a state from which updates were recorded"
+        assert [kinds for kinds, _ in learner.asked[1:]] == [kind], (
+            "a replay needs a state from which updates were recorded"
+        )
 
 
 def test_states_that_nobody_can_go_back_to_are_dropped() -> None:

@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 from workbench.base.config import require
-from workbench.base.errors import RunError, first_line
+from workbench.base.errors import PipelineError, RunError, first_line, unknown
+from workbench.base.memory import gib
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
+from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
 from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import AUDITED, TRACES, Diagnosis, diagnosed, gathered
+from workbench.replay.rebuild import (
+    MissingStage,
+    Untrusted,
+    frozen_of,
+    kinds_of,
+    rebuilt,
+    standing_after,
+    start_of,
+    trust_of,
+)
 from workbench.replay.remote import Remote, RunFiles, is_address, runs_at
-from workbench.runs import checkpoint
+from workbench.runs import checkpoint, updates
 from workbench.runs.conditions import BEST, best_step
 from workbench.runs.folder import (
     STEP,
@@ -40,35 +56,15 @@ from workbench.runs.folder import (
 )
 from workbench.runs.resume import lost_rows
 from workbench.runs.symptoms import Symptoms, shown_by
-from workbench.steps.stepper import Stepper
-from workbench.steps.trace import Trace
+from workbench.stages.pipeline import Pipeline
+from workbench.stages.stage import Stage
+from workbench.steps.execute import DRAWN, read_once
+from workbench.steps.stepper import Done, Snapshots, Stepper, StepState
+from workbench.steps.trace import Phase, Trace, perform
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
-import threading
-from collections.abc import Iterable
-
-from workbench.base.errors import PipelineError, unknown
-from workbench.base.memory import gib
-from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
-from workbench.replay.rebuild import (
-    MissingStage,
-    Untrusted,
-    frozen_of,
-    kinds_of,
-    rebuilt,
-    standing_after,
-    start_of,
-    trust_of,
-)
-from workbench.runs import updates
-from workbench.stages.pipeline import Pipeline
-from workbench.stages.stage import Stage
-from workbench.steps.execute import DRAWN, read_once
-from workbench.steps.stepper import Done, Snapshots, StepState
-from workbench.steps.trace import Phase, perform
 
 State = Mapping[str, Mapping[str, float]]
 
@@ -76,6 +72,9 @@ State = Mapping[str, Mapping[str, float]]
 class Weights:
     """The learners of a recorded step. All are loaded when one is first used; before that only the names of their
     states are known.
+
+    Of all replayed steps in the process, one has its engines open: the one that is used next takes their place, and
+    finds its own states again in files.
 
     `states` maps each role to the names of its recorded states: the one after the step before, and the one after the
     role's update in this step, if the step is opened at a later phase.
@@ -95,6 +94,8 @@ class Weights:
         self._kept: dict[str, Any] = {}
         """Name → snapshot, of learners with two states."""
         self._lock = threading.RLock()
+        self._calls = 0
+        """Calls of the engines that are running now."""
 
     @property
     def opened(self) -> bool:
@@ -108,28 +109,61 @@ class Weights:
         with self._lock:
             if self._engines is None:
                 try:
-                    self._engines = self._open()
+                    self._open()
                 except RunError as error:
                     raise RunError(f"the weights of {role!r} are needed, but cannot be restored: {error}") from error
-            return self._engines[role]
+            return cast(Mapping[str, Any], self._engines)[role]
 
-    def _open(self) -> Mapping[str, Any]:
-        """Open the engines with the weights after the step before, and repeat this step's updates up to the phase it is
-        opened at.
+    def take(self, engines: Mapping[str, Any]) -> None:
+        """Use open engines with the weights after the step before."""
+        self._names |= {engine.state_id: self.states[role][0] for role, engine in engines.items()}
+        self._engines = engines
+        _OPEN.add(self)
+
+    @contextmanager
+    def calling(self, role: str) -> Iterator[Any]:
+        """Context manager: yields a role's engine, which stays open inside."""
+        with self._lock:
+            engine = self[role]
+            self._calls += 1
+        try:
+            yield engine
+        finally:
+            with self._lock:
+                self._calls -= 1
+
+    def close(self) -> None:
+        """Write the engines' present states to files, unless they are recorded, and give the engines up; nothing where one
+        is being used. The next use opens them again with these states.
         """
+        with self._lock:
+            if self._engines is None or self._calls:
+                return
+            for role, engine in self._engines.items():
+                self._wanted[role] = name = self.state_of(role)
+                if name not in self._kept and name != self.states[role][0]:
+                    self._kept[name] = engine.snapshot("disk", tempfile.gettempdir())
+            self._engines = None
+            _OPEN.discard(self)
+
+    def _open(self) -> None:
+        """Open the engines with the weights after the step before, repeat this step's updates up to the phase it is opened
+        at, and restore the states that the engines had when they were given up.
+        """
+        close_others()
         pipeline = standing_after(self._folder, self._step - 1, self._trust)
         engines = pipeline.learners()
-        self._names = {engine.state_id: self.states[role][0] for role, engine in engines.items()}
+        self.take(engines)
         for role, (before, *after) in self.states.items():
-            if after and self._trace is not None:
-                stage, engine = pipeline[f"update_{role}"], engines[role]
-                self._kept[before] = engine.snapshot()
+            engine = engines[role]
+            if after and self._trace is not None and before not in self._kept:
+                stage = pipeline[f"update_{role}"]
+                self._kept[before] = engine.snapshot("disk", tempfile.gettempdir())
                 perform(stage, _signed(self._trace.before(stage.name), engine.state_id))
                 self._names[engine.state_id] = after[0]
-                self._kept[after[0]] = engine.snapshot()
-                if self._wanted[role] == before:
-                    engine.restore(self._kept[before])
-        return engines
+                self._kept[after[0]] = engine.snapshot("disk", tempfile.gettempdir())
+            if self._names[engine.state_id] != self._wanted[role]:
+                engine.restore(self._kept[self._wanted[role]])
 
     def state_of(self, role: str) -> str:
         """Return the recorded name of a role's present state, or the engine's own `state_id` after another update."""
@@ -142,6 +176,16 @@ class Weights:
         self._wanted[role] = name
         if self._engines is not None:
             self._engines[role].restore(self._kept[name])
+
+
+_OPEN: WeakSet[Weights] = WeakSet()
+"""Those whose engines are open."""
+
+
+def close_others() -> None:
+    """Give up the engines of all replayed steps in this process, whose states are kept in files."""
+    for weights in list(_OPEN):
+        weights.close()
 
 
 class LateLearner:
@@ -178,7 +222,8 @@ class LateLearner:
         self._all.recall(self.role, name)
 
     def _do(self, name: str, *args: Any, **options: Any) -> Any:
-        return getattr(self._all[self.role], name)(*args, **options)
+        with self._all.calling(self.role) as engine:
+            return getattr(engine, name)(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -199,6 +244,11 @@ def late_learner(kinds: tuple[type, ...]) -> type[LateLearner]:
     methods = {name for one in protocols for name, what in vars(one).items() if callable(what) and name[0] != "_"}
     there = [name for name in sorted(methods) if any(callable(getattr(kind, name, None)) for kind in kinds)]
     return type("LateLearner", (LateLearner,), {name: functools.partialmethod(LateLearner._do, name) for name in there})
+
+
+def late_learners(weights: Weights, settings: Mapping[str, Any]) -> dict[str, LateLearner]:
+    """Make a learner of `weights` for each role of a run's settings."""
+    return {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
 
 
 class Recalling(Snapshots):
@@ -371,7 +421,7 @@ def stepper_at(folder: Path, step: int, at: str | None, values: Mapping[str, Any
     if at is None and not values:
         return _at_the_start(folder, step, trace, trust)
     weights = Weights(folder, step, settings["engines"], trace, past, trust)
-    late = {role: late_learner(kinds_of(record))(role, weights) for role, record in settings["engines"].items()}
+    late = late_learners(weights, settings)
     trace = _of_weights(trace, weights, values)
     before, after = controllers(folder, step)
     nowhere = names if before is None else past if after is None else []
@@ -406,8 +456,9 @@ def _signed(batch: DataProto, state_id: str) -> DataProto:
 def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
     """Make a stepper that stands before the first phase of a step, with all engines opened at once."""
     start = start_of(folder, step)
+    close_others()
     try:
-        pipeline = standing_after(folder, step - 1, trust)
+        standing = standing_after(folder, step - 1, trust)
     except Untrusted:
         raise
     except RunError as error:
@@ -415,6 +466,14 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> 
             raise
         do = f"its trace is recorded: stepper({step}, at={trace.names[-1]!r}) opens it without weights"
         raise RunError(str(error), do=do) from error
+    settings = read_settings(folder)
+    weights = Weights(folder, step, settings["engines"], None, (), trust)
+    weights.take(standing.learners())
+    word = trust_of(folder, settings, trust)
+    pipeline = rebuilt(
+        settings.get("pipeline", []), late_learners(weights, settings), frozen_of(settings, folder, word), word
+    )
+    pipeline.load_state(standing.state())
     pipeline = _with_records(pipeline, trace)
     if trace is None or not any(DRAWN in phase.settings for phase in trace):
         return Replayed(pipeline, start, folder, step)

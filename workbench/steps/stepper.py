@@ -56,9 +56,9 @@ class SnapshotSettings(Settings):
     """Where a stepper keeps the weights from before its updates, and how many of these states."""
 
     snapshots: Literal["auto", "memory", "disk", "replay"] = "auto"
-    """`memory`; `disk`, a file in `snapshot_folder`; `replay`: the updates since an earlier state are done again; or `auto`: copies
-    where `keep_snapshots` whole states fit into half of the free memory (of FSDP ranks: up to 1 GiB each, on the disk), else
-    `replay`."""
+    """`memory`; `disk`, a file in `snapshot_folder`; `replay`: the updates since an earlier state are done again; or `auto`:
+    `memory` where `keep_snapshots` whole states fit into a quarter of the free memory, else `disk` where they fit into a quarter
+    of what is free there, else `replay` (of FSDP ranks: up to 1 GiB each on the disk, else `replay`)."""
     keep_snapshots: int = 4
     """Most states kept of each learner; beyond it the oldest is dropped."""
     snapshot_memory: float | None = None
@@ -240,7 +240,9 @@ class Snapshots:
         if isinstance(learner, Losable) and learner.lost is not None:  # in processes that may die: on the disk
             return "memory" if estimated(_STATE, learner.checkpoint_bytes, 0) <= _SMALL else "replay"
         whole = estimated(_STATE, learner.checkpoint_bytes, 0) * self._settings.keep_snapshots
-        return "memory" if 2 * whole <= self._free(learner, tokens) + self.nbytes else "replay"
+        if 4 * whole <= self._free(learner, tokens) + self.nbytes:
+            return "memory"
+        return "disk" if 4 * whole <= self._free_disk(self._settings.snapshot_folder) else "replay"
 
     def _priced(self, learner: Any, kind: str, tokens: int, folder: str | None = None) -> Price:
         if not isinstance(learner, Estimates):
