@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ from workbench.base import runtime
 from workbench.base.loopback import HttpRequest
 from workbench.dataproto import DataProto
 from workbench.engines.http.openai_form import Refusal
+from workbench.engines.local_engine import grammar
 from workbench.engines.local_engine.loading import auto_tokenizer
-from workbench.engines.protocol import SamplingSettings
+from workbench.engines.protocol import Sample, SamplingSettings
 from workbench.stages.rollout import columns_of
 
 ASKED = [{"role": "user", "content": "Ben has 2 cups and buys 3. How many?"}]
@@ -130,9 +132,13 @@ def test_refusals_are_openais_own_errors(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="one of the tools add; found"):
         other = {"type": "function", "function": {"name": "subtract"}}
         create(model="policy", messages=ASKED, tools=TOOLS, tool_choice=other)
-    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}):
-        with pytest.raises(openai.BadRequestError, match="response_format.*not the policy's.*a tool with that schema"):
-            create(model="policy", messages=ASKED, response_format=form)
+    for form, tools, why in (
+        ({"type": "xml"}, None, "expected type text, json_object, or json_schema"),
+        ({"type": "json_object"}, TOOLS, "cannot call; give tool_choice none"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}, None, "type .no"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"response_format.*{why}"):
+            create(model="policy", messages=ASKED, response_format=form, **({"tools": tools} if tools else {}))
     for name, value in {"guided_json": {"type": "object"}, "min_pp": 0.1, "logit_bias": {"5": 1}, "n_best": 2}.items():
         with pytest.raises(openai.BadRequestError, match=f"asks for {name}, which this server does not do"):
             create(model="policy", messages=ASKED, extra_body={name: value})
@@ -199,6 +205,49 @@ def test_a_forced_call_is_begun_for_the_model_and_not_learnt(scripted: Any, choi
     assert decoded.startswith(whole) and begun not in script.tokenizer.decode(own(output))
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}, "unit": {"enum": ["cups", "g"]}},
+    "required": ["answer", "unit"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+def test_an_answer_is_held_to_json_and_its_log_probs_are_the_policys(engine: Any, client: Any) -> None:
+    pytest.importorskip("xgrammar")
+    held = client.chat.completions.create(
+        model="policy", messages=ASKED, n=8, max_tokens=250, response_format=FORMAT, temperature=0.9
+    )
+    free = client.chat.completions.create(model="policy", messages=ASKED, n=2, max_tokens=20)
+    texts = [one.message.content for one in held.choices if one.finish_reason == "stop"]
+    assert len(texts) >= 4
+    for text in texts:
+        found = json.loads(text)
+        assert sorted(found) == ["answer", "unit"] and found["unit"] in ("cups", "g")
+    form = {"type": "json_schema", "name": "answer", "schema": SCHEMA}
+    said_so = client.responses.create(model="policy", input="2 + 2?", text={"format": form}, max_output_tokens=250)
+    assert said_so.output_text.startswith("{") and "{" not in free.choices[0].message.content
+    outputs = [one for one in client.session.sequences() if one.prompt_ids == client.session.sequences()[0].prompt_ids]
+    samples = [Sample(one.response_ids, one.response_logprobs, one.finish_reason, 0) for one in outputs]
+    rows = columns_of([one.prompt_ids for one in outputs], samples, 0, [one.response_mask for one in outputs])
+    batch = DataProto.from_single_dict(rows)
+    for temperature, where in ((0.9, slice(0, 8)), (1.0, slice(8, None))):
+        found = engine.compute_log_probs(batch[where], temperature=temperature)["log_probs"]
+        assert (found - batch[where]["rollout_log_probs"]).abs().max() < 1e-4
+
+
+def test_a_sampler_that_cannot_hold_json_is_named(scripted: Any, monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    with endpoint(scripted(["5"])) as e, e.session() as session:
+        status, reply = asked(e, session, messages=ASKED, response_format={"type": "json_object"})
+    assert status == 400 and "Script does not hold an answer to JSON" in reply["error"]["message"]
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    grammar._compiler.cache_clear()
+    with endpoint(engine) as e, e.session() as session:
+        status, reply = asked(e, session, messages=ASKED, response_format=FORMAT)
+    assert status == 400 and "needs xgrammar" in reply["error"]["message"] and session.failure is None
+
+
 def test_plain_completions_by_openais_client(client: Any) -> None:
     text = "2 + 3 ="
     one = client.completions.create(model="policy", prompt=text, max_tokens=6, n=2, logprobs=2, seed=4)
@@ -212,7 +261,7 @@ def test_plain_completions_by_openais_client(client: Any) -> None:
         max(tops.values()) + 1e-5 >= value for tops, value in zip(logs.top_logprobs, logs.token_logprobs, strict=True)
     )
     pieces = list(client.completions.create(model="policy", prompt=ids, max_tokens=6, seed=4, stream=True))
-    assert pieces[0].choices[0].finish_reason in ("stop", "length")
+    assert pieces[-1].choices[0].finish_reason in ("stop", "length") and pieces[0].choices[0].text
     outputs = client.session.sequences()
     assert [list(one.prompt_ids) for one in outputs] == [ids] * 3
 
@@ -243,7 +292,7 @@ def test_responses_by_openais_client(client: Any) -> None:
     for more, why in (
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "found 'web_search'"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"background": True}, "background"),
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
     ):
@@ -634,11 +683,10 @@ def test_log_probs_are_those_of_the_model(engine: Any) -> None:
                 answer = {"role": "assistant", **chat(session, messages, max_tokens=32)}
                 messages += [answer, {"role": "user", "content": reply}]
         outputs = session.sequences()
-    from workbench.stages.episodes import _sample
 
     columns = columns_of(
         [one.prompt_ids for one in outputs],
-        [_sample(one) for one in outputs],
+        [Sample(one.response_ids, one.response_logprobs, one.finish_reason, 0) for one in outputs],
         0,
         [one.response_mask for one in outputs],
     )
@@ -646,3 +694,121 @@ def test_log_probs_are_those_of_the_model(engine: Any) -> None:
     found = engine.compute_log_probs(batch)["log_probs"]
     assert said(outputs) == [3, 3]
     assert (found - batch["rollout_log_probs"]).abs().max() < 1e-4 and batch["response_mask"].sum() > 20
+
+
+# --- streams ----------------------------------------------------------------------------------------
+
+
+class Slow(Script):
+    """Gives each token when the test says so."""
+
+    streams = True
+
+    def __init__(self, tokenizer: Any, texts: list[str]) -> None:
+        super().__init__(tokenizer, texts)
+        self.more = threading.Semaphore(0)
+        self.cancelled = False
+
+    async def sample(self, request: Any) -> Sample:
+        found = await super().sample(request)
+        try:
+            for token in found.ids:
+                while not self.more.acquire(blocking=False):
+                    await asyncio.sleep(0.002)
+                if request.listen is not None:
+                    request.listen(token)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return found
+
+
+def streamed(e: Endpoint, session: PolicySession, path: str = "chat/completions", **body: Any) -> Iterator[Any]:
+    """The objects of a stream as they come; closing it leaves the connection."""
+    connection = http.client.HTTPConnection(e.address, timeout=60)
+    address = session.base_url.partition(e.address)[2]
+    connection.request("POST", f"{address}/{path}", json.dumps({"model": "any", "stream": True, **body}))
+    reply = connection.getresponse()
+    try:
+        assert reply.status == 200, reply.read()
+        for line in reply:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+    finally:
+        reply.close()
+        connection.close()
+
+
+def test_a_stream_is_sent_while_the_answer_is_sampled(tiny: str) -> None:
+    script = Slow(tokenizers(tiny)["qwen"], ["It is 5 – né 猫."])
+    count = len(script.tokenizer("It is 5 – né 猫.")["input_ids"])
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        script.more.release(3)
+        stream = streamed(e, session, messages=ASKED)
+        first = next(stream)["choices"][0]["delta"] | next(stream)["choices"][0]["delta"]
+        assert first["content"] and not session.recording.nodes
+        script.more.release(count + 2)
+        rest = [one["choices"][0]["delta"].get("content", "") for one in stream]
+    assert first["content"] + "".join(rest) == "It is 5 – né 猫." and "\ufffd" not in "".join(rest)
+
+
+def test_a_client_that_leaves_a_stream_ends_its_sampling(tiny: str) -> None:
+    script = Slow(tokenizers(tiny)["qwen"], ["a b c d e f g h"] * 2)
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        script.more.release(2)
+        stream = streamed(e, session, messages=ASKED)
+        assert next(stream) and next(stream)
+        stream.close()
+        for _ in range(3000):
+            script.more.release()
+            if script.cancelled:
+                break
+            time.sleep(0.005)
+        assert script.cancelled and not session.recording.nodes and session.failure is None
+        script.more.release(100)
+        text = "".join(one["choices"][0]["delta"].get("content", "") for one in streamed(e, session, messages=ASKED))
+        assert text == "a b c d e f g h" and len({one.seed for one in script.requests}) == 1
+
+
+def test_what_fails_in_a_stream_is_its_last_object(tiny: str) -> None:
+    script = Slow(tokenizers(tiny)["qwen"], ["a b c"])
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        script.more.release(2)
+        stream = streamed(e, session, messages=ASKED)
+        assert next(stream) and next(stream)
+        session.close()
+        *_, last = stream
+    assert last["error"]["code"] == "invalid_api_key"
+
+
+PARTS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"numbers": [2]}}', "STOP"]
+PARTS += ["\n", " ", "né", "猫", "5", "<", "[", "`", "<|im_end|>", "The answer"]
+
+
+@settings(max_examples=examples(80))
+@given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=9).map("".join), st.booleans(), st.booleans())
+def test_the_sum_of_a_streams_chunks_is_the_answer(tiny: str, text: str, tools: bool, stops: bool) -> None:
+    script = Slow(tokenizers(tiny)["qwen"], [text] * 2)
+    script.more.release(1000)
+    body: dict[str, Any] = {
+        "messages": ASKED,
+        **({"tools": TOOLS} if tools else {}),
+        **({"stop": "STOP"} if stops else {}),
+    }
+    with endpoint(script, parser="hermes") as e, e.session() as session:
+        chunks = [one["choices"][0]["delta"] for one in streamed(e, session, **body)]
+        events = list(streamed(e, session, "responses", input=ASKED[0]["content"], tools=[])) if not stops else []
+        messages = [node.message for node in session.recording.nodes]
+    for name in ("content", "reasoning_content"):
+        assert "".join(one.get(name) or "" for one in chunks) == (messages[0].get(name) or "")
+    assert [call for one in chunks for call in one.get("tool_calls", ())] == [
+        {"index": number, **call} for number, call in enumerate(messages[0].get("tool_calls", ()))
+    ]
+    if events:
+        written = "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")
+        assert written == (messages[1]["content"] or "")
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        assert [{**one, "status": ""} for one in done] == [
+            {**one, "status": ""} for one in events[-1]["response"]["output"]
+        ]

@@ -170,12 +170,14 @@ class Episode:
         policy: str | None = None,
         pixels: Mapping[str, torch.Tensor] | None = None,
         tops: int = 0,
+        schema: str | None = None,
+        listen: Callable[[int], None] | None = None,
     ) -> Sample:
         """Sample one answer after the token ids `ids` with a seed of the caller's, and keep it among the episode's samples.
 
-        `tops` as in `Request`.
+        `tops`, `schema` and `listen` as in `Request`.
         """
-        request = Request(tuple(ids), settings, seed, pixels or None, tops)
+        request = Request(tuple(ids), settings, seed, pixels or None, tops, schema, listen)
         began = time.perf_counter()
         try:
             waves = self.lock_step

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,9 +25,10 @@ from workbench.agents.episode import Episode, Transcript
 from workbench.agents.formats import parser_of
 from workbench.agents.parsers import REASONING, calls_of, checked_parser, read_json, tool_parser
 from workbench.agents.protocol import AgentLoopOutput, FunctionCall, ToolCall, ToolParser
+from workbench.agents.streaming import Live, before_calls, held_back
 from workbench.agents.tokens import TurnTokens
 from workbench.base import runtime
-from workbench.base.errors import SettingError
+from workbench.base.errors import SettingError, WorkbenchError, first_line
 from workbench.base.loopback import WORKING, HttpRequest, serving
 from workbench.base.seeds import derive
 from workbench.engines.http.openai_form import (
@@ -35,12 +37,14 @@ from workbench.engines.http.openai_form import (
     Refusal,
     Reply,
     chat_request,
+    chat_stream,
     completion_request,
+    completion_stream,
     refusal_of,
     refused,
 )
-from workbench.engines.http.responses_form import response_request, response_sent
-from workbench.engines.protocol import Bounded, Sample, Sampler, SamplingSettings, switches_of
+from workbench.engines.http.responses_form import response_request, response_stream, response_whole
+from workbench.engines.protocol import Bounded, Constrains, Sample, Sampler, SamplingSettings, Streams, switches_of
 
 Message = Mapping[str, Any]
 
@@ -268,10 +272,10 @@ class PolicyTokens:
 
     def opening(self, request: ChatRequest, tokens: TurnTokens) -> str:
         """Return the text with which an answer begins that `tool_choice` forces to call, up to the tool's name or, where one
-        is named, its arguments: the model goes on behind it. Raises `Refusal` for a parser whose form of a call is not
-        known."""
+        is named, its arguments, or that `response_format` holds to JSON: the model goes on behind it. Raises `Refusal` for
+        a parser whose form of a call is not known."""
         if not request.force:
-            return ""
+            return REASONING.get(tokens.reasoning, "") if request.response_format is not None else ""
         begun, _, after = getattr(self._parser, "call_form", "").partition("NAME")
         if not after:
             why = f"tool_choice: {type(self._parser).__name__} has no call_form to begin a call with; expected auto or none"
@@ -280,6 +284,22 @@ class PolicyTokens:
             begun += request.force + after.partition("ARGUMENTS")[0]
         # the sign and the space that open what follows are left to the model: its tokens hold them together with that
         return REASONING.get(tokens.reasoning, "") + begun.rstrip('" ')
+
+    def check(self, request: ChatRequest) -> None:
+        """Raise `Refusal` for a `response_format` that the sampler cannot hold an answer to."""
+        if request.response_format is None:
+            return
+        if request.tools and request.calls:
+            why = "response_format beside tools: an answer held to JSON cannot call; give tool_choice none, or no tools"
+        elif not isinstance(self.sampler, Constrains):
+            why = f"response_format: {type(self.sampler).__name__} does not hold an answer to JSON; expected none or text,"
+            why += " or a tool with that schema and tool_choice"
+        else:
+            try:
+                return self.sampler.check_schema(request.response_format)
+            except WorkbenchError as error:
+                why = f"response_format: {first_line(error, 400)}"
+        raise Refusal(400, why, "unsupported", "response_format")
 
     def message(
         self, request: ChatRequest, tokens: TurnTokens, sample: Sample, seed: int, opening: str = ""
@@ -308,6 +328,21 @@ class PolicyTokens:
                 for number, call in enumerate(calls[: None if request.parallel else 1])
             ]
         return answer, opening + self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def settled(self, request: ChatRequest, tokens: TurnTokens, opening: str, ids: Sequence[int]) -> tuple[str, str]:
+        """Return (the reasoning, the content) of an answer under way, as far as later tokens cannot change them."""
+        text = opening + self.tokenizer.decode(ids, skip_special_tokens=False)
+        stops = request.sampling.get("stop", ())
+        text = held_back(text, [*self.tokenizer.all_special_tokens, *stops, *REASONING.values()])
+        if request.raw is not None:
+            return "", self._decoded(text)
+        start = (tokens.reasoning + text).lstrip()
+        if any(tag.startswith(start) for tag in REASONING):
+            return "", ""
+        thought, rest = split_reasoning(text, tokens.reasoning)
+        if request.tools and request.calls:
+            rest = before_calls(rest, getattr(self._parser, "call_form", ""))
+        return self._decoded(thought), self._decoded(rest)
 
     def _calls(self, request: ChatRequest, tokens: TurnTokens, text: str, *, cut: bool) -> list[FunctionCall]:
         if self._parser is None or not request.tools or not request.calls:
@@ -407,20 +442,20 @@ class PolicySession:
         refuse.
         """
         request = chat_request({**arguments, "stream": False})
-        return (await self.answer(request)).sent(request)  # type: ignore[return-value]
+        return (await self.answer(request)).whole(request)
 
-    async def answer(self, chat: ChatRequest, connection: HttpRequest | None = None) -> Reply:
-        """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. Raises
-        `Refusal`."""
+    async def answer(self, chat: ChatRequest, connection: HttpRequest | None = None, live: Live | None = None) -> Reply:
+        """Answer a request by sampling, and record it; a repeated request gets the answer that was lost. `live` gets the
+        tokens on the way, where the sampler gives them. Raises `Refusal`."""
         tools = json.dumps([chat.tools, chat.switches, chat.raw is None], sort_keys=True, default=str)
         parent, taken, name = self.recording.before(chat.messages, tools)
-        choices = (chat.calls, chat.force, chat.parallel, chat.top_logprobs)
+        choices = (chat.calls, chat.force, chat.response_format, chat.parallel, chat.top_logprobs)
         settings = (chat.n, chat.max_tokens, chat.seed, *choices, *sorted(chat.sampling.items()))
         same = self._pending.setdefault((name, settings), [])
         again = connection is not None and (connection.headers.get("x-stainless-retry-count") or "0") != "0"
         pending = next((one for one in reversed(same) if one.lost or again), None)
         if pending is None:
-            task = asyncio.ensure_future(self._sampled(chat, parent, taken, name, len(same)))
+            task = asyncio.ensure_future(self._sampled(chat, parent, taken, name, len(same), live))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             pending = _Pending(task, connection)
@@ -428,9 +463,11 @@ class PolicySession:
         pending.asked = connection
         try:
             reply, nodes = await asyncio.shield(pending.answers)
-        except Exception:
-            if pending in same:
+        except BaseException as error:
+            if pending in same and (live or isinstance(error, Exception)):
                 same.remove(pending)
+            if live is not None:  # nobody asks for the rest of a stream again
+                pending.answers.cancel()
             raise
         if pending.asked is connection and not pending.lost:
             pending.asked = None
@@ -439,11 +476,18 @@ class PolicySession:
         return reply
 
     async def _sampled(
-        self, request: ChatRequest, parent: AnswerNode | None, taken: int, name: str, again: int
+        self,
+        request: ChatRequest,
+        parent: AnswerNode | None,
+        taken: int,
+        name: str,
+        again: int,
+        live: Live | None = None,
     ) -> tuple[Reply, list[AnswerNode]]:
         """Sample the answers to a request that continues `parent`, the answer that ends its first `taken` messages."""
         number, began = self._requests, time.monotonic()
         self._requests += 1
+        self.policy.check(request)
         tokens, roles = self.policy.of(request.tools, request.switches)
         new = request.messages[taken:]
         if parent is not None and any(message["role"] not in roles for message in new):
@@ -463,15 +507,18 @@ class PolicySession:
         settings = self._settings(request, self._room(len(before) + len(heard), len(prompt)))
         self._count_answer()
         depth = 0 if parent is None else len(parent.path)
-        samples, seeds = await self._sample_answers([*before, *heard], settings, request, depth, again)
+        seeds = self._seeds([*before, *heard], request, depth, again)
+        reply = Reply(f"chatcmpl-{seeds[0]:016x}", self.model, len(before) + len(heard), (), self.policy.tokenizer)
+        if live is not None:
+            live.begin(reply.id, partial(self.policy.settled, request, tokens, opening))
+        samples = await self._sample_answers([*before, *heard], settings, request, seeds, live)
         nodes = []
         for sample, seed in zip(samples, seeds, strict=True):
             said, text = self.policy.message(request, tokens, sample, seed, opening)
             nodes.append(AnswerNode(parent, tuple(heard), tuple(new), name, number, sample, said, text))
         self._record(nodes, began)
         answers = [ChatAnswer(node.message, _finish_reason(node), len(node.sample.ids), node.sample) for node in nodes]
-        read = len(before) + len(heard)
-        return Reply(f"chatcmpl-{seeds[0]:016x}", self.model, read, answers, self.policy.tokenizer), nodes
+        return replace(reply, answers=answers), nodes
 
     def _record(self, nodes: Sequence[AnswerNode], began: float) -> None:
         """Record the answers to a request that came at the time `began`, and mark the answer before them as read.
@@ -484,19 +531,34 @@ class PolicySession:
         if self.refused is not None and self.reason == "length" and began > self.refused:
             self.reason = self.refused = None
 
-    async def _sample_answers(
-        self, ids: Sequence[int], settings: SamplingSettings, request: ChatRequest, depth: int, again: int
-    ) -> tuple[list[Sample], list[int]]:
-        """Sample `request.n` answers after the token ids `ids`: (the samples, their seeds). An engine's exception is
-        also kept as `failure`."""
+    def _seeds(self, ids: Sequence[int], request: ChatRequest, depth: int, again: int) -> list[int]:
+        """Derive the seeds of the `request.n` answers after the token ids `ids`."""
         read = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).hexdigest()
         first = derive(self.episode.seed(depth), read, request.seed, again)
-        seeds = [derive(first, place) if place else first for place in range(request.n)]
+        return [derive(first, place) if place else first for place in range(request.n)]
+
+    async def _sample_answers(
+        self,
+        ids: Sequence[int],
+        settings: SamplingSettings,
+        request: ChatRequest,
+        seeds: Sequence[int],
+        live: Live | None,
+    ) -> list[Sample]:
+        """Sample one answer for each seed after the token ids `ids`. An engine's exception is also kept as `failure`."""
+        streams = live if isinstance(self.policy.sampler, Streams) and self.policy.sampler.streams else None
         try:
             wanted = request.top_logprobs
-            draws = (self.episode.draw(ids, settings, seed, tops=wanted) for seed in seeds)
+            more: dict[str, Any] = {"tops": wanted, "schema": request.response_format}
+            draws = (
+                self.episode.draw(ids, settings, seed, listen=streams.listener(place) if streams else None, **more)
+                for place, seed in enumerate(seeds)
+            )
             samples = list(await asyncio.gather(*draws))
         except Exception as cause:
+            if isinstance(cause, SettingError) and request.response_format is not None:
+                why = f"response_format: {first_line(cause, 400)}"
+                raise Refusal(400, why, "unsupported", "response_format") from cause
             self.failure = cause
             raise
         if any(one.finish_reason == "abort" for one in samples):
@@ -504,7 +566,7 @@ class PolicySession:
         if any(one.ids and not one.tops for one in samples if wanted):
             why = f"top_logprobs: {type(self.policy.sampler).__name__} does not give the likeliest tokens; expected 0"
             raise Refusal(400, why, "unsupported", "top_logprobs")
-        return samples, seeds
+        return samples
 
     def _count_answer(self) -> None:
         """Count an answer that is about to be sampled. Raises `Refusal` where the episode has had as many as its limit
@@ -629,9 +691,13 @@ class Endpoint:
             if asked.method != "POST" or path not in FORMS:
                 known = ", ".join(f"POST /{one}" for one in FORMS)
                 raise Refusal(404, f"no such path: {asked.method} /{path[:100]}; expected {known} or GET /v1/models")
-            read, write = FORMS[path]
+            read, write, stream = FORMS[path]
             request = read(asked.body)
-            return 200, write(runtime.run(session.answer(request, asked)), request)
+            if not request.stream:
+                return 200, write(runtime.run(session.answer(request, asked)), request)
+            live = Live()
+            pieces = live.pieces(session.answer(request, asked, live))
+            return 200, _to_its_end(stream(request, self.model, pieces))
         except CancelledError:
             refusal = Refusal(401, "the episode is over", "invalid_api_key")
         except Exception as cause:  # noqa: BLE001 - whatever an engine raises, who asked is answered
@@ -639,12 +705,22 @@ class Endpoint:
         return refusal.status, refusal.body
 
 
-FORMS: Mapping[str, tuple[Callable[[Any], ChatRequest], Callable[[Reply, Any], Any]]] = {
-    "v1/chat/completions": (chat_request, Reply.sent),
-    "v1/completions": (completion_request, Reply.completion),
-    "v1/responses": (response_request, response_sent),
+def _to_its_end(stream: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Write a stream; what fails on the way is its last object."""
+    try:
+        yield from stream
+    except CancelledError:
+        yield Refusal(401, "the episode is over", "invalid_api_key").body
+    except Exception as cause:  # noqa: BLE001 - the status is sent; clients read the error in the stream
+        yield refusal_of(cause).body
+
+
+FORMS: Mapping[str, tuple[Callable[[Any], ChatRequest], Callable[[Reply, Any], Any], Callable[..., Any]]] = {
+    "v1/chat/completions": (chat_request, Reply.whole, chat_stream),
+    "v1/completions": (completion_request, Reply.completion, completion_stream),
+    "v1/responses": (response_request, response_whole, response_stream),
 }
-"""Path → (what reads a request, what writes the reply to it)."""
+"""Path → (what reads a request, what writes the reply to it, what writes it as a stream)."""
 
 
 @contextmanager
@@ -667,11 +743,13 @@ def endpoint(
             client.chat.completions.create(model=e.model, messages=[{"role": "user", "content": "2 + 2?"}])
             outputs = episode.sequences()
 
-    A stream is sent when the answer is complete, as the sampler returns it at once. `top_logprobs` are those of the policy,
+    A stream is sent as its tokens are sampled, where the sampler `Streams` (`engines.local`, `engines.vllm`): as far as later
+    tokens cannot change the text; calls come whole. A client that leaves a stream ends its sampling. `top_logprobs` are those of the policy,
     where the sampler gives them. `tool_choice="required"`, or a tool's name, begins the call for the model: these tokens
     belong to the prompt and are not learnt; the rest is the model's, and is a call where it writes one. A field has its
-    effect, asks for nothing about the answer (`user`, `metadata`, `store`, …), or is refused by name: `response_format`
-    among them, and what needs a store of earlier responses. `recipes.grpo(engine, reward, agent=Harness(…))`
+    effect, asks for nothing about the answer (`user`, `metadata`, `store`, …), or is refused by name, as what needs a store
+    of earlier responses. `response_format` (`json_object`, `json_schema`) holds the answer to JSON where the sampler can
+    (`engines.local` with xgrammar, `engines.vllm`) and there are no tools to call; log-probs remain the policy's. `recipes.grpo(engine, reward, agent=Harness(…))`
     plays whole batches in this way. `parser` finds the calls in the model's text (None: by the chat template); `model`
     is the name in `/v1/models`. The chat template tells the model of a client's `tools`, or with `tools_in="system"`
     the system message does (see `ToolAgent`). Who can reach the server: see `base.loopback.serving`.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(body)
             if streams:
-                for event in (*map(json.dumps, reply), "[DONE]"):
+                for event in chain(map(json.dumps, reply), ["[DONE]"]):  # each as it comes
                     self._chunk(f"data: {event}\n\n")
                 self._chunk("")
             self.wfile.flush()

@@ -94,6 +94,18 @@ class Paired(can.SampleMany, can.Closing):
         """The learner's tokenizer; the sampler's has the same tokens."""
         return self.learner.tokenizer
 
+    @property
+    def streams(self) -> bool:
+        """Whether the sampler tells of tokens as they are sampled (`Request.listen`)."""
+        return isinstance(self.sampler, can.Streams) and self.sampler.streams
+
+    def check_schema(self, schema: str) -> None:
+        """Raise `EngineError` or `SettingError` where the sampler cannot hold responses to this JSON schema."""
+        if not isinstance(self.sampler, can.Constrains):
+            what = f"{type(self.sampler).__name__} does not hold responses to a JSON schema"
+            raise EngineError(what, do="leave it out, or sample with engines.local or engines.vllm")
+        self.sampler.check_schema(schema)
+
     async def sample(self, request: Request) -> Sample:
         """Sample one response with the learner's present weights, or inside `HeldWeights.drawing()` with the held ones.
 

@@ -11,7 +11,7 @@ represents another engine (a pair, a recorded step's learner) must have the name
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +95,11 @@ class Request:
     """What a `Multimodal` sampler's model reads of the prompt's pictures, by the names of its inputs."""
     tops: int = 0
     """How many of the likeliest tokens are wanted beside each token (`Sample.tops`)."""
+    schema: str | None = None
+    """JSON schema, as JSON text, that the response must follow where the sampler is one that `Constrains`; None: any text.
+    Its log-probs remain those of the policy."""
+    listen: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    """Called with each token as it is sampled, in a thread of the sampler's, where that is one that `Streams`."""
 
 
 @dataclass(frozen=True)
@@ -617,6 +622,22 @@ class Bounded(Protocol):
     @property
     def max_length(self) -> int | None:
         """Longest prompt and response together, in tokens; None where the limit is not known."""
+
+
+@runtime_checkable
+class Constrains(Protocol):
+    """Protocol of samplers that can hold a response to a JSON schema (`Request.schema`)."""
+
+    def check_schema(self, schema: str) -> None:
+        """Raise `SettingError` or `EngineError` where responses cannot be held to this schema, a JSON text."""
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """Protocol of samplers that may tell of tokens as they are sampled (`Request.listen`)."""
+
+    streams: bool
+    """Whether it does."""
 
 
 @runtime_checkable

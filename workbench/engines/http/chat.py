@@ -182,7 +182,7 @@ def serve(model: Sampler | SamplerChat, *, port: int = 0) -> Iterator[str]:
 
 
 def _reply(chat: SamplerChat, request: ChatRequest, body: bytes) -> Any:
-    for name in ("stream", "tools", "logprobs", "switches"):
+    for name in ("stream", "tools", "logprobs", "switches", "response_format"):
         if getattr(request, name):
             why = f"the request asks for {name}, which this server does not do; expected a plain chat completion"
             raise Refusal(400, why, "unsupported", name)
@@ -196,4 +196,4 @@ def _reply(chat: SamplerChat, request: ChatRequest, body: bytes) -> Any:
     )
     name = f"chatcmpl-{seeds.derive(seed, json.dumps(request.messages)):x}"
     made = [ChatAnswer({"content": one.text}, one.finish_reason, one.tokens) for one in answers]
-    return Reply(name, request.model or chat.describe(), answers[0].prompt_tokens, made).sent(request)
+    return Reply(name, request.model or chat.describe(), answers[0].prompt_tokens, made).whole(request)

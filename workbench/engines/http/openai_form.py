@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.base.errors import WorkbenchError, first_line
 from workbench.engines.protocol import Sample
@@ -88,6 +87,8 @@ class ChatRequest:
     """Whether tool calls are looked for in the answer (`tool_choice` is not `none`)."""
     force: str = ""
     """Name of the tool that the answer must call (`tool_choice`); `*`: any."""
+    response_format: str | None = None
+    """JSON schema, as JSON text, that the answer must follow; None: any text."""
     parallel: bool = True
     """Whether an answer may have more than one call."""
     switches: Mapping[str, Any] = field(default_factory=dict)
@@ -111,13 +112,6 @@ def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
     """Parse a request for chat completions from the body of a POST or its fields. Raises `Refusal` (400) for wrong
     fields and for features that this server does not have."""
     fields = fields_of(body, _CHAT)
-    wanted = fields.get("response_format") or {"type": "text"}
-    if not isinstance(wanted, Mapping) or wanted.get("type") != "text":
-        why = (
-            "the request asks for response_format, which this server does not do: a sampler held to a grammar would give"
-            " log-probs that are not the policy's; expected none, or text; a tool with that schema and tool_choice does it"
-        )
-        raise Refusal(400, why, "unsupported", "response_format")
     if not isinstance(fields.get("messages"), list) or not fields["messages"]:
         raise Refusal(400, "messages: expected a list of at least one message", None, "messages")
     switches = fields.get("chat_template_kwargs") or {}
@@ -129,6 +123,7 @@ def chat_request(body: bytes | Mapping[str, Any]) -> ChatRequest:
         tools=tools,
         calls=fields.get("tool_choice") != "none",
         force=_forced(fields.get("tool_choice"), tools),
+        response_format=_schema(fields.get("response_format")),
         parallel=fields.get("parallel_tool_calls") is not False,
         switches=dict(switches),
         max_tokens=_number(fields, "max_completion_tokens", 1) or _number(fields, "max_tokens", 1),
@@ -204,6 +199,17 @@ def _number(fields: Mapping[str, Any], name: str, least: int | None = None, most
         bounds = " ".join([f"≥ {least}"] * (least is not None) + [f"and ≤ {most}"] * (most is not None))
         raise Refusal(400, f"{name}: expected a whole number {bounds}".strip() + f"; found {value!r}"[:80], None, name)
     return int(value)
+
+
+def _schema(wanted: Any) -> str | None:
+    """Read the JSON schema, as JSON text, that a `response_format` holds an answer to; None for text."""
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else "text" if wanted is None else None
+    form = wanted.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = form.get("schema") if isinstance(form, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema") or not isinstance(schema, Mapping):
+        expected = "type text, json_object, or json_schema with {name, schema}"
+        raise Refusal(400, f"response_format: expected {expected}; found {wanted!r}"[:300], None, "response_format")
+    return None if kind == "text" else json.dumps(schema)
 
 
 def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -284,7 +290,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class Reply:
-    """All answers to a chat request, to be sent as one JSON object or as a stream."""
+    """All answers to a chat request."""
 
     id: str
     model: str
@@ -293,36 +299,22 @@ class Reply:
     tokenizer: Any = None
     """For the texts of single tokens (`logprobs`)."""
 
-    def sent(self, request: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
-        """Return the reply as the request wants it: one JSON object, or an iterator of a stream's objects."""
-        return self._stream(request) if request.stream else self._whole(request)
-
-    def _whole(self, request: ChatRequest) -> dict[str, Any]:
+    def whole(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the reply as one JSON object."""
         choices = [
-            {"index": number, "message": {"role": "assistant", **one.message}, **self._ends(request, one)}
+            {"index": number, "message": {"role": "assistant", **one.message}, **self.ends(request, one)}
             for number, one in enumerate(self.answers)
         ]
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        return {**_head("chat.completion", self.id, self.model), "choices": choices, "usage": self.usage()}
 
-    def _stream(self, request: ChatRequest) -> Iterator[dict[str, Any]]:
-        head, more = self._head("chat.completion.chunk"), {"usage": None} if request.usage else {}
-        for number, answer in enumerate(self.answers):
-            for delta in _deltas(answer.message):
-                choice = {"index": number, "delta": delta, "finish_reason": None, "logprobs": None}
-                yield {**head, "choices": [choice], **more}
-            yield {**head, "choices": [{"index": number, "delta": {}, **self._ends(request, answer)}], **more}
-        if request.usage:
-            yield {**head, "choices": [], "usage": self._usage()}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
-
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Return OpenAI's `usage`: tokens of the prompt, of all answers, and both."""
         written = sum(one.tokens for one in self.answers)
         asked = self.prompt_tokens
         return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
 
-    def _ends(self, request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
+    def ends(self, request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
+        """Return the fields of a choice that ends: `finish_reason` and `logprobs`."""
         known = request.logprobs and answer.sample is not None
         return {"finish_reason": answer.finish_reason, "logprobs": self.log_probs(request, answer) if known else None}
 
@@ -340,11 +332,11 @@ class Reply:
         text = str(self.tokenizer.decode([token]))
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
-    def completion(self, request: ChatRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
-        """Build the reply to a plain completion: one JSON object, or an iterator of a stream's chunks."""
-        head, choices = self._head("text_completion"), []
+    def completion(self, request: ChatRequest) -> dict[str, Any]:
+        """Return the reply to a plain completion as one JSON object."""
+        choices = []
         for number, answer in enumerate(self.answers):
-            ends = self._ends(request, answer)
+            ends = self.ends(request, answer)
             if ends["logprobs"]:
                 each = ends["logprobs"]["content"]
                 tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in each]
@@ -356,20 +348,62 @@ class Reply:
                     "text_offset": list(starts)[:-1],
                 }
             choices.append({"index": number, "text": answer.message["content"], **ends})
-        if not request.stream:
-            return {**head, "choices": choices, "usage": self._usage()}
-        chunks: list[dict[str, Any]] = [{**head, "choices": [one]} for one in choices]
-        return iter(chunks + ([{**head, "choices": [], "usage": self._usage()}] if request.usage else []))
+        return {**_head("text_completion", self.id, self.model), "choices": choices, "usage": self.usage()}
 
 
-def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split an answer's message into the pieces of a stream: its text word by word, each tool call whole."""
-    yield {"role": "assistant", "content": ""}
-    for name in ("reasoning_content", "content"):
-        yield from ({name: piece} for piece in _pieces(message.get(name) or ""))
-    for number, call in enumerate(message.get("tool_calls") or ()):
-        yield {"tool_calls": [{"index": number, **call}]}
+class Piece(NamedTuple):
+    """A piece of an answer's text in a stream."""
+
+    id: str
+    """The reply's."""
+    number: int
+    """Which answer."""
+    name: str
+    """`content` or `reasoning_content`."""
+    text: str
 
 
-def _pieces(text: str) -> Iterator[str]:
-    return iter(re.findall(r"\s*\S+\s*\Z|\s*\S+|\s+", text))
+def chat_stream(request: ChatRequest, model: str, pieces: Iterator[Piece | Reply]) -> Iterator[dict[str, Any]]:
+    """Write a stream's chunks: the texts as they come, each tool call whole, log-probs in an answer's last chunk.
+
+    `pieces` ends with the reply.
+    """
+    begun: set[int] = set()
+
+    def chunk(id: str, number: int, delta: Mapping[str, Any], **ends: Any) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, **(ends or {"finish_reason": None, "logprobs": None})}
+        return {**_head("chat.completion.chunk", id, model), "choices": [choice], **more}
+
+    more = {"usage": None} if request.usage else {}
+    for piece in pieces:
+        numbers = [piece.number] if isinstance(piece, Piece) else range(len(piece.answers))
+        for number in [one for one in numbers if one not in begun]:
+            begun.add(number)
+            yield chunk(piece.id, number, {"role": "assistant", "content": ""})
+        if isinstance(piece, Piece):
+            yield chunk(piece.id, piece.number, {piece.name: piece.text})
+            continue
+        for number, answer in enumerate(piece.answers):
+            for place, call in enumerate(answer.message.get("tool_calls") or ()):
+                yield chunk(piece.id, number, {"tool_calls": [{"index": place, **call}]})
+            yield chunk(piece.id, number, {}, **piece.ends(request, answer))
+        if request.usage:
+            yield {**_head("chat.completion.chunk", piece.id, model), "choices": [], "usage": piece.usage()}
+
+
+def completion_stream(request: ChatRequest, model: str, pieces: Iterator[Piece | Reply]) -> Iterator[dict[str, Any]]:
+    """Write the chunks of a plain completion's stream, as `chat_stream` does."""
+    for piece in pieces:
+        head = _head("text_completion", piece.id, model)
+        if isinstance(piece, Piece):
+            choice = {"index": piece.number, "text": piece.text, "finish_reason": None, "logprobs": None}
+            yield {**head, "choices": [choice]}
+            continue
+        for choice in piece.completion(request)["choices"]:
+            yield {**head, "choices": [{**choice, "text": ""}]}
+        if request.usage:
+            yield {**head, "choices": [], "usage": piece.usage()}
+
+
+def _head(kind: str, id: str, model: str) -> dict[str, Any]:
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.engines.http.openai_form import ChatAnswer, ChatRequest, Refusal, Reply, chat_request, fields_of
+from workbench.engines.http.openai_form import ChatAnswer, ChatRequest, Piece, Refusal, Reply, chat_request, fields_of
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed")
 _FIELDS = frozenset(
@@ -32,17 +33,17 @@ def response_request(body: bytes | Mapping[str, Any]) -> ResponseRequest:
     """
     fields = fields_of(body, _FIELDS)
     wanted = fields.get("text") or {}
-    kind = (wanted.get("format") or {}).get("type", "text") if isinstance(wanted, Mapping) else ""
+    form = dict(wanted.get("format") or {"type": "text"}) if isinstance(wanted, Mapping) else {}
+    kind = form.get("type")
     more = [name for name in fields.get("include") or () if name not in _INCLUDED]
-    if kind != "text" or more:
-        param = "include" if more else "text"
-        why = f"the request asks for {more[0] if more else f'text.format {kind!r}'}, which this server does not do"
-        raise Refusal(400, f"{why}; expected plain text"[:300], "unsupported", param)
+    if more:
+        raise Refusal(400, f"include: {more[0]} is not done here"[:300], "unsupported", "include")
     told = fields.get("instructions")
     messages = ([{"role": "system", "content": told}] if told else []) + _messages(fields.get("input"))
     tools, choice = [_tool(tool) for tool in fields.get("tools") or ()], fields.get("tool_choice")
     chat = {name: fields[name] for name in _SAME if fields.get(name) is not None}
     chat |= {"messages": messages, "max_tokens": fields.get("max_output_tokens"), "tools": tools, "tool_choice": choice}
+    chat["response_format"] = {"type": kind, "json_schema": form} if kind == "json_schema" else form
     chat["logprobs"] = bool(fields.get("top_logprobs")) or _INCLUDED[1] in (fields.get("include") or ())
     echoed = {
         name: fields.get(name) for name in ("instructions", "metadata", "temperature", "top_p", "max_output_tokens")
@@ -103,13 +104,8 @@ def _text(content: Any, place: int) -> str:
 # --- replies ------------------------------------------------------------------------------------
 
 
-def response_sent(reply: Reply, request: ResponseRequest) -> dict[str, Any] | Iterator[dict[str, Any]]:
-    """Build the reply to a request for a response: one JSON object, or an iterator of a stream's events."""
-    whole = _whole(reply, request)
-    return _events(whole) if request.stream else whole
-
-
-def _whole(reply: Reply, request: ResponseRequest) -> dict[str, Any]:
+def response_whole(reply: Reply, request: ResponseRequest) -> dict[str, Any]:
+    """Return the reply to a request for a response as one JSON object."""
     (answer,) = reply.answers
     cut = answer.finish_reason == "length"
     used = {"input_tokens": reply.prompt_tokens, "input_tokens_details": {"cached_tokens": 0}}
@@ -138,7 +134,7 @@ def _items(answer: ChatAnswer, name: str, logs: Any, status: str) -> list[dict[s
         content = [{"type": "reasoning_text", "text": thought}]
         items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
     calls: Sequence[Mapping[str, Any]] = answer.message.get("tool_calls") or ()
-    if answer.message.get("content") or not calls:
+    if answer.message.get("content") or not (calls or (answer.tokens == 0 and items)):
         part: dict[str, Any] = {"type": "output_text", "text": answer.message.get("content") or "", "annotations": []}
         part["logprobs"] = logs["content"] if logs else []
         head = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
@@ -149,32 +145,70 @@ def _items(answer: ChatAnswer, name: str, logs: Any, status: str) -> list[dict[s
     return items
 
 
-def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A response as a stream's events: each item is sent whole, between the events that clients wait for."""
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    events: list[tuple[str, dict[str, Any]]] = [(name, {"response": begun}) for name in ("created", "in_progress")]
-    for place, item in enumerate(whole["output"]):
-        at = {"output_index": place, "item_id": item["id"]}
+class _Events:
+    """Writes a response's events: each item begins and ends with those that clients wait for."""
+
+    def __init__(self) -> None:
+        self._number = itertools.count()
+        self.place = 0
+        """Of the item that is open, or comes next."""
+        self.sent: dict[str, str] = {}
+        """Name and text of the item that is open."""
+
+    def event(self, kind: str, /, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "sequence_number": next(self._number), **fields}
+
+    def begin(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         empty = {**item, **({"content": []} if "content" in item else {"arguments": ""})}
-        events.append(("output_item.added", {"output_index": place, "item": empty}))
-        for number, part in enumerate(item.get("content") or ()):
-            here, text = {**at, "content_index": number}, part["text"]
-            if part["type"] == "reasoning_text":
-                events += [
-                    ("reasoning_text.delta", {**here, "delta": text}),
-                    ("reasoning_text.done", {**here, "text": text}),
-                ]
-                continue
-            events.append(("content_part.added", {**here, "part": {**part, "text": "", "logprobs": []}}))
-            logs = {"logprobs": part["logprobs"]}
-            events.append(("output_text.delta", {**here, "delta": text, **logs}))
-            events.append(("output_text.done", {**here, "text": text, **logs}))
-            events.append(("content_part.done", {**here, "part": part}))
+        yield self.event("output_item.added", output_index=self.place, item=empty)
+        if item["type"] == "message":
+            part = {**item["content"][0], "text": "", "logprobs": []}
+            yield self.event("content_part.added", **self._at(item), content_index=0, part=part)
+
+    def text(self, item: Mapping[str, Any], text: str, act: str = "delta") -> dict[str, Any]:
         if item["type"] == "function_call":
-            text = item["arguments"]
-            events.append(("function_call_arguments.delta", {**at, "delta": text}))
-            events.append(("function_call_arguments.done", {**at, "arguments": text, "name": item["name"]}))
-        events.append(("output_item.done", {"output_index": place, "item": item}))
-    events.append(("incomplete" if whole["status"] == "incomplete" else "completed", {"response": whole}))
-    for number, (name, event) in enumerate(events):
-        yield {"type": f"response.{name}", "sequence_number": number, **event}
+            named = {"name": item["name"], "arguments": text} if act == "done" else {"delta": text}
+            return self.event(f"function_call_arguments.{act}", **self._at(item), **named)
+        part = item["content"][0]
+        logs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        return self.event(f"{part['type']}.{act}", **self._at(item), content_index=0, **{_TOLD[act]: text}, **logs)
+
+    def end(self, item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        yield self.text(item, item["arguments"] if "arguments" in item else item["content"][0]["text"], "done")
+        if item["type"] == "message":
+            yield self.event("content_part.done", **self._at(item), content_index=0, part=item["content"][0])
+        yield self.event("output_item.done", output_index=self.place, item=item)
+        self.place, self.sent = self.place + 1, {}
+
+    def _at(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {"output_index": self.place, "item_id": item["id"]}
+
+
+_TOLD = {"delta": "delta", "done": "text"}
+
+
+def response_stream(request: ResponseRequest, model: str, pieces: Iterator[Piece | Reply]) -> Iterator[dict[str, Any]]:
+    """Write a response's events: the texts as they come, each function call whole. `pieces` ends with the reply."""
+    events, begun = _Events(), False
+    for piece in pieces:
+        name = piece.id.removeprefix("chatcmpl-")
+        if not begun:
+            begun, empty = True, response_whole(Reply(piece.id, model, 0, [ChatAnswer({}, "stop", 0)]), request)
+            empty |= {"status": "in_progress", "output": [], "usage": None}
+            yield from (events.event(one, response=empty) for one in ("created", "in_progress"))
+        if isinstance(piece, Piece):
+            if events.sent and piece.name not in events.sent:
+                yield from events.end(_items(ChatAnswer(events.sent, "stop", 0), name, None, "completed")[0])
+            (item,) = _items(ChatAnswer({piece.name: piece.text}, "stop", 0), name, None, "in_progress")
+            if not events.sent:
+                yield from events.begin(item)
+            events.sent[piece.name] = events.sent.get(piece.name, "") + piece.text
+            yield events.text(item, piece.text)
+            continue
+        whole = response_whole(piece, request)
+        for item in whole["output"][events.place :]:
+            if not events.sent:
+                yield from events.begin(item)
+                yield events.text(item, item["arguments"] if "arguments" in item else item["content"][0]["text"])
+            yield from events.end(item)
+        yield events.event("incomplete" if whole["status"] == "incomplete" else "completed", response=whole)

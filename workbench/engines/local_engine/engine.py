@@ -26,6 +26,7 @@ from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, memory, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.forward import Head, head_of, replay
+from workbench.engines.local_engine.grammar import Grammar
 from workbench.engines.local_engine.learning import Optimizer, backward, infinite_norm, learning_mode
 from workbench.engines.local_engine.sampling import HeldRows, Wave, Waves, casts_kept, decode, forced
 from workbench.engines.local_engine.selfcheck import (
@@ -242,6 +243,7 @@ class LocalEngine(ModelEngine, Pushing):
     """
 
     tried = (*TRIED, "dtype")
+    streams = True
     _files = StateFiles(())
     """The files that the weights were loaded from."""
     _source: str | None = None
@@ -293,7 +295,13 @@ class LocalEngine(ModelEngine, Pushing):
                 found=found,
             )
         loading.check_length(self._model, len(request.ids) + request.settings.max_tokens)
+        if request.schema is not None:
+            self.check_schema(request.schema)
         return await (self._waves if request.pixels is None else self._pictured).ask(request)
+
+    def check_schema(self, schema: str) -> None:
+        """Raise `EngineError` without xgrammar, and `SettingError` for a JSON schema that it cannot read."""
+        Grammar(schema, self.tokenizer, self._model.get_input_embeddings().num_embeddings, self._eos)
 
     def processor(self) -> loading.Processor | None:
         """The model's `Processor` for pictures; None where the model reads text alone, or where the self-check found
@@ -309,7 +317,7 @@ class LocalEngine(ModelEngine, Pushing):
         if self._settings.routing_replay and path != SHARED:
             expected = f"decode={SHARED!r}, proven by the self-check: open the engine with decode='auto'"
             raise EngineError("sampling with routing_replay", expected=expected, found=path)
-        rows, going = HeldRows(self._eos, self.tokenizer), True
+        rows, going = HeldRows(self._eos, self.tokenizer, self._model.get_input_embeddings().num_embeddings), True
         while going:
             state, version = self.state_id, self.version
             caching: Any = cache_of(self._model, path, budget)

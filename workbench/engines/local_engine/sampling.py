@@ -28,6 +28,7 @@ from workbench.base import runtime
 from workbench.base.activity import HERE, QueuedRequest, present
 from workbench.base.errors import Interrupted
 from workbench.dataproto.core import sent
+from workbench.engines.local_engine.grammar import Grammar
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 
 # --- waves --------------------------------------------------------------------------------------
@@ -267,8 +268,9 @@ class HeldRows:
     """The rows that are being decoded: their requests, and as CPU tensors [n, ·] the tokens and log-probs sampled so
     far."""
 
-    def __init__(self, eos_ids: frozenset[int], tokenizer: Any) -> None:
+    def __init__(self, eos_ids: frozenset[int], tokenizer: Any, vocabulary: int = 0) -> None:
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.long)
+        self._ends, self._rows = eos_ids, vocabulary
         self._tokenizer = tokenizer
         self._held: dict[str, Tensor] = {}
         self._width = _FIRST
@@ -277,6 +279,8 @@ class HeldRows:
         """By place the experts [L, k] of each token from the prompt's last on, where they are recorded."""
         self._tops: defaultdict[int, list[dict[int, float]]] = defaultdict(list)
         """By place the likeliest tokens beside each token, where they are wanted."""
+        self._grammars: dict[int, Grammar] = {}
+        """By place what holds a response to a JSON schema."""
         self.places: list[int] = []
         """Place of each seat's question in its wave."""
         self._times: list[tuple[float, float]] = []
@@ -326,6 +330,9 @@ class HeldRows:
         ]
         self._requests = [entering[s][1] if s in entering else self._requests[of] for s, of in enumerate(order)]
         self.places = [entering[s][0] if s in entering else self.places[of] for s, of in enumerate(order)]
+        for place, request in entering.values():
+            if request.schema is not None:
+                self._grammars[place] = Grammar(request.schema, self._tokenizer, self._rows, self._ends)
         now = (time.time(), 0.0)
         self._times = [now if s in entering else self._times[of] for s, of in enumerate(order)]
         self._new = list(entering)
@@ -333,12 +340,14 @@ class HeldRows:
         for name, one in new.items():
             moved = self._held.get(name, one)[list(order)]
             self._held[name] = moved.index_copy(0, torch.tensor(seats, dtype=torch.long), one)
-        by_kind: dict[tuple[float, ...], list[int]] = {}
+        by_kind: dict[tuple[Any, ...], list[int]] = {}
         for seat, request in enumerate(self._requests):
             s = request.settings
-            kind = (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, s.min_tokens)
+            limits = (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, s.min_tokens)
+            kind = (*limits, request.schema is None)
             by_kind.setdefault(kind, []).append(seat)
         self._kinds = [(self._requests[seats[0]].settings, torch.tensor(seats)) for seats in by_kind.values()]
+        self._heard = any(request.listen for request in self._requests)
         each = [request.settings for request in self._requests]
         self._stopping = [seat for seat, s in enumerate(each) if s.stop or s.stop_token_ids]
 
@@ -366,6 +375,12 @@ class HeldRows:
         if experts is not None:
             for seat in held["alive"].nonzero().flatten().tolist():
                 self._experts[self.places[seat]] += [experts[seat]]
+        for seat in self.alive if self._grammars else ():
+            if (grammar := self._grammars.get(self.places[seat])) is not None:
+                grammar.accept(int(tokens[seat]))
+        for seat in self.alive if self._heard else ():
+            if (listen := self._requests[seat].listen) is not None:
+                listen(int(tokens[seat]))
         held["last"] = tokens
         held["length"] += held["alive"]
         held["stopped"] = (tokens[:, None] == self._eos).any(-1) & held["minds_eos"]
@@ -381,7 +396,8 @@ class HeldRows:
         uniforms, parts = sent(uniforms, logits.device), []
         for kind, seats in self._kinds:
             theirs, numbers = (logits, uniforms) if len(self._kinds) == 1 else (logits[seats], uniforms[seats])
-            altered = self._altered(theirs, seats.tolist(), kind) if kind.alters else None
+            alters = kind.alters or self._requests[int(seats[0])].schema is not None
+            altered = self._altered(theirs, seats.tolist(), kind) if alters else None
             tokens, log_probs = draw(theirs, numbers, kind, altered)
             parts.append(torch.stack([tokens.double(), log_probs.double()]))
         read = torch.cat(parts, 1).cpu()
@@ -389,7 +405,7 @@ class HeldRows:
         return found[0].long(), found[1].float()
 
     def _altered(self, logits: Tensor, seats: Sequence[int], kind: SamplingSettings) -> Tensor:
-        """The logits [n, V] that the tokens of these seats are chosen by, under `repetition_penalty` and `min_tokens`."""
+        """The logits [n, V] that the tokens of these seats are chosen by, under `repetition_penalty`, `min_tokens` and grammars."""
         altered = logits.float().clone()
         for seat, row in zip(seats, altered, strict=True):
             seen = torch.tensor(self.written(seat), device=row.device)
@@ -398,6 +414,12 @@ class HeldRows:
             if int(self._held["length"][seat]) < kind.min_tokens:
                 ends = self._eos.tolist() if self._held["minds_eos"][seat] else []
                 row[[*ends, *self._requests[seat].settings.stop_token_ids]] = -math.inf
+            if (grammar := self._grammars.get(self.places[seat])) is not None:
+                allowed = grammar.allowed(len(row)).to(row.device)
+                some = bool(
+                    (row[allowed] > -math.inf).any()
+                )  # at a text's end EOS alone is allowed, whatever `min_tokens`
+                row[:] = torch.where(allowed, row if some else 0.0, -math.inf)
         return altered
 
     def _stops(self, seat: int) -> bool:

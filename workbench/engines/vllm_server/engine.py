@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from workbench.base import runtime
 from workbench.base.child import Child, Questions
 from workbench.base.config import shows_settings
 from workbench.base.distribution import install
-from workbench.base.errors import EngineError, WorkerLost, boundary
+from workbench.base.errors import EngineError, SettingError, WorkerLost, boundary, first_line
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
 from workbench.engines.local_engine.loading import auto_tokenizer, eos_ids_of, resolve
@@ -66,6 +66,7 @@ class VllmLink:
         self._lock = threading.Lock()
         self._asked = Questions()
         self._stoppable: set[int] = set()
+        self._listeners: dict[int, Callable[[int], None]] = {}
         self._error: EngineError | None = None
         self._shared: set[Path] = set()
         self._closed = False
@@ -93,9 +94,11 @@ class VllmLink:
         if self._error is not None:
             raise copy.copy(self._error)  # each raise adds its traceback to the error
 
-    def ask(self, op: str, *, stoppable: bool = False, **fields: Any) -> Answer:
+    def ask(
+        self, op: str, *, stoppable: bool = False, listen: Callable[[int], None] | None = None, **fields: Any
+    ) -> Answer:
         """Send a request and return a future of its answer. Cancelling the future of a `stoppable` request aborts it in
-        vLLM."""
+        vLLM. `listen` is called with each token on the way, in a thread."""
         with self._lock:
             self.check()
             number, answer = self._asked.open()
@@ -104,7 +107,10 @@ class VllmLink:
                     self._heard = time.monotonic()
                 self._stoppable.add(number)
                 answer.add_done_callback(lambda done: self._abort(self._asked.given_up()) if done.cancelled() else None)
-        self._send({"op": op, "id": number, **fields})
+            if listen is not None:
+                self._listeners[number] = listen
+                answer.add_done_callback(lambda done: self._listeners.pop(number))
+        self._send({"op": op, "id": number, "streams": listen is not None, **fields})
         return answer
 
     def _under_way(self) -> set[int]:
@@ -141,6 +147,11 @@ class VllmLink:
                 return self._fail(self._why_it_failed(message))
             if message["op"] in ("ready", "answer"):
                 self._asked.answer(message.get("id", self._first), message)
+            elif message["op"] == "tokens":
+                listen = self._listeners.get(message["id"])
+                for token in message["ids"]:
+                    if listen is not None:
+                        listen(token)
             elif message["op"] == "refused":
                 self._asked.answer(message["id"], EngineError("vLLM refused the request", found=message["error"]))
             with self._lock:
@@ -357,6 +368,8 @@ def _experts(reply: Mapping[str, Any], length: int) -> torch.Tensor:
 class VllmEngine(Served, Pausing):
     """A vLLM sampler whose weights are pushed to it. Made by `engines.vllm`; pair it with a learner by `engines.paired`."""
 
+    streams = True
+
     def __init__(self, folder: str | Path, settings: VllmSettings, *, path: str, **switches: Any) -> None:
         self.template_switches = switches
         self._adapters = 0
@@ -371,9 +384,17 @@ class VllmEngine(Served, Pausing):
     # --- Sampler ----------------------------------------------------------------------------
 
     async def _answered(self, request: Request) -> Sample:
-        wanted = {"params": self._parameters(request), "tops": request.tops}
+        wanted = {"params": self._parameters(request), "tops": request.tops, "schema": request.schema}
         content = {"ids": list(request.ids), **wanted, "adapter": self._adapter}
-        reply = await asyncio.wrap_future(self._link.ask("sample", stoppable=True, **content))
+        try:
+            asked = self._link.ask("sample", stoppable=True, listen=request.listen, **content)
+            reply = await asyncio.wrap_future(asked)
+        except EngineError as error:
+            if request.schema is None or "VLLMValidationError" not in str(error):
+                raise
+            raise SettingError(
+                "the JSON schema of a response, which vLLM cannot read", found=first_line(error)
+            ) from error
         reason = reply["finish_reason"]
         if reason not in ("stop", "length", "abort"):
             raise EngineError("vLLM did not finish a response", expected="finish_reason stop or length", found=reason)
@@ -381,8 +402,16 @@ class VllmEngine(Served, Pausing):
         tops = tuple(dict(zip(ids, values, strict=True)) for ids, values in reply.get("tops", ()))
         return Sample(tuple(reply["ids"]), tuple(reply["log_probs"]), reason, self.version, experts=experts, tops=tops)
 
+    def check_schema(self, schema: str) -> None:
+        """Raise `EngineError` where this vLLM would return other log-probs than the policy's; vLLM itself reads the schema."""
+        if not self._about["exact"]:
+            what = "a JSON schema: this vLLM does not return the log-probs before it, which a trainer needs"
+            raise EngineError(what, do="leave it out, or set env={'VLLM_USE_V2_MODEL_RUNNER': '0'}")
+
     def _check(self, request: Request) -> None:
         s = request.settings
+        if request.schema is not None:
+            self.check_schema(request.schema)
         check_prompt(request.ids, self._rows, self.max_length, "vLLM", "max_model_len", s.stop_token_ids)
         if 0 < s.temperature < 0.01:
             raise EngineError("the sampling temperature", expected="0 or ≥ 0.01, vLLM's smallest", found=s.temperature)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import importlib.util
 import json
 import math
 import queue
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,11 +159,19 @@ class WorkerExtension:
             return False
         if getattr(sampler, "workbench_exact", False):  # every client of a server asks for it
             return True
+        from vllm.v1.worker import gpu_model_runner as runner
+
         raw: list[Any] = []
-        alter, sample = sampler.apply_logits_processors, sampler.sample
+        free: list[Any] = []
+        alter, sample, hold = sampler.apply_logits_processors, sampler.sample, runner.apply_grammar_bitmask
+
+        def held(scheduled: Any, grammars: Any, batch: Any, logits: Any) -> None:
+            free[:] = [logits.float().clone()]
+            hold(scheduled, grammars, batch, logits)
 
         def altered(logits: Any, about: Any, *more: Any, **named: Any) -> Any:
-            raw[:] = [logits.clone() if _limited(about) else None]  # what follows writes into the logits
+            # what follows writes into the logits, and what holds rows to a JSON schema has
+            raw[:] = [free.pop() if free else logits.clone() if _limited(about) else None]
             return alter(logits, about, *more, **named)
 
         def sampled(logits: Any, about: Any, *more: Any, **named: Any) -> tuple[Any, Any]:
@@ -173,7 +183,7 @@ class WorkerExtension:
                 log_probs = whole.log_softmax(-1, dtype=whole.dtype)
             return tokens, log_probs
 
-        sampler.apply_logits_processors, sampler.sample = altered, sampled
+        sampler.apply_logits_processors, sampler.sample, runner.apply_grammar_bitmask = altered, sampled, held
         sampler.workbench_exact = True
         return True
 
@@ -244,12 +254,18 @@ class WorkerExtension:
                 getattr(self.model_runner, reset, lambda: None)()
 
 
+_UNUSED = ("lmformatenforcer", "outlines_core")
+"""What vLLM imports before it follows a schema with xgrammar, and does not use then; its CPU builds do without."""
+
+
 class Service:
     """vLLM's engine in its own process: answers the driver's messages and steps the engine."""
 
     def __init__(self, parent: Any) -> None:
         self._parent = parent
         self._open: set[int] = set()
+        self._said: dict[int, int] = {}
+        """Number of an open request → how many of its tokens the driver knows, where it wants them one by one."""
         self._beat = 0.0
         self._pooling = False
         self._engine: Any = None
@@ -304,10 +320,16 @@ class Service:
 
     def _on_sample(self, message: dict[str, Any]) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        answer = {"logprobs": message["tops"], "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
-        params = SamplingParams(**message["params"], **answer)
+        kind = RequestOutputKind.CUMULATIVE if message["streams"] else RequestOutputKind.FINAL_ONLY
+        answer = {"logprobs": message["tops"], "flat_logprobs": True, "output_kind": kind}
+        held = None if message["schema"] is None else StructuredOutputsParams(json=message["schema"])
+        for name in _UNUSED if held else ():
+            if name not in sys.modules and importlib.util.find_spec(name) is None:
+                sys.modules[name] = types.ModuleType(name)
+                vars(sys.modules[name])["__getattr__"] = lambda wanted: object
+        params = SamplingParams(**message["params"], **answer, structured_outputs=held)
         self._ask(message, params, None if message["adapter"] is None else _adapter(*message["adapter"]))
 
     def _on_classify(self, message: dict[str, Any]) -> None:
@@ -324,6 +346,7 @@ class Service:
         aborted = self._open & set(message["ids"])
         self._engine.abort_request([str(number) for number in aborted])
         self._open -= aborted
+        self._said = {number: count for number, count in self._said.items() if number in self._open}
 
     def _on_call(self, message: dict[str, Any]) -> None:
         """Call a method of vLLM's engine and send its result as the answer."""
@@ -332,12 +355,16 @@ class Service:
 
     def _step(self) -> None:
         for output in self._engine.step():
-            if not output.finished:
-                continue
             number = int(output.request_id)
             if number not in self._open:  # given up in the meantime
                 continue
+            if not output.finished:
+                ids = output.outputs[0].token_ids
+                self.say(op="tokens", id=number, ids=list(ids[self._said.get(number, 0) :]))
+                self._said[number] = len(ids)
+                continue
             self._open.discard(number)
+            self._said.pop(number, None)
             if self._pooling:
                 values = output.outputs.data.flatten().tolist()
                 self.say(op="answer", id=number, value=values[0], count=len(values))
