@@ -3,7 +3,7 @@
 They are no dependencies. `WORKBENCH_HARNESSES` names a folder with one of each package by its name, such as
 `pip install --target FOLDER/verifiers verifiers==0.4.0`; `FOLDER/environments` has folders of verifiers' repository
 (`environments/glossary`, `environments/code_golf`). Tested with openai-agents 0.24.0, verifiers 0.4.0 (which starts its programs
-by `uv`), mini-swe-agent 2.4.6.
+by `uv`), mini-swe-agent 2.4.6, smolagents 1.26.0, langchain-openai 1.7.4, pydantic-ai-slim 2.68.0.
 """
 
 from __future__ import annotations
@@ -71,22 +71,122 @@ def calculator(expression: str) -> str:
     "Adds the numbers of a sum."
     return str(sum(int(one) for one in expression.split("+")))
 
-set_default_openai_api("chat_completions")
+async def streamed(agent, asked):
+    result = Runner.run_streamed(agent, asked)
+    async for event in result.stream_events():
+        pass
+    return result
+
+set_default_openai_api(sys.argv[2])
 set_tracing_disabled(True)
 agent = Agent(name="policy", model=sys.argv[1], tools=[calculator])
-said = asyncio.run(Runner.run(agent, sys.stdin.read())).final_output
+run = streamed if sys.argv[3] == "streamed" else Runner.run
+said = asyncio.run(run(agent, sys.stdin.read())).final_output
 print(json.dumps({"reward": float("5" in said)}))
 """
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
 
 
-def test_openais_agents_sdk_calls_its_tool(tiny: str) -> None:
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("form", ["chat_completions", "responses"])
+def test_openais_agents_sdk_calls_its_tool(tiny: str, form: str, how: str) -> None:
     env = needs("openai-agents")
     script = Script(tokenizers(tiny)["qwen"], [CALL, "It is 5."])
-    agent = Harness([sys.executable, "-c", SDK, "{model}"], parser="hermes", env=env, seconds=120)
+    agent = Harness([sys.executable, "-c", SDK, "{model}", form, how], parser="hermes", env=env, seconds=120)
     (output,) = played(agent, script, [{"role": "user", "content": "2 + 3?"}])
     assert output.extra["reward"] == 1.0 and [one.text for one in output.turns] == [CALL, "5", "It is 5."]
     assert output.turns[0].calls[0].result == "5"
+
+
+# --- answers in a schema: the Agents SDK, LangChain, pydantic-ai; smolagents -------------------------
+
+TYPED = """
+import asyncio, json, os, sys
+from typing import Literal
+from pydantic import BaseModel
+
+class Answer(BaseModel):
+    answer: int
+    unit: Literal["cups", "g"]
+
+def sdk():
+    from agents import Agent, Runner, set_tracing_disabled
+    set_tracing_disabled(True)
+    return asyncio.run(Runner.run(Agent(name="policy", model=model, output_type=Answer), asked)).final_output
+
+def langchain(method="json_schema"):
+    from langchain_openai import ChatOpenAI
+    return ChatOpenAI(model=model).with_structured_output(Answer, method=method).invoke(asked)
+
+def pydantic_ai(native=True, responses=False):
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    chosen = (OpenAIResponsesModel if responses else OpenAIChatModel)(model)
+    return Agent(chosen, output_type=NativeOutput(Answer) if native else Answer).run_sync(asked).output
+
+model, asked = sys.argv[1], sys.stdin.read()
+found = eval(sys.argv[2])
+assert isinstance(found, Answer), found
+print(json.dumps({"reward": 1.0}))
+"""
+WRITTEN = ' {"answer": 5, "unit": "cups"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "text"),
+    [
+        ("openai-agents", "sdk()", None),
+        ("langchain-openai", "langchain()", None),
+        ("langchain-openai", "langchain('function_calling')", WRITTEN),
+        ("pydantic-ai-slim", "pydantic_ai()", None),
+        ("pydantic-ai-slim", "pydantic_ai(responses=True)", None),
+        ("pydantic-ai-slim", "pydantic_ai(native=False)", f' "final_result", "arguments":{WRITTEN}'),
+    ],
+)
+def test_clients_get_answers_in_their_schema(tiny: str, engine: Any, package: str, call: str, text: str | None) -> None:
+    """The tiny model held to JSON, or a call that `tool_choice` began and a script goes on with."""
+    sampler = engine if text is None else Script(tokenizers(tiny)["qwen"], [text])
+    agent = Harness([sys.executable, "-c", TYPED, "{model}", call], parser="hermes", env=needs(package), seconds=120)
+    outputs = played(agent, sampler, "2 + 3?")
+    assert outputs[-1].extra["reward"] == 1.0
+    if text is None:
+        checked(engine, outputs)
+
+
+SMOL = """
+import json, os, sys
+from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
+
+@tool
+def calculator(expression: str) -> str:
+    \"\"\"Adds the numbers of a sum.
+
+    Args:
+        expression: the sum.
+    \"\"\"
+    return str(sum(int(one) for one in expression.split("+")))
+
+model = OpenAIModel(model_id=sys.argv[1], api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+more = {"stream_outputs": True} if sys.argv[3] == "streamed" else {}
+agent = {"code": CodeAgent, "tools": ToolCallingAgent}[sys.argv[2]](tools=[calculator], model=model, max_steps=3, **more)
+found = agent.run(sys.stdin.read())
+print(json.dumps({"reward": float(str(found) == "5")}))
+"""
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("kind", ["tools", "code"])
+def test_smolagents_finish_their_task(tiny: str, tmp_path: Path, kind: str, how: str) -> None:
+    asks = [' "calculator", "arguments": {"expression": "2 + 3"}}</tool_call>']
+    asks += [' "final_answer", "arguments": {"answer": "5"}}</tool_call>']
+    texts = asks if kind == "tools" else ["Thought: a sum\n<code>\nfinal_answer(calculator('2 + 3'))\n</code>"]
+    # the package's file of a script with decorated functions is read by name
+    (tmp_path / "smol.py").write_text(SMOL)
+    command = [sys.executable, str(tmp_path / "smol.py"), "{model}", kind, how]
+    agent = Harness(command, parser="hermes", env=needs("smolagents"), seconds=120)
+    outputs = played(agent, Script(tokenizers(tiny)["qwen"], texts), "2 + 3?")
+    assert outputs[-1].extra["reward"] == 1.0
+    assert sum(one.role == "assistant" for output in outputs for one in output.turns) == len(texts)
 
 
 # --- verifiers ----------------------------------------------------------------------------------
