@@ -91,7 +91,14 @@ COLUMNS: Mapping[str, Column] = _declare(
             "int B T",
             "Node of the prompt's tree of responses that each token belongs to, from 1; rows share nodes.",
         ),
-        "response_text": ("object", "The response decoded, special tokens left out."),
+        "response_text": (
+            "object",
+            "The response decoded, special tokens left out (unless the sampling's `skip_special_tokens` is False).",
+        ),
+        "in_reasoning": (
+            "object",
+            "Whether the last answer stays in the reasoning that its prompt opened; there where prompts open it.",
+        ),
         "multi_modal_inputs": (
             "object",
             "What the model reads of the row's pictures: tensors by name; {} without any.",

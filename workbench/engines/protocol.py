@@ -54,6 +54,8 @@ class SamplingSettings(Settings):
     """Further tokens that end the response, with `ignore_eos` too; the token itself is kept."""
     ignore_eos: bool = False
     """Go on after EOS, up to `max_tokens`."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of `response_text`, which rewards read; False keeps them, EOS too."""
 
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "temperature", expected="a number ≥ 0", found=self.temperature)

@@ -212,7 +212,8 @@ def _texts(v: AuditView, prompts: list[int], lengths: list[int]) -> Claims:
     if decode is None:
         yield Left("response_text", "the tokenizer's folder is not here")
         return
-    texts = [decode(ids[:n], skip_special_tokens=True) for ids, n in zip(b["responses"], lengths, strict=True)]
+    skip = v.sampling.get("skip_special_tokens", True)
+    texts = [decode(ids[:n], skip_special_tokens=skip) for ids, n in zip(b["responses"], lengths, strict=True)]
     yield Claim("response_text", texts, "the response's tokens decoded")
     strange: list[Any] = []
     for ids, n, chat in zip(b["prompts"], prompts, b["raw_prompt"], strict=True):

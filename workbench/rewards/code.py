@@ -88,6 +88,8 @@ class Code:
 
     in_process = True
     """It waits for the sandbox; model code does not run in this process."""
+    reads_answers = True
+    """A response that stays in the reasoning which its prompt opened has no program."""
     row_timeout = 86_400.0
     """Seconds (a day): every program has its own limit, and a row waits for its turn in the sandbox as long as that takes."""
 

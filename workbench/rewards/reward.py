@@ -156,6 +156,9 @@ class Reward(BaseReward, Shown):
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Score rows (dicts from `row_views`) by calls of the function: one `Score` each, in order."""
+        reads = getattr(self.function, "reads_answers", False)
+        cut = [reads and bool(row["columns"].get("in_reasoning")) for row in rows]
+        rows = [{**row, "response": ""} if lost else row for row, lost in zip(rows, cut, strict=True)]
         calls: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
             call = number if self.per == "row" else row["uid"] if self.per == "group" else None
@@ -168,7 +171,8 @@ class Reward(BaseReward, Shown):
         scores: dict[int, Score] = {}
         for numbers, answer in zip(together, answers, strict=True):
             scores.update(zip(numbers, self._scores(answer, numbers), strict=True))
-        return [scores[number] for number in range(len(rows))]
+        whys = [f"{scores[number].why}; {_UNENDED}" if lost else scores[number].why for number, lost in enumerate(cut)]
+        return [replace(scores[number], why=why) for number, why in enumerate(whys)]
 
     def _arguments(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self._signature.batched:
@@ -209,6 +213,9 @@ class Reward(BaseReward, Shown):
                 result = {"rewards": known[number].result, "extra_logs": logged}
                 known[number] = replace(known[number], result=result)
         return list(known.values())
+
+
+_UNENDED = "the response ends in the reasoning that its prompt opened, where nothing is an answer"
 
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> CallResult:
@@ -327,6 +334,7 @@ def by_data_source(
         notes = [_lint(scorers[source], None, held, str(source)) for source, held in by_source.items()]
         return "; ".join(filter(None, notes))
 
+    scored.reads_answers = all(getattr(one, "reads_answers", False) for one in table.values())  # type: ignore[attr-defined]
     chosen = {"in_process": True, "on_failure": "raise", "timeout": Code.row_timeout if sandbox else 30.0, **options}
     # replay rebuilds the plain one by its name; a table, aliases and a sandbox are not recorded
     name = "by data_source" if plain else "by data_source, its own table"

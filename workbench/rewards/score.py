@@ -289,6 +289,7 @@ def rule(
             return no_truth(ground_truth).why if truth is None or not matchable(truth) else ""
 
         scorer.unscorable = unscorable  # type: ignore[attr-defined]
+        scorer.reads_answers = True  # type: ignore[attr-defined]
         return bounded(scorer)  # type: ignore[return-value]
 
     return decorated

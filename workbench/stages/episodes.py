@@ -30,7 +30,7 @@ from workbench.functional.trees import learnt_once, node_numbers
 from workbench.rewards.base import broken_episode, whole_episode
 from workbench.stages.advantage import group_numbers
 from workbench.stages.measures import length_metrics, mean
-from workbench.stages.rollout import Rollout, columns_of
+from workbench.stages.rollout import Rollout, columns_of, text_columns
 from workbench.stages.stage import BaseStage, Outcome, spread
 
 Lent = Callable[[], AbstractContextManager[None]]
@@ -159,7 +159,7 @@ class EpisodeRollout(Rollout):
         """Cut a finished episode's sequences to `max_tokens`, pass it on to a reward that scores early, and return the
         sequences."""
         kept = tuple(one.within(self.sampling.max_tokens) for one in outputs)
-        tell(index, _sample(kept[-1]), whole_episode([_objects(one) for one in kept]))
+        tell(index, _sample(kept[-1]), kept[-1].prompt_ids, whole_episode([_objects(one) for one in kept]))
         return kept
 
     def _facts(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class EpisodeRollout(Rollout):
         samples = [_sample(output) for output in outputs]
         masks = [output.response_mask for output in outputs]
         columns = columns_of([output.prompt_ids for output in outputs], samples, self._pad_id, masks)
-        columns["response_text"] = self._texts(outputs)
+        columns |= self._texts(outputs)
         if self.policies:
             columns[POLICY] = [episode.policy or self.policy for episode in outputs]
         if any(output.seen for output in outputs):
@@ -293,14 +293,17 @@ class EpisodeRollout(Rollout):
         several = {SESSION: _episode_numbers(every).tolist()} if len(outputs) > len(every) else {}
         return {**columns, **{name: [episode[name] for episode in each] for name in each[0]}, **several}
 
-    def _texts(self, outputs: Sequence[AgentLoopOutput]) -> list[str]:
-        """Decode each sequence with the tokenizer of the policy that wrote it."""
-        ids = [list(output.response_ids) for output in outputs]
-        texts = list(self.sampler.tokenizer.batch_decode(ids, skip_special_tokens=True))
+    def _texts(self, outputs: Sequence[AgentLoopOutput]) -> dict[str, list[Any]]:
+        """Build the columns of texts, each sequence's with the tokenizer of the policy that wrote it."""
+        pairs = [(output.prompt_ids, output.response_ids) for output in outputs]
+        turns = [[turn.to_dict() for turn in output.turns] for output in outputs]
+        skip = self.sampling.skip_special_tokens
+        columns = text_columns(self.sampler.tokenizer, pairs, skip=skip, turns=turns)
         for row, one in enumerate(outputs):
             if one.policy not in (None, self.policy):
-                texts[row] = self._policy_of(one.policy).tokenizer.decode(ids[row], skip_special_tokens=True)
-        return texts
+                reader = self._policy_of(one.policy).tokenizer
+                columns["response_text"][row] = reader.decode(list(one.response_ids), skip_special_tokens=skip)
+        return columns
 
 
 def validation_rollout(rollout: Any, *, group_size: int = 1, greedy: bool = False) -> Rollout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from workbench.agents.parsers import closing_tag
 from workbench.base import runtime
 from workbench.base.config import require
 from workbench.base.errors import DataError, NonFinite
@@ -121,13 +122,13 @@ class Rollout(BaseStage):
 
         async def ask(row: int) -> Sample:
             sample = await self.sampler.sample(requests[row])
-            tell(row, sample)
+            tell(row, sample, prompts[int(rows[row])])
             return sample
 
         samples = runtime.run_all(ask, range(len(requests)))
         columns = columns_of([prompts[int(row)] for row in rows], samples, self._pad_id)
-        texts = self.sampler.tokenizer.batch_decode([list(sample.ids) for sample in samples], skip_special_tokens=True)
-        columns["response_text"] = list(texts)
+        pairs = [(prompts[int(row)], sample.ids) for row, sample in zip(rows, samples, strict=True)]
+        columns |= text_columns(self.sampler.tokenizer, pairs, skip=self.sampling.skip_special_tokens)
         if pixels:
             columns[PIXELS] = [pixels.get(int(row), {}) for row in rows]
         return self._finished(batch, columns, rows)
@@ -154,17 +155,22 @@ class Rollout(BaseStage):
         return {"max_response_length": self.sampling.max_tokens, **model}
 
     def _teller(self, batch: DataProto, rows: Tensor) -> Callable[..., None]:
-        """Return a function of (row, sample, further columns) that passes a finished row's columns on to whoever waits
-        in `telling`; it does nothing where nobody does."""
+        """Return a function of (row, sample, its prompt's ids, further columns) that passes a finished row's columns on
+        to whoever waits in `telling`; it does nothing where nobody does."""
         arrived = self._arrived
         if arrived is None:
             return lambda *finished: None
         objects = {name: list(batch.non_tensor_batch[name]) for name in batch.non_tensor_batch}
 
-        def tell(row: int, sample: Sample, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+        skip = self.sampling.skip_special_tokens
+
+        def tell(
+            row: int, sample: Sample, prompt: Sequence[int], more: Mapping[str, Any] = MappingProxyType({})
+        ) -> None:
             columns = {name: values[int(rows[row])] for name, values in objects.items()}
-            text = self.sampler.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
-            arrived(row, {**columns, "response_text": text, "finish_reason": sample.finish_reason, **more}, sample)
+            texts = text_columns(self.sampler.tokenizer, [(prompt, sample.ids)], skip=skip, turns=[more.get("turns")])
+            columns |= {name: one for name, (one,) in texts.items()}
+            arrived(row, {**columns, "finish_reason": sample.finish_reason, **more}, sample)
 
         return tell
 
@@ -253,6 +259,38 @@ def columns_of(
         **_experts(samples, attention),
         **each,
     }
+
+
+_END = 32
+"""Tokens at a prompt's end in which a tag may open reasoning."""
+
+
+def text_columns(
+    tokenizer: Any,
+    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
+    *,
+    skip: bool = True,
+    turns: Iterable[Sequence[Mapping[str, Any]] | None] = (),
+) -> dict[str, list[Any]]:
+    """Build columns of texts from the ids of prompts and responses: `response_text`, and `in_reasoning` where a prompt
+    ends in a tag that opens reasoning.
+
+    Args:
+        skip: leave special tokens out of `response_text`.
+        turns: the transcript of each row, of whose last answer `in_reasoning` tells.
+    """
+    ids = [(list(prompt), list(response)) for prompt, response in pairs]
+    texts = tokenizer.batch_decode([response for _, response in ids], skip_special_tokens=skip)
+    for row, each in enumerate(turns):
+        start = max((turn["first"] for turn in each or () if turn["role"] == "assistant"), default=0)
+        prompt, response = ids[row]
+        ids[row] = (prompt + response[:start], response[start:])
+    closing = [closing_tag(end) for end in tokenizer.batch_decode([prompt[-_END:] for prompt, _ in ids])]
+    if not any(closing):
+        return {"response_text": list(texts)}
+    whole = tokenizer.batch_decode([response for _, response in ids])
+    inside = [bool(tag) and tag not in text for tag, text in zip(closing, whole, strict=True)]
+    return {"response_text": list(texts), "in_reasoning": inside}
 
 
 def _experts(samples: Sequence[Sample], attention: Tensor) -> dict[str, Tensor]:

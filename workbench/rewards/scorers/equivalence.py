@@ -63,7 +63,7 @@ def limited(seconds: float, strict: bool = False) -> Callable[..., dict[str, Any
     A worker imports math-verify before the time of any row counts.
     """
     function = functools.partial(equivalence, strict=strict)
-    vars(function).update(processor_seconds=seconds, needs=("math_verify",))
+    vars(function).update(processor_seconds=seconds, needs=("math_verify",), reads_answers=True)
     return function
 
 
