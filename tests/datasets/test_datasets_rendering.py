@@ -80,6 +80,34 @@ CLOCKED = (
 )
 
 
+def test_texts_in_the_form_of_the_template_are_reported_and_raw_takes_them() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith")
+    form = "<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
+    records = [{"prompt": form, "answer": "42"}, {"prompt": "1 + 1?", "answer": "2"}]
+    reported = wb.rows(records).report(tokenizer).template
+    assert "1 prompts of 2 hold its own <|im_end|>" in reported and "raw=True" in reported
+    raw = wb.rows(records[:1], raw=True)
+    assert tokenizer.decode(rendering.encode(tokenizer, raw.batch(1)["raw_prompt"][0])) == form
+    assert raw.report(tokenizer).template == "not used: the prompts are bare texts (raw=True)"
+    assert wb.rows(records[1:]).report(tokenizer).template == "the tokenizer's own"
+
+
+def test_tokens_that_a_tokenizer_adds_to_whole_texts_are_reported() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("data/tiny-arith", bos_token="<|im_start|>")
+    start, end = map(tokenizer.convert_tokens_to_ids, ("<|im_start|>", "<|im_end|>"))
+
+    class Adds:
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer, name)
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [start, *tokenizer(text)["input_ids"], end]}
+
+    assert rendering.prompt_remarks(tokenizer, ["a"]) == ""
+    remarks = rendering.prompt_remarks(Adds(), ["<|im_start|>a"])
+    assert "adds another" in remarks and "where the model is to go on" in remarks
+
+
 def test_a_template_that_reads_the_clock_is_reported() -> None:
     plain = AutoTokenizer.from_pretrained("data/tiny-arith")
     rows = wb.rows([{"prompt": "2 + 2?", "answer": "4"}])

@@ -14,6 +14,7 @@ from workbench import rewards as r
 from workbench.engines import Request, Sample, SamplingSettings
 from workbench.rewards import Status
 from workbench.rewards.code import Code
+from workbench.runs.preflight import _prompts
 from workbench.stages import Reward, Rollout
 from workbench.stages.rollout import text_columns
 
@@ -108,3 +109,11 @@ def test_tags_that_are_special_tokens_end_reasoning_too() -> None:
     special = ("<think>", "</think>")
     assert scored("hm</think>#### 42", r.gsm8k, special=special)["score"][0].value == 1
     assert scored("hm #### 42", r.gsm8k, special=special)["score"][0].status is Status.NO_ANSWER
+
+
+def test_tags_that_no_reward_sees_are_said_before_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    rows = wb.rows([{"prompt": "6 * 7?", "answer": "42"}])
+    sampler: Any = Says("x", special=("<think>", "</think>"))
+    ((what, said),) = _prompts([rows], Rollout(sampler))
+    assert what == "special tokens" and "<think>, </think> are special tokens" in said and said in caplog.text
+    assert _prompts([rows], Rollout(sampler, sampling=SAMPLING.replace(skip_special_tokens=False))) == []

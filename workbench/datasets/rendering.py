@@ -131,6 +131,42 @@ def of_the_clock(tokenizer: Any, chat: Any, **switches: Any) -> str:
     return f"it writes the date of the day, so that no later day repeats these prompts: {do}"
 
 
+def prompt_remarks(tokenizer: Any, chats: Sequence[Any], **switches: Any) -> str:
+    """What to say of prompts before they are encoded: the template reads the clock, texts are in the template's form
+    already, or the tokenizer adds tokens to a bare text that is whole; "" where there is nothing."""
+    talks, texts = [one for one in chats if not isinstance(one, str)], [one for one in chats if isinstance(one, str)]
+    notes = [of_the_clock(tokenizer, talks[0], **switches), _rendered(tokenizer, talks, switches)] if talks else []
+    return "; ".join(filter(None, [*notes, _added_tokens(tokenizer, texts[0]) if texts else ""]))
+
+
+def _rendered(tokenizer: Any, chats: Sequence[Any], switches: Mapping[str, Any]) -> str:
+    """What to say where messages hold special tokens that the template writes around messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    frame = render(tokenizer, [[{"role": "user", "content": "zq"}]], add_generation_prompt=True, **switches)[0]
+    marks = [mark for mark in tokenizer.all_special_tokens if mark in frame]
+    texts = ["".join(turn["content"] for turn in chat if isinstance(turn["content"], str)) for chat in chats]
+    if not (wrapped := [mark for mark in marks if any(mark in text for text in texts)]):
+        return ""
+    count = sum(any(mark in text for mark in wrapped) for text in texts)
+    do = "wb.rows(…, raw=True) takes a text as it stands"
+    return (
+        f"{count} prompts of {len(texts)} hold its own {', '.join(wrapped)} and are put into its form once more: {do}"
+    )
+
+
+def _added_tokens(tokenizer: Any, text: str) -> str:
+    """What to say where the tokenizer repeats the first token of a bare text, or ends it."""
+    ids, notes = list(tokenizer(text)["input_ids"]), []
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if first is not None and ids[:2] == [first, first]:
+        notes.append(f"a bare prompt begins with {tokenizer.bos_token}, and the tokenizer adds another: leave it out")
+    if last is not None and ids[-1:] == [last] and not text.rstrip().endswith(tokenizer.eos_token):
+        do = "take a tokenizer with add_eos_token=False"
+        notes.append(f"the tokenizer ends a bare prompt with {tokenizer.eos_token}, where the model is to go on: {do}")
+    return "; ".join(notes)
+
+
 def encode(
     tokenizer: Any, chat: Sequence[dict[str, Any]] | str, *, add_generation_prompt: bool = True, **switches: Any
 ) -> list[int]:

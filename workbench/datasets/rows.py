@@ -30,7 +30,7 @@ from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import find, read
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, Reading, has_answer, table_records, truth_kinds, truth_of
-from workbench.datasets.rendering import as_read, bounds, encode_rows, of_the_clock, tokenizer_of
+from workbench.datasets.rendering import as_read, bounds, encode_rows, prompt_remarks, tokenizer_of
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
@@ -238,12 +238,11 @@ class Rows(Shown):
     def _template(self, tokenizer: Any, **switches: Any) -> str:
         if tokenizer is None:
             return ""
-        if self.raw:
-            return "not used: the prompts are bare texts (raw=True)"
         there = getattr(tokenizer_of(tokenizer), "chat_template", None)
-        if there and self._rows and (note := of_the_clock(tokenizer_of(tokenizer), self._rows[0][CHAT], **switches)):
-            return f"the tokenizer's own: {note}"
-        return "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
+        used = "the tokenizer's own" if there else "none: the model reads the messages' texts, one a line"
+        used = "not used: the prompts are bare texts (raw=True)" if self.raw else used
+        note = prompt_remarks(tokenizer_of(tokenizer), [row[CHAT] for row in self._rows], **switches)
+        return f"{used}: {note}" if note else used
 
     def prompt_lengths(self, tokenizer: Any, **switches: Any) -> list[int]:
         """Count the tokens of each prompt under the tokenizer's chat template, with the variables `switches`.

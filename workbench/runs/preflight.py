@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workbench.agents.parsers import REASONING
 from workbench.base.config import require
 from workbench.base.errors import DataError, OutOfMemory, RunError, SettingError
 from workbench.base.memory import estimated, gib
@@ -24,7 +25,7 @@ from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import CHAT, has_answer
-from workbench.datasets.rendering import of_the_clock, tokenizer_of
+from workbench.datasets.rendering import prompt_remarks, tokenizer_of
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
@@ -93,7 +94,7 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
         *[finding for finding in judged if finding[0] not in _LAST],
         ("batch", _batch(pipeline, rows, plan, rollout.group_size)),
         *([("groups", pipeline.alone)] if pipeline.alone else []),
-        *_clock(parts, rollout),
+        *_prompts(parts, rollout),
         ("placement", _placement(pipeline, plan)),
         ("lengths", _lengths(rollout, prompt, prompts, rows)),
         ("memory", _memory(pipeline, tokens * _mini_batch(pipeline, plan))),
@@ -103,13 +104,21 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
     return Preflight(tuple(findings), prompts.found, _begun(pipeline))
 
 
-def _clock(parts: Sequence[Rows], rollout: Any) -> list[tuple[str, str]]:
-    """Whether the chat template writes the date, of which resume and replay on another day know nothing."""
-    first: Mapping[str, Any] = next(parts[0].views(), {CHAT: ""})
-    note = of_the_clock(rollout.sampler.tokenizer, first[CHAT], **switches_of(rollout.sampler))
-    if note:
-        log.warning("chat template: %s", note)
-    return [("chat template", note)] if note else []
+def _prompts(parts: Sequence[Rows], rollout: Any) -> list[tuple[str, str]]:
+    """What is odd of the prompts' texts, and tags of reasoning that no reward sees."""
+    tokenizer, chats = rollout.sampler.tokenizer, [row[CHAT] for part in parts for row in part.views()]
+    hidden = [tag for pair in REASONING.items() for tag in pair if tag in getattr(tokenizer, "all_special_tokens", ())]
+    seen = (
+        f"{', '.join(hidden)} are special tokens, which rewards do not see: SamplingSettings(skip_special_tokens=False)"
+    )
+    notes = {
+        "chat template": prompt_remarks(tokenizer, chats, **switches_of(rollout.sampler)),
+        "special tokens": seen if hidden and rollout.sampling.skip_special_tokens else "",
+    }
+    for name, note in notes.items():
+        if note:
+            log.warning("%s: %s", name, note)
+    return [(name, note) for name, note in notes.items() if note]
 
 
 def _refuse_unrouted(pipeline: Pipeline, rollout: Any) -> None:
