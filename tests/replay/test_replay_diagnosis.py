@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import workbench as wb
 from workbench import functional as F
 from workbench.replay.audit import Audit, Disagreement
-from workbench.replay.diagnosis import Evidence, Row, diagnosed
+from workbench.replay.diagnosis import Evidence, Row, _same_calls, diagnosed
 from workbench.rewards.scorers import gsm8k
 from workbench.runs.symptoms import Symptom
 
@@ -248,3 +250,61 @@ def test_a_learning_rate_that_moves_nothing() -> None:
     assert rates(*[1e-9] * 8) == ["sure: the learning rate is too small"]
     assert rates(*[0.0] * 8) == ["sure: the learning rate is 0"]
     assert rates(*[1e-9] * 7) == rates(*[1e-6] * 8) == rates(*[step * 1e-8 for step in range(1, 9)]) == []
+
+
+def parts(seed: int, *, gamed: bool, steps: int = 200) -> list[dict[str, Any]]:
+    """Rows of a run whose reward is 0.7 correctness + 0.3 format; `gamed` as rlprobe's labelled run `format_gaming` has it: from
+    the middle on correctness stands and format rises to 1."""
+    noise = random.Random(seed)
+    made, onset = [], steps // 2
+    for step in range(steps):
+        mean = 0.2 + 0.55 * (1 - math.exp(-3 * step / steps)) + noise.gauss(0, 0.025)
+        correct, form = 0.7 * mean, 0.3 * mean
+        if gamed and step >= onset:
+            correct = made[onset - 1]["reward/correctness/mean"] if step > onset else correct
+            form = min(1.0, 0.19 + 0.81 * (step - onset) / (steps / 4))
+            mean = 0.5 * correct + 0.5 * form
+        means = {"critic/score/mean": mean, "reward/correctness/mean": correct, "reward/format/mean": form}
+        made.append(row(step + 1, **means))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_format_that_is_gamed_is_named_and_twenty_healthy_runs_are_not(seed: int) -> None:
+    assert named(rows=parts(seed, gamed=False)) == [] == named(rows=parts(seed, gamed=False, steps=24))
+    if not seed:
+        assert named(rows=parts(seed, gamed=True)) == [
+            "hint: the sum rises by one part of the reward alone: reward/format/mean"
+        ]
+
+
+def test_responses_that_repeat_themselves() -> None:
+    """rlprobe's `repetition_spiral`: half of the text is repeated at the end."""
+    spiral = "the answer is that " * 12
+    plain = [
+        "We first add the tens of both numbers, then the ones, carry what is above nine, and check the sum by "
+        f"taking one of them away again: it is {number}. #### {number}"
+        for number in range(16)
+    ]
+    few = [sample(f"q{number}", text, 1.0) for number, text in enumerate(plain)]
+    many = [sample(f"q{number}", f"{number} {spiral}", number % 2) for number in range(8)]
+    assert named(samples=few) == [] == named(samples=few + many[:4])
+    assert named(samples=few[:8] + many) == ["likely: responses repeat themselves"]
+
+
+def test_a_tool_that_is_called_in_a_loop() -> None:
+    same = {"calls": [{"name": "calculator", "arguments": '{"expression": "1"}'}]}
+    turns = [{"calls": []}, *[same] * 4]
+    assert _same_calls(turns) == 4 and _same_calls([]) == 0
+    looping = [sample(f"q{number}", f"x{number}", number % 2, same_calls=4) for number in range(8)]
+    once = [sample(f"p{number}", f"y{number}", number % 2, same_calls=1) for number in range(8)]
+    assert named(samples=looping + once) == ["likely: the model repeats the same tool call"]
+    assert named(samples=looping[:2] + once) == []
+
+
+def test_batches_too_small_are_named_where_the_run_shows_it() -> None:
+    jump = Symptom("the gradient jumps", "norm 9, usually 0.1", 4, "look at that step", (4,))
+    settings = {"train": {"batch_size": 1}, "stages": {"rollout": {"group_size": 2}}}
+    assert named(symptoms=[jump], settings=settings) == ["likely: batches are too small"]
+    assert named(settings=settings) == []
+    assert named(symptoms=[jump], settings={**settings, "train": {"batch_size": 8}}) == ["hint: the gradient jumps"]

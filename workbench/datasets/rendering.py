@@ -162,7 +162,7 @@ def _added_tokens(tokenizer: Any, text: str) -> str:
     if first is not None and ids[:2] == [first, first]:
         notes.append(f"a bare prompt begins with {tokenizer.bos_token}, and the tokenizer adds another: leave it out")
     if last is not None and ids[-1:] == [last] and not text.rstrip().endswith(tokenizer.eos_token):
-        do = "take a tokenizer with add_eos_token=False"
+        do = "take a tokenizer whose add_eos_token is off"
         notes.append(f"the tokenizer ends a bare prompt with {tokenizer.eos_token}, where the model is to go on: {do}")
     return "; ".join(notes)
 

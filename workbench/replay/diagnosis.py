@@ -44,6 +44,8 @@ class Row(NamedTuple):
     advantage: float | None
     status: str
     why: str
+    same_calls: int = 0
+    """How often its episode made one and the same tool call."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def gathered(rows: Rows, batches: Mapping[int, Any], **found: Any) -> Evidence:
     return Evidence(training, [row for row in rows if row.get("val/reward") is not None], samples, **found)
 
 
-_READ = ("uid", "response_text", "score", "scored", "reward", "reward_model", "extra_info", "raw_prompt")
+_READ = ("uid", "response_text", "score", "scored", "reward", "reward_model", "extra_info", "raw_prompt", "turns")
 """The columns of a batch that a `Row` is made of, besides its tokens' advantages."""
 
 
@@ -114,15 +116,20 @@ def _samples(step: int, batch: Any) -> list[Row]:
     nothing, samples = [None] * len(batch), []
     columns = [batch[name].tolist() if name in batch else nothing for name in _READ]
     lengths, advantages = _lengths_and_advantages(batch)
-    for row, (uid, text, score, scored, reward, judged, extra, chat) in enumerate(zip(*columns, strict=True)):
+    for row, (uid, text, score, scored, reward, judged, extra, chat, turns) in enumerate(zip(*columns, strict=True)):
         truth = truth_of({"reward_model": judged, "extra_info": extra if isinstance(extra, Mapping) else None})
         value = None if scored is False or reward is None else float(reward)
         status, why = (score.status.value, score.why) if isinstance(score, Score) else ("", "")
         numbers = lengths[row], advantages[row]
-        samples.append(
-            Row(step, f"{step} {uid}", _chat_text(chat), str(text or ""), truth, value, *numbers, status, why or "")
-        )
+        texts, calls = (_chat_text(chat), str(text or "")), _same_calls(turns or ())
+        samples.append(Row(step, f"{step} {uid}", *texts, truth, value, *numbers, status, why or "", calls))
     return samples
+
+
+def _same_calls(turns: Sequence[Mapping[str, Any]]) -> int:
+    """How often the most frequent tool call of a transcript was made, with the same arguments."""
+    calls = Counter((call["name"], call["arguments"]) for turn in turns for call in turn.get("calls", ()))
+    return max(calls.values(), default=0)
 
 
 def _lengths_and_advantages(batch: Any) -> tuple[list[int], list[float | None]]:
@@ -488,6 +495,64 @@ def gamed_reward(seen: Evidence) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def one_part(seen: Evidence) -> Iterator[Finding]:
+    """Find a sum of parts that rises by one part alone, while another stands still below its end."""
+    half = seen.rows[len(seen.rows) // 2 :]
+    if len(seen.rows) < 20 or (seen.last("critic/score/mean") or 0.0) - (seen.first("critic/score/mean") or 0.0) < 0.1:
+        return
+    names = sorted({name for row in half for name in row if re.fullmatch(r"reward/(?!status/).+/mean", name)})
+    ends = {name: (_mean(half[:WINDOW], name) or 0.0, seen.last(name) or 0.0) for name in names}
+    rising = [name for name, (first, last) in ends.items() if last - first > 0.15]
+    still = [name for name, (first, last) in ends.items() if abs(last - first) < 0.03 and last < 0.9]
+    if len(rising) == 1 and still:
+        shown = ", ".join("{} {:.3f} → {:.3f}".format(name, *ends[name]) for name in (*rising, *still))
+        yield Finding(
+            f"the sum rises by one part of the reward alone: {rising[0]}", "hint", f"in the run's second half {shown}",
+            f'run.figure("reward", "{rising[0]}", "{still[0]}")',
+            "the weights of the parts: the truth's above all others together; a gate, wb.rewards.Rubric(…, gates=…)",
+        )  # fmt: skip
+
+
+# --- what the policy falls into -------------------------------------------------------------------
+
+
+def repeated_calls(seen: Evidence) -> Iterator[Finding]:
+    """Find episodes in which the same tool is called again and again with the same arguments."""
+    called = [row for row in seen.samples if row.same_calls]
+    looping = [row for row in called if row.same_calls > 2]
+    if len(called) >= ENOUGH and len(looping) > 0.25 * len(called):
+        most = max(row.same_calls for row in looping)
+        numbers = f"{len(looping)} of {len(called)} episodes with calls make one and the same call three times or more, up to {most}"
+        yield Finding(
+            "the model repeats the same tool call", "likely", numbers, seen.look("index"),
+            "rewards.episodes.task_minus_calls(), which takes a cost of each call; what the tool answers to a repeated call; ToolAgent(…, max_tool_calls=3)",
+        )  # fmt: skip
+
+
+def repeated_words(seen: Evidence) -> Iterator[Finding]:
+    """Find responses that say the same words again and again: over half of their runs of four words were there before."""
+    texts = [words for row in seen.samples if len(words := row.text.split()) >= 24]
+    looping = sum(2 * len(set(zip(*(words[at:] for at in range(4)), strict=False))) < len(words) - 3 for words in texts)
+    if len(texts) >= ENOUGH and looping > 0.3 * len(texts):
+        yield Finding(
+            "responses repeat themselves", "likely", f"{looping} of {len(texts)} responses of 24 words or more do so in over half of their length",
+            seen.look("index"), "rewards.shaping.repetition() as a part of the reward; temperature=1.0, entropy_coeff=0.001, a lower lr",
+            ("entropy has collapsed", CUT, "more and more responses are cut off"),
+        )  # fmt: skip
+
+
+def small_batches(seen: Evidence) -> Iterator[Finding]:
+    """Find updates of so few responses that the gradient is mostly noise, where the run shows it."""
+    size = (seen.settings.get("train") or {}).get("batch_size")
+    group = ((seen.settings.get("stages") or {}).get("rollout") or {}).get("group_size")
+    noisy = ("the gradient jumps", "reward has fallen")
+    if size and group and size * group < 16 and any(one.name in noisy for one in seen.symptoms):
+        yield Finding(
+            "batches are too small", "likely", f"a step has {size} prompts × {group} responses",
+            'run.figure("reward", "actor/grad_norm")', "batch_size=16 or more, group_size=8; else lr lower by as much", noisy,
+        )  # fmt: skip
+
+
 # --- what they share ------------------------------------------------------------------------------
 
 
@@ -543,6 +608,10 @@ CAUSES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     blind_reward,
     one_answer,
     gamed_reward,
+    one_part,
+    repeated_calls,
+    repeated_words,
+    small_batches,
 )
 """The causes, the most harmful first: of two that are as sure the earlier one is named first."""
 
