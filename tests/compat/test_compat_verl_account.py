@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from workbench.compat.verl_account import SettingRow, account, canonical, entries, find, has_turns, keys, known
 from workbench.compat.verl_command import Command, parsed, read_command
+from workbench.jobs.verl_job import verl
 
 COMMANDS = Path(__file__).parent / "verl_commands.txt"
 NUMBERS = frozenset(
@@ -254,3 +255,42 @@ def test_two_settings_have_a_row_together(settings: dict[str, Any], kind: str) -
         for row in account(Command(settings, {}, ""))
         if row.key in map(" + ".join, (settings, [*settings][::-1]))
     ] == [kind]
+
+
+def test_a_setting_that_is_refused_with_others_is_counted_once_and_as_refused() -> None:
+    key = "reward.reward_model.rollout.gpu_memory_utilization"
+    given = {
+        "reward.reward_model.enable": True,
+        "reward.reward_model.model_path": "m",
+        "reward.reward_model.rollout.name": "hf",
+        key: 0.5,
+    }
+    rows = [row for row in account(Command(given, {}, "")) if row.kind == "refused"]
+    assert [row.key for row in rows] == [key] and "vllm on a GPU" in rows[0].why
+
+
+def test_a_loop_that_is_not_registered_is_not_exact() -> None:
+    words = f"python3 -m verl.trainer.main_ppo data.train_files=a.parquet {ROLLOUT}.agent_loop="
+    (custom,) = (row for row in verl(f"{words}my_loop").rows if row.key == f"{ROLLOUT}.agent_loop")
+    assert custom.kind == "near" and "register its class" in custom.why
+    (known,) = (row for row in verl(f"{words}tool_agent_loop").rows if row.key == f"{ROLLOUT}.agent_loop")
+    assert known.kind == "exact"
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "why"),
+    [
+        ("tensor_model_parallel_size", "FsdpSettings.mesh", "`tp`"),
+        ("context_parallel_size", "FsdpSettings.mesh", "`cp`"),
+        ("expert_model_parallel_size", "FsdpSettings.mesh", "`ep`"),
+        ("pipeline_model_parallel_size", "—", "not spread over ranks here"),
+    ],
+)
+def test_megatrons_layout_says_what_stands_for_it(name: str, place: str, why: str) -> None:
+    (row,) = account(Command({f"actor_rollout_ref.actor.megatron.{name}": 2}, {}, ""))[:1]
+    assert (row.kind, row.becomes) == ("hardware", place) and why in row.why
+
+
+def test_a_timeline_file_of_ray_names_the_line_that_writes_one() -> None:
+    (row,) = account(Command({"ray_init.timeline_json_file": "t.json"}, {}, ""))[:1]
+    assert ".save(path)" in row.why

@@ -93,6 +93,10 @@ actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.meg
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_ddp_config* | near unless null {} | — | gradients are float32: rounds otherwise
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_mcore_model_config* | refused unless null {} | — | transformers' model, not Megatron's
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{dtype,mixed_precision,enable_mixed_precision,attn_implementation,attn_type,attention_backend_override,*_implementation,force_use_huggingface} | near | — | rounds otherwise
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size | hardware | FsdpSettings.mesh | the mesh's `tp`: cluster.place(mesh={"tp": …}), engines.fsdp(…, mesh={"tp": …}) | 1, as in verl
+actor_rollout_ref.actor.megatron.context_parallel_size | hardware | FsdpSettings.mesh | the mesh's `cp` | 1, as in verl
+actor_rollout_ref.actor.megatron.expert_model_parallel_size | hardware | FsdpSettings.mesh | the mesh's `ep` | 1, as in verl
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.{pipeline_model_parallel_size,virtual_pipeline_model_parallel_size} | hardware | — | layers are not spread over ranks here: FSDP's `dp` and the mesh's `tp` and `cp` hold the model
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.{*parallel_size,param_offload,grad_offload,optimizer_offload,dist_checkpointing_path,use_dist_checkpointing,*mbridge,sequence_parallel,use_distributed_optimizer,use_megatron_fsdp,use_remove_padding,use_torch_compile,activation_checkpoint,spmd_backend,fsdp_size,data_parallel_shard_size,data_parallel_replicate_size,enable_full_shard,cp,ep,etp,pp,tp,vpp,impl_cfg.*,reshard_after_forward,forward_prefetch,enable_forward_prefetch,use_orig_params,wrap_policy.*,entropy_*,strategy,forward_only,init_device,ckpt_manager,enable_fsdp_offload,enable_reentrant,activation_gpu_limit,basic_modules,pad_to_length,pad_to_length_bucket,pad_bshd_to_minibatch_max,dist_checkpointing_prefix,dist_ckpt_optim_fully_reshardable,distrib_optim_fully_reshardable_mem_efficient,dynamic_context_parallel,max_seqlen_per_dp_cp_rank,data_parallel_mode,max_seq_len,use_fused_kernels,use_dynamic_bsz} | hardware | — | how ranks share the work
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan,engine}.extra | refused unless null {} | — | of that engine; the model is transformers' own
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.load_checkpoint_path | refused unless null | — | open(model=…)
@@ -103,6 +107,7 @@ actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.meg
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.fsdp_plan.{param_dtype,reduce_dtype,output_dtype} | near | — | rounds otherwise
 actor_rollout_ref.actor.checkpoint.{save_contents,async_save,strict,mbridge_config} | hardware | — | weights, optimizer, schedule and controllers are always saved
 {actor_rollout_ref.actor,critic}.checkpoint.* | near | train(resume) | everything is saved and loaded, or nothing
+{ray_init,ray_kwargs}.timeline_json_file | hardware | — | not written by itself: `cluster.timeline.save(path)` | none, as in verl
 {actor_rollout_ref.actor.profiler,actor_rollout_ref.ref.profiler,actor_rollout_ref.rollout.profiler,critic.profiler,reward_model.profiler,global_profiler,ray_kwargs,ray_init,hydra,transfer_queue}.* | hardware | — | see wb.cluster
 actor_rollout_ref.{nccl_timeout,hybrid_engine} | hardware | — | who runs where
 actor_rollout_ref.model.path | exact | engines.local(path) | open(model=…) takes another
@@ -452,7 +457,13 @@ def account(command: Command) -> list[SettingRow]:
     values = canonical(command.settings)
     rows = [_row_for(key, value, values) for key, value in command.settings.items()]
     rows += [SettingRow(word, "", "—", "refused", why) for word, why in command.left_out.items()]
-    return [*rows, *_contradictions(values), *_reward(values)]
+    lines = list(_reward(values))
+    for number, row in enumerate(rows):  # a setting that is refused with others counts once, as refused
+        named = [line for line in lines if line.why.startswith(f"{row.key.removeprefix('reward.')}=")]
+        if named and row.kind != "refused":
+            rows[number] = row._replace(becomes="—", kind="refused", why="; ".join(line.why for line in named))
+        lines = [line for line in lines if line not in named]
+    return [*rows, *_contradictions(values), *lines]
 
 
 def _row_for(key: str, value: Any, values: Mapping[str, Any]) -> SettingRow:

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from workbench import agents
+from workbench.agents.loop import agent_loop
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_account import (
     DEFAULTS,
@@ -21,6 +22,7 @@ from workbench.compat.verl_account import (
     has_turns,
     keys,
     known,
+    real,
 )
 from workbench.compat.verl_command import TEXTS, Command, read_command
 from workbench.compat.verl_reward import reward_from
@@ -31,6 +33,7 @@ from workbench.views import document as doc
 
 _MINI, _BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
 _FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
+_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 _SHORT = {
     "model": "actor_rollout_ref.model.path", "steps": "trainer.total_training_steps", "max_tokens": "data.max_response_length",
     "max_prompt_length": "data.max_prompt_length", "n": "actor_rollout_ref.rollout.n", "kl_coef": "actor_rollout_ref.actor.kl_loss_coef",
@@ -243,18 +246,20 @@ def verl(source: Any, *, command: int | None = None) -> VerlJob:
 
 
 def _job(command: Command) -> VerlJob:
-    rows = (_of_parser(row, command.settings) for row in account(command))
+    rows = (_of_agents(row, command.settings) for row in account(command))
     return VerlJob(command.settings, command.source, tuple(rows), command.left_out, command.suffix)
 
 
-def _of_parser(row: SettingRow, settings: Mapping[str, Any]) -> SettingRow:
-    """Mark the row of a verl setting as refused where it names a tool parser that workbench does not have."""
-    wrong = (
-        row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers()
-    )
-    return (
-        row._replace(becomes="—", kind="refused", why=unknown("tool parser", row.value, _parsers())) if wrong else row
-    )
+def _of_agents(row: SettingRow, settings: Mapping[str, Any]) -> SettingRow:
+    """Change the row of a verl setting that names a tool parser (refused) or an agent loop (near) which is not here."""
+    if row.key == _FORMAT and row.kind == "exact" and has_turns(canonical(settings)) and row.value not in _parsers():
+        return row._replace(becomes="—", kind="refused", why=unknown("tool parser", row.value, _parsers()))
+    if real(row.key) == _LOOP and row.kind == "exact":
+        try:
+            agent_loop(row.value)
+        except SettingError as error:
+            return row._replace(kind="near", why=f"{error}; register its class before `open`: agents.register(…)")
+    return row
 
 
 def _parsers() -> tuple[str, ...]:
