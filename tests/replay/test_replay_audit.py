@@ -78,6 +78,9 @@ PIPELINES: dict[str, Make] = {  # others beside the slips, in test_replay_audit_
     "grpo": recipe("grpo", entropy_coeff=0.01),
     "grpo, mini-batches": recipe("grpo", **tight),
     "grpo, epochs": recipe("grpo", ppo_epochs=2, ppo_mini_batch_size=2, clip_ratio_high=0.01),
+    "grpo, shuffled": lambda engine: recipe("grpo", ppo_epochs=2, **tight)(engine).with_stage(
+        "update_actor", shuffle=True
+    ),
     "grpo, three epochs": recipe("grpo", ppo_epochs=3, kl_type="k3", **tight),
     "gspo, epochs": recipe("grpo", ppo_epochs=3, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean"),
     "grpo, KL in the reward": grpo_with(F.grpo, kl_controller=F.AdaptiveKL(0.1, 0.01, 50), kl_type="k3"),
@@ -134,6 +137,11 @@ def test_a_second_reading_of_every_algorithm_agrees(name: str) -> None:
         assert found.agrees and not found.unaudited, found
         assert len(found.columns) >= 13 and len(found.metrics) >= 45
         assert f"{len(found.columns)} columns, {len(found.metrics)} metrics agree" in repr(found)
+
+
+def test_mini_batches_in_a_random_order_are_recomputed_in_that_order() -> None:
+    for _, found in two_steps(PIPELINES["grpo, shuffled"]):
+        assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl"} <= found.metrics, found.left
 
 
 def rejecting(engine: Any) -> wb.Pipeline:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from statistics import pstdev, stdev
 from typing import Any
 
+import torch
+
+from workbench.base.seeds import derive
 from workbench.replay.audit_formulas import (
     HALF,
     MODEL,
@@ -251,7 +254,7 @@ def _of_kind(p: str, tokenwise: bool, stat: Ragged, flags: Any, bounds: Any) -> 
 
 
 Masks = list[list[int]]
-UNKNOWN = "mini-batches are shuffled or skipped, or passes before the last are not recorded"
+UNKNOWN = "mini-batches are skipped, or passes before the last are not recorded"
 LATER = "what the model gives in a later mini-batch, or pass, is not recorded"
 """Why a metric over the steps of an update is not recomputed."""
 
@@ -310,7 +313,7 @@ def _earlier(v: AuditView) -> list[str]:
 def minis(v: AuditView, role: str) -> list[Sequence[int]] | None:
     """Return the rows of each optimizer step; each pass counts on behind the rows of the one before.
 
-    None where some step's log-probs are not recorded: rows were shuffled, a step was skipped, or there were several passes
+    None where some step's log-probs are not recorded: a step was skipped, or there were several passes
     without a column of each, except two passes of one step each whose first has the old log-probs.
     """
     total, prompts, epochs = len(v.after["uid"]), v.setting("ppo_mini_batch_size"), int(v.setting("ppo_epochs"))
@@ -320,10 +323,20 @@ def minis(v: AuditView, role: str) -> list[Sequence[int]] | None:
     sampler = any(name.startswith("bypass.") for name in v.settings)  # its weights are those of the last pass
     known = epochs == 1 or (bool(_earlier(v)) and not sampler)
     known = known or (epochs == 2 and len(starts) == 1 and _begins_with_old(v))
-    if not known or (v.setting("shuffle") and len(starts) > 1) or v.metrics.get(f"{role}/nonfinite"):
+    if not known or v.metrics.get(f"{role}/nonfinite"):
         return None
-    parts = [[row for rows in every[start : start + number] for row in rows] for start in starts]
-    return [[epoch * total + row for row in part] for epoch in range(epochs) for part in parts]
+    orders = [_order(v, len(every), epoch) for epoch in range(epochs)]
+    parts = [(epoch, order[start : start + number]) for epoch, order in enumerate(orders) for start in starts]
+    return [[epoch * total + row for one in part for row in every[one]] for epoch, part in parts]
+
+
+def _order(v: AuditView, episodes: int, epoch: int) -> list[int]:
+    """Return the order in which a pass takes a batch's episodes; a shuffled one follows the run's seed."""
+    if not v.setting("shuffle"):
+        return list(range(episodes))
+    meta = v.after.batch.meta_info
+    seed = derive(meta.get("seed", 0), f"shuffle/{v.stage}", meta.get("step", 0), epoch)
+    return torch.randperm(episodes, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def _begins_with_old(v: AuditView) -> bool:
