@@ -77,3 +77,16 @@ def test_what_cannot_be_compared_is_refused(runs: Any) -> None:
     ):
         with pytest.raises(SettingError, match=said):
             wb.views.seeds(groups, **options)
+
+
+def test_intervals_of_rewards_between_0_and_1_stay_there_and_others_do_not(runs: Any) -> None:
+    folders = [runs("a", seed, value, value) for seed, value in enumerate((0.9, 1.0, 1.0))]
+    free = wb.views.seeds({"a": folders}).table.loc["a"]
+    assert free["high"] > 1
+    for folder in folders:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        ends = {"critic/score/min": 0.0, "critic/score/max": 1.0}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line | ends) + "\n" for line in lines))
+    bounded = wb.views.seeds({"a": folders})
+    assert bounded.unit and bounded.table.loc["a"]["high"] == 1 and bounded.table.loc["a"]["low"] == free["low"]
+    assert interval([0.5, -0.9], (-1.0, 1.0))[1:3] == (-1.0, 1.0)

@@ -42,6 +42,8 @@ class Seeds(doc.View):
     """How many last steps of a run are averaged."""
     curves: Mapping[str, Mapping[int, Curve]]
     """Name → seed → step → value."""
+    unit: bool = False
+    """Whether the metric is a mean of rewards of which all were between 0 and 1: so are its intervals."""
 
     def values(self, name: str) -> dict[int, float]:
         """Return seed → mean of the metric over the run's last steps."""
@@ -56,7 +58,13 @@ class Seeds(doc.View):
         """
         one, other = self.values(name), self.values(base)
         both = sorted(set(one) & set(other))
-        return interval([one[seed] - other[seed] for seed in both]) if both else None
+        return (
+            interval([one[seed] - other[seed] for seed in both], (-1.0, 1.0) if self.unit else None) if both else None
+        )
+
+    @property
+    def _bounds(self) -> tuple[float, float] | None:
+        return (0.0, 1.0) if self.unit else None
 
     @property
     def table(self) -> pd.DataFrame:
@@ -67,7 +75,7 @@ class Seeds(doc.View):
 
         base, lines = next(iter(self.curves)), {}
         for name in self.curves:
-            mine = interval(list(self.values(name).values()))
+            mine = interval(list(self.values(name).values()), self._bounds)
             pair = self.difference(name, base) if name != base else None
             lines[name] = {
                 "seeds": mine.seeds, "mean": mine.mean, "low": mine.low, "high": mine.high,
@@ -87,7 +95,7 @@ class Seeds(doc.View):
         handles = []
         for place, by_seed in enumerate(self.curves.values()):
             shared = sorted(set.intersection(*(set(curve) for curve in by_seed.values())))
-            at = [interval([curve[step] for curve in by_seed.values()]) for step in shared]
+            at = [interval([curve[step] for curve in by_seed.values()], self._bounds) for step in shared]
             handles += axes.plot(shared, [one.mean for one in at], color=colour(place), linewidth=1.8)
             if len(by_seed) > 1:
                 lows, highs = [one.low for one in at], [one.high for one in at]
@@ -135,13 +143,23 @@ def seeds(
         raise SettingError("argument last of seeds", expected="≥ 1 steps", found=last)
     if not groups or not all(groups.values()):
         raise SettingError("seeds has nothing to compare", expected="name → one run or more", found=dict(groups))
-    return Seeds(metric, last, {name: _curves(name, runs, metric) for name, runs in groups.items()})
+    opened = {name: [one if isinstance(one, Run) else load_run(one) for one in runs] for name, runs in groups.items()}
+    unit = metric in _REWARDS and all(_within_unit(run) for runs in opened.values() for run in runs)
+    return Seeds(metric, last, {name: _curves(name, runs, metric) for name, runs in opened.items()}, unit)
 
 
-def _curves(name: str, runs: Sequence[Run | str | Path], metric: str) -> dict[int, Curve]:
+_REWARDS = ("reward", "critic/score/mean", "val/reward")
+
+
+def _within_unit(run: Run) -> bool:
+    """Whether all recorded rewards of a run are between 0 and 1."""
+    ends = [row[name] for row in run.rows for name in ("critic/score/min", "critic/score/max") if name in row]
+    return bool(ends) and all(value is not None and 0 <= value <= 1 for value in ends)
+
+
+def _curves(name: str, runs: Sequence[Run], metric: str) -> dict[int, Curve]:
     curves: dict[int, Curve] = {}
-    for one in runs:
-        run = one if isinstance(one, Run) else load_run(one)
+    for run in runs:
         rows, seed = run.rows, int((run.settings.get("train") or {}).get("seed") or 0)
         if seed in curves:
             raise SettingError(f"{name!r} has two runs of seed {seed}: {run.path}", do="give one run for each seed")
@@ -153,11 +171,16 @@ def _curves(name: str, runs: Sequence[Run | str | Path], metric: str) -> dict[in
     return curves
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """Compute the mean of independent values with its 95 % interval: mean ± t · s/√n, s with n − 1."""
+def interval(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Interval:
+    """Compute the mean of independent values with its 95 % interval: mean ± t · s/√n, s with n − 1, cut to the `bounds` that
+    the mean itself cannot leave.
+    """
     mean, number = fmean(values), len(values)
     half = t95(number - 1) * stdev(values) / sqrt(number) if number > 1 else float("nan")
-    return Interval(mean, mean - half, mean + half, number)
+    low, high = mean - half, mean + half
+    if bounds and number > 1:
+        low, high = max(low, bounds[0]), min(high, bounds[1])
+    return Interval(mean, low, high, number)
 
 
 def _range(low: float, high: float) -> str:
