@@ -219,6 +219,11 @@ def test_nsight_without_nsys_is_refused_before_anything_starts(tmp_path: Path, m
             ask()
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
+    with pytest.raises(
+        SettingError, match="by the `python` of the PATH; expected .*; found none; activate the environment"
+    ):
+        nsight_options("default")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}")
     assert nsight_options({"t": "cuda"}) == {"nsight": {"t": "cuda"}}
     with pytest.raises(SettingError, match="expected 'default' or options of nsys profile; found all"):
         nsight_options("all")

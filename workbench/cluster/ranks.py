@@ -109,11 +109,17 @@ def nsight_options(nsight: str | Mapping[str, str]) -> dict[str, Any]:
     """Return the `runtime_env` that runs workers under NVIDIA Nsight Systems: `"default"`, or `nsys profile` options as
     a mapping.
 
-    Raises `SettingError` where `nsys` is not installed on this node, because Ray would start no worker and not say why.
+    Raises `SettingError` where `nsys` is not installed on this node, or the PATH has another `python`, because Ray would start no
+    worker and not say why.
     """
     if shutil.which("nsys") is None:
         do = "install NVIDIA Nsight Systems, or use cluster.profile(…), which does not need it"
         raise SettingError("nsight=", expected="nsys on the PATH of every node", found="none on this one", do=do)
+    here, python = Path(sys.executable).parent, shutil.which("python")
+    if python is None or Path(python).parent.resolve() != here.resolve():
+        do = f"activate the environment, or put {here} first on the PATH, before the cluster is started"
+        what, found = "nsight=, which starts workers by the `python` of the PATH", python or "none"
+        raise SettingError(what, expected=here, found=found, do=do)
     if isinstance(nsight, str) and nsight != "default":
         raise SettingError("nsight=", expected="'default' or options of nsys profile", found=nsight)
     return {"nsight": nsight if isinstance(nsight, str) else {str(name): str(value) for name, value in nsight.items()}}
