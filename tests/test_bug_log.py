@@ -417,3 +417,9 @@ def test_no_line_is_without_a_case_and_what_is_named_is_there() -> None:
     lines = re.findall(r"^\| (\d+b?) \|", LOG.read_text(encoding="utf-8"), re.MULTILINE) if LOG.is_file() else []
     assert set(lines) <= {*CASES, *ELSEWHERE}
     assert len({*CASES, *ELSEWHERE}) >= 53
+
+
+def test_each_finding_has_a_kind_and_a_test_that_is_there() -> None:
+    lines = re.findall(r"^\| (.+?) \| (\d+) \| (\S+) \|$", (ROOT / "tests/findings.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 35 and {int(kind) for _, kind, _ in lines} <= set(range(1, 11))
+    assert [path for _, _, path in lines if not (ROOT / path).is_file()] == []

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from workbench.rewards import Status
 from workbench.rewards.judge import parse
 from workbench.testing.models import make_shaped_model, make_vision_model
 
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("cluster", "compat")]
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
 pytestmark = [
     pytest.mark.slow,
@@ -392,9 +394,6 @@ def _(tmp_path: Path) -> None:
 
 @case("Seeds' scripts and yaml")
 def _(tmp_path: Path) -> None:
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
     from test_seeds_commands import LACKS, NOT_OURS, blocks
 
     found = [(key, text) for key, text in blocks() if key not in NOT_OURS]
@@ -450,9 +449,6 @@ def _(tmp_path: Path) -> None:
 
 def local_cluster(bin_folder: Path | None = None) -> Any:
     """Four CPUs of this machine; with a folder, where an `nsys` stands on the path that notes how it is called."""
-    import sys
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
     import cluster_things as things
 
     if bin_folder is not None:
