@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 
 from workbench.base.errors import DataError, describe
-from workbench.base.seeds import derive
+from workbench.base.seeds import derive, shuffled
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import find, read
@@ -35,8 +34,7 @@ from workbench.datasets.rendering import as_read, bounds, encode_rows, prompt_re
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:
     """Return the row numbers in the order of one epoch (from 0); the same arguments always give the same order."""
-    generator = torch.Generator().manual_seed(derive(seed, "order", epoch))
-    return torch.randperm(rows, generator=generator).tolist()
+    return shuffled(rows, seed, "order", epoch)
 
 
 def place(rows: int, batch_size: int, step: int) -> tuple[int, int]:

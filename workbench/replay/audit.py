@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import WorkbenchError
+from workbench.base.seeds import shuffled
 from workbench.base.shown import Shown
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.replay import audit_advantages, audit_losses, audit_stages
@@ -309,6 +310,7 @@ def _view(trace: Trace, phase: Phase, before: Mapping[str, Mapping[str, float]] 
         scoring=scoring,
         tokenizer=tokenizer,
         ends=ends,
+        shuffled=shuffled,
     )
 
 

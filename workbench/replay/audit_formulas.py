@@ -120,6 +120,8 @@ class AuditView:
     """That of the sampler's model; None where its folder is not here."""
     ends: frozenset[int] = frozenset()
     """Ids of tokens that end a response; empty where the model's folder is not here."""
+    shuffled: Callable[..., list[int]] = field(default=lambda number, *name: list(range(number)), repr=False)
+    """The random order of so many things whose seed has this name."""
 
     def setting(self, name: str, default: Any = None) -> Any:
         """Return a setting's value. Tuples, lists and dicts, which are recorded as their repr, are parsed."""

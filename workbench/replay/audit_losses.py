@@ -14,9 +14,6 @@ from dataclasses import dataclass, replace
 from statistics import pstdev, stdev
 from typing import Any
 
-import torch
-
-from workbench.base.seeds import derive
 from workbench.replay.audit_formulas import (
     HALF,
     MODEL,
@@ -335,8 +332,7 @@ def _order(v: AuditView, episodes: int, epoch: int) -> list[int]:
     if not v.setting("shuffle"):
         return list(range(episodes))
     meta = v.after.batch.meta_info
-    seed = derive(meta.get("seed", 0), f"shuffle/{v.stage}", meta.get("step", 0), epoch)
-    return torch.randperm(episodes, generator=torch.Generator().manual_seed(seed)).tolist()
+    return v.shuffled(episodes, meta.get("seed", 0), f"shuffle/{v.stage}", meta.get("step", 0), epoch)
 
 
 def _begins_with_old(v: AuditView) -> bool:
