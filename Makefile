@@ -25,7 +25,7 @@ DATA ?= data/gsm8k
 GSM8K ?= runs/gsm8k
 published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
 
-.PHONY: train test tests test-all quick scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster gpu doctor gsm8k clean
+.PHONY: train test tests test-all quick scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster card gpu doctor gsm8k clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -104,6 +104,9 @@ sandbox:  ## bubblewrap for model code, where apt can bring it; without it the k
 
 cluster: $(VLLM)  ## the tests that start Ray clusters on this machine
 	$(ONE) $(BIN)/python -m pytest tests/cluster -m "not long"
+
+card: $(VLLM)  ## the card on Ray: a notebook steps one phase a cell on two Ray nodes, by plain papermill, with every core busy
+	$(ONE) $(BIN)/python -m pytest tests/cluster/test_cluster_card.py -m ""
 
 doctor: $(READY)  ## what this machine has, and whether workbench works on it
 	$(BIN)/workbench doctor $(ARGS)

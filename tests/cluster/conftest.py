@@ -14,7 +14,7 @@ from workbench.cluster import Cluster, RayRanks, connect, ranks
 HERE = Path(__file__).parent
 
 
-ORDER = ("engines", "interactions", "looking", "faults", "parts", "simulating", "nodes", "placing")
+ORDER = ("engines", "interactions", "looking", "faults", "parts", "simulating", "nodes", "placing", "card")
 """Of the files `test_cluster_….py`: those that share a cluster come before those that close it."""
 
 
