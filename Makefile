@@ -19,13 +19,13 @@ MARK ?= not long
 RUN ?= runs/train_grpo-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-# what gsm8k starts from (a folder, or a name on the Hugging Face hub), the folder of the data's own files, and where its run goes
-MODEL ?= Qwen/Qwen2.5-0.5B-Instruct
+# what gsm8k and real start from (a folder, or a name on the Hugging Face hub), the folder of the data's own files, where the run goes
+MODEL ?=
 DATA ?= data/gsm8k
 GSM8K ?= runs/gsm8k
 published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
 
-.PHONY: train test tests test-all quick scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster card gpu doctor gsm8k clean
+.PHONY: train test tests test-all quick scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster card gpu doctor gsm8k real clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -117,10 +117,15 @@ gsm8k: $(READY)  ## on one GPU: GRPO of a 0.5B model on GSM8K; MODEL=folder DATA
 	test.jsonl of openai/grade-school-math, or train-*.parquet and test-*.parquet of the data set openai/gsm8k))
 	$(BIN)/workbench convert gsm8k $(call published,train) $(GSM8K)/train.parquet
 	$(BIN)/workbench convert gsm8k $(call published,test) $(GSM8K)/test.parquet --split test
-	$(BIN)/workbench train notebooks/201_train_grpo.ipynb --skip-look -p model=$(MODEL) -p train_file=$(GSM8K)/train.parquet \
+	$(BIN)/workbench train notebooks/201_train_grpo.ipynb --skip-look -p model=$(or $(MODEL),Qwen/Qwen2.5-0.5B-Instruct) -p train_file=$(GSM8K)/train.parquet \
 	  -p eval_file=$(GSM8K)/test.parquet -p num_eval_rows=1319 -p run=$(GSM8K)/run -p steps=116 -p batch_size=64 \
 	  -p group_size=8 -p ppo_mini_batch_size=16 -p lr=1e-6 -p max_prompt_length=512 -p max_tokens=512 \
 	  -p test_freq=20 -p save_freq=20 $(ARGS)
+
+REAL = $(or $(MODEL),HuggingFaceTB/SmolLM2-135M-Instruct)
+real: $(READY)  ## half an hour on two cores: a pretrained model learns a rule (notebook 111); MODEL=folder, ARGS="-p rule=bullets"
+	@$(BIN)/python tools/real_model.py --check $(REAL)
+	$(BIN)/workbench train notebooks/111_real_model.ipynb --skip-look -p model=$(REAL) $(ARGS)
 
 # without an installation, with torch and transformers alone: PYTHONPATH=. python tests/gpu/run.py, and so with the benchmark
 gpu: $(DEV)  ## on a machine with a GPU: its tests, and the figures for tests/benchmarks/README.md
