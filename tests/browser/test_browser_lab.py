@@ -73,7 +73,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "those alike as one",
     ),
     "108_harness": ("tokens are trained on", "largest difference: ", "held-out reward after", "the model's own"),
-    "111_real_model": ("ratio: probability after", "step 4/4", "reward before", "sampled"),
+    "111_real_model": ("update_actor", "step 4/4", "reward before", "sampled"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
     "203_compare": ("rloo 1 done", "finished", "less grpo, by seed"),
