@@ -6,6 +6,7 @@ comparison takes a few updates. The real weights, optimizer and version are rest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +33,8 @@ class Side:
     """Metrics of each update, in order."""
     new_log_probs: torch.Tensor = field(repr=False)
     """[B, T] under the weights after the last update, 0 outside the mask."""
-    moved: torch.Tensor = field(repr=False)
-    """[number of weights] float32: the change of all weights, flattened."""
+    moved_norm: float = field(repr=False)
+    """Norm of the change of all weights."""
     probe: dict[str, float] = field(default_factory=dict)
     """Measured on held-out rows: `log_prob` (mean per token) or `reward`."""
 
@@ -46,15 +47,10 @@ class WhatIf(Shown):
     actual: Side
     other: Side
     batch: DataProto = field(repr=False)
+    cosine: float = float("nan")
+    """Cosine between the weight changes of both sides: 1 is the same direction; NaN where one side changed nothing."""
     before: dict[str, float] = field(default_factory=dict)
     """The probe's values before any update."""
-
-    @property
-    def cosine(self) -> float:
-        """Cosine between the weight changes of both sides: 1 is the same direction; NaN where one side changed nothing."""
-        a, b = self.actual.moved.double(), self.other.moved.double()
-        norm = float(a.norm() * b.norm())
-        return float(a @ b) / norm if norm else float("nan")
 
     @property
     def difference(self) -> torch.Tensor:
@@ -115,7 +111,7 @@ def what_if(
         changed = bench.updated(", ".join(f"{key}={value}" for key, value in named.items()), other_loss, other, updates)
     finally:
         bench.restore()
-    return WhatIf(named, actual, changed, batch, before)
+    return WhatIf(named, actual, changed, batch, bench.cosine(), before)
 
 
 def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
@@ -149,6 +145,17 @@ class _Bench:
         self._pipeline, self._update, self._whole, self._probe = pipeline, update, batch, probe
         self._learner = update.learners()[0]
         self._start = self._learner.snapshot()
+        self._moved: list[list[torch.Tensor]] = []
+        """Each side's change of every weight."""
+
+    def cosine(self) -> float:
+        """Cosine between the weight changes of both sides; NaN where one side changed nothing."""
+        along, *squares = (
+            sum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(*sides, strict=True))
+            for sides in (self._moved, self._moved[:1] * 2, self._moved[1:] * 2)
+        )
+        norm = math.sqrt(squares[0] * squares[1])
+        return along / norm if norm else float("nan")
 
     def restore(self) -> None:
         self._learner.restore(self._start)
@@ -160,8 +167,10 @@ class _Bench:
         stage = Update(**{**self._update.made_with, "loss": loss, **always})
         metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
         now, start = self._learner.snapshot()["weights"], self._start["weights"]
-        moved = [(now[key] - start[key]).flatten().float() for key in sorted(start) if start[key].is_floating_point()]
-        return Side(name, metrics, self._log_probs(self._whole), torch.cat(moved), self.probed())
+        moved = [now[key].float() - start[key].float() for key in sorted(start) if start[key].is_floating_point()]
+        self._moved.append(moved)
+        norm = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
+        return Side(name, metrics, self._log_probs(self._whole), norm, self.probed())
 
     def _log_probs(self, batch: DataProto) -> torch.Tensor:
         chosen, temperature = batch.select(scored_columns(batch, policy=True)), self._update.temperature

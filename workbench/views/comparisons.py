@@ -414,7 +414,7 @@ def what_if_table(results: Mapping[str, WhatIf]) -> pd.DataFrame:
         last = result.other.metrics[-1]
         lines[name] = {
             "cosine": result.cosine,
-            "way": float(result.other.moved.norm()),
+            "way": result.other.moved_norm,
             "loss": last.get("actor/pg_loss"),
             "clip fraction": last.get("actor/pg_clipfrac"),
             "KL of the update": last.get("actor/ppo_kl"),
