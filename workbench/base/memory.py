@@ -43,8 +43,7 @@ def free_memory() -> int:
     """
     before = resident()
     forget_last_error()
-    gc.collect()
-    trim()
+    release()
     return max(before - resident(), 0)
 
 
@@ -92,6 +91,12 @@ def _empty(frame: FrameType) -> None:
         # a debugger that looked has left a second dict of a function's locals; a module's is the namespace itself
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(frame.f_locals, dict):
             frame.f_locals.clear()
+
+
+def release() -> None:
+    """Collect garbage, and return freed memory to the system."""
+    gc.collect()
+    trim()
 
 
 def trim() -> None:

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from workbench.base.config import require
 from workbench.base.errors import PipelineError, RunError, first_line, unknown
-from workbench.base.memory import gib
+from workbench.base.memory import gib, release
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
@@ -145,6 +145,7 @@ class Weights:
                     self._kept[name] = engine.snapshot("disk", tempfile.gettempdir())
             self._engines = None
             _OPEN.discard(self)
+            release()
 
     def _open(self) -> None:
         """Open the engines with the weights after the step before, repeat this step's updates up to the phase it is opened

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from workbench.base.errors import PipelineError, describe, unknown
+from workbench.base.memory import release
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.stages.advantage import Advantage
@@ -109,9 +110,12 @@ def what_if(
     try:
         actual = bench.updated("as it is", loss, batch, updates)
         changed = bench.updated(", ".join(f"{key}={value}" for key, value in named.items()), other_loss, other, updates)
+        cosine = bench.cosine()
     finally:
         bench.restore()
-    return WhatIf(named, actual, changed, batch, bench.cosine(), before)
+        del bench
+        release()
+    return WhatIf(named, actual, changed, batch, cosine, before)
 
 
 def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
@@ -166,11 +170,13 @@ class _Bench:
         always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
         stage = Update(**{**self._update.made_with, "loss": loss, **always})
         metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
-        now, start = self._learner.snapshot()["weights"], self._start["weights"]
-        moved = [now[key].float() - start[key].float() for key in sorted(start) if start[key].is_floating_point()]
-        self._moved.append(moved)
-        norm = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
+        self._moved.append(self._changes())
+        norm = math.sqrt(sum(float(change.double().square().sum()) for change in self._moved[-1]))
         return Side(name, metrics, self._log_probs(self._whole), norm, self.probed())
+
+    def _changes(self) -> list[torch.Tensor]:
+        now, start = self._learner.snapshot()["weights"], self._start["weights"]
+        return [now[key].float() - start[key].float() for key in sorted(start) if start[key].is_floating_point()]
 
     def _log_probs(self, batch: DataProto) -> torch.Tensor:
         chosen, temperature = batch.select(scored_columns(batch, policy=True)), self._update.temperature
