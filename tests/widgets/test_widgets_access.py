@@ -9,6 +9,9 @@ import pytest
 from support.lab import in_chromium, watched_page
 from support.screens import CONTRAST, THEMES, Screen, screens, show
 
+import workbench as wb
+from workbench.widgets.layer import SamplesTable
+
 FOCUSED = """() => {
   const box = document.activeElement;
   if (!box || box === document.body) return null;
@@ -80,6 +83,20 @@ def test_nothing_is_wider_than_a_narrow_page(drawn: tuple[Any, dict[str, Screen]
             opened(page, screen, "light", 500)
             wide[name] = page.evaluate("() => document.documentElement.scrollWidth")
     assert {name: width for name, width in wide.items() if width > 500} == {}
+
+
+@in_chromium
+def test_a_live_table_is_as_many_rows_high_as_it_is_told_and_scrolls_through_all(drawn: tuple[Any, Any]) -> None:
+    page, high = drawn[0], {}
+    for rows in (2, 4, 500):
+        view = wb.views.samples(wb.Trace.load("data/arith-batch"), rows=rows)
+        show(page, Screen(SamplesTable(view), "tbody tr"), "light")
+        box = page.locator(".wb-scroll").bounding_box()
+        inside = "(box) => [...box.querySelectorAll('tbody tr')].filter((row) => row.getBoundingClientRect().bottom <= box.getBoundingClientRect().bottom).length"
+        high[rows] = page.locator(".wb-scroll").evaluate(inside)
+        assert box["height"] <= 0.8 * 900 + 1
+    assert high[2] == 2 and high[4] == 4 and high[500] > 8
+    assert f" of {len(view.frame)}" in page.locator(".wb-count").first.inner_text(), "all can be reached"
 
 
 @in_chromium

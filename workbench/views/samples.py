@@ -439,7 +439,8 @@ def samples(
     in full, `.left_out` the rows that were filtered out, rejected or failed.
 
     Args:
-        rows: how many samples the printed or static table shows; a live table scrolls through all, and `.frame` has all.
+        rows: how many samples the printed or static table shows; a live table is that many rows high, up to the height of
+            the window, and scrolls through all. `.frame` has all.
         order: `worst`, `best`, `surprising` (furthest from the mean reward of the prompt's other samples), `index`, or a
             column (`-tokens`: the largest first).
         by_group: keep the samples of a prompt together.

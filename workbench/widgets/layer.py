@@ -206,6 +206,8 @@ class SamplesTable(Layer):
     tabs: Any = traitlets.List().tag(sync=True)
     """(name, title) of the samples, and of the rows left out where there are any."""
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
+    high = traitlets.Int().tag(sync=True)
+    """How many rows are in view before the table scrolls."""
     rendered = traitlets.Bool().tag(sync=True)
 
     def __init__(self, samples: Samples) -> None:
@@ -224,6 +226,7 @@ class SamplesTable(Layer):
             headline=index.headline,
             bins=[list(one) for one in index.bins],
             tabs=[[plain(text) for text in one] for one in tabs],
+            high=samples.rows,
             rendered=samples.rendered,
         )
         self.observe(lambda change: setattr(samples, change["name"], change["new"]), ["picked", "rendered"])

@@ -137,8 +137,14 @@ function render({ model, el }) {
         body.append(lineOf(row));
       }
       count.textContent = `${total} of ${page.of}`;
+      if (!start) fit();
       mark();
     } catch (text) { problem.textContent = text; }
+  }
+  // as high as the `rows` of Python, within the window; lower than a page of rows, so that it scrolls to the next
+  function fit() {
+    const last = lines().slice(0, Math.max(model.get("high"), 1)).at(-1);
+    if (last?.offsetHeight) scroll.style.maxHeight = `min(${last.offsetTop + last.offsetHeight + 2}px, 80vh, 1000px)`;
   }
   function more() {
     if (shown.length < total && scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 80) load(shown.length);
