@@ -254,6 +254,8 @@ class WorkerExtension:
                 getattr(self.model_runner, reset, lambda: None)()
 
 
+_SPACE = 16
+"""As `local_engine.grammar` has it: without a limit a weak model writes nothing else."""
 _UNUSED = ("lmformatenforcer", "outlines_core")
 """What vLLM imports before it follows a schema with xgrammar, and does not use then; its CPU builds do without."""
 
@@ -320,17 +322,32 @@ class Service:
 
     def _on_sample(self, message: dict[str, Any]) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.CUMULATIVE if message["streams"] else RequestOutputKind.FINAL_ONLY
         answer = {"logprobs": message["tops"], "flat_logprobs": True, "output_kind": kind}
-        held = None if message["schema"] is None else StructuredOutputsParams(json=message["schema"])
-        for name in _UNUSED if held else ():
+        held = None if message["schema"] is None else self._held(message["schema"])
+        params = SamplingParams(**message["params"], **answer, structured_outputs=held)
+        self._ask(message, params, None if message["adapter"] is None else _adapter(*message["adapter"]))
+
+    def _held(self, schema: str) -> Any:
+        """Return vLLM's setting that holds a response to a JSON schema, with at most `_SPACE` white space characters between
+        two parts where xgrammar follows it; vLLM itself sets no limit."""
+        from vllm.sampling_params import StructuredOutputsParams
+
+        for name in _UNUSED:
             if name not in sys.modules and importlib.util.find_spec(name) is None:
                 sys.modules[name] = types.ModuleType(name)
                 vars(sys.modules[name])["__getattr__"] = lambda wanted: object
-        params = SamplingParams(**message["params"], **answer, structured_outputs=held)
-        self._ask(message, params, None if message["adapter"] is None else _adapter(*message["adapter"]))
+        if self._engine.vllm_config.structured_outputs_config.backend in ("auto", "xgrammar"):
+            with contextlib.suppress(
+                Exception
+            ):  # vLLM says what is wrong with the schema, or has another that reads it
+                grammar = importlib.import_module("xgrammar").Grammar.from_json_schema(
+                    schema, max_whitespace_cnt=_SPACE
+                )
+                return StructuredOutputsParams(grammar=str(grammar))
+        return StructuredOutputsParams(json=schema)
 
     def _on_classify(self, message: dict[str, Any]) -> None:
         from vllm import PoolingParams
