@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from typing import Any
 
 from workbench import sandbox
@@ -44,7 +45,7 @@ class WorkbenchEnvironment:
 
     def get_template_vars(self, **kwargs: Any) -> dict[str, Any]:
         """What mini-swe-agent's templates may ask for."""
-        return {**self.config, **kwargs}
+        return {**self.config, **platform.uname()._asdict(), **kwargs}
 
     def serialize(self) -> dict[str, Any]:
         """What mini-swe-agent keeps of the environment with its trajectory."""

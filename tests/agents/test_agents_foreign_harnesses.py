@@ -251,13 +251,19 @@ model: {cost_tracking: ignore_errors, format_error_template: "{{error}}", observ
 """
 
 
-def mini(tmp_path: Path) -> Harness:
+def mini(tmp_path: Path, *specs: str) -> Harness:
     """mini-swe-agent's own command; its commands run in a workspace of our sandbox (`mini_swe_environment.py`)."""
     env = needs("mini-swe-agent")
     (tmp_path / "config.yaml").write_text(CONFIG)
-    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_CONFIGURED": "1", "MSWEA_SILENT_STARTUP": "1"}
+    config = " ".join(f"-c {one}" for one in specs or [f"{tmp_path}/config.yaml"])
+    quiet = {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "MSWEA_CONFIGURED": "1",
+        "MSWEA_SILENT_STARTUP": "1",
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+    }
     command = f"""{sys.executable} -m minisweagent.run.mini -m openai/{{model}} -t {{prompt}} -y --agent-class default
-        --environment-class mini_swe_environment.WorkbenchEnvironment -c {tmp_path}/config.yaml -o {tmp_path}/trajectory.json"""
+        --environment-class mini_swe_environment.WorkbenchEnvironment {config} -o {tmp_path}/trajectory.json"""
     return Harness(command.split(), parser="hermes", env={**env, **quiet, "HOME": str(tmp_path)}, seconds=300)
 
 
@@ -284,3 +290,27 @@ def test_mini_swe_agents_rows_are_the_models(engine: Any, tmp_path: Path) -> Non
     checked(engine, outputs)
     assert sum(turn.role == "assistant" for one in outputs for turn in one.turns) >= 3
     assert json.loads((tmp_path / "trajectory.json").read_text())["info"]["exit_status"]
+
+
+REAL = os.environ.get("WORKBENCH_REAL_MODEL", "")
+NOTES = "\n".join(
+    f"Line {number} of the report says that part {number} weighs {7 * number % 90} g." for number in range(70)
+)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not REAL, reason="WORKBENCH_REAL_MODEL names no pretrained model (tools/real_model.py writes one)")
+def test_mini_swe_agents_own_prompts_on_a_real_model(tmp_path: Path) -> None:
+    """Its configuration as it comes, beyond 2,000 tokens; the first word of an answer is the command, so that a small model
+    has turns. The log-probs of all turns are those of one forward pass over the episode."""
+    real = wb.engines.local(REAL, device="cpu")
+    row = terminal_rows("data/tiny-terminal/tasks.jsonl")[0]
+    own = ["mini_textbased.yaml", "model.model_class=litellm_textbased", r"model.action_regex=\A\s*(\S+)"]
+    limits = ["agent.step_limit=3", "agent.cost_limit=0", "model.cost_tracking=ignore_errors"]
+    agent = mini(tmp_path, *own, *limits, "model.model_kwargs.max_tokens=32")
+    (output,) = played(agent, real, f"{NOTES}\n\nList the files here.", extra_info=row["extra_info"])
+    checked(real, [output])
+    assert len(output.prompt_ids) > 2000 and len(output.response_ids) == len(output.response_mask)
+    assert [turn.role for turn in output.turns][:4] == ["assistant", "user", "assistant", "user"]
+    info = json.loads((tmp_path / "trajectory.json").read_text())["info"]
+    assert info["exit_status"] == "LimitsExceeded" and info["model_stats"]["api_calls"] == 3

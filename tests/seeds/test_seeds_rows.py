@@ -161,12 +161,17 @@ def _(tmp_path: Path) -> None:
 
 @case("LoRA")
 def _(tmp_path: Path) -> None:
-    """Half a billion weights open with adapters on this machine (a step of theirs: tests/benchmarks/real.py); a tiny model steps."""
-    make_shaped_model(tmp_path / "m")
-    large = wb.engines.local(tmp_path / "m", device="cpu", lora_rank=16, lora_alpha=32, base_dtype="bfloat16")
+    """Half a billion weights open with adapters on this machine and take a step, beside a tiny model."""
+    make_shaped_model(tmp_path / "m", dtype="bfloat16")
+    lora: dict[str, Any] = {"device": "cpu", "lora_rank": 16, "lora_alpha": 32, "lr": 1e-3}
+    large = wb.engines.local(tmp_path / "m", base_dtype="bfloat16", **lora)
     assert large.describe()["lora_rank"] == 16
-    lora = wb.engines.local(TINY, device="cpu", lora_rank=16, lora_alpha=32, lr=1e-3)
-    assert stepped(wb.recipes.grpo(lora, group_size=2, max_tokens=6)).trace.metrics["actor/grad_norm"] >= 0
+    pipe = wb.recipes.grpo(large, lambda response: float(len(response)), group_size=2, max_tokens=4)
+    short = wb.rows([{"prompt": "w5 w6", "answer": "w7"}])
+    before, step = large.state_id, wb.Stepper(pipe, short.batch(1)).run()
+    assert step.trace.metrics["actor/grad_norm"] > 0 and large.state_id != before
+    tiny = wb.engines.local(TINY, **lora)
+    assert stepped(wb.recipes.grpo(tiny, group_size=2, max_tokens=6)).trace.metrics["actor/grad_norm"] >= 0
 
 
 @case("Scorers")
