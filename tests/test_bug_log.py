@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -136,11 +137,25 @@ def _(tmp_path: Path) -> None:
 
 @case("7")
 def _(tmp_path: Path) -> None:
-    parts = torch.tensor([[1.0, 0.5], [0.0, float("nan")], [1.0, 0.0], [0.0, 1.0]])
-    batch = wb.DataProto.from_dict({"x": parts})
-    assert batch["x"].isnan().any()
-    pipe = wb.recipes.grpo(engine(), lambda response: {"score": 1.0}, group_size=2, max_tokens=4)
-    assert wb.Stepper(pipe, rows().batch(2)).run(until="advantage").batch["advantages"].isfinite().all()
+    """GDPO by hand, in plain Python: a part that a row lacks adds nothing to it, and is in no statistic of its group."""
+    nan = float("nan")
+    parts = [[1.0, 0.5], [0.0, nan], [1.0, 0.0], [0.0, 1.0], [0.5, 0.25], [0.25, nan]]
+    groups = [0, 0, 0, 1, 1, 1]
+
+    def standardised(row: int, part: int) -> float:
+        group = [
+            one[part] for one, of in zip(parts, groups, strict=True) if of == groups[row] and one[part] == one[part]
+        ]
+        if parts[row][part] != parts[row][part]:
+            return 0.0
+        return (parts[row][part] - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)
+
+    sums = [standardised(row, 0) + standardised(row, 1) for row in range(6)]
+    expected = [(one - statistics.mean(sums)) / statistics.stdev(sums) for one in sums]
+    found, _ = F.gdpo(torch.tensor(parts, dtype=torch.float64), torch.tensor(groups), ones(6, 1))
+    assert found[:, 0].tolist() == pytest.approx(expected, abs=1e-6)
+    whole, _ = F.gdpo(torch.tensor(parts)[:, :1].repeat(1, 2), torch.tensor(groups), ones(6, 1))
+    assert found.isfinite().all() and not torch.allclose(whole.double(), found, atol=1e-2), "the second part counts"
 
 
 @case("9")
@@ -232,10 +247,28 @@ def _(tmp_path: Path) -> None:
 
 @case("22")
 def _(tmp_path: Path) -> None:
-    told = {"#### 72": 1, "####  72": 1, "#### $72": 0, "#### 72 apples": 1, "72": 0}
-    for text, value in told.items():
+    """verl's rule exactly (its regular expression, its comparison of texts), also where a person would accept; reasons are said."""
+    right = ["#### 72", "#### 72 apples", "so\n#### 71\n#### 72", "#### 72, or so", "x #### 72\n"]
+    wrong = ["#### 72.", "#### 72.0", "#### -72", "#### 7 2", "#### 71"]
+    none = [
+        "72",
+        "####72",
+        "####  72",
+        "#### $72",
+        "#### +72",
+        "#### **72**",
+        "#### \\boxed{72}",
+        "#### 72" + " " * 300,
+    ]
+    for text in [*right, *wrong, *none]:
+        matches = re.findall("#### (\\-?[0-9\\.\\,]+)", text[-300:])
+        verls = float(bool(matches) and matches[-1].replace(",", "").replace("$", "") == "72")
         found = r.gsm8k.gsm8k(text, "72")
-        assert found.value in (value, 1 - value) and (found.value or found.why), text
+        assert found.value == verls == r.gsm8k.compute_score(text, "72") == float(text in right), text
+        assert found.why.startswith("no '#### <number>'" if text in none else "the answer is"), text
+        assert (found.answer is None) == (text in none)
+    read = r.math_verify().score(answered(["#### 72.", "$72", "72 apples"], ["72"] * 3))
+    assert [one.value for one in read] == [1, 1, 1], "what verl's rule leaves out, math_verify reads"
 
 
 @case("26")
@@ -379,13 +412,37 @@ def _(tmp_path: Path) -> None:
 
 @case("51")
 def _(tmp_path: Path) -> None:
-    new = torch.tensor([[0.5, -0.7]], dtype=torch.float64, requires_grad=True)
-    ratio = new.exp()
-    advantages = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, 3.0 * advantages), surrogate)
-    (expected,) = torch.autograd.grad(-surrogate.mean(), new)
-    assert F.ppo_clip is not None and expected.isfinite().all()
+    """Far off-policy: losses and gradients are autograd's of the papers' formulas, whatever stands outside the mask."""
+    draw = torch.Generator().manual_seed(3)
+    old, gap, a = (torch.randn(6, 7, generator=draw, dtype=torch.float64) for _ in range(3))
+    old, gap = -2 - old.abs(), 1.5 * gap
+    mask = (torch.rand(6, 7, generator=draw) > 0.3).double()
+    mask[:, 0] = 1
+    row = (gap * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+
+    def clip(r: torch.Tensor) -> torch.Tensor:
+        return -torch.minimum(a * r, a * r.clamp(0.8, 1.2))
+
+    def sapo(x: torch.Tensor) -> torch.Tensor:
+        tau = 1.05 - 0.05 * (a > 0).double()
+        return -a * torch.sigmoid(tau * ((x - old).exp() - 1)) * 4 / tau
+
+    formulas: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "vanilla": lambda x: torch.where(a < 0, clip((x - old).exp()).minimum(-3 * a), clip((x - old).exp())),
+        "gspo": lambda x: clip((row + x - x.detach()).exp()),
+        "cispo": lambda x: -a * (x - old).exp().clamp(0.8, 1.2).detach() * x,
+        "sapo": sapo,
+        "gpg": lambda x: -a * x,
+    }
+    for name, formula in formulas.items():
+        plain = (old + gap).requires_grad_()
+        expected = formula(plain) * mask
+        outside = torch.where(mask > 0, 0.0, float("nan"))
+        new = (old + gap + outside).requires_grad_()
+        loss = F.POLICY_LOSSES[name](old + outside, new, a + outside, mask).loss
+        (wanted,), (found,) = (torch.autograd.grad(one.sum(), leaf) for one, leaf in ((expected, plain), (loss, new)))
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=name)
 
 
 @case("52")
