@@ -479,6 +479,41 @@ def test_a_cancelled_draw_asks_no_more(tiny_tokenizer: Any) -> None:
     runtime.run(asyncio.sleep(0))
 
 
+def test_a_push_that_is_given_up_while_it_waits_lets_later_requests_in(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt in `renew`, while a sampler that takes no weights between two tokens still answers."""
+    from workbench.base import runtime
+
+    pair = wb.engines.paired(Learner(tiny_tokenizer), Sampler(tiny_tokenizer, 1))  # type: ignore[arg-type]
+    flow, plain = pair.flow(2), pair.sampler.sample
+    ask = Request((65,), wb.engines.SamplingSettings(max_tokens=2), 1)
+
+    async def cut() -> list[Sample]:
+        answering = asyncio.Event()
+
+        async def late(request: Request) -> Sample:
+            await answering.wait()
+            return await plain(request)
+
+        monkeypatch.setattr(pair.sampler, "sample", late)
+        with flow.drawing(Draw()):
+            first = asyncio.ensure_future(pair.sample(ask))
+            await asyncio.sleep(0.05)
+            push = asyncio.ensure_future(flow.between(lambda: None))
+            await asyncio.sleep(0.05)
+            assert flow.waits and not push.done()
+            push.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await push
+            second = asyncio.ensure_future(pair.sample(ask))
+            answering.set()
+            return [await asyncio.wait_for(one, LONG) for one in (first, second)]
+
+    assert len(runtime.run(cut())) == 2
+    flow.close()
+
+
 def test_many_cancelled_rollouts_are_a_symptom() -> None:
     rows = [{"training/global_step": n, "streaming/cancelled": 3.0, "streaming/groups": 8.0} for n in range(1, 5)]
     assert [one.name for one in symptoms(rows)] == ["a stream cancels many rollouts"]

@@ -507,10 +507,10 @@ class Flow:
             with nullcontext() if renewable is None else renewable.between_tokens():
                 work()
 
-        async with self._changed:
-            self._closed = True
-            await self._changed.wait_for(lambda: renewable is not None or not self._out)
         try:
+            async with self._changed:
+                self._closed = True
+                await self._changed.wait_for(lambda: renewable is not None or not self._out)
             await Paired._run_to_end(alone)
         finally:
             async with self._changed:
