@@ -440,3 +440,12 @@ def test_requests_and_programs_are_each_others_reverse() -> None:
 def test_an_interpreter_that_is_not_there_is_refused(python: str) -> None:
     with pytest.raises(SandboxError, match="python= of the sandbox; expected a program that can be run"):
         LocalSandbox(python=python)
+
+
+def test_an_interpreter_that_never_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "LOOK_SECONDS", 0.1)
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 1000\n")
+    silent.chmod(0o755)
+    with pytest.raises(SandboxError, match=r"a program that can be run.*has not answered in 0\.1 s"):
+        LocalSandbox(python=str(silent))

@@ -172,13 +172,20 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
+LOOK_SECONDS = 60.0
+"""Time in which an interpreter has to say where its parts lie."""
+
+
 @cache
 def _parts(program: str) -> dict[str, Any]:
     """Run an interpreter to find where its parts lie (`_PARTS`). Raises `SandboxError` for a program that is no Python."""
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    ran = subprocess.run([program, "-I", "-c", _PARTS], env=kept, capture_output=True, text=True, check=False)
+    given: dict[str, Any] = {"env": kept, "stdin": subprocess.DEVNULL, "timeout": LOOK_SECONDS}
     try:
+        ran = subprocess.run([program, "-I", "-c", _PARTS], capture_output=True, text=True, check=False, **given)
         parts: dict[str, Any] = json.loads(ran.stdout)
+    except subprocess.TimeoutExpired as cause:
+        raise _no_python(f"{program}, which has not answered in {LOOK_SECONDS:g} s") from cause
     except ValueError as cause:
         raise _no_python(f"{program}: {ran.stderr.strip().rpartition(chr(10))[2][:200]}") from cause
     return parts
