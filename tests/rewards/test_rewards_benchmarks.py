@@ -95,6 +95,12 @@ CASES: dict[str, tuple[str, Any]] = {
     "unicode": ("print(input()[::-1])", streams(["äö→"], ["→öä"])),
     "upper yes": ("print('YES')", streams([""], ["YES\n"])),
     "code_contests": ("print(int(input())*2)", {"input": ["1", "2"], "output": ["2", "4"]}),
+    "MBPP a generator": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "MBPP an iterator is no list": (
+        "def f(n):\n    return map(str, range(n))",
+        "assert f(1) != ['0'] and next(f(1)) == '0'",
+    ),
+    "MBPP a match": ("import re\ndef f(t):\n    return re.match('a', t)", "assert f('abc') and f('b') is None"),
     "KodCode import": ("def add(a,b): return a+b", "from solution import add\ndef test_a():\n    assert add(1,2)==3"),
 }
 

@@ -17,10 +17,3 @@ def derive(*parts: object) -> int:
     text = "\x1f".join(repr(part) for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def shuffled(number: int, *parts: object) -> list[int]:
-    """Return 0 to `number` − 1 in a random order whose seed is derived from the parts of a name."""
-    import torch  # not at the top: the rest of this file is plain Python
-
-    return torch.randperm(number, generator=torch.Generator().manual_seed(derive(*parts))).tolist()

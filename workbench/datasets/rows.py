@@ -21,15 +21,21 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 
 from workbench.base.errors import DataError, describe
-from workbench.base.seeds import derive, shuffled
+from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto, Origin
 from workbench.datasets.files import find, read
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, Reading, has_answer, table_records, truth_kinds, truth_of
 from workbench.datasets.rendering import as_read, bounds, encode_rows, prompt_remarks, tokenizer_of
+
+
+def shuffled(number: int, *parts: object) -> list[int]:
+    """Return 0 to `number` − 1 in a random order whose seed is derived from the parts of a name."""
+    return torch.randperm(number, generator=torch.Generator().manual_seed(derive(*parts))).tolist()
 
 
 def permutation(rows: int, seed: int, epoch: int) -> list[int]:

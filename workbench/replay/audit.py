@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.base.errors import WorkbenchError
-from workbench.base.seeds import shuffled
 from workbench.base.shown import Shown
+from workbench.datasets.rows import shuffled
 from workbench.engines.local_engine.loading import open_tokenizer
 from workbench.replay import audit_advantages, audit_losses, audit_stages
 from workbench.replay import audit_formulas as slow
