@@ -100,6 +100,7 @@ CASES: dict[str, tuple[str, Any]] = {
         "def f(n):\n    return map(str, range(n))",
         "assert f(1) != ['0'] and next(f(1)) == '0'",
     ),
+    "MBPP a builtin's name": ("def sum(a, b):\n    return a * b", ["assert sum(2, 3) == 6", "assert sum(1, 4) == 4"]),
     "MBPP a match": ("import re\ndef f(t):\n    return re.match('a', t)", "assert f('abc') and f('b') is None"),
     "KodCode import": ("def add(a,b): return a+b", "from solution import add\ndef test_a():\n    assert add(1,2)==3"),
 }
@@ -111,6 +112,14 @@ def box() -> LocalSandbox:
         return LocalSandbox(memory_limit_mb=512)
     except SandboxError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_tests_that_call_nothing_of_the_response_do_not_pass(box: LocalSandbox) -> None:
+    (score,) = as_reward(Code(box, timeout=patience(5.0))).score(
+        answered(["```python\ndef f(): return 1\n```"], [["assert sum([1, 2]) == 3"]])
+    )
+    assert score.value == 0 and "does not define 'sum'" in score.why
 
 
 @pytest.mark.slow

@@ -149,6 +149,9 @@ def _run_beside(before: str, case: dict[str, Any]) -> list[Any]:
         exec(_compiled(file.read()), space)  # noqa: S102
     if "calls" in case:
         exec(_compiled(case["imports"]), space)  # noqa: S102
+        for name in (call.partition("(")[0] for call in case["calls"]):
+            if hasattr(builtins, name) and name not in space:  # tests that call nothing of the response pass for any
+                raise NameError(f"the response does not define {name!r}")
         calls = [compile(call, "call", "eval", dont_inherit=True) for call in case["calls"]]
         return [encode(eval(call, space)) for call in calls]  # noqa: S307
     own = {name: value for name, value in space.items() if given.get(name, space) is not value}

@@ -7,6 +7,7 @@ import builtins
 import json
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 from workbench.base.errors import DataError, boundary, describe
@@ -233,7 +234,9 @@ def _assertions(texts: Sequence[str], name: str | None, setup: str = "") -> list
     if any(not isinstance(node, ast.Import | ast.ImportFrom | ast.Assert) for body in bodies for node in body):
         return [_script("\n".join([setup, *texts]), name)]
     try:
-        cases = [_naming_case(number, lambda body=body: _assertion(body)) for number, body in enumerate(bodies)]  # type: ignore[misc]
+        cases = _split(bodies, {*vars(builtins)})
+        if not any(cases):  # a program's own `sum` hides the built-in one
+            cases = _split(bodies, set())
     except _CallsWithBoundNames:  # a call per item of the assertion's own loop is made by a test that runs
         return [_script("\n".join([setup, *texts]), name)]
     if not any(cases):
@@ -249,12 +252,16 @@ def _parsed(text: str, what: str) -> list[ast.stmt]:
         raise DataError(f"{what}: {describe(text)}", expected=f"JSON, or valid Python: {_ANY}", found=cause) from cause
 
 
-def _assertion(body: Sequence[ast.stmt]) -> Case | None:
+def _split(bodies: Sequence[Sequence[ast.stmt]], known: set[str]) -> list[Case | None]:
+    return [_naming_case(number, partial(_assertion, body, known)) for number, body in enumerate(bodies)]
+
+
+def _assertion(body: Sequence[ast.stmt], known: set[str]) -> Case | None:
     """Make the case of a text of imports and assertions; None where they call no function of the program (`assert
-    True`)."""
+    True`). Functions that are imported, or `known`, are none of the program's."""
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
-    split = _TakesOutCalls({*imported, *vars(builtins), "math"})
+    split = _TakesOutCalls({*imported, *known, "math"})
     rest = [ast.unparse(split.visit(node)) for node in body if isinstance(node, ast.Assert)]
     if not split.calls:
         return None
