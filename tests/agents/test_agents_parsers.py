@@ -422,3 +422,10 @@ def test_a_template_that_says_none_is_refused_with_the_names(template: Any, foun
         SettingError, match=f"known format; found .*{found}; give parser='hermes' or another of agents.parser_names"
     ):
         parser_of(template)
+
+
+@pytest.mark.parametrize("text", ["<function=list_tool</function>", "<function=look>\n<parameter=cut off\n</function>"])
+def test_a_broken_element_is_no_name(text: str) -> None:
+    """verl's tests of Qwen3-Coder: markup in a name would be a call of a tool that nobody has."""
+    written = f"<tool_call>\n{text}\n</tool_call>"
+    assert tool_parser("qwen3_coder").extract_tool_calls(written) == (written, [])

@@ -315,8 +315,8 @@ class Qwen3CoderParser(ElementsParser):
     """Parser of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder)."""
 
     OUTER, WRAP = "tool_call", "\n"
-    FUNCTION = (r"<function=([^>\n]{1,64})>", "</function>")
-    PARAMETER = (r"<parameter=([^>\n]{1,128})>", "", "</parameter>")
+    FUNCTION = (r"<function=([^<>\n]{1,64})>", "</function>")
+    PARAMETER = (r"<parameter=([^<>\n]{1,128})>", "", "</parameter>")
 
 
 @register_parser("seed_oss")
