@@ -21,7 +21,7 @@ import cluster_things as things
 import pytest
 from support.patience import patience
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # it keeps every core busy for minutes: `make card`, `make test-all`
 TOKEN = "fedcba9876543210" * 4
 STARTED = "Ray runtime started"
 PHASES = ("rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor")
