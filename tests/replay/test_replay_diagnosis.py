@@ -14,9 +14,9 @@ import pytest
 import workbench as wb
 from workbench import functional as F
 from workbench.replay.audit import Audit, Disagreement
-from workbench.replay.diagnosis import Evidence, Row, _same_calls, diagnosed
+from workbench.replay.diagnosis import Evidence, Row, _same_calls, diagnosed, gathered
 from workbench.rewards.scorers import gsm8k
-from workbench.runs.symptoms import Symptom
+from workbench.runs.symptoms import Symptom, shown_by
 
 TRAIN = "data/arith/train.parquet"
 
@@ -276,6 +276,44 @@ def test_a_format_that_is_gamed_is_named_and_twenty_healthy_runs_are_not(seed: i
         assert named(rows=parts(seed, gamed=True)) == [
             "hint: the sum rises by one part of the reward alone: reward/format/mean"
         ]
+
+
+DOCTOR = {
+    "reward": "critic/score/mean",
+    "frac_reward_zero_std": "advantage/zero_share",
+    "entropy": "actor/entropy",
+    "kl": "actor/ppo_kl",
+    "learning_rate": "actor/lr",
+    "clip_ratio/region_mean": "actor/pg_clipfrac",
+    "grad_norm": "actor/grad_norm",
+    "completions/mean_length": "response_length/mean",
+    "completions/clipped_ratio": "response/cut_ratio",
+    "rewards/correctness/mean": "reward/correctness/mean",
+    "rewards/format/mean": "reward/format/mean",
+    "eval/accuracy": "val/reward",
+}
+"""Metrics of rldoctor's labelled runs → ours."""
+LABELLED = {
+    "entropy_collapse": "entropy has collapsed",
+    "saturated_groups": "most groups teach nothing",
+    "reward_hacking": "the training reward rises and the held-out one falls",
+    "length_hacking": "responses change their length",
+    "truncation": "more and more responses are cut off",
+    "kl_blowup": "the learning rate is too high",
+    "clip_saturation": "much of the update is clipped",
+    "grad_spikes": "the gradient jumps",
+}
+
+
+@pytest.mark.parametrize("scenario", ["healthy", *LABELLED])
+def test_the_labelled_runs_of_rldoctor(scenario: str) -> None:
+    """`pip install rldoctor`, 0.2; its plateau is no fault here, and one part's share of a reward is not judged."""
+    simulate = pytest.importorskip("rl_doctor.simulate", reason="rldoctor is not installed").simulate
+    for seed in range(20 if scenario == "healthy" else 3):
+        records, _ = simulate(scenario, seed=seed)
+        rows = [row(one["step"] + 1, **{DOCTOR[key]: one[key] for key in one.keys() & DOCTOR}) for one in records]
+        causes = [one.cause for one in diagnosed(gathered(rows, {}, symptoms=shown_by(rows))).findings]
+        assert causes == [] if scenario == "healthy" else LABELLED[scenario] in causes
 
 
 def test_responses_that_repeat_themselves() -> None:
