@@ -317,7 +317,7 @@ def _part(
     if _kernel(layer, query, key, value):
         return flash_forward(query, key, value, mask, before is None, layer.scaling)
     pieces = []
-    for _, seen, scores, _ in _by_hand(layer, query, key, behind, before):
+    for _, seen, scores, _ in _by_hand(layer, query, key, behind, before, mask):
         total = torch.logsumexp(scores, -1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
         shares = (scores - total).exp().to(value.dtype)
         pieces.append([(shares.flatten(2, 3) @ value[:, :, seen]).unflatten(2, shares.shape[2:4]), total])
@@ -343,7 +343,7 @@ def _part_backward(
     slopes = [torch.zeros_like(state) for state in (query, key, value)]
     heads = (key.shape[1], -1)
     even = (out * slope).sum(-1, keepdim=True).to(total.dtype)
-    for rows, seen, scores, bent in _by_hand(layer, query, key, behind, before):
+    for rows, seen, scores, bent in _by_hand(layer, query, key, behind, before, mask):
         ours, theirs, more = (state[:, :, rows].unflatten(1, heads) for state in (query, slope, even))
         shares = (scores - total[:, :, rows].unflatten(1, heads)[..., None]).exp()
         steep = (theirs.flatten(2, 3) @ value[:, :, seen].transpose(-1, -2)).unflatten(2, shares.shape[2:4])
@@ -355,7 +355,7 @@ def _part_backward(
 
 
 def _by_hand(
-    layer: Layer, query: Tensor, key: Tensor, behind: Tensor, before: Tensor | None
+    layer: Layer, query: Tensor, key: Tensor, behind: Tensor, before: Tensor | None, mask: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | float]]:
     """Yield chunks of queries: (queries, keys, float32 scores [b, K, H / K, q, k], how steeply the soft-cap rises there)."""
     window, depths = layer.window, behind if before is None else before
@@ -370,9 +370,10 @@ def _by_hand(
         if layer.softcap is not None:
             scores = torch.tanh(scores / layer.softcap)
             scores, bent = layer.softcap * scores, 1 - scores.square()
-        far = behind[:, rows, None] - depths[:, None, seen]
-        hidden = far < 0 if window is None else (far < 0) | (far >= window)
-        scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+        if before is None or mask is not None or window is not None:  # else all keys are seen
+            far = behind[:, rows, None] - depths[:, None, seen]
+            hidden = far < 0 if window is None else (far < 0) | (far >= window)
+            scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
         yield rows, seen, scores, bent
 
 
