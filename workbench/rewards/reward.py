@@ -171,8 +171,9 @@ class Reward(BaseReward, Shown):
         scores: dict[int, Score] = {}
         for numbers, answer in zip(together, answers, strict=True):
             scores.update(zip(numbers, self._scores(answer, numbers), strict=True))
-        whys = [f"{scores[number].why}; {_UNENDED}" if lost else scores[number].why for number, lost in enumerate(cut)]
-        return [replace(scores[number], why=why) for number, why in enumerate(whys)]
+        for number in (number for number, lost in enumerate(cut) if lost):
+            scores[number] = replace(scores[number], why=f"{scores[number].why}; {_UNENDED}")
+        return [scores[number] for number in range(len(rows))]
 
     def _arguments(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if self._signature.batched:
