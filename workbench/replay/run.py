@@ -142,7 +142,7 @@ class Weights:
             for role, engine in self._engines.items():
                 self._wanted[role] = name = self.state_of(role)
                 if name not in self._kept and name != self.states[role][0]:
-                    self._kept[name] = engine.snapshot("disk", tempfile.gettempdir())
+                    self._kept[name] = _filed(engine)
             self._engines = None
             _OPEN.discard(self)
             release()
@@ -159,10 +159,10 @@ class Weights:
             engine = engines[role]
             if after and self._trace is not None and before not in self._kept:
                 stage = pipeline[f"update_{role}"]
-                self._kept[before] = engine.snapshot("disk", tempfile.gettempdir())
+                self._kept[before] = _filed(engine)
                 perform(stage, _signed(self._trace.before(stage.name), engine.state_id))
                 self._names[engine.state_id] = after[0]
-                self._kept[after[0]] = engine.snapshot("disk", tempfile.gettempdir())
+                self._kept[after[0]] = _filed(engine)
             if self._names[engine.state_id] != self._wanted[role]:
                 engine.restore(self._kept[self._wanted[role]])
 
@@ -177,6 +177,11 @@ class Weights:
         self._wanted[role] = name
         if self._engines is not None:
             self._engines[role].restore(self._kept[name])
+
+
+def _filed(engine: Any) -> Any:
+    """Keep an engine's present state in a file."""
+    return engine.snapshot("disk", tempfile.gettempdir())
 
 
 _OPEN: WeakSet[Weights] = WeakSet()

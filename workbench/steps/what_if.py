@@ -110,7 +110,8 @@ def what_if(
     try:
         actual = bench.updated("as it is", loss, batch, updates)
         changed = bench.updated(", ".join(f"{key}={value}" for key, value in named.items()), other_loss, other, updates)
-        cosine = bench.cosine()
+        norm = actual.moved_norm * changed.moved_norm
+        cosine = bench.product() / norm if norm else float("nan")
     finally:
         bench.restore()
         del bench
@@ -152,14 +153,9 @@ class _Bench:
         self._moved: list[list[torch.Tensor]] = []
         """Each side's change of every weight."""
 
-    def cosine(self) -> float:
-        """Cosine between the weight changes of both sides; NaN where one side changed nothing."""
-        along, *squares = (
-            sum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(*sides, strict=True))
-            for sides in (self._moved, self._moved[:1] * 2, self._moved[1:] * 2)
-        )
-        norm = math.sqrt(squares[0] * squares[1])
-        return along / norm if norm else float("nan")
+    def product(self) -> float:
+        """Dot product of both sides' weight changes."""
+        return sum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(*self._moved, strict=True))
 
     def restore(self) -> None:
         self._learner.restore(self._start)
