@@ -18,6 +18,7 @@ from workbench.base.seeds import derive
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import SESSION, DataProto, episodes
 from workbench.dataproto.value import Origin
+from workbench.datasets.rows import shuffled
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, LossOutput, StepResult
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, kl_penalty, value_loss
 from workbench.functional.masking import masked_mean
@@ -500,8 +501,8 @@ class Update(BaseStage):
         order = torch.arange(len(rows))
         if self.shuffle:
             meta = batch.meta_info
-            seed = derive(meta.get("seed", 0), f"shuffle/{self.name}", meta.get("step", 0), epoch)
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+            name = (meta.get("seed", 0), f"shuffle/{self.name}", meta.get("step", 0), epoch)
+            order = torch.tensor(shuffled(len(rows), *name))
         most = len(rows) if self.ppo_mini_batch_size is None else self.ppo_mini_batch_size
         steps = order.split(max(most * batch.meta_info.get("group_size", 1), 1))
         return [torch.tensor([row for one in step.tolist() for row in rows[one]], dtype=torch.long) for step in steps]
