@@ -196,6 +196,18 @@ def cold() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def box() -> Any:
+    """A local sandbox; the test is skipped, saying why, where there is none."""
+    from workbench.base.errors import SandboxError
+    from workbench.sandbox import LocalSandbox
+
+    try:
+        return LocalSandbox(memory_limit_mb=512)
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     import torch

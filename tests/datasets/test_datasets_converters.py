@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
-from workbench.base.errors import DataError, SandboxError, SettingError
+from workbench.base.errors import DataError, SettingError
 from workbench.cli import main
 from workbench.datasets import convert, files
 from workbench.datasets.converters import KINDS
@@ -20,7 +20,6 @@ from workbench.rewards.case_harness import decode
 from workbench.rewards.cases import read_cases
 from workbench.rewards.reward import by_data_source
 from workbench.rewards.scorers.gsm8k import compute_score
-from workbench.sandbox import LocalSandbox
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 PIXEL = base64.b64decode(
@@ -102,14 +101,6 @@ SHAPES: list[tuple[str, dict[str, Any], str, str]] = [
         "def f(x): return 5",
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def box() -> LocalSandbox:
-    try:
-        return LocalSandbox(memory_limit_mb=512)
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 def jsonl(path: Path, records: list[dict[str, Any]]) -> Path:

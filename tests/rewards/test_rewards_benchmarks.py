@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.patience import patience
 
-from workbench.base.errors import SandboxError
 from workbench.rewards import Code, as_reward
 from workbench.sandbox import LocalSandbox
 from workbench.testing.rewards import answered
@@ -104,14 +103,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "MBPP a match": ("import re\ndef f(t):\n    return re.match('a', t)", "assert f('abc') and f('b') is None"),
     "KodCode import": ("def add(a,b): return a+b", "from solution import add\ndef test_a():\n    assert add(1,2)==3"),
 }
-
-
-@pytest.fixture(scope="module")
-def box() -> LocalSandbox:
-    try:
-        return LocalSandbox(memory_limit_mb=512)
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.slow

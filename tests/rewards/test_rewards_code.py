@@ -21,14 +21,6 @@ from workbench.testing import VALUES, answer
 from workbench.testing.rewards import RewardContract, answered
 
 
-@pytest.fixture(scope="module")
-def box() -> LocalSandbox:
-    try:
-        return LocalSandbox(memory_limit_mb=512)
-    except SandboxError as error:
-        pytest.skip(str(error))
-
-
 def judged(box: LocalSandbox, program: str, tests: Any, **options: Any) -> Score:
     options = {"timeout": 5.0, **options}
     return as_reward(Code(box, **options)).score(answered([f"```python\n{program}\n```"], [tests]))[0]

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.patience import LONG
+from support.web import served
 
 from workbench.base.errors import SandboxError, SettingError
 from workbench.base.http import _retry_after
@@ -64,15 +65,8 @@ def service(reply: Callable[[int], tuple[int, Any, dict[str, str]] | None]) -> I
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-    server.handle_error = lambda *_: None  # who hung up is not told on our terminal
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(Handler) as url:
+        yield url, seen
 
 
 def quick(url: str, **options: Any) -> RemoteSandbox:

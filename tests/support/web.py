@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +14,19 @@ CHAT = {
     "usage": {"prompt_tokens": 9, "completion_tokens": 4},
 }
 CLASSIFIED = {"data": [{"index": 0, "label": "LABEL_0", "probs": [-1.5], "num_classes": 1}]}
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on loopback whose requests go to the handler."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # who hung up is not told on our terminal
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def json_service() -> Iterator[tuple[str, list[Any]]]:
@@ -31,12 +45,5 @@ def json_service() -> Iterator[tuple[str, list[Any]]]:
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-    server.handle_error = lambda *_: None  # who hung up is not told on our terminal
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", seen
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served(Handler) as url:
+        yield url, seen
