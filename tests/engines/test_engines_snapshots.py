@@ -12,6 +12,8 @@ import torch
 
 import workbench as wb
 from workbench.base.errors import EngineError
+from workbench.engines.local_engine import learning
+from workbench.engines.local_engine.learning import park_moments
 from workbench.engines.local_engine.states import LocalSnapshot, StateFiles, Stored
 from workbench.engines.protocol import Snapshot
 from workbench.stages.rollout import columns_of
@@ -243,3 +245,25 @@ def test_files_have_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_a_state_of_no_bytes_has_a_face() -> None:
     assert "memory, 0 bytes" in repr(LocalSnapshot({}, version=3, state_id="x", steps=0))
+
+
+def test_moments_that_are_kept_in_a_file_come_back_bit_for_bit(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [opened(tiny), opened(tiny)]
+    batch = rows(engines[0])
+    for engine in engines:
+        learn(engine, batch)
+    park_moments()
+    assert engines[0]._optimizer._adam.state, "the moments of a tiny model stay in memory"
+    monkeypatch.setattr(learning, "is_large", bool)
+    engines[0]._optimizer.park()
+    engines[0]._optimizer.park()  # a second time does nothing
+    assert not engines[0]._optimizer._adam.state and engines[1]._optimizer._adam.state
+    for engine in engines:
+        learn(engine, batch)
+    assert same(state(engines[0]), state(engines[1]))
+    engines[0]._optimizer.park()
+    assert same(state(engines[0]), state(engines[1])), "a snapshot reads them back"
+    engines[0]._optimizer.park()
+    engines[0].restore(kept := engines[1].snapshot())
+    assert engines[0]._optimizer._parked is None and engines[0].state_id == kept.state_id
+    assert same(state(engines[0]), state(engines[1]))

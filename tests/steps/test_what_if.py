@@ -12,6 +12,7 @@ import workbench as wb
 from workbench import functional as F
 from workbench.base.errors import PipelineError
 from workbench.rewards import Reward
+from workbench.steps import what_if as module
 from workbench.steps.what_if import what_if
 
 pytestmark = pytest.mark.slow
@@ -95,3 +96,16 @@ def test_what_cannot_be_asked(stepper: wb.Stepper) -> None:
     early = stepper.fork().back(to="advantage")
     with pytest.raises(PipelineError, match=r"run\(until='advantage'\) first"):
         early.what_if(clip_ratio_high=0.3)
+
+
+def test_states_in_files_give_the_same_result(stepper: wb.Stepper, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = stepper.what_if(clip_ratio_high=0.5, updates=2)
+    kept: list[Any] = []
+    learner = stepper.pipeline.learners()["actor"]
+    take = learner.snapshot
+    monkeypatch.setattr(learner, "snapshot", lambda *how: kept.append(take(*how)) or kept[-1])
+    monkeypatch.setattr(module, "is_large", bool)
+    after = stepper.what_if(clip_ratio_high=0.5, updates=2)
+    assert len(kept) == 3 and all(snapshot.kind == "disk" for snapshot in kept)
+    assert torch.equal(after.difference, before.difference) and after.cosine == before.cosine
+    assert after.actual.moved_norm == before.actual.moved_norm > 0

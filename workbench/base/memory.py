@@ -13,7 +13,9 @@ import gc
 import inspect
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from traceback import walk_tb
@@ -172,6 +174,13 @@ def estimated(what: str, estimate: Callable[[], T], otherwise: T) -> T:
 def _unknown(what: str, why: str) -> None:
     """Log once that an estimate failed; the cache keeps repeated calls from logging it again."""
     log.warning("%s is not known, and the work goes on: %s", what, why)
+
+
+def is_large(size: int) -> bool:
+    """Return whether `size` bytes are better kept in a temporary file while nothing uses them: they are more than 1/64 of
+    the free memory, and less than 1/16 of the free disk space.
+    """
+    return size > available() // 64 and size < shutil.disk_usage(tempfile.gettempdir()).free // 16
 
 
 def gib(size: int) -> str:

@@ -21,10 +21,11 @@ from weakref import WeakSet
 
 from workbench.base.config import require
 from workbench.base.errors import PipelineError, RunError, first_line, unknown
-from workbench.base.memory import gib, release
+from workbench.base.memory import gib, release, trim
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
+from workbench.engines.local_engine.learning import park_moments
 from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
 from workbench.replay import rebuild
 from workbench.replay.audit import Audit, audit_run
@@ -139,10 +140,10 @@ class Weights:
         with self._lock:
             if self._engines is None or self._calls:
                 return
-            for role, engine in self._engines.items():
+            for role in self._engines:  # no name may refer to an engine when its memory is released
                 self._wanted[role] = name = self.state_of(role)
                 if name not in self._kept and name != self.states[role][0]:
-                    self._kept[name] = _filed(engine)
+                    self._kept[name] = _filed(self._engines[role])
             self._engines = None
             _OPEN.discard(self)
             release()
@@ -151,7 +152,7 @@ class Weights:
         """Open the engines with the weights after the step before, repeat this step's updates up to the phase it is opened
         at, and restore the states that the engines had when they were given up.
         """
-        close_others()
+        make_room()
         pipeline = standing_after(self._folder, self._step - 1, self._trust)
         engines = pipeline.learners()
         self.take(engines)
@@ -188,10 +189,13 @@ _OPEN: WeakSet[Weights] = WeakSet()
 """Those whose engines are open."""
 
 
-def close_others() -> None:
-    """Give up the engines of all replayed steps in this process, whose states are kept in files."""
+def make_room() -> None:
+    """Make room for the engines of a replayed step: give up those of other replayed steps, whose states are kept in files,
+    and keep the large optimizer moments of this process's engines in files until they are used next.
+    """
     for weights in list(_OPEN):
         weights.close()
+    park_moments()
 
 
 class LateLearner:
@@ -309,6 +313,12 @@ class Replayed(Stepper):
                 how = "its recorded outputs, not run again" if stage.has_record else "cannot be run again, replace it"
                 lines.append(f"{stage.name}: {how} (made with {stage.what})")
         return (*lines, *self._memory_note(), *self._age_note(still))
+
+    def next(self) -> Stepper:
+        """Run the next phase, and return the memory that it used to the system."""
+        super().next()
+        trim()
+        return self
 
     def _memory_note(self) -> tuple[str, ...]:
         """A note on what this stepper keeps in memory; none where no engine of its own is open."""
@@ -462,7 +472,7 @@ def _signed(batch: DataProto, state_id: str) -> DataProto:
 def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> Replayed:
     """Make a stepper that stands before the first phase of a step, with all engines opened at once."""
     start = start_of(folder, step)
-    close_others()
+    make_room()
     try:
         standing = standing_after(folder, step - 1, trust)
     except Untrusted:
@@ -475,6 +485,7 @@ def _at_the_start(folder: Path, step: int, trace: Trace | None, trust: bool) -> 
     settings = read_settings(folder)
     weights = Weights(folder, step, settings["engines"], None, (), trust)
     weights.take(standing.learners())
+    trim()
     word = trust_of(folder, settings, trust)
     pipeline = rebuilt(
         settings.get("pipeline", []), late_learners(weights, settings), frozen_of(settings, folder, word), word

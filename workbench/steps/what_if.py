@@ -7,16 +7,18 @@ comparison takes a few updates. The real weights, optimizer and version are rest
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from workbench.base.errors import PipelineError, describe, unknown
-from workbench.base.memory import release
+from workbench.base.memory import is_large, release
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
+from workbench.engines.protocol import Estimates, Snapshot
 from workbench.stages.advantage import Advantage
 from workbench.stages.episodes import validation_rollout
 from workbench.stages.log_prob import LogProb, scored_columns
@@ -149,13 +151,15 @@ class _Bench:
     def __init__(self, pipeline: Pipeline, update: Update, batch: DataProto, probe: Any) -> None:
         self._pipeline, self._update, self._whole, self._probe = pipeline, update, batch, probe
         self._learner = update.learners()[0]
-        self._start = self._learner.snapshot()
-        self._moved: list[list[torch.Tensor]] = []
-        """Each side's change of every weight."""
+        size = self._learner.checkpoint_bytes() if isinstance(self._learner, Estimates) else 0
+        self._kept = ("disk", tempfile.gettempdir()) if is_large(size) else ()
+        self._start = self._learner.snapshot(*self._kept)
+        self._ends: list[Snapshot] = []
+        """The state after each side's updates."""
 
     def product(self) -> float:
         """Dot product of both sides' weight changes."""
-        return sum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(*self._moved, strict=True))
+        return sum(float(a @ b) for a, b in zip(*map(self._changes, self._ends), strict=True))
 
     def restore(self) -> None:
         self._learner.restore(self._start)
@@ -166,13 +170,19 @@ class _Bench:
         always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
         stage = Update(**{**self._update.made_with, "loss": loss, **always})
         metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
-        self._moved.append(self._changes())
-        norm = math.sqrt(sum(float(change.double().square().sum()) for change in self._moved[-1]))
+        self._ends.append(self._learner.snapshot(*self._kept))
+        norm = math.sqrt(sum(float(change.square().sum()) for change in self._changes(self._ends[-1])))
         return Side(name, metrics, self._log_probs(self._whole), norm, self.probed())
 
-    def _changes(self) -> list[torch.Tensor]:
-        now, start = self._learner.snapshot()["weights"], self._start["weights"]
-        return [now[key].float() - start[key].float() for key in sorted(start) if start[key].is_floating_point()]
+    def _changes(self, end: Snapshot) -> Iterator[torch.Tensor]:
+        """Yield the weights' changes since the start as float64 vectors of at most a million numbers, because together they
+        are larger than the model.
+        """
+        now, start = end["weights"], self._start["weights"]
+        for key in sorted(start):
+            if (before := start[key]).is_floating_point():
+                pieces = zip(now[key].flatten().split(1 << 20), before.flatten().split(1 << 20), strict=True)
+                yield from (after.double() - before.double() for after, before in pieces)
 
     def _log_probs(self, batch: DataProto) -> torch.Tensor:
         chosen, temperature = batch.select(scored_columns(batch, policy=True)), self._update.temperature

@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
+from workbench.base import runtime
 from workbench.base.errors import CheckpointError, NonFinite
+from workbench.base.memory import is_large, release
 from workbench.base.metrics import Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.forward import switched
 from workbench.engines.local_engine.memory import LiveTensors, memory_errors
 from workbench.engines.local_engine.scoring import Assembled
+from workbench.engines.local_engine.states import Part, StateFiles, hold
 from workbench.engines.protocol import LossOutput, StepResult
 
 INFINITE_LOSS = "the loss is NaN or infinite; no step was taken"
@@ -94,15 +98,33 @@ class Optimizer:
         self._adam = torch.optim.AdamW(
             self.named.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
         )
+        self._parked: Part | None = None
+        """The moments, in a temporary file, while nothing uses them."""
+        _OPTIMIZERS.add(self)
+
+    @property
+    def _moments(self) -> Any:
+        """AdamW's state by parameter, read from the temporary file where it is `parked`."""
+        if self._parked is not None:
+            parked, self._parked = self._parked, None
+            self._fill(parked)
+        return self._adam.state
+
+    def park(self) -> None:
+        """Keep large moments in a temporary file until they are used next."""
+        moments = {} if self._parked is not None else self.tensors()
+        if is_large(sum(tensor.nbytes for tensor in moments.values())):
+            self._parked = Part(hold(moments, {}, StateFiles(()), None, disk=True))
+            self._adam.state.clear()
 
     def apply(self, settings: Any) -> None:
         """Use other settings from here on; the moments move to host memory or to the device as the new settings say."""
         self._settings = settings
         for parameter in self.named.values():
-            for kind, value in self._adam.state.get(parameter, {}).items():
+            for kind, value in self._moments.get(parameter, {}).items():
                 if kind != "step":
                     there = "cpu" if self._offloads else parameter.device.type
-                    self._adam.state[parameter][kind] = value.to(there)
+                    self._moments[parameter][kind] = value.to(there)
 
     @property
     def lr(self) -> float:
@@ -144,6 +166,7 @@ class Optimizer:
 
     def step(self) -> None:
         """Take one AdamW step at the scheduled learning rate."""
+        _ = self._moments
         (group,) = self._adam.param_groups
         group["lr"], every = self.lr, group["params"]
         try:
@@ -168,7 +191,7 @@ class Optimizer:
         """Move the moments of these parameters to a device, or with None to their parameter's; does nothing unless the
         optimizer is offloaded."""
         for parameter in parameters if self._offloads else ():
-            state = self._adam.state.get(parameter, {})
+            state = self._moments.get(parameter, {})
             for kind in state.keys() - {"step"}:
                 state[kind] = state[kind].to(device or parameter.device)
 
@@ -178,15 +201,18 @@ class Optimizer:
         return {
             f"{name}|{key}": value.detach()
             for name, parameter in self.named.items()
-            for key, value in self._adam.state.get(parameter, {}).items()
+            for key, value in self._moments.get(parameter, {}).items()
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
         """Load the state that `tensors` returned after `steps` steps. Raises `CheckpointError` (see `check`) before
         anything is changed."""
         self.check(tensors)
-        self.steps = steps
+        self.steps, self._parked = steps, None
         self._adam.state.clear()
+        self._fill(tensors)
+
+    def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for key, value in tensors.items():
             name, kind = key.split("|")
             if name in self.named:
@@ -208,6 +234,17 @@ class Optimizer:
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
         return value.to(parameter.device, copy=True)
+
+
+_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
+
+
+@runtime.in_turn
+def park_moments() -> None:
+    """Keep the large moments of all engines of this process in temporary files until they are used next."""
+    for optimizer in list(_OPTIMIZERS):
+        optimizer.park()
+    release()
 
 
 class Account:
