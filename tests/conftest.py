@@ -189,6 +189,27 @@ def checked_once() -> Iterator[None]:
     LocalEngine.examine = plain  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def drawn_once() -> Iterator[None]:
+    """The picture of a run's curves is two fifths of a small training: a process draws it once for each set of metrics."""
+    from workbench.jobs import train
+    from workbench.runs.folder import read_metrics
+
+    plain, pictures = train._draw, {}
+
+    def draw(folder: Path) -> None:
+        rows = read_metrics(folder / "metrics.jsonl")
+        key = (frozenset(name for row in rows for name in row), len(rows) > 1)
+        if key in pictures and not COLD:
+            return train.write_bytes(folder / "curves.png", pictures[key])
+        plain(folder)
+        pictures[key] = (folder / "curves.png").read_bytes()
+
+    train._draw = draw
+    yield
+    train._draw = plain
+
+
 @pytest.fixture
 def cold() -> Iterator[None]:
     """What the test starts is no fork of a warm server."""

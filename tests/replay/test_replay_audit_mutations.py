@@ -247,9 +247,8 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """No curves are drawn, and no checkpoint is written."""
+    """No checkpoint is written."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.jobs.train._draw", lambda path: None)
         patch.setattr("workbench.runs.loop.Session._save", lambda self: None)
         yield
 

@@ -66,16 +66,9 @@ def train(pipe: wb.Pipeline, folder: Path, **plan: Any) -> wb.Run:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[wb.Run, dict[str, torch.Tensor], Counted]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.jobs.train._draw", lambda path: None)
-        counted = Counted(pipe := pipeline())
-        run = train(pipe, tmp_path_factory.mktemp("on_policy") / "run")
+    counted = Counted(pipe := pipeline())
+    run = train(pipe, tmp_path_factory.mktemp("on_policy") / "run")
     return run, weights(pipe), counted
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.jobs.train._draw", lambda path: None)
 
 
 @pytest.mark.slow
