@@ -52,7 +52,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # what one worker leaves in
 
 TOGETHER = {
     "ray": ("tests/cluster/", "tests/test_front_door.py::test_the_front_door_on_a_cluster", "301_on_a_cluster]",
-            "test_where_the_work_is_done_is_two_parameters"),
+            "test_where_the_work_is_done_is_two_parameters", "[Ray attach"),
     "vllm": ("tests/engines/test_engines_vllm.py", "tests/engines/test_engines_remote_vllm.py", "tests/agents/test_agents_vllm.py"),
     "lab": ("tests/browser/", "tests/widgets/test_widgets_cluster.py"),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import warm_starts
 
 import workbench as wb
 from workbench import cli
@@ -288,6 +289,8 @@ def test_no_check_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["raises"].do == "attach this report to an issue" and found["lacks"].do == "pip install psutil"
     assert "name another" in found["refuses"].found and not found["refuses"].do
     assert tempfile.gettempdir() not in repr(found)
+    with warm_starts.cold():
+        assert wb.doctor(only=["fine"], say=None)
 
 
 def test_the_command_and_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:

@@ -160,9 +160,9 @@ def _(tmp_path: Path) -> None:
 
 
 @case("LoRA")
-def _(tmp_path: Path) -> None:
-    """Half a billion weights open with adapters on this machine and take a step, beside a tiny model."""
-    make_shaped_model(tmp_path / "m", dtype="bfloat16")
+def _(tmp_path: Path, shape: str = "60m") -> None:
+    """A model in bfloat16 opens with adapters and takes a step, beside a tiny one; of half a billion weights below."""
+    make_shaped_model(tmp_path / "m", shape, dtype="bfloat16")
     lora: dict[str, Any] = {"device": "cpu", "lora_rank": 16, "lora_alpha": 32, "lr": 1e-3}
     large = wb.engines.local(tmp_path / "m", base_dtype="bfloat16", **lora)
     assert large.describe()["lora_rank"] == 16
@@ -471,6 +471,11 @@ def local_cluster(bin_folder: Path | None = None) -> Any:
 def test_a_row_of_the_documents(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.environ["PATH"])
     CASES[row](tmp_path)
+
+
+@pytest.mark.long
+def test_half_a_billion_weights_open_with_adapters_on_this_machine_and_take_a_step(tmp_path: Path) -> None:
+    CASES["LoRA"](tmp_path, "0.5b")
 
 
 def test_each_row_of_the_table_has_a_case() -> None:

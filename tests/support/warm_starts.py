@@ -84,13 +84,21 @@ PROGRAMS = (
     "kernel.py",
     "ending.py",
     "two_nodes.py",
+    "accelerator_driver.py",
+    "real_model.py",
 )
 """Modules and scripts that begin warm."""
 VLLM_PROGRAM = "vllm.entrypoints.openai.api_server"
 """vLLM's HTTP server begins warm as well, and forks the two processes that it would spawn."""
 WARM = "# warm\n"
 """First line of a test's program for `python -c` that begins warm."""
-CHILDREN = {"processes.py": "main", "worker.py": "main", "render_worker.py": "render", "workbench_vllm.py": "vllm"}
+CHILDREN = {
+    "processes.py": "main",
+    "worker.py": "main",
+    "doctor.py": "main",
+    "render_worker.py": "render",
+    "workbench_vllm.py": "vllm",
+}
 """And files that `workbench.base.child` runs → the server that has their imports."""
 ROOMY = 4096
 """MiB: a process whose memory is limited to fewer is an ordinary one."""
