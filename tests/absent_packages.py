@@ -50,7 +50,7 @@ class Without:
 
 def step(folder: Path) -> None:
     """One step, looked at, compared, trained and replayed."""
-    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=8)
     pipe = wb.recipes.grpo(wb.engines.local("data/tiny-arith", lr=2e-4), group_size=2, max_tokens=8)
     stepper = wb.Stepper(pipe, rows.batch(2)).run(until="advantage")
     for view in (wb.views.samples(stepper), wb.views.tokens(stepper, 0), stepper, stepper.compare(stepper.fork())):
