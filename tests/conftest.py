@@ -191,15 +191,18 @@ def checked_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def drawn_once() -> Iterator[None]:
-    """The picture of a run's curves is two fifths of a small training: a process draws it once for each set of metrics."""
+    """The picture of a run's curves is two fifths of a small training: a process draws it once for each set of its metrics."""
     from workbench.jobs import train
     from workbench.runs.folder import read_metrics
+    from workbench.views.curves import PANEL
 
     plain, pictures = train._draw, {}
+    drawn = {"val/reward", *(name for names in PANEL.values() for name in names)}
 
     def draw(folder: Path) -> None:
         rows = read_metrics(folder / "metrics.jsonl")
-        key = (frozenset(name for row in rows for name in row), len(rows) > 1)
+        names = {name for row in rows for name in row if name in drawn or name.startswith("timing_s/")}
+        key = (frozenset(names), len(rows) > 1)
         if key in pictures and not COLD:
             return train.write_bytes(folder / "curves.png", pictures[key])
         plain(folder)
