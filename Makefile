@@ -9,9 +9,10 @@ VLLM := $(VENV)/.vllm
 INSTALL = $(BIN)/python tools/install.py --constraint requirements.lock
 # one thread for tests: they start several processes, and oversubscription makes them ten times slower
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# two workers, each with whole groups: what a group sets up (a cluster, a Lab, vLLM) is set up once; tests/conftest.py says
-# which tests are one and puts the long ones first
-TWO := -n 2 --no-loadscope-reorder
+# three workers for two cores (of two, each waits a fifth of the time, for sandboxes, sockets, deadlines), each with whole
+# groups: what a group sets up (a cluster, a Lab, vLLM) is set up once; tests/conftest.py says which tests are one and puts
+# the long ones first
+THREE := -n 3 --no-loadscope-reorder
 # where the environment forbids it, each of hundreds of processes would compile every module anew
 export PYTHONDONTWRITEBYTECODE :=
 # which tests `make tests` runs
@@ -53,13 +54,13 @@ test: $(VLLM) browser sandbox  ## format, lint, types beside the tests; all but 
 	  $(MAKE) --no-print-directory tests; tests=$$?; wait $$lint && exit $$tests
 
 tests: $(DEV)
-	$(ONE) $(BIN)/python -m pytest $(TWO) -m "$(MARK)" --durations=15
+	$(ONE) $(BIN)/python -m pytest $(THREE) -m "$(MARK)" --durations=15
 
 test-all: $(VLLM) browser sandbox lint  ## an hour: the long forms too, many examples, every process started cold
-	$(ONE) WORKBENCH_TESTS_COLD=1 HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest $(TWO) --durations=30
+	$(ONE) WORKBENCH_TESTS_COLD=1 HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest $(THREE) --durations=30
 
 quick: $(DEV)  ## the developer's loop: no slow tests
-	$(ONE) $(BIN)/python -m pytest $(TWO) -m "not slow and not long" -x
+	$(ONE) $(BIN)/python -m pytest $(THREE) -m "not slow and not long" -x
 
 scorecard: $(VLLM) browser sandbox  ## inject every fault of the scorecard, and write docs/scorecard.md with how its tests ended
 	WORKBENCH_SCORECARD=1 $(MAKE) --no-print-directory tests MARK=

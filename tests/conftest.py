@@ -59,7 +59,7 @@ TOGETHER = {
 """Tests that share what is dear to start: one worker has all of a group. Every other file is a group of its own."""
 FIRST = ("ray", "test_notebooks.py", "vllm", "lab", "test_resume.py", "test_faults_runs.py", "test_engines_fsdp.py",
          "test_faults_notebooks.py", "test_learning.py")  # fmt: skip
-"""Groups of minutes: a long one at the end leaves the other worker idle."""
+"""Groups of minutes: a long one at the end leaves the other workers idle."""
 
 
 def group_of(test: str) -> str:
