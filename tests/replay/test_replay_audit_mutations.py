@@ -313,8 +313,8 @@ UPD, MEA, BATCH = f"{ST}.update", f"{ST}.measures", "workbench.runs.batch_metric
 
 SLIPS = [
     # masks
-    Slip("mask", UPD, "loss_mask", 'mask * rows["scored"].float()[:, None] if "scored" in rows else mask', "mask", "grpo"),
-    Slip("mask", UPD, "loss_mask", 'rows["loss_mask"].float()', 'rows["response_mask"].float()', "token weights"),
+    Slip("mask", f"{ST}.terms", "loss_mask", 'mask * rows["scored"].float()[:, None] if "scored" in rows else mask', "mask", "grpo"),
+    Slip("mask", f"{ST}.terms", "loss_mask", 'rows["loss_mask"].float()', 'rows["response_mask"].float()', "token weights"),
     Slip("mask", f"{ST}.advantage", "Advantage.__call__", '"loss_mask" if "loss_mask" in batch else "response_mask"',
          '"response_mask"', "token weights"),
     Slip("mask", RET, "gae", "(_backwards(value.clone(), outside) if gaps else value)[1:]", "value[1:]", "episodes of ppo"),
@@ -370,8 +370,8 @@ SLIPS = [
     Slip("normaliser", LOSS, "aggregate", "return per_row.sum() / max(tokens, 1)", "return per_row.sum() / loss.numel()",
          "grpo"),
     Slip("normaliser", LOSS, "aggregate", "/ (scale or 1)", "/ loss.shape[-1]", "dr_grpo"),
-    Slip("normaliser", UPD, "_counts", "float((mask.sum(-1) > 0).sum())", "float(len(mask))", "gspo"),
-    Slip("normaliser", UPD, "_counts", "tokens=mask.sum().item()", 'tokens=rows["response_mask"].sum().item()',
+    Slip("normaliser", f"{ST}.terms", "counts_of", "float((mask.sum(-1) > 0).sum())", "float(len(mask))", "gspo"),
+    Slip("normaliser", f"{ST}.terms", "counts_of", "tokens=mask.sum().item()", 'tokens=rows["response_mask"].sum().item()',
          "grpo"),
     Slip("normaliser", LOSS, "gspo", "x.mask.sum(-1, keepdim=True).clamp(min=1)", "x.mask.shape[-1]", "gspo"),
     Slip("normaliser", MASK, "_moments", "variance * count / (count - 1) if unbiased else variance", "variance",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import pstdev, stdev
 from typing import Any
@@ -279,6 +279,16 @@ def update(v: AuditView) -> Claims:
     yield from {"ValueLoss": _critic, "CrossEntropy": _supervised, "BradleyTerry": _preferences}.get(
         str(v.settings.get("loss")), _policy
     )(v, role)
+    for name in term_metrics(v.settings, v.metrics, role):
+        for metric in v.metrics:
+            if metric == f"{role}/{name}" or metric.startswith(f"{role}/{name}_"):
+                yield Left(metric, "a further term of the loss")
+
+
+def term_metrics(settings: Mapping[str, Any], metrics: Mapping[str, float], role: str) -> dict[str, float]:
+    """Return weight·value of every further term of an update's loss, by the term's name."""
+    names = [key.removesuffix(".weight") for key in settings if key.endswith(".weight")]
+    return {name: settings[f"{name}.weight"] * metrics[f"{role}/{name}"] for name in names}
 
 
 def _own_scores(v: AuditView, role: str) -> Claims:
@@ -410,7 +420,9 @@ def _supervised(v: AuditView, role: str) -> Claims:
     rows, width = each(lambda x: -x, _of_steps(v, cut, "new_log_probs", mask)), float(len(mask[0]))
     steps = [[rows[row] for row in one] for one in cut]
     losses = [aggregated(step, mode, width) for step in steps]
-    yield Claim(f"{role}/loss", mean(losses), "−log π of the target tokens, aggregated", size(losses))
+    further = [*term_metrics(v.settings, v.metrics, role).values()]
+    found = mean(losses) + math.fsum(further)
+    yield Claim(f"{role}/loss", found, "−log π of the target tokens, aggregated", size([*losses, *further]))
     yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
 
 
@@ -473,7 +485,8 @@ def _row(mode: str, v: AuditView, rows: Any) -> list[Token]:
 def _whole_loss(v: AuditView, role: str, cut: list[Sequence[int]] | None, mask: Masks) -> Claim:
     factors = {"pg_loss": 1.0, "entropy_loss": -v.setting("entropy_coeff"), "kl_loss": v.setting("kl_coef")}
     terms = [factor * v.metrics[f"{role}/{name}"] for name, factor in factors.items() if factor]
-    formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss"
+    terms += term_metrics(v.settings, v.metrics, role).values()
+    formula = "pg_loss − entropy_coeff·entropy_loss + kl_coef·kl_loss + Σ weight·term"
     several = cut is None or len(cut) > 1  # their losses may cancel
     hidden = size(flat(v.after.own("advantages", mask))) if several else 0.0
     return Claim(f"{role}/loss", math.fsum(terms), formula, math.fsum(map(abs, terms)) + hidden)

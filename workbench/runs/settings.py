@@ -37,6 +37,7 @@ from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
 from workbench.stages.stage import foreign_class
 from workbench.stages.targets import BradleyTerry, CrossEntropy
+from workbench.stages.terms import Term
 from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 
@@ -334,7 +335,7 @@ WORDS = {"settings": "values", "controller": "arguments", "part": "arguments"}
 """Key under which an object of this package is recorded → key of the arguments that make an equal one."""
 MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
     **dict.fromkeys(
-        (SamplingSettings, PolicyLoss, ValueLoss, CrossEntropy, BradleyTerry, CorrectionSettings),
+        (SamplingSettings, PolicyLoss, ValueLoss, CrossEntropy, BradleyTerry, CorrectionSettings, Term),
         ("settings", Settings.to_dict),
     ),
     **dict.fromkeys((FixedKL, AdaptiveKL), ("controller", _of_controller)),

@@ -12,11 +12,12 @@ from workbench.stages.reward import Reward, TurnScores, place_turn_scores
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
 from workbench.stages.targets import BradleyTerry, CrossEntropy, Pairs, Targets
+from workbench.stages.terms import Term
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
     "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "EpisodeRollout",
     "ExactKL", "FilterGroups", "Influence", "LearntOnce", "LogProb", "OfPolicy", "OffPolicy", "Outcome", "Overlong",
     "Pairs", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets",
-    "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores", "validation_rollout",
+    "Term", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores", "validation_rollout",
 ]  # fmt: skip

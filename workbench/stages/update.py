@@ -25,21 +25,10 @@ from workbench.functional.masking import masked_mean
 from workbench.stages.correction import CorrectionSettings
 from workbench.stages.log_prob import SCORED_COLUMNS, LogProb
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
+from workbench.stages.terms import Term, check_terms, counts_of, loss_mask, streams
 
 PASS = "new_log_probs/"
 """Of several passes (`ppo_epochs`) each before the last has a column of its log-probs: `new_log_probs/1` is the first's."""
-
-
-def loss_mask(rows: DataProto) -> Tensor:
-    """Return the mask of tokens to learn from, [B, T] float: 1 on tokens that the model wrote and that were not
-    rejected, in scored rows.
-
-    It is the product of `response_mask`, and of `loss_mask` [B, T] and `scored` [B] where the rows have them.
-    """
-    mask = rows["response_mask"].float()
-    if "loss_mask" in rows:
-        mask = mask * rows["loss_mask"].float()
-    return mask * rows["scored"].float()[:, None] if "scored" in rows else mask
 
 
 def _mean(values: Tensor, mask: Tensor) -> Mean:
@@ -275,6 +264,8 @@ class Update(BaseStage):
             By default a single optimizer step on the whole batch takes the log-probs of its own pass, detached, as the old
             ones (as verl and TRL do): they are of the same weights. It then writes `old_log_probs`, `entropys`,
             `sampler_logprob_diff` and the metrics of that stage, which training leaves out where nothing else reads them.
+        terms: name → a further `Term` of the loss, or a loss (weight 1): the update learns from loss + Σ weight·term in one
+            pass, with the metric `actor/<name>` for each. None: the loss alone.
 
     Own log-probs stand for a column that is missing, or that a `LogProb` stage computed with the learner's present weights at
     this temperature; any other `old_log_probs` (of another engine, version or stage, or changed by hand) are taken as they are.
@@ -299,6 +290,7 @@ class Update(BaseStage):
         allow_stale: bool = False,
         skip_nonfinite: int = 0,
         recompute_old_log_probs: bool = False,
+        terms: Mapping[str, Term | Loss] | None = None,
     ) -> None:
         prompts = 1 if ppo_mini_batch_size is None else ppo_mini_batch_size
         require(skip_nonfinite >= 0, "skip_nonfinite", expected="≥ 0", found=skip_nonfinite)
@@ -308,6 +300,7 @@ class Update(BaseStage):
         self._learner = learner
         self._learners = (learner,)
         self._loss = loss
+        self._terms = check_terms(terms, loss)
         self.ppo_epochs = ppo_epochs
         self.ppo_mini_batch_size = ppo_mini_batch_size
         self.shuffle = shuffle
@@ -319,14 +312,18 @@ class Update(BaseStage):
         self.recompute_old_log_probs = recompute_old_log_probs
         self._on_policy: OnPolicyLoss | None = None
         # a subclass, and weights against the sampler, may do anything with the old log-probs
-        if isinstance(loss, PolicyLoss) and loss.bypass is None and type(self) is Update:
+        further = dict.fromkeys(name for term in self._terms.values() for name in term.reads)
+        own = type(self) is Update and "old_log_probs" not in further
+        if isinstance(loss, PolicyLoss) and loss.bypass is None and own:
             self._on_policy = OnPolicyLoss(loss) if ppo_epochs == 1 and not recompute_old_log_probs else None
         self._scoring = LogProb(cast(LogProbModel, learner), name=name, entropy=True, temperature=temperature)
         scored = () if getattr(loss, "supervised", False) else ("scored",)
-        self.reads = (*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads)
+        self.reads = tuple(dict.fromkeys((*SCORED_COLUMNS, *scored, *(self._on_policy or loss).reads, *further)))
         kept = "new_log_probs" in loss.writes and getattr(loss, "bypass", None) is None
         passes = range(1, ppo_epochs if kept else 1)
-        self.writes = (*loss.writes, *(f"{PASS}{number}" for number in passes))
+        added = dict.fromkeys(name for term in self._terms.values() for name in getattr(term.loss, "writes", ()))
+        later = (name for name in added if name not in loss.writes)
+        self.writes = (*loss.writes, *(f"{PASS}{number}" for number in passes), *later)
         masked = ("loss_mask",) * ("loss_mask" not in self.writes)
         self.optional = (PIXELS, EXPERTS, SESSION, *masked, *("old_log_probs",) * bool(self._on_policy))
 
@@ -338,7 +335,18 @@ class Update(BaseStage):
             del settings["recompute_old_log_probs"]
         nested = {key: one.to_dict() for key, one in settings.items() if isinstance(one, Settings)}
         inner = {f"{key}.{name}": value for key, one in nested.items() for name, value in one.items()}
+        inner |= {f"{name}.{key}": one for name, term in self._terms.items() for key, one in term.settings().items()}
         return {key: value for key, value in settings.items() if key not in nested} | inner
+
+    def with_settings(self, **changes: Any) -> Update:
+        """Return a copy with some settings changed; those of a term are called `<term>.<setting>`, such as
+        `**{"distill.weight": 0.5}`."""
+        terms = dict(self._terms)
+        for name in [name for name in changes if name.partition(".")[0] in terms and "." in name]:
+            term, _, setting = name.partition(".")
+            terms[term] = terms[term].changed(setting, changes.pop(name))
+        changed = super().with_settings(**changes, **({"terms": terms} if terms != self._terms else {}))
+        return cast(Update, changed)
 
     @property
     def role(self) -> str:
@@ -378,7 +386,8 @@ class Update(BaseStage):
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):
                 mini_batch = rows.select_idxs(indices)
-                if not loss_mask(mini_batch).any():
+                read = (mini_batch, *(term.own_rows(mini_batch) for term in self._terms.values()))
+                if not any(loss_mask(one).any() for one in read):
                     empty += 1  # a step without a gradient would still move weights, by decay and momentum
                     continue
                 with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
@@ -406,7 +415,7 @@ class Update(BaseStage):
         learned."""
         model = cast(LogProbModel, self._learner)
         outputs = model.compute_log_probs(batch, self._loss.want, self.temperature)
-        found = join([self._loss(outputs, batch, _counts(batch)).metrics])
+        found = join([self._loss(outputs, batch, counts_of(batch)).metrics])
         return {name: one for name, one in found.items() if isinstance(one, Mean)}
 
     def is_on_policy(self, batch: DataProto) -> bool:
@@ -461,20 +470,22 @@ class Update(BaseStage):
     def _learn_or_skip(self, rows: DataProto, loss: _Loss) -> StepResult | None:
         """Take one optimizer step; returns None where it was skipped because the loss or gradient is not finite, with
         no weight changed."""
-        loss_counts = _counts(rows)
+        loss_counts, summed = counts_of(rows), cast(Loss, loss)
         try:
             _refuse_nonfinite(rows, dict.fromkeys((*self.reads, *loss.reads)))
-            learned = self._learner.learn(rows, loss, loss_counts, self.temperature)
+            if self._terms:
+                summed, rows = streams(loss, self._terms, rows)
+            learned = self._learner.learn(rows, summed, loss_counts, self.temperature)
         except NonFinite as error:
             self._in_a_row += 1
             if self._in_a_row > self.skip_nonfinite:
-                self._name_rows(error, rows, loss, loss_counts)
+                self._name_rows(error, rows, summed, loss_counts)
                 raise
             return None
         self._in_a_row = 0
         return learned
 
-    def _name_rows(self, error: NonFinite, rows: DataProto, loss: _Loss, loss_counts: LossCounts) -> None:
+    def _name_rows(self, error: NonFinite, rows: DataProto, loss: Loss, loss_counts: LossCounts) -> None:
         """Add a note to the error that names the rows whose own gradient is not finite."""
         try:
             probed = self._learner.probe(rows, loss, loss_counts, self.temperature, per_row=True)
@@ -515,14 +526,7 @@ class Update(BaseStage):
         old = batch["rollout_log_probs" if "rollout_log_probs" in self.reads else "old_log_probs"]
         found = {"new_log_probs": old.clone(), "clipped": torch.zeros_like(mask, dtype=torch.bool)}
         found |= {"rollout_is_weights": mask.to(old.dtype), "loss_mask": mask.clone()}
-        return {name: found[name.partition("/")[0]].clone() for name in self.writes}
-
-
-def _counts(rows: DataProto) -> LossCounts:
-    """Count the tokens and sequences of a mini-batch that its losses are divided by."""
-    mask = loss_mask(rows)
-    sequences = float((mask.sum(-1) > 0).sum())
-    return LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
+        return {name: found.get(name.partition("/")[0], torch.zeros_like(old)).clone() for name in self.writes}
 
 
 def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:

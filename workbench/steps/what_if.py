@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from workbench.base.config import Settings
 from workbench.base.errors import PipelineError, describe, unknown
 from workbench.base.memory import is_large, release
 from workbench.base.shown import Shown
@@ -23,7 +24,7 @@ from workbench.stages.advantage import Advantage
 from workbench.stages.episodes import validation_rollout
 from workbench.stages.log_prob import LogProb, scored_columns
 from workbench.stages.pipeline import Pipeline
-from workbench.stages.update import PolicyLoss, Update
+from workbench.stages.update import Update
 from workbench.steps.trace import perform
 
 
@@ -80,19 +81,22 @@ def what_if(
     """Compare `updates` policy updates on a batch as the pipeline makes them with as many under changed settings.
 
     The weights are restored afterwards. `advantage` is another estimator; `rows` the only rows to train on; `mask` [B, T]
-    the only tokens to train on; other names are settings of the policy loss (`clip_ratio_high`, `loss_mode`, `kl_coef`,
-    `loss_agg_mode`, …). `probe` is a batch with responses (its mean log-prob per token is measured) or rows of a data set
+    the only tokens to train on; other names are settings of the loss (`clip_ratio_high`, `loss_mode`, `kl_coef`,
+    `loss_agg_mode`, …), and `<term>.<setting>` one of a further term (`**{"distill.weight": 0}`). `probe` is a batch with responses (its mean log-prob per token is measured) or rows of a data set
     (their greedy responses are sampled and scored, which costs a rollout for each side). Raises `PipelineError` where the
-    batch has no advantages yet, or nothing is changed.
+    batch lacks columns that the update reads, or nothing is changed.
     """
     update = _policy_update(pipeline, batch)
-    if "old_log_probs" not in batch:  # one update would take its own
+    loss: Any = update.made_with["loss"]
+    if "old_log_probs" not in batch and "old_log_probs" in loss.reads:  # one update would take its own
         batch = perform(LogProb(update.learners()[0], temperature=update.temperature), batch).batch
-    loss: PolicyLoss = update.made_with["loss"]
-    for name in changes:
+    of_terms = {name: value for name, value in changes.items() if "." in name}
+    own = {name: value for name, value in changes.items() if name not in of_terms}
+    for name in own:
         if name not in loss.field_names():
             raise PipelineError(unknown("setting of the policy loss", name, loss.field_names()))
-    other, other_loss, named = batch, loss.replace(**changes), {key: str(value) for key, value in changes.items()}
+    changed_update = update.with_settings(**of_terms, loss=loss.replace(**own))
+    other, named = batch, {key: str(value) for key, value in changes.items()}
     if advantage is not None:
         other = _estimated(pipeline, batch, advantage)
         named["advantage"] = getattr(advantage, "__name__", repr(advantage))
@@ -105,13 +109,14 @@ def what_if(
         whole = batch["response_mask"]
         other = other.with_columns({"response_mask": whole * mask.to(whole.dtype)})
         named["mask"] = f"{int(other['response_mask'].sum())} of {int(whole.sum())} tokens"
-    if other is batch and other_loss == loss:
+    if other is batch and changed_update.settings() == update.settings():
         raise PipelineError("what_if changes nothing", do="pass a setting of the loss, advantage=…, rows=… or mask=…")
     bench = _Bench(pipeline, update, batch, probe)
     before = bench.probed()
     try:
-        actual = bench.updated("as it is", loss, batch, updates)
-        changed = bench.updated(", ".join(f"{key}={value}" for key, value in named.items()), other_loss, other, updates)
+        actual = bench.updated("as it is", update, batch, updates)
+        words = ", ".join(f"{key}={value}" for key, value in named.items())
+        changed = bench.updated(words, changed_update, other, updates)
         norm = actual.moved_norm * changed.moved_norm
         cosine = bench.product() / norm if norm else float("nan")
     finally:
@@ -124,12 +129,14 @@ def what_if(
 def _policy_update(pipeline: Pipeline, batch: DataProto) -> Update:
     stages = pipeline if isinstance(pipeline, Pipeline) else ()
     update = next((stage for stage in stages if isinstance(stage, Update) and stage.role == "actor"), None)
-    if update is None or not isinstance(update.made_with["loss"], PolicyLoss):
-        expected, found = "a Pipeline with a policy update with a PolicyLoss", describe(pipeline)
+    if update is None or not isinstance(update.made_with["loss"], Settings):
+        expected, found = "a Pipeline with a policy update", describe(pipeline)
         raise PipelineError("what_if cannot use this pipeline", expected=expected, found=found)
     if missing := [name for name in update.reads if name not in batch]:
         found, do = f"no {', '.join(missing)}", "run(until='advantage') first"
-        raise PipelineError("what_if cannot use this batch", expected="a batch with advantages", found=found, do=do)
+        raise PipelineError(
+            "what_if cannot use this batch", expected="a batch as it is before the update", found=found, do=do
+        )
     return update
 
 
@@ -164,11 +171,11 @@ class _Bench:
     def restore(self) -> None:
         self._learner.restore(self._start)
 
-    def updated(self, name: str, loss: PolicyLoss, batch: DataProto, updates: int) -> Side:
+    def updated(self, name: str, update: Update, batch: DataProto, updates: int) -> Side:
         """Update `updates` times on the batch, starting from the real weights, and return what that changed."""
         self.restore()
         always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
-        stage = Update(**{**self._update.made_with, "loss": loss, **always})
+        stage = Update(**{**update.made_with, **always})
         metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
         self._ends.append(self._learner.snapshot(*self._kept))
         norm = math.sqrt(sum(float(change.square().sum()) for change in self._changes(self._ends[-1])))
