@@ -15,9 +15,11 @@ from workbench import functional as F
 from workbench.base.config import refuse_unknown, require
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_correction import read_correction
+from workbench.engines.paired import check_tokens
 from workbench.engines.protocol import Critic, Engine, Learner, LogProbModel, SamplingSettings
 from workbench.stages.advantage import Advantage
 from workbench.stages.correction import CorrectionSettings, RolloutCorrection
+from workbench.stages.distillation import Divergence, TeacherAdvantage, TeacherLogProb
 from workbench.stages.episodes import EpisodeRollout, LearntOnce, TreeRollout
 from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.log_prob import LogProb, Values
@@ -27,10 +29,11 @@ from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
 from workbench.stages.targets import TRUTH, BradleyTerry, CrossEntropy, Pairs, Targets
+from workbench.stages.terms import Term
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "by_name", "cispo", "dapo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "opo", "ppo",
+    "by_name", "cispo", "dapo", "distill", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "opo", "ppo",
     "reinforce_plus_plus", "remax", "reward_model", "rloo", "sft", "tree_grpo", "with_rollout_correction",
 ]  # fmt: skip
 
@@ -59,13 +62,16 @@ class PolicyGradientSettings(TypedDict, total=False):
     recompute_old_log_probs: bool
     reference: LogProbModel | None
     agent: Any
+    teacher: Any
+    distill_coef: float
 
 
 DEFAULTS: Mapping[str, Any] = {
     **{"group_size": 8, **PolicyLoss().to_dict(), "kl_coef": 0.001, "ppo_epochs": 1, "ppo_mini_batch_size": None},
     "kl_in_reward": False,
     "recompute_old_log_probs": False,
-    **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent")),
+    "distill_coef": 1.0,
+    **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent", "teacher")),
 }
 """The defaults of `PolicyGradientSettings`; a recipe may have others."""
 _OTHERS: Mapping[str, tuple[str, ...]] = {
@@ -128,7 +134,22 @@ def _policy_gradient(
     else:
         stages += [Values(critic), advantage, Update(critic, value_loss or ValueLoss(), name="update_critic", **minis)]
     minis["recompute_old_log_probs"] = given["recompute_old_log_probs"]
+    if given["teacher"] is not None:
+        teacher = _frozen(engine, given["teacher"])
+        stages += [TeacherLogProb(teacher, temperature=temperature)]
+        minis["terms"] = {"distill": Term(loss=Divergence(teacher=teacher), weight=given["distill_coef"])}
     return Pipeline([*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)])
+
+
+def _frozen(engine: Any, teacher: Any) -> Any:
+    """Return the frozen model of a teacher (of each in a dict). Raises `EngineError` for a teacher with other tokens."""
+    if isinstance(teacher, Mapping):
+        return {source: _frozen(engine, one) for source, one in teacher.items()}
+    scores = isinstance(teacher, LogProbModel)
+    require(scores, "argument teacher", expected="an engine, or a frozen model of one", found=teacher)
+    if getattr(teacher, "tokenizer", None) is not None:
+        check_tokens(engine, teacher, "student and teacher")
+    return teacher.reference() if isinstance(teacher, Learner) else teacher
 
 
 def _rollout(engine: Engine, agent: Any, branching: Mapping[str, Any] | None, how: Mapping[str, Any]) -> Stage:
@@ -199,6 +220,8 @@ def grpo(
             batch, which has them from its own pass (see `stages.Update`).
         reference: any `LogProbModel`; None: the engine's weights as they are now, frozen.
         agent: an agent loop or the name of one: each sample is then an episode of that loop.
+        teacher: an engine: the loss gets a further term `distill`, the reverse KL to it over the vocabulary (see `distill`).
+        distill_coef: weight of that term.
 
     Example:
         >>> pipe = wb.recipes.grpo(engine, my_reward, group_size=8, kl_coef=0.001, max_tokens=64)  # doctest: +SKIP
@@ -403,6 +426,77 @@ def tree_grpo(
 
 
 @_recipe()
+def distill(
+    engine: Engine,
+    teacher: Any,
+    *,
+    kl: str | float = "reverse",
+    estimator: str = "full",
+    top_k: int | None = None,
+    tail: bool = True,
+    policy_gradient: bool = False,
+    loss_max_clamp: float | None = None,
+    reward: Any = None,
+    group_size: int = 1,
+    sampling: SamplingSettings | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    loss_agg_mode: str = "token-mean",
+    ppo_epochs: int = 1,
+    ppo_mini_batch_size: int | None = None,
+    agent: Any = None,
+) -> Pipeline:
+    """On-policy distillation: the student samples, and learns to give each token the probability that the teacher gives it.
+
+    Agarwal et al. 2023, https://arxiv.org/abs/2306.13649; as a policy gradient:
+    https://thinkingmachines.ai/blog/on-policy-distillation/. RL and distillation together: `grpo(…, teacher=…)`.
+
+    Args:
+        engine: the student: samples and is trained.
+        teacher: an engine with the same tokenizer, or its `reference()`; a dict data source → teacher gives each row its own,
+            with `top_k` or a sampled estimator.
+        kl: `reverse`, KL(student‖teacher), TRL's default; `forward`, KL(teacher‖student); or the β of the generalised JSD.
+        estimator: `full`: the exact sum over the vocabulary, or over `top_k` and the rest; `sampled`, `k1` to `k3`: of the
+            sampled token alone, for any teacher that scores, always the reverse KL (`stages.Divergence`).
+        top_k: compare only the teacher's K likeliest tokens; they are kept in the batch, so that the teacher is not needed in
+            the update.
+        tail: with `top_k`, all other tokens count as one; False: as verl's `forward_kl_topk`.
+        policy_gradient: take −KL of each token as its advantage in a policy gradient (verl's `use_policy_gradient`), by a
+            sampled estimator (`full` and `sampled` become k1).
+        loss_max_clamp: the most that a token's KL counts, in nats; None: no limit.
+        reward: only measured, in training and on held-out rows.
+        loss_agg_mode: `token-mean` and others, as in `grpo`; so are the settings that are not listed here.
+
+    Example:
+        >>> teacher = wb.engines.local("my-7b")  # doctest: +SKIP
+        >>> pipe = wb.recipes.distill(wb.engines.local("my-1b", lr=1e-5), teacher, kl="reverse", top_k=64)  # doctest: +SKIP
+    """
+    betas: dict[Any, float] = {"reverse": 1.0, "forward": 0.0}
+    fits = kl in betas or (type(kl) in (int, float) and 0 <= cast(float, kl) <= 1)
+    require(fits, "argument kl", expected="'reverse', 'forward' or a β in [0, 1]", found=kl)
+    frozen = _frozen(engine, teacher)
+    drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+    heat = drawn.temperature or 1.0
+    how: dict[str, Any] = {"temperature": heat, "ppo_epochs": ppo_epochs, "ppo_mini_batch_size": ppo_mini_batch_size}
+    stages: list[Stage] = [_rollout(engine, agent, None, {"group_size": group_size, "sampling": drawn})]
+    stages += [] if reward is None else [Reward(reward)]
+    if policy_gradient:
+        kind = "k1" if estimator in ("full", "sampled") else estimator
+        whole = kl == "reverse" and top_k is None
+        require(whole, "kl and top_k with policy_gradient", expected="'reverse' and None", found=(kl, top_k))
+        stages += [LogProb(engine, entropy=True, temperature=heat), TeacherLogProb(frozen, temperature=heat)]
+        stages += [TeacherAdvantage(kl_type=kind, loss_max_clamp=loss_max_clamp, scored=reward is None)]
+        return Pipeline([*stages, Update(engine, PolicyLoss(loss_agg_mode=loss_agg_mode), **how)])
+    live = frozen if estimator == "full" and top_k is None else None
+    loss = Divergence(
+        beta=betas.get(kl, cast(float, kl)), estimator=estimator, top_k=top_k, tail=tail, teacher=live,
+        loss_max_clamp=loss_max_clamp, loss_agg_mode=loss_agg_mode,
+    )  # fmt: skip
+    return Pipeline([*stages, TeacherLogProb(frozen, top_k=top_k, temperature=heat), Update(engine, loss, **how)])
+
+
+@_recipe()
 def sft(
     engine: Learner,
     *,
@@ -476,7 +570,7 @@ def by_name(name: str) -> Callable[..., Pipeline]:
     name, with the nearest.
     """
     # tree_grpo needs an agent's object
-    others = ("by_name", "reward_model", "sft", "tree_grpo", "with_rollout_correction")
+    others = ("by_name", "distill", "reward_model", "sft", "tree_grpo", "with_rollout_correction")
     known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))

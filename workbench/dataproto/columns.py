@@ -133,6 +133,11 @@ COLUMNS: Mapping[str, Column] = _declare(
     ref_log_prob={
         "ref_log_prob": ("float B T", "Log-prob of each response token under the frozen reference, in nats."),
     },
+    teacher_log_prob={
+        "teacher_log_probs": ("float B T", "Log-prob of each response token under the teacher, in nats."),
+        "teacher_top_log_probs": ("float B T K", "Log-probs of the teacher's K likeliest next tokens, in nats."),
+        "teacher_top_ids": ("int B T K", "The teacher's K likeliest next tokens at each response token."),
+    },
     exact_kl={"full_kl": ("float B T", "KL of the whole next-token distribution from the reference's, in nats.")},
     values={"values": ("float B T", "The critic's estimate of the return from each response token.")},
     advantage={
@@ -145,6 +150,10 @@ COLUMNS: Mapping[str, Column] = _declare(
         "new_log_probs": (
             "float B T",
             "Log-prob of each response token in the update's last pass over its row; of an earlier pass `new_log_probs/1`, ….",
+        ),
+        "divergence": (
+            "float B T",
+            "Divergence of the policy from the teacher in the last pass over the row, in nats.",
         ),
         "clipped": ("bool B T", "Whether the surrogate was clipped there in the last pass over the row."),
     },

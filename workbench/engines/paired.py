@@ -362,12 +362,12 @@ def paired(
     return Paired(learner, sampler, **given)  # type: ignore[arg-type]
 
 
-def check_tokens(learner: Policy, sampler: WeightSink) -> None:
+def check_tokens(learner: Any, sampler: Any, what: str = "learner and sampler") -> None:
     """Check that two engines have the same tokens under the same ids. Raises `EngineError` where they differ."""
     mine, theirs = learner.tokenizer.get_vocab(), sampler.tokenizer.get_vocab()
     if mine != theirs:
         differ = len(mine.items() ^ theirs.items())
-        what, expected = "learner and sampler have different tokenizers", "the same tokens under the same ids"
+        what, expected = f"{what} have different tokenizers", "the same tokens under the same ids"
         found = f"{len(mine)} and {len(theirs)} tokens, {differ} entries that only one of them has"
         raise EngineError(what, expected=expected, found=found, do="open both from the same model")
 

@@ -14,6 +14,7 @@ from workbench.functional.advantages import (
     rloo,
     tir_optimal_token_baseline,
 )
+from workbench.functional.distillation import divergence
 from workbench.functional.logprobs import entropy_from_logits, log_probs_from_logits
 from workbench.functional.losses import (
     AGGREGATIONS,
@@ -44,6 +45,7 @@ __all__ = [
     "arpo",
     "bradley_terry",
     "discounted_returns",
+    "divergence",
     "entropy_from_logits",
     "explained_variance",
     "full_kl",

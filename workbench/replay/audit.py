@@ -282,7 +282,7 @@ def _phase(found: _Findings, views: Sequence[AuditView], number: int, phase: Pha
 
 
 def _formulas(phase: Phase) -> Callable[[AuditView], Claims] | None:
-    keys = (phase.stage, *("purpose", "function", "column", "estimator", "loss"))
+    keys = (phase.stage, *("loss", "purpose", "function", "column", "estimator"))
     return next(
         (FORMULAS[key] for key in keys if key in FORMULAS and (key == phase.stage or key in phase.settings)), None
     )

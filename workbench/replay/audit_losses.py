@@ -276,9 +276,12 @@ def update(v: AuditView) -> Claims:
                 if name in v.after:
                     yield Claim(name, v.after.mask, "nothing was updated")
         return
-    yield from {"ValueLoss": _critic, "CrossEntropy": _supervised, "BradleyTerry": _preferences}.get(
-        str(v.settings.get("loss")), _policy
-    )(v, role)
+    yield from {
+        "ValueLoss": _critic,
+        "CrossEntropy": _supervised,
+        "BradleyTerry": _preferences,
+        "Divergence": _distilled,
+    }.get(str(v.settings.get("loss")), _policy)(v, role)
     for name in term_metrics(v.settings, v.metrics, role):
         for metric in v.metrics:
             if metric == f"{role}/{name}" or metric.startswith(f"{role}/{name}_"):
@@ -424,6 +427,37 @@ def _supervised(v: AuditView, role: str) -> Claims:
     found = mean(losses) + math.fsum(further)
     yield Claim(f"{role}/loss", found, "−log π of the target tokens, aggregated", size([*losses, *further]))
     yield averaged(f"{role}/nll", [mean(flat(step)) for step in steps], "mean −log π of the target tokens")
+
+
+def _distilled(v: AuditView, role: str) -> Claims:
+    """Recompute the distillation loss and its metrics, from the recorded divergences of the pass itself, and these from
+    the log-probs where the sampled token alone decides them.
+    """
+    for name in ("new_log_probs", *_earlier(v)):
+        yield Left(name, MODEL)
+        yield from bounded(v.after, name)
+    mask, mode, kind = counted_tokens(v.after), v.setting("loss_agg_mode"), str(v.setting("estimator"))
+    kind = "k1+" if kind == "sampled" else kind
+    if kind == "full":
+        yield Left("divergence", MODEL)
+    else:
+        mine, theirs = (v.after.own(name, mask) for name in ("new_log_probs", v.setting("against")))
+        found = each(lambda x: kl(x, kind), each(gap, mine, theirs))
+        yield Claim("divergence", placed(found, mask), f"{kind} of the last pass", 10.0)
+    names = ("loss", "divergence", "divergence_max", "divergence_min")
+    if (cut := minis(v, role)) is None or len(cut) > 1 or v.setting("ppo_epochs") > 1:
+        for name in names:
+            yield Left(f"{role}/{name}", LATER)
+        return
+    rows, most, width = v.after.own("divergence", mask), v.setting("loss_max_clamp"), float(len(mask[0]))
+    limited = rows if most is None else each(lambda x: clamp(x, -most, most), rows)
+    further = [*term_metrics(v.settings, v.metrics, role).values()]
+    total, every = aggregated(limited, mode, width) + math.fsum(further), flat(rows)
+    noise = aggregated(each(abs, rows), mode, width) + size(further)
+    yield Claim(f"{role}/loss", total, "the divergence, aggregated", noise)
+    yield averaged(f"{role}/divergence", every, "mean divergence", size(every))
+    for name, value in zip(names[2:], (max(every), min(every)), strict=True):
+        yield Claim(f"{role}/{name}", value, "of all tokens")
 
 
 def _preferences(v: AuditView, role: str) -> Claims:

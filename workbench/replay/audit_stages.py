@@ -433,6 +433,8 @@ def log_prob(v: AuditView) -> Claims:
     b, column = v.after, v.setting("column")
     yield Left(column, MODEL)
     yield from bounded(b, column)
+    for name in ("teacher_top_ids", "teacher_top_log_probs") if v.setting("top_k") else ():
+        yield Left(name, MODEL)
     if v.setting("sum_pi_squared"):
         yield Left("sum_pi_squared", MODEL)
         least = each(lambda x, p, own: max(x, math.exp(2 * p)) if own else 0.0, b["sum_pi_squared"], b[column], b.mask)

@@ -501,6 +501,14 @@ class LateFrozen:
         """Compute log-probs as `LogProbModel.compute_log_probs` does; loads the frozen model at the first call."""
         return self._opened().compute_log_probs(*args, **options)
 
+    def top_log_probs(self, *args: Any, **options: Any) -> Any:
+        """Score a batch as `WholeTeacher.top_log_probs` does; loads the frozen model at the first call."""
+        return self._opened().top_log_probs(*args, **options)
+
+    def distributions(self, *args: Any, **options: Any) -> Any:
+        """Run the frozen model as `WholeTeacher.distributions` does; loads it at the first call."""
+        return self._opened().distributions(*args, **options)
+
     @contextmanager
     def model(self) -> Iterator[Any]:
         """Context manager: loads the frozen model and yields its `nn.Module`."""

@@ -85,6 +85,9 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
     if isinstance(rollout, DataResponses):
         pipeline.check(first)
         judged = [("targets", rollout.check_rows(part.views())) for part in parts]
+    elif "reward" not in pipeline:
+        pipeline.check(first)
+        judged = [("rewards", "none: no stage scores responses")]
     else:
         judged = _rewards(pipeline, rollout, parts, first)
     prompt = prompts.limit(rows)

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +33,7 @@ from workbench.rewards.base import BaseReward
 from workbench.runs.conditions import Condition, Goal, Observer, check_condition, named
 from workbench.runs.trackers import check_trackers, default_trackers
 from workbench.stages.correction import CorrectionSettings
+from workbench.stages.distillation import Divergence
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
 from workbench.stages.stage import foreign_class
@@ -312,7 +313,7 @@ def in_memory(pipeline: Pipeline) -> dict[str, Any]:
     They are learners, by role, and frozen models, such as a reference made from a policy that was already being
     trained.
     """
-    arguments = [model for stage in pipeline for model in getattr(stage, "made_with", {}).values()]
+    arguments = [model for stage in pipeline for model in _inside(getattr(stage, "made_with", {}))]
     frozen = {
         id(model): model for model in arguments if isinstance(model, FromFiles) and not isinstance(model, Learner)
     }
@@ -321,6 +322,15 @@ def in_memory(pipeline: Pipeline) -> dict[str, Any]:
         name: model.as_loaded() if isinstance(model, FromFiles) else not model.version for name, model in named.items()
     }
     return {name: model for name, model in named.items() if not in_files[name]}
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield a value, or the values in a mapping or in settings, such as the teacher of a loss."""
+    if isinstance(value, Mapping | Settings):
+        for one in (value if isinstance(value, Mapping) else vars(value)).values():
+            yield from _inside(one)
+    else:
+        yield value
 
 
 # --- the pipeline -------------------------------------------------------------------------------
@@ -338,6 +348,7 @@ MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
         (SamplingSettings, PolicyLoss, ValueLoss, CrossEntropy, BradleyTerry, CorrectionSettings, Term),
         ("settings", Settings.to_dict),
     ),
+    Divergence: ("settings", lambda one: dict(vars(one))),
     **dict.fromkeys((FixedKL, AdaptiveKL), ("controller", _of_controller)),
     **dict.fromkeys((agents.ToolAgent, agents.SingleTurn), ("part", lambda one: one.made_with)),
     **dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from workbench.stages.advantage import Advantage
 from workbench.stages.correction import CorrectionSettings, RolloutCorrection
+from workbench.stages.distillation import Divergence, TeacherAdvantage, TeacherLogProb
 from workbench.stages.episodes import EpisodeRollout, LearntOnce, TreeRollout, validation_rollout
 from workbench.stages.filtering import FilterGroups, Overlong, Resample
 from workbench.stages.log_prob import LogProb, OffPolicy, Values
@@ -16,8 +17,10 @@ from workbench.stages.terms import Term
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "EpisodeRollout",
+    "Advantage", "BaseStage", "Baseline", "BradleyTerry", "CorrectionSettings", "CrossEntropy", "Divergence",
+    "EpisodeRollout",
     "ExactKL", "FilterGroups", "Influence", "LearntOnce", "LogProb", "OfPolicy", "OffPolicy", "Outcome", "Overlong",
     "Pairs", "Pipeline", "PolicyLoss", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets",
-    "Term", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores", "validation_rollout",
+    "TeacherAdvantage",
+    "TeacherLogProb", "Term", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores", "validation_rollout",
 ]  # fmt: skip

@@ -101,7 +101,7 @@ def check_terms(terms: Mapping[str, Any] | None, main: Loss) -> dict[str, Term]:
         free = name.isidentifier() and name not in _TAKEN
         require(free, "name of a term", expected=f"an identifier other than {', '.join(_TAKEN)}", found=name)
     losses = {"the update's loss": main, **{name: one.loss for name, one in named.items()}}
-    wide = [name for name, one in losses.items() if hasattr(one, "compare")]
+    wide = [name for name, one in losses.items() if "compared" in one.want]
     require(len(wide) < 2, "losses over whole distributions", expected="one in an update", found=wide)
     odd = [name for name, one in losses.items() if ("values" in one.want) != ("values" in main.want)]
     require(not odd, "terms of an update", expected="all of a policy, or all of a critic", found=odd)
@@ -128,7 +128,8 @@ class Streams:
     def compare(self) -> Callable[..., Any] | None:
         """Of the loss that compares whole distributions its `compare`; None where none does."""
         every = (self.main, *(term.loss for term in self.terms.values()))
-        return next((one.compare for one in every if hasattr(one, "compare")), None)
+        wide: Any = next((one for one in every if "compared" in one.want), None)
+        return None if wide is None else wide.compare
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """Compute all losses of one micro-batch, their sum, their metrics and columns."""

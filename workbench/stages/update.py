@@ -233,8 +233,11 @@ class SupervisedLoss(Loss, Protocol):
     """Protocol of losses on given data, without rewards: `stages.CrossEntropy`, `stages.BradleyTerry`."""
 
     supervised: ClassVar[bool]
-    reads: ClassVar[tuple[str, ...]]
     writes: ClassVar[tuple[str, ...]]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that the loss needs, beside the inputs of a forward pass."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings of the loss by name."""
@@ -413,6 +416,10 @@ class Update(BaseStage):
     def measure(self, batch: DataProto) -> dict[str, Metric]:
         """Compute the loss's metrics on a batch with the present weights, in a pass without gradients; nothing is
         learned."""
+        if "compared" in self._loss.want:
+            with torch.enable_grad():
+                probed = self._learner.probe(batch, self._loss, counts_of(batch), self.temperature).metrics
+            return {name: one for name, one in probed.items() if isinstance(one, Mean) and "/" in name}
         model = cast(LogProbModel, self._learner)
         outputs = model.compute_log_probs(batch, self._loss.want, self.temperature)
         found = join([self._loss(outputs, batch, counts_of(batch)).metrics])
@@ -552,7 +559,8 @@ def _refuse_nonfinite(rows: DataProto, names: Iterable[str]) -> None:
         values = rows[name]
         if not values.is_floating_point():
             continue
-        bad = ~values.isfinite() & (mask if values.dim() > 1 else mask.any(-1))
+        inside = mask if values.dim() > 1 else mask.any(-1)
+        bad = ~values.isfinite() & inside.view(*inside.shape, *[1] * (values.dim() - inside.dim()))
         if bad.any():
             row, *token = bad.nonzero()[0].tolist()
             uid = f" (uid {rows['uid'][row]})" if "uid" in rows else ""

@@ -218,6 +218,49 @@ class FrozenModel:
         """Score the response tokens of a batch with the frozen weights: each of `want` as [B, T] float32 on the CPU."""
         return self._engine._scored(batch, want, temperature, self._base)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Score a batch with the frozen weights: `log_probs` [B, T], and at each place the k likeliest tokens, `top_ids`
+        and `top_log_probs` [B, T, k]. Raises `EngineError` where there are not so many, and for a sharded model."""
+
+        def likeliest(rows: DataProto, temperature: float) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+            def tops(logits: torch.Tensor, at: slice) -> torch.Tensor:
+                found = torch.log_softmax(logits.float(), -1).topk(k)
+                return torch.cat([found.values, found.indices.float()], -1)  # exact below 2^24
+
+            return tops
+
+        self._check_whole(k)
+        found = self._engine._scored(batch, ("log_probs", "compared"), temperature, self._base, likeliest)
+        values, ids = found["compared"].split(k, -1)
+        return {"log_probs": found["log_probs"], "top_log_probs": values.contiguous(), "top_ids": ids.long()}
+
+    def distributions(self, rows: DataProto, temperature: float = 1.0) -> Callable[[slice], torch.Tensor]:
+        """Run the frozen model over a micro-batch, and return a function: of a slice of its N response tokens, in the rows'
+        order, the log-probs of every next token, [n, V] float32. Raises `EngineError` for a sharded model."""
+        self._check_whole(1)
+        with self.model() as model, torch.no_grad():
+            way: Any = scoring.layout(model, rows, scoring.packs(model, self._engine._settings, rows))
+            states = way.spread.each(way.states(model, head_of(model)))
+
+        def log_probs(at: slice) -> torch.Tensor:
+            with self.model() as model, torch.no_grad():
+                return torch.log_softmax(head_of(model).logits(states[at]).float() / temperature, -1)
+
+        return log_probs
+
+    def _check_whole(self, k: int) -> None:
+        if not isinstance(self._engine, LocalEngine):
+            do = "open the teacher by engines.local(…), or take estimator='sampled'"
+            raise EngineError("whole distributions of a teacher", expected="a local engine", found=self._engine, do=do)
+        size = self._engine._model.get_input_embeddings().num_embeddings
+        if k > size:
+            raise EngineError("top_k of the teacher", expected=f"at most {size}, its vocabulary", found=k)
+
     def __repr__(self) -> str:
         return f"FrozenModel({self._engine!r})"
 
@@ -342,15 +385,21 @@ class LocalEngine(ModelEngine, Pushing):
 
     @runtime.in_turn
     def _scored(
-        self, batch: DataProto, want: Sequence[str], temperature: float, base: bool = False
+        self,
+        batch: DataProto,
+        want: Sequence[str],
+        temperature: float,
+        base: bool = False,
+        compare: scoring.Compare | None = None,
     ) -> dict[str, torch.Tensor]:
-        self._check_want(want)
+        self._check_want([one for one in want if compare is None or one != "compared"])
         scoring.check_ids(self._model, batch)
         self._model.eval()
         guard = memory.memory_errors("scoring", f"micro-batches of {self._budget} tokens", holds=self._live)
         with guard, self._autocast(), lora.switched_off(self._model) if base else nullcontext():
             packed = self._packs(batch)
-            return scoring.collect(self._passes(batch, packed), self._outputs(want, temperature, packed), batch, want)
+            found = self._outputs(want, temperature, packed, compare)
+            return scoring.collect(self._passes(batch, packed), found, batch, want)
 
     @runtime.in_turn
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
@@ -426,7 +475,8 @@ class LocalEngine(ModelEngine, Pushing):
         packed = self._packs(batch)
         try:
             with learning_mode(self._model, packed), self._autocast():
-                found, device = self._outputs(loss.want, temperature, packed), self._model.device
+                compare = getattr(loss, "compare", None)
+                found, device = self._outputs(loss.want, temperature, packed, compare), self._model.device
                 made = lambda rows: loss(found(rows), rows.to(device), loss_counts)  # noqa: E731
                 return backward(self._passes(batch, packed), made, batch, self._live)
         except BaseException:
@@ -736,9 +786,9 @@ class LocalEngine(ModelEngine, Pushing):
         return scoring.passes(self._model, batch, self._budget, packed)
 
     def _outputs(
-        self, want: Sequence[str], temperature: float, packed: bool
+        self, want: Sequence[str], temperature: float, packed: bool, compare: scoring.Compare | None = None
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
-        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed)
+        return lambda rows: scoring.outputs(self._model, self._head, rows, want, temperature, packed, compare=compare)
 
     def _autocast(self) -> Any:
         device = self._model.device.type

@@ -98,7 +98,7 @@ class LocalRewardModel(LocalEngine):
         return DataProto({**columns, "response_mask": (places == lengths[:, None]).long()})
 
     def _outputs(
-        self, want: Sequence[str], temperature: float, packed: bool
+        self, want: Sequence[str], temperature: float, packed: bool, compare: Any = None
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
         return lambda rows: scoring.outputs(self._model, self._model.score, rows, want, temperature, packed)
 

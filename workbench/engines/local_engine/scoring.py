@@ -181,9 +181,17 @@ class Spread:
         self._shape, self._places = mask.shape, sent(places(mask), device)
         self._which = None if which is None else sent(which, device)
 
+    def each(self, values: Tensor) -> Tensor:
+        """Return the value of each of the N places: values [N, …], or with `which` values [M, …], become [N, …]."""
+        return values if self._which is None else values[self._which]
+
     def __call__(self, values: Tensor) -> Tensor:
         """Scatter values [N, …], or with `which` values [M, …], to [b, T, …]."""
-        values = values.float() if self._which is None else values.float()[self._which]
+        return self.scatter(self.each(values.float()))
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Scatter the values [N, …] of the N places to [b, T, …]."""
+        values = values.float()
         empty = torch.zeros((self._shape.numel(), *values.shape[1:]), dtype=torch.float32, device=values.device)
         return empty.index_copy(0, self._places, values).view(*self._shape, *values.shape[1:])
 
@@ -530,9 +538,10 @@ def outputs(
     temperature: float,
     packed: bool,
     head: Head | None = None,
+    compare: Compare | None = None,
 ) -> dict[str, Tensor]:
     """Compute the outputs named in `want` (see `compute_log_probs`), each [b, T] float32 with gradient and 0 outside
-    the response mask; for the self-check also `logits` [b, T, V].
+    the response mask; for the self-check also `logits` [b, T, V], and `compared` [b, T, …] by `compare`.
 
     `rows` are on the CPU, the outputs on the model's device. `head` computes the logits; without it `head_of` chooses
     one.
@@ -551,7 +560,31 @@ def outputs(
         flat |= _from_logits(head, states, way.labels, want, temperature)
     if "logits" in want:
         flat["logits"] = head.logits(states)
-    return {name: way.spread(values) for name, values in flat.items()}
+    found = {name: way.spread(values) for name, values in flat.items()}
+    if compare is not None and "compared" in want:
+        spread: Any = way.spread
+        found["compared"] = spread.scatter(
+            _compared(head, spread.each(states), compare(rows, temperature), temperature)
+        )
+    return found
+
+
+Compare = Callable[[DataProto, float], Callable[[Tensor, slice], Tensor]]
+"""Of a micro-batch and the temperature, a function of the logits [n, V] of a slice of its N response tokens: [n, …]."""
+
+
+def _compared(head: Head, states: Tensor, function: Callable[[Tensor, slice], Tensor], temperature: float) -> Tensor:
+    """Compute a function of the logits at N positions, [N, …], chunk by chunk; the backward pass computes each chunk's
+    logits again, so that only one chunk's exist at a time."""
+
+    def chunk(part: Tensor, at: slice) -> Tensor:
+        return function(head.logits(part) / temperature, at)
+
+    size = max(_chunk_rows(head, states) // 4, 1)  # of a divergence several tensors as large as the logits exist
+    places = [slice(start, start + size) for start in range(0, len(states), size)] or [slice(0, 0)]
+    again = torch.is_grad_enabled() and len(places) > 1
+    parts = [(states[at], at) for at in places]
+    return torch.cat([checkpoint(chunk, *one, use_reentrant=False) if again else chunk(*one) for one in parts])
 
 
 _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
