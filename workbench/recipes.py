@@ -16,7 +16,7 @@ from workbench.base.config import refuse_unknown, require
 from workbench.base.errors import SettingError, unknown
 from workbench.compat.verl_correction import read_correction
 from workbench.engines.paired import check_tokens
-from workbench.engines.protocol import Critic, Engine, Learner, LogProbModel, SamplingSettings
+from workbench.engines.protocol import Critic, Described, Engine, Learner, LogProbModel, SamplingSettings
 from workbench.stages.advantage import Advantage
 from workbench.stages.correction import CorrectionSettings, RolloutCorrection
 from workbench.stages.distillation import Divergence, TeacherAdvantage, TeacherLogProb
@@ -25,6 +25,7 @@ from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.log_prob import LogProb, Values
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
+from workbench.stages.preferences import AnswerPairs, BestAndWorst, MismatchedKL, Preference
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
@@ -33,7 +34,7 @@ from workbench.stages.terms import Term
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "by_name", "cispo", "dapo", "distill", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "opo", "ppo",
+    "by_name", "cispo", "dapo", "distill", "dpo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "online_dpo", "opo", "ppo",
     "reinforce_plus_plus", "remax", "reward_model", "rloo", "sft", "tree_grpo", "with_rollout_correction",
 ]  # fmt: skip
 
@@ -528,6 +529,102 @@ def sft(
 
 
 @_recipe()
+def dpo(
+    engine: Learner,
+    *,
+    beta: float = 0.1,
+    loss: str = "sigmoid",
+    chosen: str = "chosen",
+    rejected: str = "rejected",
+    max_tokens: int = 1024,
+    label_smoothing: float = 0.0,
+    gamma: float = 0.5,
+    reference: LogProbModel | None = None,
+    ppo_epochs: int = 1,
+    ppo_mini_batch_size: int | None = None,
+) -> Pipeline:
+    """DPO and its relatives: a policy from preference pairs, without rewards or sampling.
+
+    A row has a prompt and two answers, as for `reward_model`; a step learns from a batch of pairs once. The reference's
+    log-probs are computed once a batch, in the column `ref_log_prob`. Metrics have TRL's names: `rewards/margins`,
+    `rewards/accuracies`, …; `train(…, eval_rows=…)` measures them on held-out pairs (`val/margins`). Rafailov et al. 2023,
+    https://arxiv.org/abs/2305.18290.
+
+    Args:
+        engine: is trained: `engines.local(path)`.
+        beta: how much a deviation from the reference costs (TRL's default).
+        loss: `sigmoid` (DPO), `ipo`, `hinge`, `robust`, `kto`, `simpo` (no reference), `apo_zero`, … (`functional.PREFERENCE_LOSSES`).
+        chosen: the column of the preferred answers: texts, or messages whose last one is the answer.
+        rejected: the column of the others.
+        max_tokens: longest answer, in tokens; a longer one is refused before training, and so are two equal answers.
+        label_smoothing: share of pairs whose labels are wrong: for `robust` and `exo_pair`.
+        gamma: simpo's target margin.
+        reference: any `LogProbModel`; None: the engine's weights as they are now, frozen.
+        ppo_epochs: passes over the batch.
+        ppo_mini_batch_size: pairs of one optimizer step; None: all of them.
+
+    Example:
+        >>> pairs = wb.rows("pairs.jsonl")  # prompt, chosen, rejected  # doctest: +SKIP
+        >>> run = wb.train_blocking(wb.recipes.dpo(engine, beta=0.1, loss="ipo"), pairs, epochs=1)  # doctest: +SKIP
+    """
+    kind = Preference(loss_type=loss, beta=beta, label_smoothing=label_smoothing, gamma=gamma)
+    first: Stage = AnswerPairs(engine, chosen=chosen, rejected=rejected, max_tokens=max_tokens)
+    return _preferences(
+        engine, [first], kind, reference, ppo_epochs=ppo_epochs, ppo_mini_batch_size=ppo_mini_batch_size
+    )
+
+
+@_recipe()
+def online_dpo(
+    engine: Engine,
+    reward: Any = None,
+    *,
+    beta: float = 0.1,
+    loss: str = "sigmoid",
+    group_size: int = 2,
+    label_smoothing: float = 0.0,
+    gamma: float = 0.5,
+    reference: LogProbModel | None = None,
+    sampling: SamplingSettings | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    ppo_epochs: int = 1,
+    ppo_mini_batch_size: int | None = None,
+    agent: Any = None,
+) -> Pipeline:
+    """Online DPO: the policy's own samples of a prompt, the best against the worst by a reward or judge, are its pairs.
+
+    Settings are those of `dpo` and `grpo`. A prompt whose samples have one reward is counted (`pairs/tied`) and teaches
+    nothing. Guo et al. 2024, https://arxiv.org/abs/2402.04792.
+    """
+    require(group_size > 1, "group_size", expected="≥ 2", found=group_size)
+    kind = Preference(loss_type=loss, beta=beta, label_smoothing=label_smoothing, gamma=gamma)
+    drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+    first: list[Stage] = [_rollout(engine, agent, None, {"group_size": group_size, "sampling": drawn})]
+    return _preferences(
+        engine,
+        [*first, Reward(reward), BestAndWorst()],
+        kind,
+        reference,
+        ppo_epochs=ppo_epochs,
+        ppo_mini_batch_size=ppo_mini_batch_size,
+    )
+
+
+def _preferences(engine: Any, stages: list[Stage], loss: Preference, reference: Any, **minis: Any) -> Pipeline:
+    """Append to stages that make pairs the reference's log-probs, where the loss reads them, and the update."""
+    sharded = isinstance(engine, Described) and "ranks" in (engine.describe() or {})
+    do = "open the model by engines.local(…)"
+    require(not sharded, "engine for preference pairs", expected="one that keeps pairs together", found=engine, do=do)
+    if loss.uses_reference:
+        model = reference if reference is not None else engine.reference()
+        stages = [*stages, LogProb(model, name="ref_log_prob", column="ref_log_prob")]
+        stages += [MismatchedKL(engine, model)] if loss.loss_type == "kto" else []
+    return Pipeline([*stages, Update(engine, loss, **minis)])
+
+
+@_recipe()
 def reward_model(
     engine: Learner,
     *,
@@ -570,7 +667,7 @@ def by_name(name: str) -> Callable[..., Pipeline]:
     name, with the nearest.
     """
     # tree_grpo needs an agent's object
-    others = ("by_name", "distill", "reward_model", "sft", "tree_grpo", "with_rollout_correction")
+    others = ("by_name", "distill", "dpo", "online_dpo", "reward_model", "sft", "tree_grpo", "with_rollout_correction")
     known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))

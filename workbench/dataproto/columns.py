@@ -110,6 +110,7 @@ COLUMNS: Mapping[str, Column] = _declare(
             "By how much the reward of a pair's chosen answer is to be above the rejected one's.",
         ),
     },
+    kto_kl={"kto_kl": ("float B", "KTO's estimate of the KL from the reference of the whole batch, in nats.")},
     reward={
         "token_level_scores": ("float B T", "The reward on the last valid response token, 0 elsewhere."),
         "reward": ("float B", "The scalar reward; never NaN, 0 where not scored."),

@@ -281,6 +281,7 @@ def update(v: AuditView) -> Claims:
         "CrossEntropy": _supervised,
         "BradleyTerry": _preferences,
         "Divergence": _distilled,
+        "Preference": _preferred,
     }.get(str(v.settings.get("loss")), _policy)(v, role)
     for name in term_metrics(v.settings, v.metrics, role):
         for metric in v.metrics:
@@ -458,6 +459,40 @@ def _distilled(v: AuditView, role: str) -> Claims:
     yield averaged(f"{role}/divergence", every, "mean divergence", size(every))
     for name, value in zip(names[2:], (max(every), min(every)), strict=True):
         yield Claim(f"{role}/{name}", value, "of all tokens")
+
+
+def _preferred(v: AuditView, role: str) -> Claims:
+    """Recompute TRL's metrics of preference pairs from the log-probs of the pass itself, and the loss where it is DPO's."""
+    yield Left("new_log_probs", MODEL)
+    yield from bounded(v.after, "new_log_probs")
+    names = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+        "logps/rejected",
+    )
+    mask, beta, kind = counted_tokens(v.after), v.setting("beta"), v.setting("loss_type")
+    if (cut := minis(v, role)) is None or len(cut) > 1 or v.setting("ppo_epochs") > 1:
+        for name in (f"{role}/loss", *names):
+            yield Left(name, LATER)
+        return
+    mine = [math.fsum(row) for row in v.after.own("new_log_probs", mask)]
+    theirs = [math.fsum(row) for row in v.after.own("ref_log_prob", mask)] if kind != "simpo" else [0.0] * len(mine)
+    known = [row for row in range(0, len(mine), 2) if any(mask[row]) and any(mask[row + 1])]
+    won, lost = ([beta * (mine[row + side] - theirs[row + side]) for row in known] for side in (0, 1))
+    margins, noise = [x - y for x, y in zip(won, lost, strict=True)], 1 + beta * (size(mine) + size(theirs))
+    values = [won, lost, margins, [float(x > 0) for x in margins]]
+    values += [[mine[row + side] for row in known] for side in (0, 1)]
+    for name, one in zip(names, values, strict=True):
+        yield averaged(name, one, f"{name}: the mean over pairs", noise + size(mine) * name.startswith("logps"))
+    if kind != "sigmoid":
+        yield Left(f"{role}/loss", "only DPO's own is recomputed")
+        return
+    losses = [math.log1p(math.exp(-x)) if x > -30 else -x for x in margins]
+    found = math.fsum(losses) / max(len(losses), 1) + math.fsum(term_metrics(v.settings, v.metrics, role).values())
+    yield Claim(f"{role}/loss", found, "−log σ(margin), the mean over pairs", noise)
 
 
 def _preferences(v: AuditView, role: str) -> Claims:

@@ -94,6 +94,9 @@ def targets(v: AuditView) -> Claims:
     yield from _padding(v, prompts, whole)
     if not many:
         yield from _texts(v, prompts, b.lengths)
+    if "pair_margin" in b:
+        yield Claim("pair_margin", [0.0] * len(b.mask), "no margin")
+        yield Claim("uid", [uid for uid in v.before["uid"] for _ in range(2)], "two rows of each pair", partial=True)
     for name in ("prompts", "responses", *(["response_text"] if many else [])):
         yield Left(name, "needs the tokenizer's chat template; its padding is checked")
     yield from measured_lengths(b)
@@ -423,6 +426,26 @@ def resample(v: AuditView) -> Claims:
     yield Claim("resample/distinct", len(set(rows)) / max(len(rows), 1), "share of different rows")
     drawn = [v.before["reward"][row] for row in rows]
     yield Claim("reward", drawn, "the drawn rows'", partial=True)
+
+
+def best_and_worst(v: AuditView) -> Claims:
+    """Recompute which pairs of samples say something, and their mean margin of rewards."""
+    b, rewards, scored = v.after, v.after["reward"], v.after["scored"]
+    gaps = [x - y for x, y in zip(rewards[::2], rewards[1::2], strict=True)]
+    known = [gap > 0 and x and y for gap, x, y in zip(gaps, scored[::2], scored[1::2], strict=True)]
+    kept = [[int(one and known[row // 2]) for one in own] for row, own in enumerate(b["response_mask"])]
+    yield Claim("loss_mask", kept, "response_mask of pairs with two rewards")
+    yield Claim("pair_margin", [0.0] * len(rewards), "no margin")
+    yield averaged("pairs/tied", [float(not one) for one in known], "share of other pairs")
+    margins = [gap for gap, one in zip(gaps, known, strict=True) if one]
+    yield averaged("pairs/reward_margin", margins, "mean best − worst reward", 1 + size(rewards))
+
+
+def kto_kl(v: AuditView) -> Claims:
+    """Check that KTO's KL is one number of all rows, at least 0, and the metric."""
+    found = v.after["kto_kl"]
+    yield Claim("kto_kl", [max(found[0], 0.0)] * len(found), "one number, at least 0")
+    yield Claim("kl", found[0], "the column's number")
 
 
 # --- log-probs ------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from workbench.stages.correction import CorrectionSettings
 from workbench.stages.distillation import Divergence
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
+from workbench.stages.preferences import Preference
 from workbench.stages.stage import foreign_class
 from workbench.stages.targets import BradleyTerry, CrossEntropy
 from workbench.stages.terms import Term
@@ -345,7 +346,7 @@ WORDS = {"settings": "values", "controller": "arguments", "part": "arguments"}
 """Key under which an object of this package is recorded → key of the arguments that make an equal one."""
 MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
     **dict.fromkeys(
-        (SamplingSettings, PolicyLoss, ValueLoss, CrossEntropy, BradleyTerry, CorrectionSettings, Term),
+        (SamplingSettings, PolicyLoss, ValueLoss, CrossEntropy, BradleyTerry, CorrectionSettings, Preference, Term),
         ("settings", Settings.to_dict),
     ),
     Divergence: ("settings", lambda one: dict(vars(one))),

@@ -180,11 +180,12 @@ def cell(row: Mapping[str, Any], column: str) -> Any:
     return value
 
 
-def _places(batch: DataProto) -> list[str]:
+def places_of(batch: DataProto) -> list[str]:
+    """Return how error messages name each row."""
     return [f"row {row} (uid {uid})" for row, uid in enumerate(batch["uid"])]
 
 
-def _columns(
+def placed_answers(
     prompts: Sequence[Sequence[int]], responses: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int
 ) -> dict[str, Any]:
     """Build the columns of a rollout, without those that only sampling gives, from (token ids, mask) of each response."""
@@ -226,7 +227,7 @@ class Targets(DataResponses):
     def __call__(self, batch: DataProto) -> Outcome:
         """Return the same P rows with the columns of their responses."""
         self._refuse_media(batch)
-        places = _places(batch)
+        places = places_of(batch)
         texts = self._texts(batch, self.target, places)
         chats = list(batch["raw_prompt"])
         starts = [_first_answer(chat) if self.every_turn else None for chat in chats]
@@ -237,7 +238,7 @@ class Targets(DataResponses):
         for row, start in enumerate(starts):
             if start is not None:
                 responses[row] = self._turns(chats[row], start, texts[row], places[row])
-        columns = _columns(prompts, responses, self._pad_id)
+        columns = placed_answers(prompts, responses, self._pad_id)
         decode = self.sampler.tokenizer.batch_decode
         columns["response_text"] = decode([list(ids) for ids, _ in responses], skip_special_tokens=True)
         return self._finished(batch, columns, torch.arange(len(batch)))
@@ -335,7 +336,7 @@ class Pairs(DataResponses):
     def __call__(self, batch: DataProto) -> Outcome:
         """Turn P preference pairs into 2P rows."""
         self._refuse_media(batch)
-        places, tokenizer = _places(batch), self.sampler.tokenizer
+        places, tokenizer = places_of(batch), self.sampler.tokenizer
         answers = [self._texts(batch, column, places) for column in (self.chosen, self.rejected)]
         for column, texts in zip((self.chosen, self.rejected), answers, strict=True):
             self._ids(texts, [f"{column} of {place}" for place in places])
@@ -354,7 +355,7 @@ class Pairs(DataResponses):
             )
             prompts.append(ids[:at])
             responses.append(([*ids[at:], end], [*[0] * (len(ids) - at), 1]))
-        columns = {**_columns(prompts, responses, end), "response_text": both}
+        columns = {**placed_answers(prompts, responses, end), "response_text": both}
         cells = ({name: batch[name][row] for name in self.reads} for row in range(len(batch)))
         margins = [self._margin(one, place) for one, place in zip(cells, places, strict=True)]
         columns[MARGIN] = torch.tensor(margins, dtype=torch.float32).repeat_interleave(2)

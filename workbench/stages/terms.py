@@ -143,7 +143,8 @@ class Streams:
             part = term.loss(outputs, term.own_rows(rows), self.counts[name])
             loss = loss + term.weight * part.loss
             number: Any = part.loss.detach()
-            further = {f"{name}_{key.rpartition('/')[2]}": one for key, one in part.metrics.items()}
+            inner = {key.removeprefix("actor/").replace("/", "_"): one for key, one in part.metrics.items()}
+            further = {f"{name}_{key}": one for key, one in inner.items()}
             metrics |= {name: Sum(number), **further}
             columns = {**part.columns, **columns}
         return LossOutput(loss, metrics, columns)

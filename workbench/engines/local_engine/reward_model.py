@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from workbench.base import runtime
 from workbench.base.config import require, shows_settings
 from workbench.base.errors import EngineError
 from workbench.base.memory import share_arena
-from workbench.dataproto.columns import MARGIN
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import scoring
 from workbench.engines.local_engine.classifier import LocalClassifier, open_classifier
@@ -101,23 +99,6 @@ class LocalRewardModel(LocalEngine):
         self, want: Sequence[str], temperature: float, packed: bool, compare: Any = None
     ) -> Callable[[DataProto], dict[str, torch.Tensor]]:
         return lambda rows: scoring.outputs(self._model, self._model.score, rows, want, temperature, packed)
-
-    def _passes(self, batch: DataProto, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-        """Yield micro-batches in which the two rows of a preference pair stay together, the longest pairs first;
-        batches without pairs are cut as usual."""
-        if MARGIN not in batch:
-            yield from super()._passes(batch, packed)
-            return
-        lengths = batch["attention_mask"].sum(-1).view(-1, 2)
-        order = torch.argsort(lengths.amax(-1), descending=True, stable=True)
-        sizes = [
-            ([pair], 2 * max(two), sum(two) if packed else None)
-            for pair, two in zip(order.tolist(), lengths[order].tolist(), strict=True)
-        ]
-        for pairs in scoring.grouped(sizes, self._budget):
-            runtime.check()
-            indices = (2 * pairs[:, None] + torch.arange(2)).flatten()
-            yield indices, *scoring.trimmed(batch.select_idxs(indices))
 
     def __repr__(self) -> str:
         size = sum(one.numel() for one in self._model.parameters())

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError
-from workbench.dataproto.columns import EXPERTS, PIXELS, declared
+from workbench.dataproto.columns import EXPERTS, MARGIN, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import (
@@ -633,14 +633,25 @@ def _chunk_rows(head: Head, states: Tensor) -> int:
     return max(CHUNK_BYTES // (4 * width), 1)
 
 
+def _of_pairs(model: Any, batch: DataProto, budget: int, packed: bool) -> list[Tensor]:
+    """Cut preference pairs into micro-batches, the longest first; returns the row numbers of each."""
+    lengths = batch["attention_mask"].sum(-1).view(-1, 2)
+    order = torch.argsort(lengths.amax(-1), descending=True, stable=True)
+    sizes = [
+        ([pair], 2 * max(two), sum(two) if packed else None)
+        for pair, two in zip(order.tolist(), lengths[order].tolist(), strict=True)
+    ]
+    return [(2 * pairs[:, None] + torch.arange(2)).flatten() for pairs in grouped(sizes, budget)]
+
+
 Pass = tuple[torch.Tensor | None, DataProto, int]
 """Row numbers (None: an empty pass, made for other ranks' sake), the rows on the CPU, and their T."""
 
 
 def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
-    """Yield the micro-batches of a batch as (row numbers, trimmed rows, their T). Raises `Interrupted` between two
-    where the work was asked to stop."""
-    for indices in micro_batches(model, batch, budget, packed):
+    """Yield the micro-batches of a batch as (row numbers, trimmed rows, their T); both rows of a preference pair are in
+    one. Raises `Interrupted` between two where the work was asked to stop."""
+    for indices in (_of_pairs if MARGIN in batch else micro_batches)(model, batch, budget, packed):
         runtime.check()
         yield indices, *trimmed(batch.select_idxs(indices))
 
