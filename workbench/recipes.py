@@ -25,7 +25,7 @@ from workbench.stages.filtering import FilterGroups, Overlong
 from workbench.stages.log_prob import LogProb, Values
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
-from workbench.stages.preferences import AnswerPairs, BestAndWorst, MismatchedKL, Preference
+from workbench.stages.preferences import AnswerPairs, BestAndWorst, KeepBest, MismatchedKL, Preference
 from workbench.stages.reward import Reward
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
@@ -35,7 +35,7 @@ from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
     "by_name", "cispo", "dapo", "distill", "dpo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "online_dpo", "opo", "ppo",
-    "reinforce_plus_plus", "remax", "reward_model", "rloo", "sft", "tree_grpo", "with_rollout_correction",
+    "reinforce_plus_plus", "remax", "reward_model", "rft", "rloo", "sft", "tree_grpo", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -612,6 +612,36 @@ def online_dpo(
     )
 
 
+@_recipe()
+def rft(
+    engine: Engine,
+    reward: Any = None,
+    *,
+    k: int = 1,
+    above: float | None = None,
+    group_size: int = 8,
+    sampling: SamplingSettings | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    loss_agg_mode: str = "token-mean",
+    ppo_epochs: int = 1,
+    ppo_mini_batch_size: int | None = None,
+    agent: Any = None,
+) -> Pipeline:
+    """Rejection sampling: of `group_size` samples of a prompt the k best with a reward of at least `above` become targets of
+    supervised fine-tuning.
+
+    Other settings are those of `grpo`; from a recorded run the same is `recipes.sft` on `run.best(k, above)`. Yuan et al. 2023,
+    https://arxiv.org/abs/2308.01825; repeated, expert iteration: https://arxiv.org/abs/2312.06585.
+    """
+    drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+    stages = [_rollout(engine, agent, None, {"group_size": group_size, "sampling": drawn}), Reward(reward)]
+    minis = {"ppo_epochs": ppo_epochs, "ppo_mini_batch_size": ppo_mini_batch_size}
+    update = Update(engine, CrossEntropy(loss_agg_mode=loss_agg_mode), temperature=drawn.temperature or 1.0, **minis)  # type: ignore[arg-type]
+    return Pipeline([*stages, KeepBest(k, above), update])
+
+
 def _preferences(engine: Any, stages: list[Stage], loss: Preference, reference: Any, **minis: Any) -> Pipeline:
     """Append to stages that make pairs the reference's log-probs, where the loss reads them, and the update."""
     sharded = isinstance(engine, Described) and "ranks" in (engine.describe() or {})
@@ -667,7 +697,17 @@ def by_name(name: str) -> Callable[..., Pipeline]:
     name, with the nearest.
     """
     # tree_grpo needs an agent's object
-    others = ("by_name", "distill", "dpo", "online_dpo", "reward_model", "sft", "tree_grpo", "with_rollout_correction")
+    others = (
+        "by_name",
+        "distill",
+        "dpo",
+        "online_dpo",
+        "reward_model",
+        "rft",
+        "sft",
+        "tree_grpo",
+        "with_rollout_correction",
+    )
     known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))

@@ -32,6 +32,7 @@ FORMULAS: Mapping[str, Callable[[AuditView], Claims]] = {
     "pairs": audit_stages.pairs,
     "answer_pairs": audit_stages.targets,
     "best_and_worst": audit_stages.best_and_worst,
+    "keep_best": audit_stages.keep_best,
     "kto_kl": audit_stages.kto_kl,
     "function": audit_stages.reward,
     "column": audit_stages.log_prob,

@@ -441,6 +441,15 @@ def best_and_worst(v: AuditView) -> Claims:
     yield averaged("pairs/reward_margin", margins, "mean best − worst reward", 1 + size(rewards))
 
 
+def keep_best(v: AuditView) -> Claims:
+    """Recompute which of the kept samples are good enough to learn from."""
+    b, least = v.after, v.setting("above")
+    good = [s and (least is None or x >= least) for s, x in zip(b["scored"], b["reward"], strict=True)]
+    kept = [[int(one and ok) for one in own] for own, ok in zip(b["response_mask"], good, strict=True)]
+    yield Claim("loss_mask", kept, "response_mask of samples that are good enough")
+    yield averaged("keep_best/kept", [float(one) for one in good], "share of them")
+
+
 def kto_kl(v: AuditView) -> Claims:
     """Check that KTO's KL is one number of all rows, at least 0, and the metric."""
     found = v.after["kto_kl"]

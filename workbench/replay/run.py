@@ -25,9 +25,10 @@ from workbench.base.memory import gib, release, trim
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
+from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.learning import park_moments
 from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
-from workbench.replay import rebuild
+from workbench.replay import rebuild, reuse
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import AUDITED, TRACES, Diagnosis, diagnosed, gathered
 from workbench.replay.rebuild import (
@@ -697,6 +698,37 @@ class Run(Shown):
             )
         self._files.fetch(f"val/{there[wanted].name}")
         return read_dump(there[wanted])
+
+    def rollouts(self, steps: Iterable[int] | int | None = None, *, held_out: bool = False) -> DataProto:
+        """The samples of recorded steps, with their rewards, as one batch: a replay buffer, and `views.samples` opens it.
+
+        Column `from_run` says run, step, row, uid and policy version of each. `steps` are those of `run.traces`; None: all.
+        Raises `RunError` where the run has no recorded samples or rewards, and without `held_out` where a sample answers a
+        prompt that the run was measured on.
+        """
+        return reuse.rollouts(self, steps, held_out=held_out)
+
+    def best(
+        self,
+        k: int = 1,
+        above: float | None = None,
+        steps: Iterable[int] | int | None = None,
+        *,
+        held_out: bool = False,
+    ) -> Rows:
+        """The k best different answers of each prompt, of a reward of at least `above`, as rows for `recipes.sft`
+        (rejection sampling).
+
+        A row has its prompt, the answer as its target, and in `extra_info["from_run"]` where it comes from, with the reward;
+        the ground truth moves to `extra_info["ground_truth"]`. Raises `RunError` as `rollouts`, for episodes of agents, and where
+        no answer is good enough.
+        """
+        return reuse.best(self.rollouts(steps, held_out=held_out), k, above)
+
+    def pairs(self, margin: float = 0.0, steps: Iterable[int] | int | None = None, *, held_out: bool = False) -> Rows:
+        """The best and the worst answer of each prompt whose rewards differ by more than `margin`, as rows with `chosen` and
+        `rejected` for `recipes.dpo`, `recipes.reward_model` and `datasets.samples`. Otherwise as `best`."""
+        return reuse.pairs(self.rollouts(steps, held_out=held_out), margin)
 
     @property
     def checkpoints(self) -> list[int]:

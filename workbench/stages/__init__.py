@@ -9,7 +9,7 @@ from workbench.stages.log_prob import LogProb, OffPolicy, Values
 from workbench.stages.measures import ExactKL, Influence
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
-from workbench.stages.preferences import AnswerPairs, BestAndWorst, MismatchedKL, Preference
+from workbench.stages.preferences import AnswerPairs, BestAndWorst, KeepBest, MismatchedKL, Preference
 from workbench.stages.reward import Reward, TurnScores, place_turn_scores
 from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
@@ -19,9 +19,9 @@ from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
     "Advantage", "AnswerPairs", "BaseStage", "Baseline", "BestAndWorst", "BradleyTerry", "CorrectionSettings",
-    "CrossEntropy", "Divergence", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "LearntOnce",
-    "LogProb", "MismatchedKL", "OfPolicy", "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline", "PolicyLoss",
-    "Preference", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets", "TeacherAdvantage",
-    "TeacherLogProb", "Term", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values", "place_turn_scores",
-    "validation_rollout",
+    "CrossEntropy", "Divergence", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "KeepBest",
+    "LearntOnce", "LogProb", "MismatchedKL", "OfPolicy", "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline",
+    "PolicyLoss", "Preference", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets",
+    "TeacherAdvantage", "TeacherLogProb", "Term", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values",
+    "place_turn_scores", "validation_rollout",
 ]  # fmt: skip

@@ -121,6 +121,36 @@ class BestAndWorst(BaseStage):
         return Outcome(self.written(kept, {MARGIN: torch.zeros(len(rows)), "loss_mask": mask}), metrics, rows)
 
 
+class KeepBest(BaseStage):
+    """Keep of each prompt's samples the k best by reward, as targets: P·G rows in, P·k rows out (rejection sampling).
+
+    Samples with a reward below `above`, and those without a score, are kept with `loss_mask` 0, and counted.
+    """
+
+    name = "keep_best"
+    reads = ("uid", "reward", "scored", "response_mask")
+    writes = ("loss_mask",)
+
+    def __init__(self, k: int = 1, above: float | None = None) -> None:
+        require(k >= 1, "k", expected="≥ 1", found=k)
+        self.k, self.above = k, above
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """Return the k best rows of each prompt, the best first; of equal rewards the earlier one."""
+        groups = group_numbers(batch["uid"])
+        rank = batch["reward"].masked_fill(~batch["scored"], -torch.inf)
+        order = torch.argsort(rank, descending=True, stable=True)
+        kept = [order[groups[order] == group][: self.k] for group in range(int(groups.max()) + 1 if len(groups) else 0)]
+        rows = torch.cat(kept) if kept else order
+        best = batch.select_idxs(rows).with_meta(group_size=min(self.k, batch.meta_info.get("group_size", self.k)))
+        good = best["scored"] & (best["reward"] >= (-torch.inf if self.above is None else self.above))
+        mask = best["response_mask"] * good.long()[:, None]
+        metrics: dict[str, Metric | float] = (
+            {"keep_best/kept": Mean.of(float(good.double().mean()), len(good))} if len(good) else {}
+        )
+        return Outcome(self.written(best, {"loss_mask": mask}), metrics, rows)
+
+
 class MismatchedKL(BaseStage):
     """Write `kto_kl` [B], KTO's estimate of KL(policy‖reference) in nats a response, the same in each row.
 
