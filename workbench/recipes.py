@@ -435,6 +435,7 @@ def distill(
     estimator: str = "full",
     top_k: int | None = None,
     tail: bool = True,
+    hint: str | None = None,
     policy_gradient: bool = False,
     loss_max_clamp: float | None = None,
     reward: Any = None,
@@ -456,7 +457,9 @@ def distill(
     Args:
         engine: the student: samples and is trained.
         teacher: an engine with the same tokenizer, or its `reference()`; a dict data source → teacher gives each row its own,
-            with `top_k` or a sampled estimator.
+            with `top_k` or a sampled estimator; `"self"`: the student as it is before the update, which needs a `hint`.
+        hint: the column with what only the teacher is told, a text or a chat (`stages.TeacherLogProb`): self-distillation
+            (SDFT, SDPO) or a privileged teacher. `full` then compares the teacher's 100 likeliest tokens unless `top_k` says.
         kl: `reverse`, KL(student‖teacher), TRL's default; `forward`, KL(teacher‖student); or the β of the generalised JSD.
         estimator: `full`: the exact sum over the vocabulary, or over `top_k` and the rest; `sampled`, `k1` to `k3`: of the
             sampled token alone, for any teacher that scores, always the reverse KL (`stages.Divergence`).
@@ -476,7 +479,17 @@ def distill(
     betas: dict[Any, float] = {"reverse": 1.0, "forward": 0.0}
     fits = kl in betas or (type(kl) in (int, float) and 0 <= cast(float, kl) <= 1)
     require(fits, "argument kl", expected="'reverse', 'forward' or a β in [0, 1]", found=kl)
-    frozen = _frozen(engine, teacher)
+    alone = isinstance(teacher, str) and teacher == "self"
+    do = "name a column of the rows: hint='extra_info.answer'"
+    require(
+        not alone or bool(hint),
+        "hint with teacher='self'",
+        expected="a column: else both are the same",
+        found=hint,
+        do=do,
+    )
+    frozen = engine if alone else _frozen(engine, teacher)
+    top_k = 100 if hint and estimator == "full" and top_k is None and not policy_gradient else top_k
     drawn = _sampling(sampling, temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     heat = drawn.temperature or 1.0
     how: dict[str, Any] = {"temperature": heat, "ppo_epochs": ppo_epochs, "ppo_mini_batch_size": ppo_mini_batch_size}
@@ -486,7 +499,7 @@ def distill(
         kind = "k1" if estimator in ("full", "sampled") else estimator
         whole = kl == "reverse" and top_k is None
         require(whole, "kl and top_k with policy_gradient", expected="'reverse' and None", found=(kl, top_k))
-        stages += [LogProb(engine, entropy=True, temperature=heat), TeacherLogProb(frozen, temperature=heat)]
+        stages += [LogProb(engine, entropy=True, temperature=heat), TeacherLogProb(frozen, hint=hint, temperature=heat)]
         stages += [TeacherAdvantage(kl_type=kind, loss_max_clamp=loss_max_clamp, scored=reward is None)]
         return Pipeline([*stages, Update(engine, PolicyLoss(loss_agg_mode=loss_agg_mode), **how)])
     live = frozen if estimator == "full" and top_k is None else None
@@ -494,7 +507,9 @@ def distill(
         beta=betas.get(kl, cast(float, kl)), estimator=estimator, top_k=top_k, tail=tail, teacher=live,
         loss_max_clamp=loss_max_clamp, loss_agg_mode=loss_agg_mode,
     )  # fmt: skip
-    return Pipeline([*stages, TeacherLogProb(frozen, top_k=top_k, temperature=heat), Update(engine, loss, **how)])
+    return Pipeline(
+        [*stages, TeacherLogProb(frozen, top_k=top_k, hint=hint, temperature=heat), Update(engine, loss, **how)]
+    )
 
 
 @_recipe()

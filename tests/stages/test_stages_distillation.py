@@ -27,7 +27,7 @@ def varied(response: str) -> float:
 
 class TestTeacherAdvantage(StageContract):
     make_stage = staticmethod(lambda: TeacherAdvantage(kl_type="k3", loss_max_clamp=2.0, scored=True))
-    make_batch = staticmethod(lambda: a_batch(teacher_log_probs=-torch.rand(8, 6)))
+    make_batch = staticmethod(lambda: a_batch(teacher_log_probs=-torch.ones(8, 6)))
 
 
 def rows() -> Any:
@@ -243,3 +243,50 @@ def test_what_cannot_teach_is_refused_by_name(student: Any, teacher: Any, tiny: 
         wb.recipes.distill(student, {"a": teacher})
     with pytest.raises(EngineError, match="top_k of the teacher"):
         perform(TeacherLogProb(teacher, top_k=1 << 20), sampled(student))
+
+
+def test_only_the_teacher_reads_the_hint(student: Any) -> None:
+    """By hand: the log-probs of the same tokens behind a prompt with the hint; a chat takes the prompt's place."""
+    batch = sampled(student)
+    hints = [f"The answer is {row}." if row % 2 else "" for row in range(len(batch))]
+    batch = batch.with_columns({"hint": hints})
+    found = perform(TeacherLogProb(student, top_k=4, hint="hint"), batch).batch
+    plain = perform(TeacherLogProb(student, top_k=4), batch).batch
+    tokenizer, mask = student.tokenizer, batch["response_mask"].bool()
+    for row in range(len(batch)):
+        same = torch.allclose(found["teacher_log_probs"][row], plain["teacher_log_probs"][row], atol=1e-5)
+        assert same == (not hints[row])
+        chat = [dict(turn) for turn in batch["raw_prompt"][row]]
+        if hints[row]:
+            chat[-1]["content"] += f"\n\n{hints[row]}"
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert found["teacher_prompt_text"][row] == text
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer = batch["responses"][row][batch["attention_mask"][row, -mask.shape[1] :].bool()].tolist()
+        with torch.no_grad():
+            logits = student._model(input_ids=torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        own = mask[row, : len(answer)]
+        assert torch.allclose(found["teacher_log_probs"][row, : len(answer)][own], wanted[own], atol=1e-4)
+    whole = batch.with_columns({"hint": [[{"role": "user", "content": "say it"}]] * len(batch)})
+    other = perform(TeacherLogProb(student, hint="hint"), whole).batch
+    assert "say it" in other["teacher_prompt_text"][0] and len(set(other["teacher_prompt_text"])) == 1
+    with pytest.raises(DataError, match="hint of row 0; expected a text, a chat, or None"):
+        perform(TeacherLogProb(student, hint="hint"), batch.with_columns({"hint": [3] * len(batch)}))
+
+
+def test_a_student_teaches_itself_with_a_hint(student: Any, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="hint with teacher='self'"):
+        wb.recipes.distill(student, "self")
+    pipe = wb.recipes.distill(student, "self", hint="extra_info.answer", kl="forward", top_k=8, max_tokens=12)
+    s = wb.Stepper(pipe, rows().batch(4)).run(until="teacher_log_prob")
+    assert s.what_if(beta=1.0, updates=2).cosine < 1
+    first = s.run().trace.metrics
+    again = s.back(to="rollout").run().trace.metrics
+    assert all(again[name] == one for name, one in first.items() if not name.startswith("timing"))
+    run = wb.train_blocking(pipe, rows(), steps=2, batch_size=4, run=tmp_path / "r", trackers=(), trace_freq=1)
+    found, wanted = run.engine(2).snapshot()["weights"], student.snapshot()["weights"]
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    audit = run.audit()
+    assert audit.agrees and not audit.unaudited, audit
+    assert run.stepper(step=2).run().trace.metrics["actor/loss"] == run.metrics["actor/loss"][2]

@@ -137,6 +137,9 @@ COLUMNS: Mapping[str, Column] = _declare(
     teacher_log_prob={
         "teacher_log_probs": ("float B T", "Log-prob of each response token under the teacher, in nats."),
         "teacher_top_log_probs": ("float B T K", "Log-probs of the teacher's K likeliest next tokens, in nats."),
+        "teacher_prompts": ("int B H", "Prompt token ids as the teacher reads them, with a hint; left-padded."),
+        "teacher_prompt_mask": ("int B H", "1 on prompt tokens of the teacher, 0 on padding."),
+        "teacher_prompt_text": ("object", "The prompt as the teacher reads it."),
         "teacher_top_ids": ("int B T K", "The teacher's K likeliest next tokens at each response token."),
     },
     exact_kl={"full_kl": ("float B T", "KL of the whole next-token distribution from the reference's, in nats.")},

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -285,6 +285,11 @@ class Paired(can.SampleMany, can.Closing):
         """Score tokens with the learner: each of `want` as [B, T]. On a shared device the sampler sleeps meanwhile."""
         self._make_room()
         return self.learner.compute_log_probs(batch, want, temperature)
+
+    def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+        """Score tokens with the learner, with the k likeliest tokens at each place (`GivesTops`)."""
+        self._make_room()
+        return cast(can.GivesTops, self.learner).top_log_probs(batch, k, temperature)
 
     def learn(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float = 1.0) -> StepResult:
         """Take one optimizer step of the learner; on a shared device the sampler sleeps meanwhile."""

@@ -426,13 +426,19 @@ class WholeModel(Protocol):
 
 
 @runtime_checkable
-class WholeTeacher(Protocol):
-    """Protocol of frozen models that give whole next-token distributions (the reference of a local engine), for
-    `stages.Divergence` and `stages.TeacherLogProb`."""
+class GivesTops(Protocol):
+    """Protocol of models that give their likeliest next tokens (a local engine, its reference): for
+    `stages.TeacherLogProb`."""
 
     def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
         """Score a batch: `log_probs` [B, T] of its response tokens, and at each place the k likeliest tokens, `top_ids`
         [B, T, k] int64, and their `top_log_probs`, in nats."""
+
+
+@runtime_checkable
+class WholeTeacher(Protocol):
+    """Protocol of frozen models that give whole next-token distributions (the reference of a local engine), for
+    `stages.Divergence`."""
 
     def distributions(self, rows: DataProto, temperature: float = 1.0) -> Callable[[slice], torch.Tensor]:
         """Run the model over a micro-batch, and return a function: of a slice of its N response tokens, in the rows' order,

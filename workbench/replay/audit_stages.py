@@ -467,6 +467,8 @@ def log_prob(v: AuditView) -> Claims:
     yield from bounded(b, column)
     for name in ("teacher_top_ids", "teacher_top_log_probs") if v.setting("top_k") else ():
         yield Left(name, MODEL)
+    for name in ("teacher_prompts", "teacher_prompt_mask", "teacher_prompt_text") if v.setting("hint") else ():
+        yield Left(name, "needs the tokenizer's chat template")
     if v.setting("sum_pi_squared"):
         yield Left("sum_pi_squared", MODEL)
         least = each(lambda x, p, own: max(x, math.exp(2 * p)) if own else 0.0, b["sum_pi_squared"], b[column], b.mask)

@@ -41,7 +41,7 @@ from workbench.engines.local_engine.engine import LocalEngine, local, shared_ref
 from workbench.engines.local_engine.loading import folder_of
 from workbench.engines.local_engine.reward_model import reward_model
 from workbench.engines.paired import Paired, paired
-from workbench.engines.protocol import Sampler
+from workbench.engines.protocol import Sampler, switches_of
 from workbench.engines.settings import FsdpSettings, LocalSettings
 from workbench.rewards.reward import by_data_source
 from workbench.runs import checkpoint, updates
@@ -501,8 +501,18 @@ class LateFrozen:
         """Compute log-probs as `LogProbModel.compute_log_probs` does; loads the frozen model at the first call."""
         return self._opened().compute_log_probs(*args, **options)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The frozen model's tokenizer; loads the model at the first call."""
+        return self._opened().tokenizer
+
+    @property
+    def template_switches(self) -> Mapping[str, Any]:
+        """Further arguments of its chat template."""
+        return switches_of(self._opened())
+
     def top_log_probs(self, *args: Any, **options: Any) -> Any:
-        """Score a batch as `WholeTeacher.top_log_probs` does; loads the frozen model at the first call."""
+        """Score a batch as `GivesTops.top_log_probs` does; loads the frozen model at the first call."""
         return self._opened().top_log_probs(*args, **options)
 
     def distributions(self, *args: Any, **options: Any) -> Any:

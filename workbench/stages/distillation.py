@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 
 from workbench.base.config import Settings, require
-from workbench.base.errors import DataError, EngineError, PipelineError, SettingError, unknown
+from workbench.base.errors import DataError, EngineError, PipelineError, SettingError, describe, unknown
 from workbench.base.metrics import Max, Mean, Metric, Min
 from workbench.dataproto.core import DataProto
-from workbench.engines.protocol import LossCounts, LossOutput, WholeTeacher
+from workbench.datasets.pictures import text_of
+from workbench.datasets.rendering import encode_rows
+from workbench.engines.protocol import GivesTops, LossCounts, LossOutput, WholeTeacher, switches_of
 from workbench.functional.distillation import divergence, with_tail
 from workbench.functional.losses import AGGREGATIONS, aggregate, kl_penalty
 from workbench.functional.masking import masked_mean
-from workbench.stages.log_prob import LogProb, scored_columns
+from workbench.stages.log_prob import LogProb, scored_columns, version_lag
 from workbench.stages.stage import BaseStage, Outcome
+from workbench.stages.targets import cell, placed_answers
 from workbench.stages.terms import loss_mask
 
+HINTED = ("teacher_prompts", "teacher_prompt_mask", "teacher_prompt_text")
 TOPS = ("teacher_top_log_probs", "teacher_top_ids")
 ESTIMATORS = ("full", "sampled", *(kind + plus for kind in ("k1", "k2", "k3", "abs") for plus in ("", "+")))
 """`full`: over the vocabulary, or the teacher's `top_k`; `sampled`: k1 with the gradient of k2, which is the KL's own on
@@ -34,21 +38,28 @@ class TeacherLogProb(LogProb):
         teacher: a model that scores; or a dict data source → model, of which each row gets its own.
         top_k: also write the teacher's K likeliest next tokens at each place: `teacher_top_ids` and `teacher_top_log_probs`
             [B, T, K]. None: no such columns.
+        hint: the column with what only the teacher is told of a row: a text, which is added to the prompt's last message, or a
+            whole chat in the prompt's place; None or "" is no hint. Writes `teacher_prompts`, `teacher_prompt_mask` and
+            `teacher_prompt_text`. With the student itself as the teacher that is self-distillation (SDFT,
+            https://arxiv.org/abs/2601.19897; SDPO, https://arxiv.org/abs/2601.20802).
         temperature: what the teacher's logits are divided by.
 
     Raises `DataError` for a row whose data source has no teacher, and `EngineError` where the teacher cannot give its
     likeliest tokens.
     """
 
-    def __init__(self, teacher: Any, *, top_k: int | None = None, temperature: float = 1.0) -> None:
+    def __init__(
+        self, teacher: Any, *, top_k: int | None = None, hint: str | None = None, temperature: float = 1.0
+    ) -> None:
         require(top_k is None or top_k > 0, "top_k of the teacher", expected="≥ 1, or None", found=top_k)
         super().__init__(teacher, name="teacher_log_prob", column="teacher_log_probs", temperature=temperature)
-        self.top_k = top_k
+        self.top_k, self.hint = top_k, hint
         self._teachers: dict[str | None, Any] = dict(teacher) if isinstance(teacher, Mapping) else {None: teacher}
         several = isinstance(teacher, Mapping)
-        self.reads = (*self.reads, *(("data_source",) if several else ()))
-        self.writes = ("teacher_log_probs", *(TOPS if top_k else ()))
-        odd = [one for one in self._teachers.values() if top_k and not isinstance(one, WholeTeacher)]
+        hinted = (hint.partition(".")[0], "raw_prompt") if hint else ()
+        self.reads = (*self.reads, *(("data_source",) if several else ()), *hinted)
+        self.writes = ("teacher_log_probs", *(TOPS if top_k else ()), *(HINTED if hint else ()))
+        odd = [one for one in self._teachers.values() if top_k and not isinstance(one, GivesTops)]
         if odd:
             do = "take the reference() of a local engine, or estimator='sampled' without top_k"
             raise EngineError("teacher with top_k", expected="a model with whole distributions", found=odd[0], do=do)
@@ -56,7 +67,16 @@ class TeacherLogProb(LogProb):
     def __call__(self, batch: DataProto) -> Outcome:
         """Return the same B rows with the teacher's log-probs."""
         rows = batch.select(scored_columns(batch, policy=bool(self._learners)))
-        columns: dict[str, Tensor] = {}
+        columns: dict[str, Any] = self._told(batch) if self.hint else {}
+        if self.hint:
+            length = rows["response_mask"].shape[1]
+            there = torch.cat([columns["teacher_prompt_mask"], rows["attention_mask"][:, -length:]], 1)
+            ids = torch.cat([columns["teacher_prompts"], rows["input_ids"][:, -length:]], 1)
+            seen = {"input_ids": ids, "attention_mask": there, "position_ids": (there.cumsum(-1) - 1).clamp(min=0)}
+            rows = rows.without(*seen).with_columns(seen)
+        metrics: dict[str, Metric | float] = {}
+        for learner in self.learners() if "policy_version" in batch else ():
+            metrics |= version_lag(learner.version, batch["policy_version"])
         for source, places in self._shares(batch).items():
             part, teacher = rows.select_idxs(places), self._teachers[source]
             if self.top_k:
@@ -66,7 +86,18 @@ class TeacherLogProb(LogProb):
             for name, values in found.items():
                 empty = values.new_zeros((len(batch), *values.shape[1:]))
                 columns.setdefault(f"teacher_{name}", empty)[places] = values
-        return Outcome(self.written(batch, columns))
+        return Outcome(self.written(batch, columns), metrics)
+
+    def _told(self, batch: DataProto) -> dict[str, Any]:
+        """Return the prompts with their hints, as the columns `HINTED`."""
+        reader, chats = next(iter(self._teachers.values())), []
+        for row, chat in enumerate(batch["raw_prompt"]):
+            column = str(self.hint).partition(".")[0]
+            chats.append(_with_hint(chat, cell({column: batch[column][row]}, str(self.hint)), f"row {row}"))
+        prompts, _ = encode_rows(reader.tokenizer, chats, {}, **switches_of(reader))
+        laid = placed_answers(prompts, [((), ())] * len(prompts), reader.tokenizer.eos_token_id)
+        texts = reader.tokenizer.batch_decode([list(ids) for ids in prompts])
+        return dict(zip(HINTED, (laid["prompts"], laid["prompt_mask"], texts), strict=True))
 
     def _shares(self, batch: DataProto) -> dict[str | None, Tensor]:
         """Return for each teacher the numbers of its rows."""
@@ -79,6 +110,19 @@ class TeacherLogProb(LogProb):
                 raise DataError(f"teacher of row {row}", expected=expected, found=f"data_source {source!r}")
             rows.setdefault(source, []).append(row)
         return {source: torch.tensor(numbers) for source, numbers in rows.items()}
+
+
+def _with_hint(chat: Any, hint: Any, place: str) -> Any:
+    """Return a prompt as the teacher reads it; see `TeacherLogProb`. Raises `DataError` for a hint of another kind."""
+    if hint is None or hint == "":
+        return chat
+    if isinstance(hint, list):
+        return hint
+    if not isinstance(hint, str):
+        raise DataError(f"hint of {place}", expected="a text, a chat, or None", found=describe(hint))
+    if isinstance(chat, str):
+        return f"{chat}\n\n{hint}"
+    return [*chat[:-1], {**chat[-1], "content": f"{text_of(chat[-1]['content'])}\n\n{hint}"}]
 
 
 class TeacherAdvantage(BaseStage):

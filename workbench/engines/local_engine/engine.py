@@ -223,26 +223,19 @@ class FrozenModel:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
+    @property
+    def template_switches(self) -> Mapping[str, Any]:
+        """Further arguments of the chat template."""
+        return dict(self._engine.template_switches)
+
     def top_log_probs(self, batch: DataProto, k: int, temperature: float = 1.0) -> dict[str, torch.Tensor]:
-        """Score a batch with the frozen weights: `log_probs` [B, T], and at each place the k likeliest tokens, `top_ids`
-        and `top_log_probs` [B, T, k]. Raises `EngineError` where there are not so many, and for a sharded model."""
-
-        def likeliest(rows: DataProto, temperature: float) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-            def tops(logits: torch.Tensor, at: slice) -> torch.Tensor:
-                found = torch.log_softmax(logits.float(), -1).topk(k)
-                return torch.cat([found.values, found.indices.float()], -1)  # exact below 2^24
-
-            return tops
-
-        self._check_whole(k)
-        found = self._engine._scored(batch, ("log_probs", "compared"), temperature, self._base, likeliest)
-        values, ids = found["compared"].split(k, -1)
-        return {"log_probs": found["log_probs"], "top_log_probs": values.contiguous(), "top_ids": ids.long()}
+        """Score a batch with the frozen weights, as `LocalEngine.top_log_probs`. Raises `EngineError` for a sharded model."""
+        return self._whole().top_log_probs(batch, k, temperature, base=self._base)
 
     def distributions(self, rows: DataProto, temperature: float = 1.0) -> Callable[[slice], torch.Tensor]:
         """Run the frozen model over a micro-batch, and return a function: of a slice of its N response tokens, in the rows'
         order, the log-probs of every next token, [n, V] float32. Raises `EngineError` for a sharded model."""
-        self._check_whole(1)
+        self._whole()
         with self.model() as model, torch.no_grad():
             way: Any = scoring.layout(model, rows, scoring.packs(model, self._engine._settings, rows))
             states = way.spread.each(way.states(model, head_of(model)))
@@ -253,13 +246,11 @@ class FrozenModel:
 
         return log_probs
 
-    def _check_whole(self, k: int) -> None:
-        if not isinstance(self._engine, LocalEngine):
-            do = "open the teacher by engines.local(…), or take estimator='sampled'"
-            raise EngineError("whole distributions of a teacher", expected="a local engine", found=self._engine, do=do)
-        size = self._engine._model.get_input_embeddings().num_embeddings
-        if k > size:
-            raise EngineError("top_k of the teacher", expected=f"at most {size}, its vocabulary", found=k)
+    def _whole(self) -> LocalEngine:
+        if isinstance(self._engine, LocalEngine):
+            return self._engine
+        do = "open the teacher by engines.local(…), or take estimator='sampled'"
+        raise EngineError("whole distributions of a teacher", expected="a local engine", found=self._engine, do=do)
 
     def __repr__(self) -> str:
         return f"FrozenModel({self._engine!r})"
@@ -400,6 +391,27 @@ class LocalEngine(ModelEngine, Pushing):
             packed = self._packs(batch)
             found = self._outputs(want, temperature, packed, compare)
             return scoring.collect(self._passes(batch, packed), found, batch, want)
+
+    def top_log_probs(
+        self, batch: DataProto, k: int, temperature: float = 1.0, base: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Score a batch: `log_probs` [B, T], and at each place the k likeliest tokens, `top_ids`
+        and `top_log_probs` [B, T, k]. With `base` LoRA adapters
+        are switched off. Raises `EngineError` where there are not so many tokens."""
+
+        def likeliest(rows: DataProto, temperature: float) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+            def tops(logits: torch.Tensor, at: slice) -> torch.Tensor:
+                found = torch.log_softmax(logits.float(), -1).topk(k)
+                return torch.cat([found.values, found.indices.float()], -1)  # exact below 2^24
+
+            return tops
+
+        size = self._model.get_input_embeddings().num_embeddings
+        if k > size:
+            raise EngineError("top_k of the teacher", expected=f"at most {size}, its vocabulary", found=k)
+        found = self._scored(batch, ("log_probs", "compared"), temperature, base, likeliest)
+        values, ids = found["compared"].split(k, -1)
+        return {"log_probs": found["log_probs"], "top_log_probs": values.contiguous(), "top_ids": ids.long()}
 
     @runtime.in_turn
     def full_kl(self, batch: DataProto, reference: FrozenModel, temperature: float = 1.0) -> torch.Tensor:
