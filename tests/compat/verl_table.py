@@ -81,7 +81,9 @@ val-{core,aux}/<source>/<variable>/best@<n>/{mean,std} | ≈ | exact, where verl
 val-aux/<source>/<variable>/worst@<n>/{mean,std} | ≈ | exact, where verl draws 1000 times
 val-{core,aux}/<source>/<variable>/maj@<n>/{mean,std} | ≈ | 1000 other draws; as in verl of prompts all of whose samples have an answer
 val-aux/num_turns/{min,max,mean} | = | of episodes
-distillation/* | — | no distillation
+distillation/loss | actor/{loss,distill} | alone, and as a term beside RL's; the estimate of each token is the column `divergence`
+distillation/{loss_max,loss_min} | actor/{divergence,distill_divergence}_{max,min} | before `loss_max_clamp`, as in verl
+distillation/* | — | not measured
 {separate_async,fully_async}/* | — | one step ahead at most (`ahead=1`)
 """
 

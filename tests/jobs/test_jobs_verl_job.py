@@ -352,3 +352,34 @@ def test_a_tool_parser_that_is_not_there_is_refused() -> None:
     job = wb.compat.verl({f"{turns}.enable": True, f"{turns}.format": "qwen9"})
     assert any("qwen9" in row.why for row in job.refused)
     assert not wb.compat.verl({f"{turns}.enable": True, f"{turns}.format": "hermes"}).refused
+
+
+@pytest.mark.slow
+def test_a_commands_distillation_opens(engine: Any) -> None:
+    """verl 0.9.1's keys and defaults: k3 beside task rewards; alone as a loss, and as advantages."""
+    on = {
+        "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "distillation.enabled": True,
+        "distillation.teacher_models.teacher_model.model_path": "data/tiny-arith-tools",
+    }  # fmt: skip
+    loss = "distillation.distillation_loss"
+    found = settings_of(opened(on, engine)[0])["update_actor"]
+    assert found["distill.estimator"] == "k3" and found["distill.weight"] == "1.0" and found["loss"] == "PolicyLoss"
+    tops = {**on, f"{loss}.loss_mode": "forward_kl_topk", f"{loss}.topk": 8, f"{loss}.distillation_loss_coef": 0.5}
+    found = settings_of(opened(tops, engine)[0])
+    assert found["teacher_log_prob"]["top_k"] == "8" and found["update_actor"]["distill.weight"] == "0.5"
+    assert found["update_actor"]["distill.beta"] == "0.0" and found["update_actor"]["distill.tail"] == "False"
+    alone = {**tops, f"{loss}.use_task_rewards": False, f"{loss}.loss_max_clamp": 10.0}
+    pipe = opened(alone, engine)[0]
+    assert pipe.names == ("rollout", "teacher_log_prob", "update_actor") and pipe["rollout"].group_size == 2
+    assert pipe["update_actor"].settings()["loss_max_clamp"] == 10.0 and pipe["update_actor"].settings()["beta"] == 0
+    gradient = {**on, f"{loss}.use_task_rewards": False, f"{loss}.loss_mode": "k1", f"{loss}.use_policy_gradient": True}
+    pipe = opened(gradient, engine)[0]
+    assert pipe["advantage"].kl_type == "k1" and pipe["update_actor"].settings()["loss"] == "PolicyLoss"
+    for wrong, said in (
+        ({f"{loss}.use_policy_gradient": True}, "use_policy_gradient; expected False with use_task_rewards=True"),
+        ({"distillation.teacher_models.teacher_model.model_path": None}, "expected the teacher's model"),
+        ({f"{loss}.log_prob_min_clamp": -10.0}, "log-probs are not clamped"),
+        ({f"{loss}.loss_mode": "k9"}, "k9"),
+    ):
+        with pytest.raises(SettingError, match=said):
+            opened({**on, **wrong}, engine)

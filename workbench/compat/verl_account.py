@@ -285,8 +285,20 @@ reward_model.{model.input_tokenizer,model.external_lib,max_length} | refused unl
 {reward,reward_model,custom_reward_function,reward_manager,sandbox_fusion}.* | exact | reward_from | the same names
 model_engine | hardware | — | transformers' models, in this process or by FSDP
 skip.* | hardware if skip.rollout.enable | — | of skipping
-distillation.enabled | refused unless False | — | no distillation
-distillation.* | hardware if distillation.enabled | — | of distillation
+distillation.enabled | exact | recipes.distill | with `use_task_rewards`, verl's default, the RL recipe with a teacher
+distillation.teacher_models.teacher_model.model_path | exact if distillation.enabled | engines.local | the teacher, in this process
+distillation.{teacher_models.*.model_path,teacher_model.model_path} | refused unless null | — | one teacher is read from a command: stages.TeacherLogProb takes a dict of several
+distillation.distillation_loss.loss_mode | exact if distillation.enabled | Divergence.estimator | forward_kl_topk is β=0 with top_k
+distillation.distillation_loss.topk | exact if distillation.enabled | Divergence.top_k | of forward_kl_topk
+distillation.distillation_loss.{use_task_rewards,distillation_loss_coef} | exact if distillation.enabled | grpo(distill_coef) | the coefficient counts with task rewards alone
+distillation.distillation_loss.use_policy_gradient | exact if distillation.enabled | distill(policy_gradient) | without task rewards
+distillation.distillation_loss.loss_max_clamp | exact if distillation.enabled | Divergence.loss_max_clamp
+distillation.distillation_loss.log_prob_min_clamp | refused unless null | — | log-probs are not clamped
+distillation.distillation_loss.policy_loss_mode | refused unless vanilla | — | vanilla
+distillation.distillation_loss.{clip_ratio,clip_ratio_low,clip_ratio_high} | refused unless 0.2 | — | 0.2
+distillation.teacher_models.*.key | hardware if distillation.enabled | — | one teacher
+distillation.teacher_key | hardware if distillation.enabled | — | one teacher
+distillation.* | hardware if distillation.enabled | — | where and how the teacher runs
 rollout.{nnodes,n_gpus_per_node} | hardware | — | where the sampler is
 {async_training,rollout,actor_rollout_ref.teacher,teacher,atropos}.* | refused | train(ahead) | of a recipe of verl's own
 """
@@ -306,6 +318,11 @@ ESTIMATORS = (
     "rloo_vectorized", "opo", "gpg", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
 """verl's advantage estimators, all of which are here."""
+DISTILLATION: Mapping[str, str] = {
+    **{name: name for name in ("k1", "k2", "k3", "abs")},
+    **{"kl": "k1", "mse": "k2", "low_var_kl": "k3", "forward_kl_topk": "full", "forward_kl_topk_tail": "full"},
+}
+"""verl's `loss_mode` of distillation → `Divergence.estimator`."""
 _ALONE = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 GROUPED = tuple(name for name in ESTIMATORS if name not in _ALONE)
 """Estimators that compare a prompt's samples."""
@@ -380,6 +397,7 @@ _CHOICES: Mapping[str, Iterable[str]] = {
     f"{_ACTOR}.policy_loss.loss_mode": F.POLICY_LOSSES,
     f"{_ACTOR}.loss_agg_mode": F.AGGREGATIONS,
     f"{_ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
+    "distillation.distillation_loss.loss_mode": DISTILLATION,
 }
 """Settings that name something there must be."""
 

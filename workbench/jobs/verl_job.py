@@ -278,13 +278,15 @@ def _planned(job: VerlJob, *, policy: bool = True) -> VerlPlan:
 
 def _result(value: Any, names: Mapping[str, Any]) -> Any:
     """Replace each `Name` (also of an attribute: `policy.tokenizer`) by its object and each `Call` by its result, also
-    within lists.
+    within lists and dicts.
     """
     if isinstance(value, Name):
         name, *attributes = value.split(".")
         return functools.reduce(getattr, attributes, names[name])
     if isinstance(value, list):
         return [_result(part, names) for part in value]
+    if isinstance(value, dict):
+        return {key: _result(part, names) for key, part in value.items()}
     if not isinstance(value, Call):
         return value
     args = [_result(part, names) for part in value.args]

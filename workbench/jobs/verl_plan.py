@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench import recipes
+from workbench.base.config import require
 from workbench.base.errors import SettingError
 from workbench.compat.verl_account import (
     DEFAULTS,
+    DISTILLATION,
     GROUPED,
     estimator,
     find,
@@ -94,6 +96,14 @@ class VerlPlan:
     """Arguments of a `ToolAgent`, `tools` and `interactions` as paths; or the name of a registered loop."""
     train: dict[str, Any]
     epochs: int
+    teacher: str | None = None
+    """The model that the policy learns from."""
+    distill: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the divergence from the teacher."""
+    coef: float | None = None
+    """Weight of the divergence beside the recipe's loss; None: it is the only loss."""
+    policy_gradient: bool = False
+    """Whether the divergence is the advantages of a policy gradient."""
 
 
 def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> VerlPlan:
@@ -134,7 +144,32 @@ def plan(values: Mapping[str, Any], name: str = "verl", suffix: str = "") -> Ver
         agent=_agent(read),
         train={**_train(read), "run": _run(read, name) + suffix, **({"steps": steps} if steps is not None else {})},
         epochs=int(read("trainer.total_epochs")),
+        **_distillation(read),
     )
+
+
+_DISTILL = "distillation.distillation_loss"
+
+
+def _distillation(read: _Read) -> dict[str, Any]:
+    """Return the teacher and the settings of the divergence from it; {} where distillation is off. Raises `SettingError`
+    without a teacher, and for losses that cannot be combined.
+    """
+    if not read("distillation.enabled"):
+        return {}
+    key, mode = "distillation.teacher_models.teacher_model.model_path", read(f"{_DISTILL}.loss_mode", "k3")
+    teacher, gradient = read(key), bool(read(f"{_DISTILL}.use_policy_gradient", False))
+    rewarded, tops = read(f"{_DISTILL}.use_task_rewards", True), mode.startswith("forward_kl_topk")
+    require(teacher is not None, key, expected="the teacher's model", found=None)
+    fits = not gradient or not (rewarded or tops)
+    expected = "False with use_task_rewards=True or loss_mode=forward_kl_topk"
+    require(fits, f"{_DISTILL}.use_policy_gradient", expected=expected, found=gradient)
+    found: dict[str, Any] = {"estimator": DISTILLATION[mode], "loss_max_clamp": read(f"{_DISTILL}.loss_max_clamp")}
+    if tops:
+        found |= {"top_k": int(read(f"{_DISTILL}.topk", 32)), "tail": mode.endswith("_tail")}
+    coef = float(read(f"{_DISTILL}.distillation_loss_coef", 1.0)) if rewarded else None
+    given = {name: value for name, value in found.items() if value is not None}
+    return {"teacher": _path(teacher), "distill": given, "coef": coef, "policy_gradient": gradient}
 
 
 def data(planned: VerlPlan, model: Any, train_files: Any, eval_files: Any, parts: Any) -> Iterator[tuple[str, Call]]:
@@ -179,7 +214,21 @@ def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
     if planned.reference is not None:
         objects["reference"] = Call("engines.local", (planned.reference,))
     args = (policy, Name("reward")) if reward else (policy,)
+    if planned.teacher is not None:
+        yield "teacher", Call("engines.local", (planned.teacher,))
+        if planned.coef is None:
+            yield "pipe", _distill(planned, policy, objects, reward)
+            return
+        objects |= {"teacher": Name("teacher"), "distill_coef": planned.coef}
     yield "pipe", Call(f"recipes.{planned.recipe}", args, {**planned.settings, **objects})
+    if planned.teacher is not None:
+        loss = dict(planned.distill) | ({"beta": 0.0} if "top_k" in planned.distill else {})
+        mode = planned.settings.get("loss_agg_mode")
+        loss |= {"loss_agg_mode": mode} if mode is not None else {}
+        if "top_k" in loss:
+            yield "pipe", Call(".with_stage", (pipe, "teacher_log_prob"), {"top_k": loss["top_k"]})
+        term = Call("stages.Term", (), {"loss": Call("stages.Divergence", (), loss), "weight": planned.coef})
+        yield "pipe", Call(".with_stage", (pipe, "update_actor"), {"terms": {"distill": term}})
     changes = dict(planned.changes)
     if planned.advantage is not None:
         if "old_log_prob" in changes:
@@ -192,6 +241,20 @@ def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
         yield "pipe", Call("recipes.with_rollout_correction", (pipe,), planned.correction)
     if planned.resample is not None:
         yield "pipe", Call(".insert_after", (pipe, "advantage", planned.resample))
+
+
+def _distill(planned: VerlPlan, policy: Name, objects: Mapping[str, Any], reward: bool) -> Call:
+    """Return the call of `recipes.distill`, where the divergence is the only loss."""
+    taken = inspect.signature(recipes.distill).parameters
+    given = {name: value for name, value in {**planned.settings, **objects}.items() if name in taken}
+    given |= dict(planned.distill)
+    given |= {"kl": "forward"} if "top_k" in planned.distill else {}
+    usual = inspect.signature(recipes.by_name(planned.recipe)).parameters["group_size"].default
+    given |= {"group_size": planned.settings.get("group_size", usual)}
+    given |= ({"policy_gradient": True} if planned.policy_gradient else {}) | (
+        {"reward": Name("reward")} if reward else {}
+    )
+    return Call("recipes.distill", (policy, Name("teacher")), given)
 
 
 class _Read:
