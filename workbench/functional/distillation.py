@@ -30,8 +30,10 @@ def divergence(student: Tensor, teacher: Tensor, beta: float = 1.0) -> Tensor:
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p‖q), [..., V] → [...]; a token of probability 0 under p adds 0."""
     never = log_p.isneginf()
-    gap = log_p.masked_fill(never, 0.0) - log_q.masked_fill(never, 0.0)
-    return (log_p.exp() * gap).sum(-1)
+    if never.any():
+        log_q, log_p = log_q.masked_fill(never, 0.0), log_p.masked_fill(never, 0.0)
+        return (log_p.exp().masked_fill(never, 0.0) * (log_p - log_q)).sum(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 LEAST_TAIL = 1e-7

@@ -574,17 +574,45 @@ Compare = Callable[[DataProto, float], Callable[[Tensor, slice], Tensor]]
 
 
 def _compared(head: Head, states: Tensor, function: Callable[[Tensor, slice], Tensor], temperature: float) -> Tensor:
-    """Compute a function of the logits at N positions, [N, …], chunk by chunk; the backward pass computes each chunk's
-    logits again, so that only one chunk's exist at a time."""
+    """Compute a function of the logits at N positions, [N, …], chunk by chunk."""
 
     def chunk(part: Tensor, at: slice) -> Tensor:
         return function(head.logits(part) / temperature, at)
 
-    size = max(_chunk_rows(head, states) // 4, 1)  # of a divergence several tensors as large as the logits exist
+    size = max(_chunk_rows(head, states) // 8, 1)  # of a divergence several tensors as large as the logits exist
     places = [slice(start, start + size) for start in range(0, len(states), size)] or [slice(0, 0)]
-    again = torch.is_grad_enabled() and len(places) > 1
-    parts = [(states[at], at) for at in places]
-    return torch.cat([checkpoint(chunk, *one, use_reentrant=False) if again else chunk(*one) for one in parts])
+    layer = () if head.linear is None else (one for one in head.linear.parameters() if one.requires_grad)
+    found: Tensor = _InChunks.apply(states, chunk, places, *layer)
+    return found
+
+
+class _InChunks(torch.autograd.Function):
+    """Autograd function of `_compared`: both passes compute one chunk after the other and keep nothing of it.
+
+    `checkpoint` keeps what it computes again until the whole backward pass has ended.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, chunk: Any, places: Sequence[slice], *layer: Tensor) -> Tensor:
+        ctx.chunk, ctx.places, ctx.layer = chunk, places, layer
+        ctx.half = torch.is_autocast_enabled(states.device.type), torch.get_autocast_dtype(states.device.type)
+        ctx.save_for_backward(states)
+        return torch.cat([chunk(states[at], at) for at in places])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (states,) = ctx.saved_tensors
+        total, sums = torch.zeros_like(states), [torch.zeros_like(one) for one in ctx.layer]
+        enabled, dtype = ctx.half
+        for at in ctx.places:
+            with torch.enable_grad(), torch.autocast(states.device.type, dtype, enabled):
+                part = states[at].detach().requires_grad_()
+                out = ctx.chunk(part, at)
+            total[at], *further = torch.autograd.grad(out, (part, *ctx.layer), gradient[at])
+            for one, more in zip(sums, further, strict=True):
+                one.add_(more)
+        return total, None, None, *sums
 
 
 _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
