@@ -222,13 +222,7 @@ def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
         objects |= {"teacher": Name("teacher"), "distill_coef": planned.coef}
     yield "pipe", Call(f"recipes.{planned.recipe}", args, {**planned.settings, **objects})
     if planned.teacher is not None:
-        loss = dict(planned.distill) | ({"beta": 0.0} if "top_k" in planned.distill else {})
-        mode = planned.settings.get("loss_agg_mode")
-        loss |= {"loss_agg_mode": mode} if mode is not None else {}
-        if "top_k" in loss:
-            yield "pipe", Call(".with_stage", (pipe, "teacher_log_prob"), {"top_k": loss["top_k"]})
-        term = Call("stages.Term", (), {"loss": Call("stages.Divergence", (), loss), "weight": planned.coef})
-        yield "pipe", Call(".with_stage", (pipe, "update_actor"), {"terms": {"distill": term}})
+        yield from (("pipe", call) for call in _beside(planned, pipe))
     changes = dict(planned.changes)
     if planned.advantage is not None:
         if "old_log_prob" in changes:
@@ -241,6 +235,17 @@ def program(planned: VerlPlan, *, reward: bool) -> Iterator[tuple[str, Call]]:
         yield "pipe", Call("recipes.with_rollout_correction", (pipe,), planned.correction)
     if planned.resample is not None:
         yield "pipe", Call(".insert_after", (pipe, "advantage", planned.resample))
+
+
+def _beside(planned: VerlPlan, pipe: Name) -> Iterator[Call]:
+    """Yield the calls that make a recipe's term `distill` the divergence that the command names."""
+    loss = dict(planned.distill) | ({"beta": 0.0} if "top_k" in planned.distill else {})
+    mode = planned.settings.get("loss_agg_mode")
+    loss |= {"loss_agg_mode": mode} if mode is not None else {}
+    if "top_k" in loss:
+        yield Call(".with_stage", (pipe, "teacher_log_prob"), {"top_k": loss["top_k"]})
+    term = Call("stages.Term", (), {"loss": Call("stages.Divergence", (), loss), "weight": planned.coef})
+    yield Call(".with_stage", (pipe, "update_actor"), {"terms": {"distill": term}})
 
 
 def _distill(planned: VerlPlan, policy: Name, objects: Mapping[str, Any], reward: bool) -> Call:
