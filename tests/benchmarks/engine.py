@@ -60,6 +60,8 @@ class Shape:
     """Most steps, for shapes that take long."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of our engine."""
+    pretrained: bool = False
+    """Of the model in `--model`, whose chat template is its own."""
 
 
 SHAPES = {
@@ -75,7 +77,11 @@ SHAPES = {
     "size-60M": Shape(size=Size(768, 8, 8_192), steps=3),
 }
 LARGE = {
+    "real": Shape(tokens=48, pretrained=True, steps=2),
+    "real-bfloat16": Shape(tokens=48, pretrained=True, steps=2, settings={"dtype": "bfloat16"}),
     "rows-4096": Shape(prompts=512, steps=2),
+    "tokens-1024": Shape(prompts=2, group=4, tokens=1_024, size=Size(320, 6, 8_192), steps=2),
+    "tokens-4096": Shape(prompts=1, group=4, tokens=4_096, size=Size(320, 6, 8_192), steps=1),
     "size-226M": Shape(size=Size(768, 16, 151_936), steps=2),
 }
 """Shapes that run only where they are named."""
@@ -100,7 +106,7 @@ def model_of(size: Size | None) -> Path:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(tiny)
         config.update({"hidden_size": size.hidden, "num_hidden_layers": size.layers, "vocab_size": size.vocab})
-        config.update({"intermediate_size": 3 * size.hidden, "max_position_embeddings": 2_048})
+        config.update({"intermediate_size": 3 * size.hidden, "max_position_embeddings": 8_192})
         heads = max(size.hidden // 64, 4)
         config.update({"num_attention_heads": heads, "num_key_value_heads": heads // 2})
         config.update({"layer_types": ["full_attention"] * size.layers})
@@ -213,7 +219,8 @@ class Measured:
 def measure(name: str, shape: Shape, sides: dict[str, Path], options: argparse.Namespace) -> dict[str, Measured]:
     """All sides of a shape, a step each in turn; the first `warm` steps do not count."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    job = {"kind": "steps", **asdict(shape), "model": str(model_of(shape.size)), "rows": str(rows_of(shape))}
+    model = options.model if shape.pretrained else model_of(shape.size)
+    job = {"kind": "steps", **asdict(shape), "model": str(model), "rows": str(rows_of(shape))}
     job |= {"lr": 1e-5, "site": str(trl_env.FOLDER), "folder": str(BUILD / "trl-output")}
     found: dict[str, Measured] = {}
     running: list[Side] = []
@@ -335,6 +342,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm", type=int, default=2, help="steps before those that count")
+    parser.add_argument("--model", type=Path, help="the folder of a pretrained model, for the shapes `real`")
     parser.add_argument("--profile", action="store_true", help="our steps by part, too")
     parser.add_argument("--job", action="store_true", help="the task of notebook 201 in place of the shapes")
     parser.add_argument("--job-steps", type=int, default=40)

@@ -106,3 +106,10 @@ def flash_backward(
         gradients = kernel(*rows, None, None, *lengths, 0.0, causal, none, none, scale=scale)
     slopes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = gradients
     return slopes
+
+
+def onednn_product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """left·rightᵀ + bias of float32 tensors [..., K], [N, K] and [N] on a CPU, by oneDNN. No public operation multiplies plain
+    tensors by it."""
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,21 +66,26 @@ def linear_log_probs(
     softcap: float | None = None,
     temperature: float = 1.0,
     distribution: bool = False,
+    product: Product | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of labels [N] under softmax(z/temperature), z = cap(factor·(W·h + b)), from hidden [N, H] and weight [V, H].
 
     Returns three [N], float32 (float64 of float64), in nats: log-probs, and with `distribution` the entropy and Σ π², else
     empty ones. cap(z) = softcap·tanh(z/softcap). Logits exist for a chunk at a time only (`CHUNK_BYTES`), and again in the
-    backward pass; what autocast says about matrix products holds. Second derivatives are not supported.
+    backward pass; what autocast says about matrix products holds. `product` multiplies left [n, K] and right [m, K] to
+    left·rightᵀ, in place of torch. Second derivatives are not supported.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    shape = _Shape(factor, softcap, temperature, dtype, distribution)
+    shape = _Shape(factor, softcap, temperature, dtype, distribution, product)
     return _LinearLogProbs.apply(hidden, weight, bias, labels, shape)
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
 CHUNK_BYTES = 1 << 26
 """Bytes of the logits that exist at one time."""
+_ROWS = 4_096
+"""Words whose gradient is added at one time: a product of that size stays in the cache until it is added."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class _Shape:
     dtype: torch.dtype
     """Of the matrix products."""
     distribution: bool
+    product: Product | None
 
     def prepared(self, weight: Tensor, bias: Tensor | None) -> tuple[int, tuple[Tensor, Tensor | None]]:
         """Return the number of rows of a chunk, and the layer's parameters in `dtype`. A bias of −inf becomes finite,
@@ -103,7 +109,9 @@ class _Shape:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """Write a chunk's logits, divided by the temperature, into `out` [n, V], and return `out`."""
-        if out.dtype != self.dtype:
+        if self.product is not None and bias is None:
+            out.copy_(self.product(hidden.to(self.dtype), weight))
+        elif out.dtype != self.dtype:
             out.copy_(nn.functional.linear(hidden.to(self.dtype), weight, bias))
         elif bias is None:
             torch.mm(hidden.to(self.dtype), weight.T, out=out)
@@ -194,7 +202,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 if wanted[0] is not None:
                     slope.scatter_add_(1, labels[chunk, None], wanted[0][:, None])
                 shape.back(slope, logits)
-                total.add(chunk, slope, states, cast[0])
+                total.add(chunk, slope, states, cast[0], shape.product)
         return (*total.found(), None, None)
 
 
@@ -210,17 +218,18 @@ class _Gradients:
             for one, wanted in zip(inputs, needed, strict=False)
         )
 
-    def add(self, chunk: slice, slope: Tensor, states: Tensor, weight: Tensor) -> None:
+    def add(self, chunk: slice, slope: Tensor, states: Tensor, weight: Tensor, product: Product | None) -> None:
         """Add a chunk's part of the gradients, with products in the type of `states` and `weight`."""
         if self._bias is not None:
             self._bias += slope.sum(0)
         slope = slope.to(states.dtype)
         if self._hidden is not None:
-            self._hidden[chunk] = slope @ weight
-        if self._weight is not None and self._weight.dtype == slope.dtype:
+            self._hidden[chunk] = (product or nn.functional.linear)(slope, weight.T)
+        if self._weight is not None and self._weight.dtype == slope.dtype and product is None:
             self._weight.addmm_(slope.T, states)
         elif self._weight is not None:
-            self._weight += slope.T @ states
+            for rows, some in zip(self._weight.split(_ROWS), slope.T.split(_ROWS), strict=True):
+                rows += (product or nn.functional.linear)(some, states.T)
 
     def found(self) -> list[Tensor | None]:
         """Return the three gradients, each in the type of its input."""

@@ -37,6 +37,7 @@ from workbench.engines.local_engine.forward import (
     planned,
     recorded,
 )
+from workbench.engines.local_engine.products import Linear
 from workbench.engines.local_engine.sampling import Cache
 from workbench.engines.protocol import Request
 from workbench.functional.logprobs import CHUNK_BYTES
@@ -52,7 +53,7 @@ _READ = {
     for one in ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "cwm")
 }
 """Modules whose attention, and all else of a model, does what `_step` does."""
-_PLAIN = ("torch.nn.modules.", "transformers.activations")
+_PLAIN = ("torch.nn.modules.", "transformers.activations", Linear.__module__)
 
 Step = Callable[[Tensor, Tensor, AttentionPlan], Tensor]
 """Takes tokens [n], positions [n] and a plan → [n, V] logits."""
@@ -75,7 +76,7 @@ def _fits(block: Any) -> bool:
     quantization)."""
     parts = {name: one for name, one in block.named_modules() if not any(True for _ in one.children())}
     norms = parts.keys() - _LINEAR - {"mlp.act_fn"}
-    plain = all(type(parts.get(name)) is nn.Linear for name in _LINEAR)
+    plain = all(type(parts.get(name)) in (nn.Linear, Linear) for name in _LINEAR)
     return plain and norms - _PERHAPS == _NORMS and all(_is_norm(parts[name]) for name in norms)
 
 
@@ -101,7 +102,7 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Atten
         attention, mlp = block.self_attn, block.mlp
         normed = _norm(block.input_layernorm, states)
         query, key, value = (
-            functional.linear(normed, projection.weight, projection.bias).view(len(tokens), -1, attention.head_dim)
+            projection(normed).view(len(tokens), -1, attention.head_dim)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if hasattr(attention, "q_norm"):

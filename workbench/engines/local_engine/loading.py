@@ -25,6 +25,7 @@ from workbench.base.files import FORMAT, MANIFEST, check_manifest, memory_file, 
 from workbench.dataproto.io import DTYPES
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Routing, hidden_size
+from workbench.engines.local_engine.products import use_faster_products
 from workbench.engines.transformers_internals import opens_pictures, opens_text
 
 log = logging.getLogger("workbench")
@@ -169,6 +170,8 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
         halve_frozen(model, settings)
     if getattr(settings, "routing_replay", False):
         model.workbench_routing = Routing(model)
+    if model.device.type == "cpu":
+        use_faster_products(model)
     return model.eval()
 
 

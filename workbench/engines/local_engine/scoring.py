@@ -34,6 +34,7 @@ from workbench.engines.local_engine.forward import (
     replay,
 )
 from workbench.engines.local_engine.loading import check_length
+from workbench.engines.local_engine.products import FASTER, Linear, product
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
 from workbench.functional.losses import full_kl
@@ -625,9 +626,10 @@ def _from_logits(
     in chunks for any other head."""
     wanted = [name for name in _DISTRIBUTION if name in want]
     linear = head.linear
-    if type(linear) is not torch.nn.Linear or hasattr(linear.weight, "device_mesh"):  # an adapter, a shard
+    if type(linear) not in (torch.nn.Linear, Linear) or hasattr(linear.weight, "device_mesh"):  # an adapter, a shard
         return logits_in_chunks(head, states, labels, wanted, temperature)
     shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
+    shape["product"] = product if FASTER and states.is_cpu else None
     more = wanted != ["log_probs"]
     found = linear_log_probs(states, linear.weight, linear.bias, labels, **shape, distribution=more)
     return {name: one for name, one in zip(_DISTRIBUTION, found, strict=True) if name in wanted}
