@@ -60,6 +60,8 @@ class Shape:
     """Most steps, for shapes that take long."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of our engine."""
+    trl: dict[str, Any] = field(default_factory=dict)
+    """Settings of TRL's trainer."""
     pretrained: bool = False
     """Of the model in `--model`, whose chat template is its own."""
 
@@ -76,12 +78,14 @@ SHAPES = {
     "size-20M": Shape(size=Size(512, 6, 8_192), steps=4),
     "size-60M": Shape(size=Size(768, 8, 8_192), steps=3),
 }
+_IN_FOUR = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}
+"""TRL keeps 16 GB of activations of 64 rows at once, and takes as long."""
 LARGE = {
-    "real": Shape(tokens=48, pretrained=True, steps=2),
-    "real-bfloat16": Shape(tokens=48, pretrained=True, steps=2, settings={"dtype": "bfloat16"}),
+    "real": Shape(tokens=48, pretrained=True, steps=2, trl=_IN_FOUR),
+    "real-bfloat16": Shape(tokens=48, pretrained=True, steps=2, trl=_IN_FOUR, settings={"dtype": "bfloat16"}),
     "rows-4096": Shape(prompts=512, steps=2),
-    "tokens-1024": Shape(prompts=2, group=4, tokens=1_024, size=Size(320, 6, 8_192), steps=2),
-    "tokens-4096": Shape(prompts=1, group=4, tokens=4_096, size=Size(320, 6, 8_192), steps=1),
+    "tokens-1024": Shape(prompts=2, group=4, tokens=1_024, size=Size(384, 4, 8_192), steps=2),
+    "tokens-4096": Shape(prompts=1, group=4, tokens=4_096, size=Size(384, 4, 8_192), steps=1),
     "size-226M": Shape(size=Size(768, 16, 151_936), steps=2),
 }
 """Shapes that run only where they are named."""

@@ -53,7 +53,7 @@ _READ = {
     for one in ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "cwm")
 }
 """Modules whose attention, and all else of a model, does what `_step` does."""
-_PLAIN = ("torch.nn.modules.", "transformers.activations", Linear.__module__)
+_PLAIN = ("torch.nn.modules.", "transformers.activations", "peft.tuners.lora.", Linear.__module__)
 
 Step = Callable[[Tensor, Tensor, AttentionPlan], Tensor]
 """Takes tokens [n], positions [n] and a plan → [n, V] logits."""
@@ -72,12 +72,15 @@ def lean_step(model: Any) -> Step | None:
 
 
 def _fits(block: Any) -> bool:
-    """Whether a decoder layer has exactly the expected parts, with all of its linear layers plain (no adapters, no
+    """Whether a decoder layer has exactly the expected parts, with all of its linear layers plain or with LoRA adapters (no
     quantization)."""
+    linear = {name: one for name, one in block.named_modules() if name in _LINEAR}
+    adapted = tuple(f"{name}." for name in linear)
     parts = {name: one for name, one in block.named_modules() if not any(True for _ in one.children())}
-    norms = parts.keys() - _LINEAR - {"mlp.act_fn"}
-    plain = all(type(parts.get(name)) in (nn.Linear, Linear) for name in _LINEAR)
-    return plain and norms - _PERHAPS == _NORMS and all(_is_norm(parts[name]) for name in norms)
+    norms = {name for name in parts.keys() - _LINEAR - {"mlp.act_fn"} if not name.startswith(adapted)}
+    plain = all(type(getattr(one, "base_layer", one)) in (nn.Linear, Linear) for one in linear.values())
+    fits = plain and linear.keys() == _LINEAR and norms - _PERHAPS == _NORMS
+    return fits and all(_is_norm(parts[name]) for name in norms)
 
 
 def _is_norm(module: Any) -> bool:
@@ -446,7 +449,7 @@ def cache_of(model: Any, path: str, budget: int) -> Iterator[Cache]:
     step = lean_step(model) if path == LEAN else None
     if path == LEAN and step is None:
         found, do = type(model).__name__, "set decode='auto'"
-        raise EngineError("decode='lean'", expected="a model shaped like Llama, without adapters", found=found, do=do)
+        raise EngineError("decode='lean'", expected="a model shaped like Llama", found=found, do=do)
     cache = SharedPrefix(model, step, budget)
     with planned(model, cache) as cache.tag, recorded(model) as cache.routing:
         yield cache
