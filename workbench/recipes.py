@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypedDict, Unpack, cast, get_type_hints
 
 from workbench import functional as F
 from workbench.base.config import refuse_unknown, require
 from workbench.base.errors import SettingError, unknown
+from workbench.compat.trl import TrlSettings, trl_settings
 from workbench.compat.verl_correction import read_correction
+from workbench.engines.local_engine.engine import local
 from workbench.engines.paired import check_tokens
 from workbench.engines.protocol import Critic, Described, Engine, Learner, LogProbModel, SamplingSettings
+from workbench.rewards.reward import Rubric
 from workbench.stages.advantage import Advantage
 from workbench.stages.correction import CorrectionSettings, RolloutCorrection
 from workbench.stages.distillation import Divergence, TeacherAdvantage, TeacherLogProb
@@ -31,11 +35,12 @@ from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import Stage
 from workbench.stages.targets import TRUTH, BradleyTerry, CrossEntropy, Pairs, Targets
 from workbench.stages.terms import Term
+from workbench.stages.trl import MaskTruncated, TrlLoss
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
-    "by_name", "cispo", "dapo", "distill", "dpo", "dr_grpo", "gpg", "grpo", "gspo", "maxrl", "multi_policy", "online_dpo", "opo", "ppo",
-    "reinforce_plus_plus", "remax", "reward_model", "rft", "rloo", "sft", "tree_grpo", "with_rollout_correction",
+    "by_name", "cispo", "dapo", "distill", "dpo", "dr_grpo", "gpg", "grpo", "gspo", "like_trl", "maxrl", "multi_policy", "online_dpo",
+    "opo", "ppo", "reinforce_plus_plus", "remax", "reward_model", "rft", "rloo", "sft", "tree_grpo", "with_rollout_correction",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -707,22 +712,89 @@ def reward_model(
     return Pipeline([pairs, Update(engine, loss, name="update_reward_model")])
 
 
+def like_trl(
+    config: Any,
+    engine: Any,
+    reward: Any = None,
+    *,
+    prompts: int | None = None,
+    agent: Any = None,
+    reference: LogProbModel | None = None,
+) -> Pipeline:
+    """TRL 1.16's `GRPOTrainer` from its own configuration, with TRL's own defaults, formulas and divisors.
+
+    No argument is ignored: each is done, refused by name, or has no meaning here (`docs/guide/from-trl.md`). The loss is a
+    `stages.TrlLoss`. What belongs to the engine and to `train` is in `wb.compat.trl_settings(config)`.
+
+    Args:
+        config: a `GRPOConfig`, or a mapping with its names.
+        engine: a model's folder or name, from which an engine with the configuration's settings is made; or an engine with
+            those settings.
+        reward: as in `grpo`; or a list of rewards, weighted by `reward_weights`.
+        prompts: number of rows of the data set, which a learning rate that falls to 0 needs where there is no `max_steps`.
+        agent: an agent loop, in place of TRL's tools.
+        reference: any `LogProbModel`; None: the engine's weights as they are now, where `beta` is not 0.
+
+    Raises `SettingError` for an argument that is refused, and where an engine's settings are not the configuration's.
+
+    Example:
+        >>> how = wb.compat.trl_settings(config, prompts=len(rows))  # doctest: +SKIP
+        >>> pipe = wb.recipes.like_trl(config, wb.engines.local(path, **how.engine), my_reward)  # doctest: +SKIP
+        >>> run = wb.train_blocking(pipe, rows, **how.train, run="runs/like-trl")  # doctest: +SKIP
+    """
+    how = trl_settings(config, prompts)
+    model = _trl_engine(engine, how)
+    if isinstance(reward, list | tuple) or how.reward_weights is not None:
+        several = list(reward) if isinstance(reward, list | tuple) else [reward]
+        weights = how.reward_weights or (1.0,) * len(several)
+        require(len(weights) == len(several), "reward_weights", expected=f"{len(several)} numbers", found=weights)
+        names = [getattr(one, "__name__", type(one).__name__) for one in several]
+        names = [one if names.count(one) == 1 else f"{one}_{number}" for number, one in enumerate(names)]
+        reward = Rubric(dict(zip(names, several, strict=True)), weights=dict(zip(names, weights, strict=True)))
+    scaled: dict[str, Any] = {"eps": 1e-4} if how.scale_rewards != "none" else {"norm_by_std": False}
+    require(how.scale_rewards in ("group", "batch", "none"), "scale_rewards", expected="group, batch or none", found=how.scale_rewards)  # fmt: skip
+    estimator = F.grpo_batch if how.scale_rewards == "batch" else F.grpo
+    loss = TrlLoss(**how.loss)
+    temperature = how.sampling["temperature"] or 1.0
+    shared: dict[str, Any] = {
+        "group_size": how.group_size,
+        "sampling": SamplingSettings(**how.sampling),
+        "kl_coef": loss.kl_coef,
+    }
+    stages: list[Stage] = []
+    for stage in _policy_gradient(
+        model, reward, Advantage(estimator, **scaled), **shared, agent=agent, reference=reference
+    ):
+        if stage.name == "advantage":
+            stages += [RolloutCorrection(**how.correction)] if how.correction else []
+            stages += [MaskTruncated()] if how.mask_truncated else []
+        stages.append(stage)
+    return Pipeline([*stages[:-1], Update(model, loss, temperature=temperature, **how.update)])
+
+
+def _trl_engine(engine: Any, how: TrlSettings) -> Engine:
+    """Return the engine, made of a model's name with the configuration's settings. Raises `SettingError` for an engine
+    whose settings differ."""
+    if isinstance(engine, str | Path):
+        return cast(Engine, local(engine, **how.engine))
+    about = engine.describe() if isinstance(engine, Described) else {}
+    unlike = [f"{name}={about[name]!r}" for name, value in how.engine.items() if name in about and about[name] != value]
+    wanted = ", ".join(f"{name}={how.engine[name]!r}" for name in (one.partition("=")[0] for one in unlike))
+    do = "engines.local(path, **wb.compat.trl_settings(config).engine), or the engine's numbers in the configuration"
+    require(
+        not unlike, "settings of the engine", expected=f"the configuration's: {wanted}", found=", ".join(unlike), do=do
+    )
+    return cast(Engine, engine)
+
+
 def by_name(name: str) -> Callable[..., Pipeline]:
     """Return the reinforcement-learning recipe with this name, such as "grpo". Raises `SettingError` for an unknown
     name, with the nearest.
     """
     # tree_grpo needs an agent's object
-    others = (
-        "by_name",
-        "distill",
-        "dpo",
-        "online_dpo",
-        "reward_model",
-        "rft",
-        "sft",
-        "tree_grpo",
-        "with_rollout_correction",
-    )
+    others = {
+        "by_name", "distill", "dpo", "like_trl", "online_dpo", "reward_model", "rft", "sft", "tree_grpo", "with_rollout_correction",
+    }  # fmt: skip
     known = {one: globals()[one] for one in __all__ if one not in others}
     if name not in known:
         raise SettingError(unknown("recipe", name, known))

@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from workbench.compat.verl_account import TableEntry, entries, keys
+from workbench.compat.verl_account import TableEntry, entries
+from workbench.compat.verl_command import keys
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
 

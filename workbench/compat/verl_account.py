@@ -16,14 +16,12 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from workbench import functional as F
 from workbench.base.errors import SettingError, describe
-from workbench.compat.verl_command import Command, parsed
+from workbench.compat.verl_command import Command, keys, parsed
 from workbench.compat.verl_reward import cannot, contradictions, read_block
 from workbench.rewards.managers import MANAGERS
 
@@ -340,13 +338,6 @@ class TableEntry(NamedTuple):
     default: str
     unless: tuple[str, ...] = ()
     only_if: str = ""
-
-
-def keys(pattern: str) -> list[str]:
-    """Expand the braces of a pattern: `{a,b}.c` → `a.c`, `b.c`."""
-    parts = re.split(r"\{([^}]*)\}", pattern)
-    choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,6 +106,13 @@ def leaves(block: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 def flat(block: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten nested settings: dotted name → value, converted to the type that its text has."""
     return {key: _typed(value) for key, value in leaves(block)}
+
+
+def keys(pattern: str) -> list[str]:
+    """Expand the braces of a pattern: `{a,b}.c` → `a.c`, `b.c`."""
+    parts = re.split(r"\{([^}]*)\}", pattern)
+    choices = [part.split(",") if number % 2 else [part] for number, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
 
 def parsed(text: str) -> Any:

@@ -222,6 +222,8 @@ class LossCounts:
     """Rows with at least one response token."""
     width: float | None = None
     """T of the mini-batch: what `seq-mean-token-sum-norm` divides by, whatever a micro-batch is trimmed to."""
+    rows: float | None = None
+    """Rows with a score, those without a token to learn from included: what TRL divides by."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class LocalSettings(Settings):
     """AdamW weight decay."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0 does not clip."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """`constant` or `cosine` (needs total_steps)."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """`constant`; or `cosine` or `linear`, which go down to 0 and need total_steps."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     total_steps: int | None = None
@@ -112,8 +112,9 @@ class LocalSettings(Settings):
         require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
         apart = self.base_dtype == "bfloat16" and self.dtype == "float32"
         require(not apart, f"base_dtype={self.base_dtype!r}", expected="dtype 'auto' or 'bfloat16'", found=self.dtype)
-        needs_total = self.schedule == "cosine" and not self.total_steps
-        require(not needs_total, "total_steps with schedule='cosine'", expected="a number ≥ 1", found=self.total_steps)
+        needs_total = self.schedule != "constant" and not self.total_steps
+        what = f"total_steps with schedule={self.schedule!r}"
+        require(not needs_total, what, expected="a number ≥ 1", found=self.total_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from workbench.functional.losses import (
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
 from workbench.functional.returns import discounted_returns, explained_variance, gae
 from workbench.functional.trees import arpo, learnt_once, node_numbers, tree_grpo, tree_rl, tree_turn
+from workbench.functional.trl import grpo_batch
 
 __all__ = [
     "AGGREGATIONS",
@@ -53,6 +54,7 @@ __all__ = [
     "gdpo",
     "gpg",
     "grpo",
+    "grpo_batch",
     "grpo_passk",
     "kl_penalty",
     "learnt_once",

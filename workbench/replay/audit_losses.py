@@ -282,6 +282,7 @@ def update(v: AuditView) -> Claims:
         "BradleyTerry": _preferences,
         "Divergence": _distilled,
         "Preference": _preferred,
+        "TrlLoss": _beside_trl,
     }.get(str(v.settings.get("loss")), _policy)(v, role)
     for name in term_metrics(v.settings, v.metrics, role):
         for metric in v.metrics:
@@ -536,6 +537,16 @@ def _policy(v: AuditView, role: str) -> Claims:
     if v.setting("kl_coef"):
         yield Claim(f"{role}/kl_coef", v.setting("kl_coef"), "the setting")
     yield _whole_loss(v, role, cut, mask)
+
+
+def _beside_trl(v: AuditView, role: str) -> Claims:
+    """Leave what a `TrlLoss` writes: its formulas are checked by being held beside TRL's."""
+    for name in ("new_log_probs", *_earlier(v)):
+        yield Left(name, MODEL)
+        yield from bounded(v.after, name)
+    named = ("loss", "pg_", "ppo_", "kl_", "entropy_", "off_policy_", "top_entropy_")
+    for name in ("clipped", *(one for one in v.metrics if one.removeprefix(f"{role}/").startswith(named))):
+        yield Left(name, "TRL's loss, which a test holds beside TRL")
 
 
 def _first_step(v: AuditView, cut: list[Sequence[int]] | None) -> Claims:

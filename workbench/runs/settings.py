@@ -40,6 +40,7 @@ from workbench.stages.preferences import Preference
 from workbench.stages.stage import foreign_class
 from workbench.stages.targets import BradleyTerry, CrossEntropy
 from workbench.stages.terms import Term
+from workbench.stages.trl import TrlLoss
 from workbench.stages.update import PolicyLoss, ValueLoss
 from workbench.steps.trace import describe_settings
 
@@ -350,6 +351,7 @@ MADE_AGAIN: Mapping[type, tuple[str, Callable[[Any], Mapping[str, Any]]]] = {
         ("settings", Settings.to_dict),
     ),
     Divergence: ("settings", lambda one: dict(vars(one))),
+    TrlLoss: ("settings", Settings.to_dict),
     **dict.fromkeys((FixedKL, AdaptiveKL), ("controller", _of_controller)),
     **dict.fromkeys((agents.ToolAgent, agents.SingleTurn), ("part", lambda one: one.made_with)),
     **dict.fromkeys(

@@ -15,13 +15,14 @@ from workbench.stages.rollout import Baseline, Rollout
 from workbench.stages.stage import BaseStage, Outcome, Stage
 from workbench.stages.targets import BradleyTerry, CrossEntropy, Pairs, Targets
 from workbench.stages.terms import Term
+from workbench.stages.trl import MaskTruncated, TrlLoss
 from workbench.stages.update import PolicyLoss, Update, ValueLoss
 
 __all__ = [
     "Advantage", "AnswerPairs", "BaseStage", "Baseline", "BestAndWorst", "BradleyTerry", "CorrectionSettings",
     "CrossEntropy", "Divergence", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "KeepBest",
-    "LearntOnce", "LogProb", "MismatchedKL", "OfPolicy", "OffPolicy", "Outcome", "Overlong", "Pairs", "Pipeline",
-    "PolicyLoss", "Preference", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets",
-    "TeacherAdvantage", "TeacherLogProb", "Term", "TreeRollout", "TurnScores", "Update", "ValueLoss", "Values",
-    "place_turn_scores", "validation_rollout",
+    "LearntOnce", "LogProb", "MaskTruncated", "MismatchedKL", "OfPolicy", "OffPolicy", "Outcome", "Overlong", "Pairs",
+    "Pipeline", "PolicyLoss", "Preference", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets",
+    "TeacherAdvantage", "TeacherLogProb", "Term", "TreeRollout", "TrlLoss", "TurnScores", "Update", "ValueLoss",
+    "Values", "place_turn_scores", "validation_rollout",
 ]  # fmt: skip

@@ -42,7 +42,8 @@ def counts_of(rows: DataProto) -> LossCounts:
     """Count the tokens and sequences of a mini-batch that its losses are divided by."""
     mask = loss_mask(rows)
     sequences = float((mask.sum(-1) > 0).sum())
-    return LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]))
+    scored = float(rows["scored"].sum()) if "scored" in rows else float(len(rows))
+    return LossCounts(tokens=mask.sum().item(), sequences=sequences, width=float(mask.shape[1]), rows=scored)
 
 
 @dataclass(frozen=True, kw_only=True)

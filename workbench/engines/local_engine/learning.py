@@ -44,13 +44,14 @@ def infinite_norm(norm: float, broken: Sequence[Sequence[str]], most: int = 3) -
 
 
 def learning_rate(base: float, step: int, schedule: str, warmup: int, total: int | None) -> float:
-    """The learning rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine down to 0."""
+    """The learning rate of optimizer step `step` (from 0): linear warm-up, then constant, or down to 0 by a cosine or
+    in a line (whose last step is the last above 0)."""
     if step < warmup:
         return base * (step + 1) / warmup
     if schedule == "constant" or not total:
         return base
     progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return base * 0.5 * (1 + math.cos(math.pi * progress))
+    return base * (1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @contextmanager

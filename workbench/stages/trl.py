@@ -1,0 +1,145 @@
+"""TRL's GRPO loss as a loss of an `Update`, and the stage that leaves truncated responses out of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.base.config import require
+from workbench.base.metrics import Mean, Metric
+from workbench.dataproto.core import DataProto
+from workbench.engines.protocol import LossCounts, LossOutput
+from workbench.functional import trl
+from workbench.functional.masking import kept
+from workbench.stages.measures import mean
+from workbench.stages.stage import BaseStage, Outcome
+from workbench.stages.terms import loss_mask
+from workbench.stages.update import PolicyLoss, _mean, _sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlLoss(PolicyLoss):
+    """The loss of TRL 1.16's `GRPOTrainer`: pg·weights + kl_coef·KL as its `loss_type` divides, minus entropy_coeff·H.
+
+    Of `PolicyLoss` it uses `clip_ratio_low`, `clip_ratio_high` (of cispo the cap itself), `tau_pos`, `tau_neg`, `kl_coef`,
+    `entropy_coeff`, `rollout_is` and `loss_scale_factor` (`max_completion_length` of dr_grpo). There is no dual clip. Rows
+    without a token are counted where rows are divided by. H is the mean over all tokens that the policy term learns from.
+    A quantile of entropies is that of a micro-batch, as TRL's. Formulas: `functional.trl`.
+    """
+
+    loss_type: str = "dapo"
+    """One of `functional.trl.LOSS_TYPES`."""
+    importance_sampling_level: str = "token"
+    """Whose ratio: `token`, or `sequence` (GSPO's mean over a row)."""
+    delta: float | None = None
+    """Largest ratio where the advantage is negative (two-sided clip); None: no bound."""
+    vespo_pos: tuple[float, float] = (2.0, 3.0)
+    """vespo: k and λ for advantages ≥ 0."""
+    vespo_neg: tuple[float, float] = (3.0, 2.0)
+    """vespo: k and λ for negative advantages."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL by the ratio: its gradient is then that of KL(policy‖reference)."""
+    off_policy_mask_threshold: float | None = None
+    """Nats per token; rows of a negative advantage that are further off policy leave the policy term. None: none do."""
+    off_policy_sampler: bool = False
+    """Measure that distance from the sampler's log-probs (`rollout_log_probs`), and not from `old_log_probs`."""
+    top_entropy_quantile: float = 1.0
+    """Share of tokens, those of the highest entropy, that the policy term learns from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.bypass is None, "bypass of a TrlLoss", expected="None", found=self.bypass)
+        for name, known in (("loss_type", trl.LOSS_TYPES), ("importance_sampling_level", trl.LEVELS)):
+            require(getattr(self, name) in known, name, expected=", ".join(known), found=getattr(self, name))
+        share, least = self.top_entropy_quantile, self.delta
+        require(0 <= share <= 1, "top_entropy_quantile", expected="0 to 1", found=share)
+        require(least is None or least > 0, "delta", expected="a number > 0, or None", found=least)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the columns that the loss needs, besides the inputs of a forward pass."""
+        far = self.off_policy_mask_threshold is not None and self.off_policy_sampler
+        return super().reads + ("rollout_log_probs",) * far
+
+    @property
+    def want(self) -> tuple[str, ...]:
+        """Names of the model outputs that the loss needs."""
+        return ("log_probs",) + ("entropy",) * bool(self.entropy_coeff or self.top_entropy_quantile < 1)
+
+    def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
+        """Compute the loss of one micro-batch, its metrics, and the columns named in `writes`."""
+        mask, new, old = loss_mask(rows), outputs["log_probs"], rows["old_log_probs"]
+        taken = {name: getattr(self, name) for name in _OF_LOSS}
+        weights = rows["rollout_is_weights"] if self.rollout_is else None
+        held = trl.trl_loss(old, new, rows["advantages"], mask, **taken, weights=weights)
+        near, chosen, metrics = self._acting(outputs, rows, mask)
+        loss = pg_loss = self._divided(held.loss * near * chosen, mask, loss_counts)
+        metrics |= {f"actor/{name}": _mean(values, mask) for name, values in held.metrics.items()}
+        metrics["actor/pg_loss"] = _sum(pg_loss)
+        if self.kl_coef:
+            logs = trl.log_ratios(old, new, mask, self.importance_sampling_level)
+            ratio = logs if self.use_bias_correction_kl else None
+            kl = self._divided(trl.reference_kl(new, rows["ref_log_prob"], ratio, mask), mask, loss_counts)
+            loss = loss + self.kl_coef * kl
+            metrics |= {"actor/kl_loss": _sum(kl), "actor/kl_coef": Mean(self.kl_coef)}
+        if self.entropy_coeff:
+            tokens = loss_counts.tokens * chosen.sum() / mask.sum().clamp(min=1)
+            entropy = (kept(outputs["entropy"], mask) * chosen).sum() / tokens.clamp(min=1)
+            loss = loss - self.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = _sum(entropy)
+        columns = {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": held.clipped}
+        return LossOutput(loss, metrics, columns)
+
+    def _acting(
+        self, outputs: Mapping[str, Tensor], rows: DataProto, mask: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        """Return what the policy term of each token is multiplied by: 1 in rows near enough to the policy, and 1 for
+        tokens of high entropy; and the metrics of both."""
+        near = chosen = mask
+        metrics: dict[str, Metric] = {}
+        if self.off_policy_mask_threshold is not None:
+            sampled = rows["rollout_log_probs" if self.off_policy_sampler else "old_log_probs"]
+            limit, gain = self.off_policy_mask_threshold, rows["advantages"]
+            near = trl.on_policy_rows(sampled, outputs["log_probs"], gain, mask, limit)
+            metrics["actor/off_policy_masked"] = _mean(1 - near, mask)
+        if self.top_entropy_quantile < 1:
+            chosen = trl.top_entropy(outputs["entropy"], mask, self.top_entropy_quantile)
+            metrics["actor/top_entropy_share"] = _mean(chosen, mask)
+        return near, chosen, metrics
+
+    def _divided(self, values: Tensor, mask: Tensor, counts: LossCounts) -> Tensor:
+        rows = counts.sequences if counts.rows is None else counts.rows
+        longest = self.loss_scale_factor or counts.width or float(mask.shape[-1])
+        by = trl.LOSS_TYPES[self.loss_type]
+        return trl.divided(values, mask, by, tokens=counts.tokens, rows=rows, longest=longest)
+
+
+_OF_LOSS = (
+    "loss_type", "importance_sampling_level", "clip_ratio_low", "clip_ratio_high", "delta", "tau_pos", "tau_neg",
+    "vespo_pos", "vespo_neg",
+)  # fmt: skip
+"""Settings of a `TrlLoss` that its policy term takes."""
+
+
+class MaskTruncated(BaseStage):
+    """Leave responses that were cut at `max_tokens` out of the loss, by `loss_mask`; their rewards stay in their groups.
+
+    So the advantages of the others are what they were, and each stays with its row. Where every response was cut there is
+    nothing to learn from. DAPO's overlong filtering, Yu et al. 2025, https://arxiv.org/abs/2503.14476, §3.4; TRL's
+    `mask_truncated_completions`.
+    """
+
+    name = "mask_truncated"
+    reads = ("response_mask", "finish_reason")
+    writes = ("loss_mask",)
+    optional = ("loss_mask",)
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """Return the same B rows with their `loss_mask`; the metric `mask_truncated/share` is the share of rows left out."""
+        cut = torch.tensor([one == "length" for one in batch["finish_reason"]], dtype=torch.bool)
+        mask = batch["loss_mask" if "loss_mask" in batch else "response_mask"]
+        kept_rows = mask * (~cut)[:, None].to(mask.dtype)
+        return Outcome(self.written(batch, {"loss_mask": kept_rows}), mean("mask_truncated/share", cut))
