@@ -63,7 +63,7 @@ training/global_step | training/global_step | the same meaning; row 0 is the val
 training/epoch | training/epoch | the same meaning
 training/rollout_probs_diff_{valid,max,mean,std} | = | absent where verl writes 0 or NaN
 training/rollout_actor_probs_pearson_corr | = | absent where verl writes NaN
-training/off_policy/trajectory_spans/* | — | a response is sampled by one version; an episode records the last turn's
+training/off_policy/trajectory_spans/* | streaming/several_versions | the share of rows whose tokens are of several versions; the column `token_versions` has each token's
 training/off_policy/trajectory_staleness{,_worst}/{mean,max} | training/policy_lag/{mean,max} | versions that rows are behind the learner
 training/off_policy/trajectory_staleness{,_worst}/min | — | 0 in all but the first step of a run ahead
 {training,validation}/filter_groups/evicted_samples | filter_groups/dropped | the same meaning, of training; verl's trainer: prompts dropped for equal rewards
@@ -75,7 +75,7 @@ variance_proxy/* | — | not measured; `sum_pi_squared` is there for it
 gdpo/<part>/{mean,max,min} | reward/<part>/{mean,max,min} | over rows that were scored
 gdpo/<part>/std | — | the column `reward/<part>` is in the batch
 rollout/spec_accept_{rate,length} | — | no speculative decoding
-rollout/moe{,/*} | — | no routed experts are recorded
+rollout/moe{,/*} | — | the column `routed_experts` (`routing_replay=True`) has them, no metric does
 val-{core,aux}/<source>/<variable>/mean@<n> | = | variables: `reward` and the reward's named parts; the part `acc` is the core one where there is any
 val-aux/<source>/<variable>/std@<n> | = |
 val-{core,aux}/<source>/<variable>/best@<n>/{mean,std} | ≈ | exact, where verl draws 1000 times
@@ -85,7 +85,7 @@ val-aux/num_turns/{min,max,mean} | = | of episodes
 distillation/loss | actor/{loss,distill} | alone, and as a term beside RL's; the estimate of each token is the column `divergence`
 distillation/{loss_max,loss_min} | actor/{divergence,distill_divergence}_{max,min} | before `loss_max_clamp`, as in verl
 distillation/* | — | not measured
-{separate_async,fully_async}/* | — | one step ahead at most (`ahead=1`)
+{separate_async,fully_async}/* | streaming/* | of a stream (`max_lag`), by other counts
 """
 
 OURS = """

@@ -12,7 +12,8 @@ import pytest
 import workbench as wb
 from workbench.base.errors import SettingError
 from workbench.cli import main
-from workbench.compat.verl_account import ESTIMATORS, canonical
+from workbench.compat.verl_account import ESTIMATORS, account, canonical
+from workbench.compat.verl_command import Command
 from workbench.jobs.parameters import declared_parameters
 from workbench.jobs.verl_job import _planned
 from workbench.jobs.verl_plan import plan
@@ -334,6 +335,32 @@ def test_a_warm_up_of_a_share_needs_the_number_of_steps(tmp_path: Path) -> None:
             job.notebook(tmp_path / "a.ipynb")
     made = plan(canonical(job.with_settings(steps=20, train_batch_size=8, ppo_mini_batch_size=8).settings))
     assert made.critic is not None and made.critic["warmup_steps"] == 2
+
+
+def test_asynchronous_trainers_are_streams() -> None:
+    """verl counts the version that samples and the one that learns: 8 there is a lag of 7."""
+
+    def train(**given: Any) -> dict[str, Any]:
+        settings = {f"trainer.v1.{name.replace('__', '.')}": value for name, value in given.items()}
+        made = plan(canonical({**COMMANDS["grpo, KL in both"], **settings})).train
+        return {name: made[name] for name in ("ahead", "max_lag", "stale") if name in made}
+
+    assert train(trainer_mode="separate_async") == {"max_lag": 7, "stale": "cancel"}
+    waiting = {"sampler__max_off_policy_threshold": 3, "sampler__max_off_policy_strategy": "wait"}
+    assert train(trainer_mode="colocate_async", **waiting) == {"max_lag": 2, "stale": "keep"}
+    assert train(trainer_mode="separate_async", sampler__max_off_policy_threshold=1) == {}  # on policy: in turn
+    assert train(trainer_mode="sync", **waiting) == {} == train()
+    v1 = "trainer.v1"
+    rows = {
+        f"{v1}.trainer_mode": ("separate_async", "near"),
+        f"{v1}.sampler.max_off_policy_threshold": (8, "near"),
+        f"{v1}.separate_async.parameter_sync_step": (4, "near"),
+        f"{v1}.separate_async.num_warmup_batches": (1, "near"),
+        f"{v1}.sampler.custom_sampler.path": ("x.py", "refused"),
+    }
+    found = account(Command({name: value for name, (value, _) in rows.items()}, {}, ""))
+    assert [row.kind for row in found] == [kind for _, kind in rows.values()]
+    assert account(Command({f"{v1}.trainer_mode": "async"}, {}, ""))[0].kind == "refused"
 
 
 @pytest.mark.slow

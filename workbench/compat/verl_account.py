@@ -267,9 +267,13 @@ trainer.project_name | hardware | train(project) | the project of the trackers; 
 trainer.experiment_name | hardware | train(run) | the run folder's name, without default_local_dir
 trainer.run_name | alias | trainer.experiment_name
 trainer.logger | hardware | train(trackers) | beside the run folder's own files; without those that are not installed
-trainer.{v1.trainer_mode,scheduler} | near unless sync null | train(ahead) | ahead=1: a step ahead at most
-trainer.v1.sampler.* | near | train(ahead) | rows are one step old at most
-trainer.v1.* | near | train(ahead) | a step ahead at most
+trainer.scheduler | near unless sync null | train(ahead) | ahead=1: a step ahead at most
+trainer.v1.trainer_mode | near unless sync null | train(max_lag) | both asynchronous modes are one stream; a learner and a sampler with weights of their own
+trainer.v1.sampler.max_off_policy_threshold | near if async | train(max_lag) | verl counts the version that sampled a response and the one that learns from it: one less here
+trainer.v1.sampler.max_off_policy_strategy | near if async | train(stale) | drop: "cancel", which draws the same prompts again, where verl takes further ones; wait: "keep"
+trainer.v1.sampler.{sync_refill_failed_groups,custom_sampler*} | refused unless null False {} | — | a stream takes whole groups in the data's order
+trainer.v1.*.parameter_sync_step | near unless 1 | train(max_lag) | new weights are pushed after every update
+trainer.v1.* | near | train(max_lag) | when a stream begins, and which GPU samples
 trainer.checkpoint_callback_class | refused unless null | — | checkpoints are in the run folder
 trainer.{fixed_eval,ref_update_freq} | refused unless null False 0 | — | the reference is frozen
 trainer.balance_batch | near | — | rows are balanced over ranks at each pass, and stay in their mini-batch
@@ -390,6 +394,8 @@ _CHOICES: Mapping[str, Iterable[str]] = {
     f"{_ACTOR}.loss_agg_mode": F.AGGREGATIONS,
     f"{_ACTOR}.optim.lr_scheduler_type": ("constant", "cosine"),
     "distillation.distillation_loss.loss_mode": DISTILLATION,
+    "trainer.v1.trainer_mode": ("sync", "colocate_async", "separate_async"),
+    "trainer.v1.sampler.max_off_policy_strategy": ("drop", "wait"),
 }
 """Settings that name something there must be."""
 
@@ -434,6 +440,7 @@ _SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
     "multi_turn": (has_turns, "responses have one turn"),
     "gae": (lambda values: estimator(values) == "gae", "the estimator has none"),
     "gamma": (lambda values: estimator(values) in ("gae", "reinforce_plus_plus"), "the estimator has none"),
+    "async": (lambda values: values.get("trainer.v1.trainer_mode", "sync") != "sync", "rollouts are in turn"),
     "grpo": (lambda values: estimator(values) in ("grpo", "grpo_vectorized", "grpo_passk"), "the estimator has none"),
     "gdpo": (lambda values: estimator(values) == "gdpo", "the estimator is not gdpo"),
 }

@@ -567,14 +567,17 @@ def _agent(read: _Read) -> dict[str, Any] | str | None:
 def _train(read: _Read) -> dict[str, Any]:
     settings = _at(read, "train")
     kept, logger = read("trainer.max_actor_ckpt_to_keep"), read("trainer.logger")
-    ahead = read("trainer.v1.trainer_mode", "sync") not in ("sync", None) or read("trainer.scheduler")
+    streams = read("trainer.v1.trainer_mode") not in ("sync", None)
+    lag = int(read("trainer.v1.sampler.max_off_policy_threshold", 8)) - 1 if streams else 0
+    stale = "keep" if read("trainer.v1.sampler.max_off_policy_strategy") == "wait" else "cancel"
     values = {
         "seed": read("data.seed", read("actor_rollout_ref.rollout.seed")),
         "val_samples": settings.get("val_samples"),
         **{name: every for name in ("test_freq", "save_freq") if (every := read(f"trainer.{name}") or 0) > 0},
         "keep_checkpoints": None if kept is None else max(2, kept),
         "trace_freq": 1 if read("trainer.rollout_data_dir") else None,
-        "ahead": 1 if ahead else None,
+        "ahead": 1 if read("trainer.scheduler") not in ("sync", None) and not streams else None,
+        **({"max_lag": lag, "stale": stale} if lag > 0 else {}),
         "project": read("trainer.project_name"),
         "trackers": None if logger is None else [one for one in ([logger] if isinstance(logger, str) else logger) if _is_installed(one)],
     }  # fmt: skip
