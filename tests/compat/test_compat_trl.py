@@ -126,6 +126,27 @@ def test_a_configuration_trains(tiny: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_what_if_tries_each_measure_on_one_batch(tiny: str) -> None:
+    config = {**SHORT, "learning_rate": 1e-3, "max_completion_length": 24, "beta": 0.04}
+    pipe = wb.recipes.like_trl(config, tiny, reward_len)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=4)
+    batch = wb.Stepper(pipe, rows.batch(2)).run(until="advantage").batch
+    before = pipe.learners()["actor"].snapshot()["weights"]
+    for changes, metric in (
+        ({"delta": 1.0}, "actor/pg_clipfrac_lower"),
+        ({"top_entropy_quantile": 0.2}, "actor/top_entropy_share"),
+        ({"off_policy_mask_threshold": -1.0}, "actor/off_policy_masked"),
+        ({"use_bias_correction_kl": False}, ""),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, ""),
+    ):
+        found = wb.what_if(pipe, batch, updates=2, **changes)
+        assert not metric or found.other.metrics[-1][metric] > 0, metric
+        assert found.difference.abs().max() > 0 or "use_bias_correction_kl" in changes, changes
+    after = pipe.learners()["actor"].snapshot()["weights"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
 def test_the_engine_has_the_configurations_settings(tiny: str) -> None:
     made = wb.recipes.like_trl(SHORT, tiny, reward_len)
     actor: Any = made.learners()["actor"]
