@@ -160,6 +160,31 @@ def test_returns_skip_masked_tokens() -> None:
     assert discounted_returns(rewards, mask, 0.5).tolist() == [[2.0, 0.0, 2.0]]
 
 
+def test_lambda_by_length_by_hand() -> None:
+    """λ is 0 for 20 tokens or fewer, 0.5 for 40; the critic's returns have their own."""
+    rewards, values = torch.zeros(2, 40, dtype=torch.float64), torch.rand(2, 40, dtype=torch.float64)
+    mask = torch.ones(2, 40, dtype=torch.float64)
+    mask[0, 10:] = 0
+    rewards[0, 9] = rewards[1, 39] = 1
+    advantages, returns = F.length_adaptive_gae(rewards, values, mask)
+    each = [F.gae(rewards, values, mask, lam=lam, whiten=False)[0] for lam in (0.0, 0.5)]
+    apart = torch.stack([each[0][0], each[1][1]])
+    assert torch.allclose(advantages, masked_whiten(apart, mask, zero_masked=True))
+    assert apart[0, 9].item() == pytest.approx(1 - values[0, 9].item())  # one step of λ = 0: δ alone
+    assert apart[0, 0].item() == pytest.approx(float(values[0, 1] - values[0, 0]))
+    assert torch.allclose(returns, F.gae(rewards, values, mask, lam=1.0)[1])
+    assert torch.allclose(
+        F.length_adaptive_gae(rewards, values, mask, critic_lam=0.0)[1], F.gae(rewards, values, mask, lam=0.0)[1]
+    )
+    large = F.length_adaptive_gae(rewards, values, mask, alpha=1e12)[0]
+    assert torch.allclose(large, F.gae(rewards, values, mask)[0])
+    left_out = F.length_adaptive_gae(rewards, values, mask, scored=torch.tensor([False, True]))[0]
+    assert left_out[0].abs().sum() == 0 and left_out[1].abs().sum() > 0
+    assert F.length_adaptive_gae(rewards, values, mask * 0)[0].abs().sum() == 0
+    with pytest.raises(ValueError, match="alpha"):
+        F.length_adaptive_gae(rewards, values, mask, alpha=0.0)
+
+
 def test_gae_by_hand_and_through_tool_text() -> None:
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.7, 0.6]])
     advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=1.0, lam=1.0, whiten=False)

@@ -212,9 +212,8 @@ def _check(name: str, value: Any) -> None:
     entry, value = arguments()[name], getattr(value, "value", value)
     allowed = [parsed(word) for word in entry.unless]
     if entry.kind == "refused" and not any(value == one and type(value) in (type(one), int, float) for one in allowed):
-        fine = " or ".join(entry.unless)
-        do = entry.note or None
-        raise SettingError(f"{name} of TRL's configuration", expected=fine, found=describe(value), do=do)
+        what, fine = f"{name} of TRL's configuration", " or ".join(entry.unless)
+        raise SettingError(what, expected=fine, found=describe(value), do=entry.note or None)
 
 
 class _Batch(NamedTuple):
@@ -289,10 +288,8 @@ def _train(v: Mapping[str, Any], size: _Batch) -> dict[str, Any]:
     trackers = [one for one in reports if one != "none"]
     known = ("tensorboard", "wandb", "mlflow")
     require(set(trackers) <= {*known}, "report_to", expected=f"none, or some of {', '.join(known)}", found=reports)
-    length: dict[str, Any] = {"epochs": v["num_train_epochs"]}
-    if v["max_steps"] > 0:
-        length = {"steps": -(-v["max_steps"] // size.updates)}
-    limit = v["save_total_limit"]
+    steps, limit = -(-v["max_steps"] // size.updates), v["save_total_limit"]
+    length = {"steps": steps} if steps > 0 else {"epochs": v["num_train_epochs"]}
     return {
         **length, "batch_size": size.prompts, "seed": v["seed"] if v["data_seed"] is None else v["data_seed"],
         "test_freq": every["eval"], "save_freq": every["save"], "val_samples": v["num_generations_eval"] or 1,

@@ -31,7 +31,7 @@ from workbench.functional.losses import (
     value_loss,
 )
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
-from workbench.functional.returns import discounted_returns, explained_variance, gae
+from workbench.functional.returns import discounted_returns, explained_variance, gae, length_adaptive_gae
 from workbench.functional.trees import arpo, learnt_once, node_numbers, tree_grpo, tree_rl, tree_turn
 from workbench.functional.trl import grpo_batch
 
@@ -58,6 +58,7 @@ __all__ = [
     "grpo_passk",
     "kl_penalty",
     "learnt_once",
+    "length_adaptive_gae",
     "log_probs_from_logits",
     "masked_mean",
     "masked_sum",

@@ -107,6 +107,35 @@ def gae(
 
 
 @precise
+def length_adaptive_gae(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    alpha: float = 0.05,
+    critic_lam: float = 1.0,
+    *,
+    scored: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE with a λ for each row's length l, 1 − 1/(α·l), and another λ for the critic: (advantages, returns), both [B, T].
+
+    A row of l ≤ 1/α tokens (20 by default) has λ = 0. Advantages are whitened over the mask; returns are those of
+    `critic_lam`. token_level_rewards, values and mask [B, T]. Yue et al. 2025 (VAPO), https://arxiv.org/abs/2504.05118,
+    §4.2; the critic's own λ: Yuan et al. 2025 (VC-PPO), https://arxiv.org/abs/2503.01491. Raises `ValueError` for α ≤ 0.
+    """
+    if alpha <= 0:
+        raise ValueError(f"alpha of length_adaptive_gae; expected > 0; found {alpha}")
+    counted = mask if scored is None else mask * scored.to(mask.dtype)[:, None]
+    lengths = counted.sum(-1)
+    returns = gae(token_level_rewards, values, counted, gamma, critic_lam, whiten=False)[1]
+    advantages = torch.zeros_like(returns)
+    for length in lengths[lengths > 0].unique().tolist():
+        at, lam = lengths == length, max(0.0, 1 - 1 / (alpha * length))
+        advantages[at] = gae(token_level_rewards[at], values[at], counted[at], gamma, lam, whiten=False)[0]
+    return (masked_whiten(advantages, counted, zero_masked=True) if counted.sum() > 1 else advantages), returns
+
+
+@precise
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 − Var(returns − values) / (Var(returns) + 1e-5) over the mask, a scalar: 1 is a perfect critic.
 

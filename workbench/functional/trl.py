@@ -7,7 +7,8 @@ NaN included, touch neither loss nor gradient; a log-prob inside it that is not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ def trl_loss(
     ratio, new, gain = logs.exp(), kept(log_probs, mask), kept(advantages, mask)
     clipped = torch.zeros_like(mask, dtype=torch.bool)
     if loss_type == "vespo":
-        factor = _gamma_weights(log_ratios(old_log_probs, log_probs, mask), gain, mask, weights, vespo_pos, vespo_neg)
+        tokens = log_ratios(old_log_probs, log_probs, mask)
+        factor = _gamma_weights(tokens, gain, mask, weights, (vespo_pos, vespo_neg))
         loss, weights = -factor * gain * new, None
     elif loss_type == "cispo":
         loss = -ratio.detach().clamp(max=clip_ratio_high) * gain * new
@@ -105,21 +107,14 @@ def trl_loss(
 
 
 @torch.no_grad()
-def _gamma_weights(
-    logs: Tensor,
-    gain: Tensor,
-    mask: Tensor,
-    weights: Tensor | None,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
-) -> Tensor:
+def _gamma_weights(logs: Tensor, gain: Tensor, mask: Tensor, weights: Tensor | None, by_sign: Sequence[Any]) -> Tensor:
     """Compute VESPO's φ(w) for the sign of each token's advantage: [B, T]. log w is clamped to [log 1e-8, 20]."""
     least = -18.420680743952367
     sums = (logs * mask).sum(-1, keepdim=True)
     if weights is not None:  # outside the mask TRL's weights are 1
         sums = sums + kept(weights.log().clamp(least, 20), mask).sum(-1, keepdim=True)
     log_w = sums.clamp(least, 20)
-    power, decay = (torch.where(gain >= 0, up, down) for up, down in zip(positive, negative, strict=True))
+    power, decay = (torch.where(gain >= 0, up, down) for up, down in zip(*by_sign, strict=True))
     decay = decay.clamp(min=1e-4)
     return (decay + power * log_w - decay * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
 
