@@ -754,12 +754,8 @@ def like_trl(
     scaled: dict[str, Any] = {"eps": 1e-4} if how.scale_rewards != "none" else {"norm_by_std": False}
     require(how.scale_rewards in ("group", "batch", "none"), "scale_rewards", expected="group, batch or none", found=how.scale_rewards)  # fmt: skip
     estimator = F.grpo_batch if how.scale_rewards == "batch" else F.grpo
-    loss, temperature = TrlLoss(**how.loss), how.sampling["temperature"] or 1.0
-    shared: dict[str, Any] = {
-        "group_size": how.group_size,
-        "sampling": SamplingSettings(**how.sampling),
-        "kl_coef": loss.kl_coef,
-    }
+    loss, sampling = TrlLoss(**how.loss), SamplingSettings(**how.sampling)
+    shared: dict[str, Any] = {"group_size": how.group_size, "sampling": sampling, "kl_coef": loss.kl_coef}
     shared |= {"agent": agent, "reference": reference}
     stages: list[Stage] = []
     for stage in _policy_gradient(model, reward, Advantage(estimator, **scaled), **shared):
@@ -767,7 +763,7 @@ def like_trl(
             stages += [RolloutCorrection(**how.correction)] if how.correction else []
             stages += [MaskTruncated()] if how.mask_truncated else []
         stages.append(stage)
-    return Pipeline([*stages[:-1], Update(model, loss, temperature=temperature, **how.update)])
+    return Pipeline([*stages[:-1], Update(model, loss, temperature=sampling.temperature or 1.0, **how.update)])
 
 
 def _trl_engine(engine: Any, how: TrlSettings) -> Engine:

@@ -132,3 +132,18 @@ def test_prompts_that_may_be_too_long_are_rendered_and_those_that_are_refused(
     step = next(n for n in itertools.count(1) if "77 word" in str(rows.batch(2, n)["raw_prompt"].tolist()))
     with pytest.raises(DataError, match="length of the prompt of row"):  # the rollout measures what it reads
         pipes["alone"]["rollout"](wb.rows(texts, max_prompt_length=100).batch(2, step))
+
+
+@pytest.mark.slow
+def test_truncated_sampling_is_named(tiny: str, tmp_path: Path) -> None:
+    """Tokens come from the kept sets, ratios are of the full distribution, and nothing corrects for that."""
+    rows = wb.rows([{"prompt": "2+2?"}, {"prompt": "3+3?"}])
+    engine = wb.engines.local(tiny, device="cpu")
+
+    def told(**sampling: Any) -> dict[str, str]:
+        pipe = wb.recipes.grpo(engine, alone, kl_coef=0.0, sampling=wb.SamplingSettings(max_tokens=8, **sampling))
+        return dict(preflight(pipe, rows, plan(tmp_path)).findings)
+
+    for sampling in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+        assert "full distribution" in told(**sampling)["sampling"], sampling
+    assert "sampling" not in told(repetition_penalty=1.1)

@@ -108,13 +108,15 @@ def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
 
 
 def _prompts(parts: Sequence[Rows], rollout: Any) -> list[tuple[str, str]]:
-    """What is odd of the prompts' texts, and tags of reasoning that no reward sees."""
+    """What is odd of the prompts' texts, tags of reasoning that no reward sees, and tokens that sampling rules out."""
     tokenizer, chats = rollout.sampler.tokenizer, [row[CHAT] for part in parts for row in part.views()]
     hidden = [tag for pair in REASONING.items() for tag in pair if tag in getattr(tokenizer, "all_special_tokens", ())]
     seen = (
         f"{', '.join(hidden)} are special tokens, which rewards do not see: SamplingSettings(skip_special_tokens=False)"
     )
+    cut = "top_p, top_k or min_p rule tokens out, and log-probs and ratios are of the full distribution: nothing corrects "
     notes = {
+        "sampling": f"{cut}for that; train with top_p=1, top_k=-1 and min_p=0" if rollout.sampling.filters else "",
         "chat template": prompt_remarks(tokenizer, chats, **switches_of(rollout.sampler)),
         "special tokens": seen if hidden and rollout.sampling.skip_special_tokens else "",
     }
