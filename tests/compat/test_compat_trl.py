@@ -70,6 +70,9 @@ def test_rows_of_trl_become_prompts() -> None:
     two = trl_settings({**sizes, "steps_per_generation": 4, "num_iterations": 3})
     assert (two.train["batch_size"], two.update["ppo_mini_batch_size"]) == (8, 4)
     assert two.train["steps"] == 2 and two.engine["total_steps"] == 12  # six optimizer steps for each sampling
+    assert (
+        one.train["val_samples"] == 4 and trl_settings({**sizes, "num_generations_eval": 2}).train["val_samples"] == 2
+    )
     often = trl_settings({**sizes, "steps_per_generation": 1})
     assert often.train["batch_size"] == 4  # sampled twice by the same weights, learnt from once
     epochs = trl_settings({**sizes, "max_steps": -1, "num_train_epochs": 2}, prompts=41)

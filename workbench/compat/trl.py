@@ -75,7 +75,7 @@ cast_lm_head_to_fp32 | refused unless False | | logits are float32 where dtype i
 {seed,data_seed} | done | train(seed) | the order and the draws are others than TRL's
 shuffle_dataset | refused unless True | rows | rows are drawn in a seeded order
 {eval_strategy,eval_steps} | done | train(test_freq) | give eval_rows to train; `epoch` is refused
-num_generations_eval | done | train(val_samples) |
+num_generations_eval | done | train(val_samples) | None: num_generations
 {save_strategy,save_steps} | done | train(save_freq) | `epoch` is refused
 save_total_limit | done | train(keep_checkpoints) | at least 2
 load_best_model_at_end | refused unless False | train(save_best) | train(save_best="val/reward") keeps it
@@ -292,7 +292,7 @@ def _train(v: Mapping[str, Any], size: _Batch) -> dict[str, Any]:
     length = {"steps": steps} if steps > 0 else {"epochs": v["num_train_epochs"]}
     return {
         **length, "batch_size": size.prompts, "seed": v["seed"] if v["data_seed"] is None else v["data_seed"],
-        "test_freq": every["eval"], "save_freq": every["save"], "val_samples": v["num_generations_eval"] or 1,
+        "test_freq": every["eval"], "save_freq": every["save"], "val_samples": v["num_generations_eval"] or v["num_generations"],
         "keep_checkpoints": max(limit, 2) if limit else 1_000_000, "trackers": trackers, "project": v["project"],
         "experiment": v["run_name"],
     }  # fmt: skip
