@@ -66,7 +66,7 @@ SAMPLES: Controls = [
     ("open a row", ROW, 3),
     ("the next row, by key", KEY, [".wb-scroll", "ArrowDown"]),
     ("tokens", BUTTON, "tokens"),
-    ("diff with another", CHOOSE, ["diff with another sample of this prompt", 1]),
+    ("diff with another", CHOOSE, ["diff with another sample", 1]),
     ("pin", BUTTON, "pin"),
 ]
 TOKENS: Controls = [

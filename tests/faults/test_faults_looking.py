@@ -46,7 +46,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
     )
 
 
-SAMPLES = ("columns", "known", "statuses", "query", "headline", "bins", "tabs", "picked", "rendered")
+SAMPLES = ("columns", "known", "statuses", "query", "headline", "bins", "strips", "tabs", "picked", "rendered")
 """What the script of `SamplesTable` reads."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from workbench.widgets.display import Block
 from workbench.widgets.layer import ClusterTable, CurvePlots, EpisodeFace, SamplesTable, StepperFace, TokenView
 
 THEMES = {
-    "light": {"back": "#ffffff", "ink": "rgba(0,0,0,.87)"},
-    "dark": {"back": "#111111", "ink": "#ffffff"},
+    "light": {"back": "#ffffff", "ink": "rgba(0,0,0,.87)", "brand": "#1976d2", "inverse": "#ffffff"},
+    "dark": {"back": "#111111", "ink": "#ffffff", "brand": "#64b5f6", "inverse": "#000000"},
 }
 """What JupyterLab's two themes give the outputs of a cell."""
 
@@ -52,7 +53,7 @@ DRAW = """async ([code, state, html]) => {
     },
   };
   const el = document.querySelector("#screen");
-  if (!code) { el.innerHTML = html; return; }
+  if (!code) { el.innerHTML = html; el.style.overflowX = "auto"; return; }  // as an output of a cell
   const module = await import(URL.createObjectURL(new Blob([code], { type: "text/javascript" })));
   module.default.render({ model, el });
 }"""
@@ -62,12 +63,13 @@ def show(page: Any, screen: Screen, theme: str, width: int = 1400, height: int =
     """Draw a screen in a page of the width and with the colours of a theme."""
     page.set_viewport_size({"width": width, "height": height})
     page.emulate_media(color_scheme=theme)
-    back, ink = THEMES[theme]["back"], THEMES[theme]["ink"]
+    back, ink, brand, inverse = THEMES[theme].values()
     page.goto("about:blank")
     page.set_content(
         f'<!doctype html><html lang="en"><title>screen</title><body data-jp-theme-light="{str(theme == "light").lower()}">'
         f'<main id="screen"></main><style>'
-        f":root {{ color-scheme: {theme}; --jp-layout-color1: {back}; --jp-content-font-color1: {ink}; }}"
+        f":root {{ color-scheme: {theme}; --jp-layout-color1: {back}; --jp-content-font-color1: {ink};"
+        f"--jp-brand-color1: {brand}; --jp-ui-inverse-font-color1: {inverse}; }}"
         f"body {{ margin: 8px; background: {back}; color: {ink}; font: 13px/1.4 sans-serif; }}</style></body></html>"
     )
     if screen.widget is not None:
@@ -79,6 +81,14 @@ def show(page: Any, screen: Screen, theme: str, width: int = 1400, height: int =
     page.evaluate(DRAW, [code, json.loads(json.dumps(screen.state)) if code else {}, screen.html])
     page.locator(screen.drawn).first.wait_for(state="attached")
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def first_click(page: Any) -> None:
+    """Pick the second sample, where there is a table of them: its card is shown."""
+    if page.locator(".wb-samples tbody tr").count():
+        page.locator(".wb-samples tbody tr:not(.wb-group)").nth(1).click()
+        page.locator(".wb-detail button").first.wait_for()
+    page.mouse.move(0, 0)
 
 
 def curves(folder: Path, steps: int = 40) -> CurvePlots:
@@ -164,14 +174,20 @@ def episode(model: str) -> Any:
     return wb.Stepper(pipe, rows.batch(1)).episode(0).next()
 
 
-def screens(folder: Path) -> dict[str, Screen]:
-    """All of them, by name, with the tiny models; runs are written into the folder."""
+def screens(folder: Path, only: Sequence[str] = ()) -> dict[str, Screen]:
+    """All of them, or those whose names begin as in `only`, with the tiny models; runs are written into the folder."""
+    found = _screens(folder)
+    return {name: one for name, one in found.items() if not only or name.startswith(tuple(only))}
+
+
+def _screens(folder: Path) -> dict[str, Screen]:
     trace = wb.Trace.load("data/arith-batch")
+    words = wb.engines.local("data/tiny-arith").tokenizer
     s = stepped("data/tiny-arith")
     reward = wb.rewards.Reward(shorter, in_process=True)
     t = s.fork().back(to="reward").replace("reward", reward).run(until="advantage")
     samples = wb.views.samples(trace)
-    tokens = wb.views.tokens(trace, 0, "advantage", against_row=9)
+    tokens = wb.views.tokens(trace, 0, "log_prob", against_row=9, tokenizer=words)
     live = {
         "samples": Screen(SamplesTable(samples), "#screen tbody tr"),
         "rendered": Screen(prose(), "#screen tbody tr"),
@@ -191,7 +207,7 @@ def screens(folder: Path) -> dict[str, Screen]:
 
 # --- contrast -------------------------------------------------------------------------------------
 
-CONTRAST = """(within = "#screen") => {
+CONTRAST = """(within) => {
   const parts = (text) => { const found = (text.match(/[\\d.]+/g) || []).map(Number); return [...found.slice(0, 3), found[3] ?? 1]; };
   const over = (under, [red, green, blue, alpha]) => [red, green, blue].map((part, at) => part * alpha + under[at] * (1 - alpha));
   const light = (colour) => {

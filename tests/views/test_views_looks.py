@@ -71,8 +71,8 @@ def test_a_changed_row_is_a_line_with_prompt_verdicts_and_bars_and_flips_come_fi
     html = found._repr_html_()
     assert lint(html) == [] and 'title="ask 0?">a⏎b<' in html and "&lt;i&gt;c" in html and "d" * 89 + "…<" in html
     # 0.5 of 9 to the right of the middle on the first side, and to the left of it on the second
-    assert "rgba(46,160,67,0.35) 50%, rgba(46,160,67,0.35) 53%" in html
-    assert "rgba(207,80,60,0.35) 47%, rgba(207,80,60,0.35) 50%" in html
+    assert "rgba(0,158,115,.75) 50% 53%" in html
+    assert "rgba(213,94,0,.75) 47% 50%" in html
     assert repr(found).splitlines()[1].endswith("sign flipped  a⏎b")
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from workbench.steps.compare import Beside, Comparison, Divergence, Mismatch, RowChange
     from workbench.steps.what_if import WhatIf
 
-_RED = "background:rgba(207,80,60,0.18);padding:0 4px;white-space:nowrap"
+_RED = f"background:rgba({doc.DOWN},0.18);padding:0 4px;white-space:nowrap"
 _ROWS = 12
 _FULL = "their responses and verdicts in full"
 _LINE = 90
@@ -163,21 +163,16 @@ def _one_line(text: object, limit: int) -> str:
 
 
 def _bar(value: float, most: float) -> doc.Part:
-    """Show a number over a bar from the middle: to the right and green above 0, to the left and red below."""
+    """Show a number beside a bar from its middle, whose ends are −`most` and `most`."""
     if value != value or not most or not math.isfinite(value / most):
         return doc.number(value)
-    end, rgb = 50 + 50 * value / most, "46,160,67" if value > 0 else "207,80,60"
-    low, high = sorted((50.0, end))
-    around = "rgba(128,128,128,0.08)"
-    edges = f"{around} {low:.0f}%, rgba({rgb},0.35) {low:.0f}%, rgba({rgb},0.35) {high:.0f}%, {around} {high:.0f}%"
-    style = f"background:linear-gradient(90deg, {edges});min-width:80px;text-align:center;border-radius:3px"
-    return doc.line(doc.number(value), style=style)
+    return doc.bar(value / most, doc.number(value), signed=True)
 
 
 # --- where two part ---------------------------------------------------------------------------
 
 _TEXT = 60
-_MARK = "background:rgba(207,80,60,0.30)"
+_MARK = f"background:rgba({doc.DOWN},0.30)"
 
 
 def divergence(diff: Divergence) -> doc.Part:

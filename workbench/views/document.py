@@ -7,6 +7,7 @@ takes markup. A closed fold and a picture are in the HTML only; `Either` holds w
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape as escape_markup
@@ -16,8 +17,12 @@ from workbench.base.shown import Shown, plain
 
 CELL = 2000
 """Characters of one cell or value that are shown."""
+UP, DOWN, MUCH = "0,158,115", "213,94,0", "139,108,209"
+"""Red, green, blue of the scales, as in `widgets/static/tokens.css`: above and below 0 or a mean; of one direction."""
 _WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;font-size:95%"
-_CELL_STYLE = "padding:2px 8px;text-align:left;vertical-align:top"
+_CELL_STYLE = "padding:2px 8px;vertical-align:top;text-align:"
+_FIGURE = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?( s| GiB|%)?|–|nan|inf|")
+_TRACK, _BAR = "rgba(128,128,128,.15)", "display:inline-block;width:56px;height:8px;margin-right:6px;border-radius:2px"
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,16 @@ def block(text: object) -> Span:
     return wrapped(str(text), style="margin:2px 0")
 
 
-def bar(share: float, text: str, good: bool = True) -> Span:
-    """Show `text`; in HTML over a bar that is filled to `share` (0 to 1), green if `good`, else red."""
-    percent, rgb = max(0.0, min(share, 1.0)) * 100, "46,160,67" if good else "207,80,60"
-    over = f"rgba({rgb},0.35) {percent:.0f}%, rgba(128,128,128,0.08) {percent:.0f}%"
-    return line(text, style=f"background:linear-gradient(90deg, {over});min-width:60px;padding:0 4px;border-radius:3px")
+def bar(share: float, text: str, good: bool = True, signed: bool = False) -> Span:
+    """Show `text`; in HTML beside a bar that is filled to `share` (0 to 1), green if `good`, else orange.
+
+    A `signed` bar begins in its middle: to the right and green up to a share of 1, to the left and orange down to −1.
+    """
+    end = max(-1.0, min(share, 1.0))
+    first, last = sorted((50.0, 50 + 50 * end)) if signed else (0.0, 100 * max(end, 0.0))
+    rgb = UP if (end > 0 if signed else good) else DOWN
+    ends = f"{_TRACK} {first:.0f}%,rgba({rgb},.75) {first:.0f}% {last:.0f}%,{_TRACK} {last:.0f}%"
+    return line(Span("", f"{_BAR};background:linear-gradient(90deg,{ends})"), text, style="white-space:nowrap")
 
 
 def pairs(facts: Sequence[tuple[str, str]]) -> Either:
@@ -196,11 +206,18 @@ def _element(node: Node) -> str:
             data = base64.b64encode(png()).decode()
             return f'<img src="data:image/png;base64,{data}" title="{escape(title)}" style="max-width:100%">'
         case Table(header, rows, most=most) if rows:
-            head = "".join(f'<th style="{_CELL_STYLE};opacity:0.65">{escape(cell)}</th>' for cell in header)
-            lines = ("".join(f'<td style="{_CELL_STYLE}">{_cell(cell)}</td>' for cell in row) for row in rows[:most])
-            body = "".join(f"<tr>{cells}</tr>" for cells in lines)
-            opening = '<table style="border-collapse:collapse;font-size:90%">'
-            return f"{opening}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{html(_left(node))}"
+            sides = ["right" if _figures(column) else "left" for column in zip(*rows[:most], strict=True)]
+            styles = [f"{_CELL_STYLE}{side}" for side in sides]
+            titled = zip(styles, header, strict=False)
+            head = "".join(f'<th style="{style};opacity:0.65">{escape(cell)}</th>' for style, cell in titled)
+            cells = (
+                [f'<td style="{s}">{_cell(one)}</td>' for s, one in zip(styles, row, strict=True)]
+                for row in rows[:most]
+            )
+            body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+            opening = '<table style="border-collapse:collapse;font-size:13px">'
+            above = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+            return f"{opening}{above}<tbody>{body}</tbody></table>{html(_left(node))}"
         case Fold(summary, part, opened):
             state, style = " open" if opened else "", "cursor:pointer"
             return f'<details{state}><summary style="{style}">{escape(summary)}</summary>{html(part)}</details>'
@@ -211,6 +228,11 @@ def _element(node: Node) -> str:
 
 def _inline(part: Part) -> str:
     return "".join(escape(one) if isinstance(one, str) else _element(one) for one in _flat(part))
+
+
+def _figures(column: Sequence[Part]) -> bool:
+    """Return whether a column has numbers alone, which stand right-aligned under each other."""
+    return all(isinstance(cell, str) and _FIGURE.fullmatch(cell) for cell in column)
 
 
 def _cell(part: Part) -> str:

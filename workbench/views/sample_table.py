@@ -295,7 +295,7 @@ def _nothing(name: str, rows: int, tensor: bool) -> Any:
 
 # --- two samples ------------------------------------------------------------------------------------
 
-MARK_OLD, MARK_NEW = "background:rgba(207,80,60,0.20)", "background:rgba(46,160,67,0.25);font-weight:inherit"
+MARK_OLD, MARK_NEW = f"background:rgba({doc.DOWN},.2)", f"background:rgba({doc.UP},.25);font-weight:inherit"
 _PIECES = 80
 """Pieces of a difference by words; one of more is told by lines."""
 _AGAIN = 30

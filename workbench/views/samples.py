@@ -29,6 +29,7 @@ Where: TypeAlias = "Mapping[str, Any] | Callable[[pd.DataFrame], Any] | None"
 
 
 _BINS = 12
+_FOLDED = ("step", "answer", "truth", "finish", "status")
 
 
 class SampleIndex:
@@ -92,6 +93,19 @@ class SampleIndex:
             return [(float(one), float(one), int(count)) for one, count in zip(values, counts, strict=True)]
         counts, edges = np.histogram(reward, bins=_BINS)
         return [(float(low), float(high), int(one)) for low, high, one in zip(edges, edges[1:], counts, strict=False)]
+
+    @cached_property
+    def spans(self) -> dict[str, list[float]]:
+        """The lowest and highest reward, advantage and number of tokens: the ends of their scales."""
+        columns = {name: self.frame[name].dropna() for name in ("reward", "advantage", "tokens") if name in self.frame}
+        return {name: [float(one.min()), float(one.max())] for name, one in columns.items() if len(one)}
+
+    @cached_property
+    def same(self) -> dict[str, str]:
+        """Columns that the usual table leaves out because all rows have one value in them → that value, "" for none."""
+        values = {name: self.frame[name].map(str).unique() for name in _FOLDED if name in self.frame}
+        one = {name: found[0] for name, found in values.items() if len(found) == 1 < len(self.frame)}
+        return {name: "" if value in ("None", "nan") else value for name, value in one.items()}
 
     @property
     def _once(self) -> pd.DataFrame:
@@ -347,7 +361,7 @@ def _chosen(name: str, number: Any, row: Any, top: float) -> doc.Part:
     if value is None or value != value:
         return "–"
     if name == "reward":
-        return doc.bar(abs(value) / top, f"{value:g}", value >= 0)
+        return doc.bar(abs(value) / top, doc.number(value), value >= 0)
     if isinstance(value, float | np.floating):
         return f"{float(value):.4g}"
     text = str(value)

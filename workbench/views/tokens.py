@@ -121,8 +121,8 @@ class TokenRow:
         trained = self.values.get("loss_mask", self.own)
         self.rejected = [inside and not kept for inside, kept in zip(self.own, trained, strict=True)]
 
-    def _part(self, name: str) -> torch.Tensor | None:
-        return self.batch.batch.part(name, self.row, self.row + 1)[0] if name in self.batch.batch else None
+    def _part(self, name: str) -> Any:
+        return _part(self.batch, name, self.row)
 
     def _values(self) -> dict[str, list[float]]:
         values = {name: quantity.read(self._part) for name, quantity in QUANTITIES.items()}
@@ -173,11 +173,8 @@ def stops(quantity: Quantity, span: tuple[float, float]) -> list[str]:
     return [colour_of(value, quantity, span) for value in (low, middle, high)]
 
 
-UP, DOWN, ONE_WAY = (46, 160, 67), (207, 80, 60), (130, 80, 223)
-
-
 def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> str:
-    """Return a value's translucent CSS colour: green above the quantity's centre, red below; violet where it has no
+    """Return a value's translucent CSS colour: green above the quantity's centre, orange below; violet where it has no
     centre.
     """
     if not math.isfinite(value):
@@ -185,12 +182,44 @@ def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> st
     low, high = span
     if quantity.centre is not None:
         share = (value - quantity.centre) / (high - quantity.centre)
-        shade = UP if share > 0 else DOWN
+        shade = doc.UP if share > 0 else doc.DOWN
     else:
         share = (value - low) / (high - low)
         share = 1 - share if quantity.inverted else share
-        shade = ONE_WAY
-    return f"rgba({shade[0]},{shade[1]},{shade[2]},{min(abs(share), 1) * 0.65:.2f})"
+        shade = doc.MUCH
+    return f"rgba({shade},{min(abs(share), 1) * 0.65:.2f})"
+
+
+_PIECES = 48
+"""Pieces of a strip at most."""
+
+
+def strip_quantities(batch: DataProto) -> list[str]:
+    """Return the per-token quantities that a batch has numbers for; [] where it does not say which tokens are real."""
+    if "response_mask" not in batch.batch or not len(batch):
+        return []
+    return [name for name, one in QUANTITIES.items() if one.read(lambda column: _part(batch, column, 0)) is not None]
+
+
+def strips(batch: DataProto, rows: Iterable[int], name: str, spans: dict[str, tuple[float, float]]) -> list[list[str]]:
+    """Return a CSS colour for each piece of some rows' responses, by the mean of a quantity over the piece's tokens.
+
+    `spans` keeps the range of each quantity's colours: that of the rows which came first.
+    """
+    quantity, values = QUANTITIES[name], list[torch.Tensor]()
+    for row in rows:
+        read: Any = quantity.read(lambda column, row=row: _part(batch, column, row))  # type: ignore[misc]
+        values.append(read[_part(batch, "response_mask", row) > 0].double())
+    span = spans.setdefault(name, span_of_values(quantity, [one.tolist() for one in values]))
+    means = [
+        torch.nn.functional.adaptive_avg_pool1d(one[None], min(len(one), _PIECES))[0] if len(one) else one
+        for one in values
+    ]
+    return [[colour_of(value, quantity, span) for value in row.tolist()] for row in means]
+
+
+def _part(batch: DataProto, name: str, row: int) -> Any:
+    return batch.batch.part(name, row, row + 1)[0] if name in batch.batch else None
 
 
 # --- texts ----------------------------------------------------------------------------------------

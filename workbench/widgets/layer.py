@@ -28,7 +28,17 @@ from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, same_row
 from workbench.views.samples import group_line
-from workbench.views.tokens import Quantity, TokenRow, colour_of, episode, stops, tokens, visible
+from workbench.views.tokens import (
+    Quantity,
+    TokenRow,
+    colour_of,
+    episode,
+    stops,
+    strip_quantities,
+    strips,
+    tokens,
+    visible,
+)
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
@@ -102,7 +112,7 @@ class Layer(anywidget.AnyWidget):
     def __init_subclass__(cls, **options: Any) -> None:
         if "script" in vars(cls):
             cls.scripts = (*([f"{cls.library}.iife.min.js"] if cls.library else []), "common.js", f"{cls.script}.js")
-            cls.styles = (*([f"{cls.library}.min.css"] if cls.library else []), "style.css")
+            cls.styles = (*([f"{cls.library}.min.css"] if cls.library else []), "tokens.css", "style.css")
             folder = Path(__file__).parent / "static"
             cls._esm = "".join((folder / name).read_text() for name in cls.scripts)
             cls._css = "".join((folder / name).read_text() for name in cls.styles)
@@ -203,6 +213,8 @@ class SamplesTable(Layer):
     query: Any = traitlets.Dict().tag(sync=True)
     headline = traitlets.Unicode().tag(sync=True)
     bins: Any = traitlets.List().tag(sync=True)
+    strips: Any = traitlets.List().tag(sync=True)
+    """The quantities that can colour the strips of tokens."""
     tabs: Any = traitlets.List().tag(sync=True)
     """(name, title) of the samples, and of the rows left out where there are any."""
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
@@ -214,6 +226,7 @@ class SamplesTable(Layer):
         frame, index = samples.index.frame, samples.index
         counts = Counter(frame["status"]) if "status" in frame else {}
         self._samples, left = samples, samples.left_out
+        self._spans: dict[str, tuple[float, float]] = {}
         self._rows = samples.selected
         tabs = [(f"samples ({len(frame)})", "the rows of the step")]
         if left is not None:
@@ -225,6 +238,7 @@ class SamplesTable(Layer):
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
             headline=index.headline,
             bins=[list(one) for one in index.bins],
+            strips=strip_quantities(index.batch),
             tabs=[[plain(text) for text in one] for one in tabs],
             high=samples.rows,
             rendered=samples.rendered,
@@ -274,7 +288,8 @@ class SamplesTable(Layer):
         more = [["history", "the run's other steps"]] if hasattr(against, "history") else []
         if against is not None and not more and view is self._samples:
             more = [["beside", f"row {row} of {name_of(against, 'the other side')}"]]
-        return {"kind": "card", "html": card._repr_html_(), "siblings": siblings, "code": code, "more": more}
+        shown = {"html": card._repr_html_(), "reward": _cell(card.values.get("reward"))}
+        return {"kind": "card", **shown, "siblings": siblings, "code": code, "more": more}
 
     def _name(self, view: Samples) -> str:
         """Return the Python expression for what the samples belong to, such as `trace` or
@@ -313,27 +328,28 @@ class SamplesTable(Layer):
         frame = whole.iloc[self._rows[start : start + min(int(request["count"]), _MOST)]]
         columns = self._columns(view)
         records = frame.assign(row=frame.index)[columns].to_dict("records")
+        wanted = str(request.get("strip") or "") or next(iter(self.strips), "")
+        drawn = wanted in self.strips and "tokens" in columns and view is self._samples
+        lines = strips(view.index.batch, frame.index, wanted, self._spans) if drawn else [[]] * len(frame)
         rows = [
-            {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}}
-            for row, group, one in zip(frame.index, frame["group"], records, strict=True)
+            {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}, "strip": strip}
+            for row, group, one, strip in zip(frame.index, frame["group"], records, lines, strict=True)
         ]
-        grouped = frame["group"].unique() if request.get("by_group") else ()
-        groups = {str(group): _group(view.index, int(group)) for group in grouped}
-        return {
-            "kind": "rows",
-            "rows": rows,
-            "total": len(self._rows),
-            "of": len(whole),
-            "groups": groups,
-            "columns": columns,
-        }
+        grouped = list(frame["group"].unique()) if request.get("by_group") else []
+        page = {"groups": {str(group): _group(view.index, int(group)) for group in grouped}, "columns": columns}
+        if grouped and "reward" in whole:
+            dots = whole[whole["group"].isin(grouped)].groupby("group")["reward"]
+            page["dots"] = {str(group): [[int(row), _cell(one)] for row, one in each.items()] for group, each in dots}
+        folded = [] if self.columns else [f"{name} {_cell(value)}" for name, value in view.index.same.items() if value]
+        page |= {"same": ", ".join(folded), "spans": view.index.spans}
+        return {"kind": "rows", "rows": rows, "total": len(self._rows), "of": len(whole), **page}
 
     def _columns(self, view: Samples) -> list[str]:
         """Return the columns to show: the chosen ones, or the usual ones; for left-out rows the reason comes first."""
         known = ["row", *view.index.frame]
         first = [name for name in (LEFT_OUT, OF_ROW) if name in known]
         chosen = [name for name in self.columns if name in known and name not in first]
-        usual = [name for name in known[1:] if name.partition("/")[0] in _FIRST]
+        usual = [name for name in known[1:] if name.partition("/")[0] in _FIRST and name not in view.index.same]
         rest = sorted(usual, key=lambda name: _FIRST.index(name.partition("/")[0]))
         return [*first, *chosen] if chosen else ["row", *first, *rest]
 

@@ -157,7 +157,7 @@ function overStatic(el, form = ".workbench-static") {
   };
 }
 
-function said(value, digits = 3) {
+function said(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
   return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(digits)));

@@ -1,4 +1,38 @@
 const COUNT = 50;
+const FIGURES = new Set(["row", "group", "step", "advantage", "of_row", "sampler_logprob_diff"]);
+
+// A value on a scale that begins at 0 or below: a bar from 0, in the colour of its side.
+function scaleOf(value, [low, high]) {
+  const first = Math.min(low, 0), width = Math.max(high, 0) - first || 1;
+  const at = (one) => 100 * (one - first) / width;
+  const side = value < 0 ? "--wb-down" : "--wb-up";
+  return make("span", { class: "wb-scale", ariaHidden: "true" },
+    make("i", { style: { left: `${at(Math.min(value, 0))}%`, width: `${100 * Math.abs(value) / width}%`, background: `rgba(var(${side}), .75)` } }),
+    first < 0 ? make("u", { style: { left: `${at(0)}%` } }) : null);
+}
+
+// A row's tokens as one line, as long as the row beside the longest one: a piece for some tokens, in the colour of their mean.
+function stripOf(colours, share) {
+  const size = 100 / colours.length;
+  const pieces = colours.map((colour, at) => `${colour || "transparent"} ${(at * size).toFixed(1)}% ${((at + 1) * size).toFixed(1)}%`);
+  return make("span", { class: "wb-strip", ariaHidden: "true",
+    style: { width: `${Math.round(84 * share)}px`, backgroundImage: `linear-gradient(90deg, ${pieces.join(",")})` } });
+}
+
+// A prompt's samples as dots at their rewards; a press picks one. Those of one reward lie apart by a few pixels.
+function dotsOf(samples, [low, high], picked, pick) {
+  const scored = samples.filter(([, reward]) => reward !== null);
+  const mean = scored.reduce((sum, [, reward]) => sum + reward, 0) / scored.length;
+  const times = new Map();
+  return make("span", { class: "wb-dots", role: "group", ariaLabel: "rewards of the prompt's samples" }, scored.map(([row, reward]) => {
+    const again = times.get(reward) || 0, share = high > low ? (reward - low) / (high - low) : 0.5;
+    times.set(reward, again + 1);
+    const name = `row ${row}, reward ${said(reward)}`, apart = (share > 0.5 ? -1 : 1) * Math.min(again * 5, 60);
+    return make("button", { class: reward < mean ? "wb-below" : "", title: name, ariaLabel: name, ariaPressed: String(row === picked),
+      style: { left: `calc(6px + ${(100 * share).toFixed(1)}% - ${(12 * share).toFixed(1)}px + ${apart}px)` },
+      onclick: (event) => { event.stopPropagation(); pick(row); } });
+  }));
+}
 
 function render({ model, el }) {
   const below = overStatic(el);
@@ -11,7 +45,8 @@ function render({ model, el }) {
   const rendered = renderedSwitch(model, el, () => (model.get("picked") === null ? null : pick(model.get("picked"))));
   let shown = [];
   let total = 0;
-  let group = null;  // of the last line drawn
+  let group = null, before = "";  // group and prompt of the last line drawn
+  let spans = {};  // of rewards and advantages
   let asking = 0;
 
   const body = make("tbody");
@@ -35,15 +70,20 @@ function render({ model, el }) {
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
   const toPandas = make("button", { title: "copy the line that makes a DataFrame of what is shown now", onclick: copyCode }, "to pandas");
   const line = make("code", { class: "wb-code", role: "status" });
-  const bar = make("div", { class: "wb-bar" }, search, order, status, low, high,
+  const strip = make("select", { ariaLabel: "colour of the strips of tokens", title: "what colours the strips of tokens",
+    onchange: () => { query.strip = strip.value; load(); } },
+    model.get("strips").map((name) => make("option", { value: name }, `tokens by ${name}`)));
+  const bar = make("div", { class: "wb-bar" }, search, order, status, low, high, strip.options.length ? strip : null,
     make("label", {}, grouped, " by prompt"), chooser(), toPandas, count, problem, line);
   const tabs = model.get("tabs").map(([name, title], place) => make("button", {
     title, ariaPressed: String(!place), onclick: () => { turn(place); },
   }, name));
-  const head = make("div", { class: "wb-bar" }, make("b", {}, model.get("headline")), histogram(model.get("bins")),
-    tabs.length > 1 ? make("div", { class: "wb-tabs", role: "group", ariaLabel: "rows" }, tabs) : null);
-  el.append(make("div", { class: "wb wb-samples", onkeydown: keys },
-    head, bar, make("div", { class: "wb-two" }, scroll, detail)));
+  const [headline, ...rest] = model.get("headline").split(" · ");
+  const head = make("div", { class: "wb-bar" }, make("span", {}, make("span", { class: "wb-head" }, headline), rest.map((one) => ` · ${one}`)),
+    histogram(model.get("bins")));
+  el.append(make("div", { class: "wb wb-samples", onkeydown: keys }, head,
+    tabs.length > 1 ? make("div", { class: "wb-tabs", role: "group", ariaLabel: "rows" }, tabs) : null,
+    bar, make("div", { class: "wb-two" }, scroll, detail)));
 
   function turn(place) {
     tab = place ? "left" : "";
@@ -93,7 +133,8 @@ function render({ model, el }) {
           high.value = off ? "" : last;
           load();
         },
-      }, make("span", { style: { height: `${Math.max(1, Math.round(22 * number / most))}px` } }), said(first));
+      }, make("span", { style: { height: `${Math.max(2, Math.round(24 * number / most))}px` } }),
+      bins.length < 7 || first === bins[0][0] || last === bins.at(-1)[1] ? said(first === bins[0][0] ? first : last, 2) : "\u00a0");
       button.ariaPressed = "false";
       return button;
     });
@@ -124,19 +165,20 @@ function render({ model, el }) {
       total = page.total;
       below.hide();
       if (!start) {
-        ({ columns } = page);
+        ({ columns, spans } = page);
         drawHeads();
-        shown = []; group = null; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
+        shown = []; group = null; before = ""; body.replaceChildren(); scroll.scrollTop = 0; line.textContent = "";
       }
       for (const row of page.rows) {
         if (query.by_group && row.group !== group) {
           group = row.group;
-          body.append(make("tr", { class: "wb-group" }, make("td", { colSpan: columns.length }, page.groups[group])));
+          body.append(make("tr", { class: "wb-group" }, make("td", { colSpan: columns.length },
+            page.dots ? dotsOf(page.dots[group], spans.reward, model.get("picked"), pick) : null, page.groups[group])));
         }
         shown.push(row.row);
         body.append(lineOf(row));
       }
-      count.textContent = `${total} of ${page.of}`;
+      count.textContent = `${total} of ${page.of}${page.same ? `; all: ${page.same}` : ""}`;
       if (!start) fit();
       mark();
     } catch (text) { problem.textContent = text; }
@@ -151,26 +193,44 @@ function render({ model, el }) {
   }
   function drawHeads() {
     table.classList.toggle("wb-chosen", model.get("columns").length > 0);
-    heads.replaceChildren(...columns.map((name) => make("th", {
-      class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name),
-    }, under(name) ? "prompt, response" : name)));
-  }
-  const under = (name) => name === "response" && columns.includes("prompt") && !model.get("columns").length;
-  function lineOf(row) {
-    return make("tr", { onclick: () => pick(row.row) }, columns.map((name) => {
-      const cell = make("td", { class: classOf(name) }, said(row.cells[name]));
-      if (under(name) && !query.by_group && row.cells.prompt) {  // two lines: what was asked, what was said
-        cell.replaceChildren(make("div", { class: "wb-asked" }, row.cells.prompt), make("div", {}, said(row.cells[name])));
-      }
-      if (name === "reward" && row.cells[name] !== null) cell.classList.add(row.cells[name] > 0 ? "wb-good" : "wb-bad");
+    heads.replaceChildren(...columns.map((name) => {
+      const way = { [name]: "ascending", [`-${name}`]: "descending" }[query.order];
+      const cell = make("th", { class: classOf(name), title: `sort by ${name}`, tabIndex: 0, onclick: () => sortBy(name) },
+        under(name) ? "prompt, response" : name, way ? (way === "ascending" ? " ↑" : " ↓") : "");
+      if (way) cell.ariaSort = way;
+      if (FIGURES.has(name)) cell.classList.add("wb-figure");
       return cell;
     }));
   }
+  const under = (name) => name === "response" && columns.includes("prompt") && !model.get("columns").length;
+  function lineOf(row) {
+    const asked = query.by_group ? "" : row.cells.prompt;  // said once for neighbours
+    const line = make("tr", { onclick: () => pick(row.row) }, columns.map((name) => cellOf(name, row, asked !== before && asked)));
+    before = asked;
+    return line;
+  }
+  function cellOf(name, row, asked) {
+    const value = row.cells[name], cell = make("td", { class: classOf(name) }, said(value));
+    if (typeof value === "string" && value) cell.title = value;
+    if (FIGURES.has(name)) cell.classList.add("wb-figure");
+    if (under(name) && asked) cell.replaceChildren(make("div", { class: "wb-asked" }, asked), make("div", {}, said(value)));
+    if (value === null || value === undefined) return cell;
+    if (name === "reward") cell.prepend(scaleOf(value, spans.reward));
+    if (name === "tokens" && row.strip.length) {
+      cell.replaceChildren(make("span", { class: "wb-many" }, said(value)), stripOf(row.strip, value / spans.tokens[1]));
+    }
+    if (name === "advantage" && value) {
+      const most = Math.max(...spans.advantage.map(Math.abs)), side = value < 0 ? "--wb-down" : "--wb-up";
+      cell.replaceChildren(make("span", { class: "wb-sign", style: { background: `rgba(var(${side}), ${(0.4 * Math.abs(value) / most).toFixed(2)})` } }, said(value)));
+    }
+    return cell;
+  }
   scroll.dataset.lmSuppressShortcuts = "true";  // keys are for the table here, not for Lab's cells
-  const lines = () => [...body.children].filter((node) => node.className !== "wb-group");
+  const lines = () => [...body.children].filter((node) => !node.classList.contains("wb-group"));
   function mark() {
     const picked = model.get("picked");
     lines().forEach((node, place) => node.classList.toggle("wb-picked", shown[place] === picked));
+    body.querySelectorAll(".wb-dots button").forEach((dot) => { dot.ariaPressed = String(dot.title.startsWith(`row ${picked},`)); });
   }
   async function pick(row) {
     model.set("picked", row);
@@ -181,15 +241,18 @@ function render({ model, el }) {
       if (row !== model.get("picked")) return;
       const body = make("div");
       fromViews(body, card.html);
-      detail.replaceChildren(...actions(row, card, body), body);
+      detail.replaceChildren(...actions(row, card, body), body, pinning(row));
+      body.parentNode.scrollTop = 0;
     } catch (text) { problem.textContent = text; }
   }
   // what can be done with a sample: seen token by token, laid over another of its prompt, copied, pinned
   function actions(row, card, body) {
     const told = make("span", { class: "wb-count", role: "status" });
-    const shown = (question) => async () => {
-      try { fromViews(body, (await talk.ask({ row, tab, ...question })).html); }
-      catch (text) { told.textContent = text; }
+    const shown = (question, pressed) => async () => {
+      try {
+        fromViews(body, (await talk.ask({ row, tab, ...question })).html);
+        tabs.filter(Boolean).forEach((one) => { one.ariaPressed = String(one === pressed); });
+      } catch (text) { told.textContent = text; }
     };
     const copied = (text) => async () => {
       try {
@@ -197,21 +260,19 @@ function render({ model, el }) {
         told.textContent = "copied";
       } catch (_) { told.textContent = "the browser does not let this page copy"; }
     };
-    const names = card.siblings.map(([one, reward]) => `row ${one} (${said(reward)})`);
     const other = make("select", { ariaLabel: "diff with another sample", onchange: () => shown(
-      card.more.some(([kind]) => kind === other.value) ? { kind: other.value } : { kind: "diff", other: Number(other.value) })() },
-      make("option", { value: "" }, "diff with…"), card.more.map(([kind, name]) => make("option", { value: kind }, name)), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
-    const next = make("select", { ariaLabel: "another sample of this prompt", onchange: () => pick(Number(next.value)) },
-      make("option", { value: "" }, "siblings…"), card.siblings.map(([one], place) => make("option", { value: one }, names[place])));
-    const has = card.siblings.length > 0;
+      card.more.some(([kind]) => kind === other.value) ? { kind: other.value } : { kind: "diff", other: Number(other.value) }, other)() },
+      make("option", { value: "" }, "diff with…"), card.more.map(([kind, name]) => make("option", { value: kind }, name)),
+      card.siblings.map(([one, reward]) => make("option", { value: one }, `row ${one} (${said(reward)})`)));
+    const whole = make("button", { ariaPressed: "true", onclick: () => pick(row) }, `row ${row}`);
+    const token = make("button", { title: "token by token", ariaPressed: "false", onclick: () => shown({ kind: "tokens" }, token)() }, "tokens");
+    const tabs = [whole, token, card.siblings.length || card.more.length ? other : null];
     return [
+      make("div", { class: "wb-tabs", role: "group", ariaLabel: "what is shown of the sample" }, tabs),
       make("div", { class: "wb-bar" },
-        make("button", { onclick: () => pick(row) }, `row ${row}`),
-        make("button", { title: "token by token", onclick: shown({ kind: "tokens" }) }, "tokens"), rendered,
-        has || card.more.length ? other : null, has ? next : null,
+        card.siblings.length ? dotsOf([...card.siblings, [row, card.reward]].sort(([a], [b]) => a - b), spans.reward, row, pick) : null, rendered,
         make("button", { title: "the response's text", onclick: copied(async () => (await talk.ask({ kind: "text", row, tab })).text) }, "copy"),
         make("button", { title: card.code, onclick: copied(async () => card.code) }, "copy code"), told),
-      pinning(row),
     ];
   }
   function pinning(row) {
@@ -225,7 +286,7 @@ function render({ model, el }) {
     return make("div", { class: "wb-bar" }, button, expected, note, answer);
   }
   function keys(event) {
-    if (event.target.tagName === "INPUT" || event.target.tagName === "SELECT") return;
+    if (event.target.matches("input, select")) return;
     if (event.key === "Enter" && event.target.tagName === "TH") event.target.click();
     const step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
     if (!step || !shown.length) return;
