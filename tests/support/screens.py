@@ -84,10 +84,12 @@ def show(page: Any, screen: Screen, theme: str, width: int = 1400, height: int =
 
 
 def first_click(page: Any) -> None:
-    """Pick the second sample, where there is a table of them: its card is shown."""
+    """Pick the second sample or the fourth token, where there are some: what is known of it is shown."""
     if page.locator(".wb-samples tbody tr").count():
         page.locator(".wb-samples tbody tr:not(.wb-group)").nth(1).click()
         page.locator(".wb-detail button").first.wait_for()
+    if page.locator(".wb-tokens span").count():
+        page.locator(".wb-tokens span").nth(4).click()
     page.mouse.move(0, 0)
 
 
@@ -200,7 +202,7 @@ def _screens(folder: Path) -> dict[str, Screen]:
     training = Block("step 12/40  ·  reward 0.61  ·  KL 0.002", 0.3, ["1  the gradient norm jumped"])
     fixed = {
         "samples": samples, "tokens": tokens, "row": samples.row(0), "trace": trace, "comparison": s.compare(t),
-        "divergence": wb.diverge(s, t), "pipeline": s.pipeline, "training": training,
+        "divergence": wb.diverge(s, t), "pipeline": s.pipeline, "training": training, "stepper": s,
     }  # fmt: skip
     return live | {f"{name}, static": Screen(html=one._repr_html_()) for name, one in fixed.items()}
 

@@ -35,7 +35,7 @@ FAULTS = """(within) => {
     const style = getComputedStyle(box), own = [...box.childNodes].filter((one) => one.nodeType === 3 && one.data.trim());
     if (/hidden|clip/.test(style.overflowX) && box.scrollWidth > box.clientWidth + 1 && style.textOverflow !== "ellipsis" && box.innerText?.trim()) found.add(`cut: ${named(box)}`);
     if (!own.length) continue;
-    if (parseFloat(style.fontSize) < 10.8) found.add(`text of ${style.fontSize}: ${named(box)}`);
+    if (parseFloat(style.fontSize) < 10.8 && !box.closest("math")) found.add(`text of ${style.fontSize}: ${named(box)}`);
     const range = document.createRange();
     for (const one of own) {
       range.selectNodeContents(one);

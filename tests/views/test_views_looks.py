@@ -49,7 +49,9 @@ def two() -> tuple[wb.Trace, wb.Trace]:
 def test_a_comparison_begins_with_what_people_ask_for() -> None:
     found = wb.compare(*two())
     lines = repr(found).splitlines()
-    assert lines[0] == "Comparison: 3 columns differ, 2 rows changed (2 in reward), 2 advantages changed sign"
+    assert lines[0] == (
+        "Comparison: 2 of 2 rows changed (2 in reward), 2 advantages changed sign; 3 columns differ, 3 metrics differ"
+    )
     assert lines[1].split() == ["mean", "reward", "0.5", "→", "0.25"]
     assert lines[2].split() == ["gradient", "norm", "2", "→", "2.5"]
     assert any(line.startswith("  row 0    reward 1 → 0") and "sign flipped" in line for line in lines)
@@ -134,7 +136,7 @@ def test_a_stepper_shows_before_and_after_of_the_last_phase(tiny: str, phase: st
     s = wb.Stepper(wb.recipes.grpo(engine, group_size=2, max_tokens=8), rows.batch(2)).run(until=phase)
     html = s._repr_html_()
     assert lint(html) == [] and f"<b>{phase}</b> ·" in html and html.count("●") == s.position
-    assert html.count("2px solid rgba(46,160,67,0.75)") == 1, "the last phase is framed"
+    assert html.count("3px solid rgba(56,139,253,.9)") == 1, "the last phase is framed"
     assert f"{phase} (" in repr(s)
 
 

@@ -104,16 +104,21 @@ def _others(diff: Comparison) -> doc.Part:
     text += [[key, _sides(pair)] for key, pair in diff.metrics.items() if key not in WORDS][:8]
     first = doc.Fold("columns that differ", doc.Table(["column", "rows", "largest difference"], columns))
     then = doc.Fold("metrics that differ", doc.Table(["metric", "first", "second"], metrics))
-    return doc.Either(doc.Table([""] * 2, text), (first, then))
+    return doc.Either(doc.Table([""] * 2, text), (first if columns else (), then if metrics else ()))
 
 
 def _title(diff: Comparison) -> str:
+    """Say in one sentence what changed, rows first."""
+    differ = [
+        (len(diff.columns), "column differs", "columns differ"),
+        (len(diff.metrics), "metric differs", "metrics differ"),
+    ]
+    rest = ", ".join(doc.counted(*one) for one in differ if one[0])
+    if not diff.rows:
+        return f"Comparison: no sample changed its reward or its advantage; {rest or 'only what one side has differs'}"
     moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in diff.rows)
-    return (
-        f"Comparison: {doc.counted(len(diff.columns), 'column differs', 'columns differ')}, "
-        f"{doc.counted(len(diff.rows), 'row')} changed ({moved} in reward), "
-        f"{doc.counted(diff.sign_flips, 'advantage')} changed sign"
-    )
+    rows = f"{len(diff.rows)} of {doc.counted(len(diff.traces[0].batch), 'row')} changed ({moved} in reward)"
+    return f"Comparison: {rows}, {doc.counted(diff.sign_flips, 'advantage')} changed sign; {rest}"
 
 
 def _reused(diff: Comparison) -> str:
@@ -124,7 +129,8 @@ def _reused(diff: Comparison) -> str:
 
 
 def _change(a: float, b: float) -> str:
-    return f"{b - a:+.4g}" + (f" ({(b - a) / abs(a):+.1%})" if a else "")
+    share = (b - a) / a if a * b > 0 else 0.0  # across 0 it says nothing, and less than a thousandth is noise
+    return f"{b - a:+.4g}" + (f" ({share * math.copysign(1, a):+.1%})" if abs(share) >= 0.001 else "")
 
 
 def _row_line(diff: Comparison, row: RowChange) -> str:
@@ -142,12 +148,12 @@ def _changed(diff: Comparison, rows: Sequence[RowChange]) -> doc.Table:
         first, second = (_bar(value, most) for value in row.advantage or (math.nan, math.nan))
         scores = [object_at(trace.batch, "score", row.row) for trace in diff.traces]
         verdicts = " → ".join(doc.one_line(score, 200) for score in scores if score is not None)
-        flip = doc.Span("sign flipped", _RED) if row.flipped else ""
+        flip = doc.Span("flipped", _RED) if row.flipped else ""
         reward = doc.Span(_sides(row.reward), title=verdicts)
         lines.append(
             [str(row.row), _responses([trace.batch for trace in diff.traces], row.row), reward, first, second, flip]
         )
-    return doc.Table(["row", "response (prompt on hover)", "reward", "advantage, first", "second", ""], lines)
+    return doc.Table(["row", "response (prompt on hover)", "reward", "advantage, first", "second", "sign"], lines)
 
 
 def _responses(batches: Sequence[DataProto], row: int) -> doc.Part:
@@ -312,7 +318,7 @@ def what_if(result: WhatIf) -> doc.Part:
     return (
         doc.line(doc.bold(f"What if {result.other.name}: cosine between the updates {result.cosine:.4f}")),
         doc.Table(["", "as it is", "otherwise"], _both(result)),
-        doc.line(doc.bold("rows that part most")),
+        doc.line(doc.bold("rows that differ most")),
         movers,
     )
 

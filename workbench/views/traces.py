@@ -220,9 +220,8 @@ def _beneath(phase: Phase) -> doc.Part:
 
 # --- steppers -----------------------------------------------------------------------------
 
-_MARKS = {"●": "rgba(46,160,67,0.20)", "▶": "rgba(56,139,253,0.25)", "○": "rgba(128,128,128,0.12)"}
-"""● done, ▶ next, ○ to come → its colour."""
-_STEP = "display:inline-block;padding:3px 9px;margin:2px;border-radius:5px;text-align:center;vertical-align:top"
+_STEP = "flex:1 1 150px;padding:5px 10px 8px;border-right:1px solid rgba(128,128,128,.28);border-top:3px solid rgba("
+_LINE = "display:flex;flex-wrap:wrap;border:1px solid rgba(128,128,128,.28);border-radius:4px;margin-bottom:8px;font-size:13px"
 
 
 class Chip(NamedTuple):
@@ -234,12 +233,15 @@ class Chip(NamedTuple):
     time: str
     """Seconds, or `reused`; empty where it has not run, as is the headline."""
     headline: str
+    share: float = 0.0
+    """Its seconds beside those of the phase that took longest."""
 
 
 def chips(stepper: Stepper) -> list[Chip]:
     """Return the phases of a stepper as chips: done, next, to come."""
+    longest = max((one.seconds for one in stepper.trace if not one.reused), default=0.0) or 1.0
     done = [
-        Chip(name, "●", _seconds(one), headline(one))
+        Chip(name, "●", _seconds(one), headline(one), 0.0 if one.reused else one.seconds / longest)
         for name, one in zip(stepper.pipeline.names, stepper.trace, strict=False)
     ]
     ahead = stepper.pipeline.names[len(done) :]
@@ -254,11 +256,11 @@ def stepper(stepper: Stepper) -> doc.Part:
     strip, boxes = list[str](), list[doc.Part]()
     for place, chip in enumerate(chips(stepper)):
         strip.append(f"{chip.mark} {chip.name}")
-        frame = "rgba(46,160,67,0.75)" if place == stepper.position - 1 else "rgba(0,0,0,0)"
-        below = (doc.BREAK, doc.small(chip.time, doc.BREAK, chip.headline)) if chip.time else ()
-        style = f"{_STEP};border:2px solid {frame};background:{_MARKS[chip.mark]}"
-        boxes.append(doc.line(strip[-1], below, style=style))
-    return doc.Either("  ".join(strip), doc.line(boxes)), standing(stepper)
+        took = f"height:4px;margin:3px 0;background:rgba({doc.MUCH},.75);width:{100 * chip.share:.0f}%"
+        below = doc.line("", style=took), doc.small(" · ".join(filter(None, chip[2:4])))
+        edge = "56,139,253,.9)" if place == stepper.position - 1 else "0,0,0,0)"
+        boxes.append(doc.line(doc.bold(strip[-1]), below if chip.time else (), style=_STEP + edge))
+    return doc.Either("  ".join(strip), doc.line(boxes, style=_LINE)), standing(stepper)
 
 
 def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
@@ -438,7 +440,12 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
     for name in names:
         kind, (read, numbers, histogram) = kind_of(phase.batch, name), field_of(phase.batch, name)
         partial = partial or read < len(phase.batch)
-        cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), numbers]
+        cells: list[doc.Part] = [
+            _named(name),
+            doc.Span(kind, tag="code"),
+            _bars(histogram),
+            doc.Span(numbers, "white-space:nowrap"),
+        ]
         rows.append(cells)
         if before is not None and name in before:
             kind, (_, numbers, histogram) = kind_of(before, name), field_of(before, name)
@@ -452,7 +459,7 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
 
 
 def _bars(histogram: str) -> doc.Part:
-    return doc.Span(histogram, "font-family:monospace;white-space:pre;color:rgb(56,139,253)")
+    return doc.Span(histogram, "font:18px/1 monospace;white-space:pre;color:rgb(56,139,253)")
 
 
 # --- a run -----------------------------------------------------------------------------------------

@@ -504,7 +504,9 @@ class StepperFace(Face):
         super().__init__(stepper, names=list(stepper.pipeline.names))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
-        phases = [{name: plain(value) for name, value in one._asdict().items()} for one in chips(self._stepped)]
+        phases = [
+            {**one._asdict(), "name": plain(one.name), "headline": plain(one.headline)} for one in chips(self._stepped)
+        ]
         names = self._stepped.trace.names
         shown = self._shown or (names[-1] if names else "")
         try:

@@ -31,13 +31,6 @@ function inks(el) {
   };
 }
 
-function digits(value, number = 4) {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e6)) return String(Number(value.toPrecision(3)).toExponential()).replace("e+", "e");
-  return String(Number(value.toPrecision(number)));
-}
-
 // As the static form has it: from 0 where the numbers come near it, and a constant gets ±10 %, not digits of noise.
 function spread(low, high) {
   if (low === null || high === null) return [0, 1];
@@ -127,7 +120,7 @@ function plotted(plot, all, look, on) {
       },
       axes: [
         { ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000], space: 60 },
-        { ...axis, size: 52, space: 30, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : digits(tick))) },
+        { ...axis, size: 52, space: 30, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : said(tick))) },
       ],
       series: series(faint),
       hooks: {
@@ -178,12 +171,12 @@ function plotted(plot, all, look, on) {
         drawn.setCursor({ left, top: HEIGHT / 3 }, false);
       }
       values.replaceChildren(...lines.map((line) => make("span", { class: "wb-value" },
-        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", digits(line.values[at]))));
+        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", said(line.values[at]))));
     },
     text: (at) => lines.filter((line) => line.values[at] !== null).map((line) => {
-      const mean = line.smoothed && look.smooth > 0 ? ` (mean ${digits(line.mean[at])})` : "";
+      const mean = line.smoothed && look.smooth > 0 ? ` (mean ${said(line.mean[at])})` : "";
       const name = all.runs.length > 1 ? ` of ${all.runs[line.run].name}` : "";
-      return `${line.words}${name} ${digits(line.values[at])}${mean}`;
+      return `${line.words}${name} ${said(line.values[at])}${mean}`;
     }).join(" · ") || "nothing recorded",
     last() {
       const there = all.steps.length - 1;

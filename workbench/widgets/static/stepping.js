@@ -6,8 +6,9 @@ function render({ model, el }) {
   const code = make("code", { class: "wb-code" });
   const row = make("div", { class: "wb-chips", role: "group", ariaLabel: "phases" });
   const body = make("div", { class: "wb-shown" });
-  const press = (label, question) => make("button", { onclick: () => ask(question()) }, label);
+  const press = (label, question) => make("button", { ariaLabel: label, onclick: () => ask(question()) }, label);
   const next = press("next", () => ({ kind: "next" }));
+  next.className = "wb-main";
   const back = press("back", () => ({ kind: "back" }));
   const phase = make("select", { ariaLabel: "phase" }, names.map((name) => make("option", { value: name }, name)));
   const run = press("run until", () => ({ kind: "run", phase: phase.value }));
@@ -17,18 +18,21 @@ function render({ model, el }) {
   const buttons = [...own];  // and those of the phases, which are drawn anew with each face
   let pressed = null;  // the phase whose button has the keyboard
   const { ask, drawn } = mover(talk, problem, buttons, draw);
-  el.append(make("div", { class: "wb" }, row, make("div", { class: "wb-bar" }, own, phase, code, problem), body));
+  el.append(make("div", { class: "wb" }, row, make("div", { class: "wb-bar" }, next, back, make("span", { class: "wb-or" }), phase, run, backTo, code, problem), body));
 
   // a phase that has run is a button that shows it, the stepper staying where it stands, with ↶ to go back to before it
   function chip(one, shown) {
-    const said = [`${one.mark} ${one.name}`, one.time && make("small", {}, one.time), one.headline && make("small", {}, one.headline)];
+    const name = make("span", { class: "wb-phase", title: one.name }, `${one.mark} ${one.name}`);
     if (one.mark !== "●") {
-      return make("span", { class: `wb-chip ${one.mark === "▶" ? "wb-next" : "wb-ahead"}`, title: "has not run yet" }, said.filter(Boolean));
+      const next = one.mark === "▶";
+      return make("span", { class: `wb-chip ${next ? "wb-next" : "wb-ahead"}`, title: "has not run yet" },
+        make("span", { class: "wb-look" }, name, make("small", {}, next ? "next" : "")));
     }
+    const took = one.share && make("i", { class: "wb-took", title: `${one.time}, as long as this beside the longest phase`, style: { width: `${100 * one.share}%` } });
     const look = make("button", {
       class: "wb-look", title: `show what ${one.name} wrote; the stepper does not move`, ariaPressed: String(one.name === shown),
       onclick: () => { pressed = one.name; ask({ kind: "show", phase: one.name }); },
-    }, said.filter(Boolean));
+    }, name, took || null, make("small", { title: one.headline }, [one.time, one.headline].filter(Boolean).join(" · ")));
     const undo = make("button", {
       class: "wb-undo", title: `back to before ${one.name}`, ariaLabel: `back to before ${one.name}`,
       onclick: () => ask({ kind: "back to", phase: one.name }),
@@ -47,6 +51,7 @@ function render({ model, el }) {
     back.disabled = face.stands === 0;
     run.disabled = backTo.disabled = false;
     next.title = face.next_stage ? `run ${face.next_stage}` : "";
+    next.textContent = face.next_stage ? `next: ${face.next_stage}` : "next";
     if (pressed === face.shown) row.querySelector("[aria-pressed=true]")?.focus();
     pressed = null;
   }
