@@ -55,7 +55,9 @@ def _drawn(page: Any, name: str, screen: Any, output: Path) -> tuple[list[str], 
             show(page, screen, theme, width)
             first_click(page)
             where = f"{width} {theme}"
-            page.screenshot(path=str(output / f"{name.replace(', ', '_')}_{width}_{theme}.png"), full_page=True)
+            page.screenshot(
+                path=str(output / f"{name.replace(', ', '_').replace(' ', '_')}_{width}_{theme}.png"), full_page=True
+            )
             faults += [f"{where}: pale: {one}" for one in page.evaluate(CONTRAST, "#screen")]
             faults += [f"{where}: {one}" for one in page.evaluate(FAULTS, "#screen")]
         outline += [f"{width}", *page.evaluate(OUTLINE, "#screen")]

@@ -112,6 +112,22 @@ def curves(folder: Path, steps: int = 40) -> CurvePlots:
     return CurvePlots(runs[0].curves(second=runs[1]))
 
 
+def one_run(folder: Path) -> CurvePlots:
+    """A run with spreads beside its means, and one metric that never changes."""
+    rows = [
+        {
+            "training/global_step": step, "critic/score/mean": 0.2 + step / 60 + 0.05 * (step % 3), "critic/score/std": 0.25,
+            "actor/entropy": 1.5 / step**0.3, "response_length/mean": 20.0 + step % 5, "response_length/min": 4.0,
+            "response_length/max": 60.0, "actor/lr": 1e-4, "actor/grad_norm": 0.3 + 0.02 * (step % 4),
+        }
+        for step in range(1, 31)
+    ]  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps({"format": 4, "train": {"steps": 30}}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return CurvePlots(wb.load_run(folder).curves())
+
+
 def cluster() -> ClusterTable:
     """The status of two workers, one of which does not answer; it is not read again."""
     workers = (
@@ -197,6 +213,7 @@ def _screens(folder: Path) -> dict[str, Screen]:
         "stepper": Screen(StepperFace(s), ".wb-chip"),
         "episode": Screen(EpisodeFace(episode("data/tiny-arith-tools")), ".wb textarea"),
         "curves": Screen(curves(folder), ".wb-canvas canvas"),
+        "curves of one run": Screen(one_run(folder / "one"), ".wb-canvas canvas"),
         "cluster": Screen(cluster(), ".wb table"),
     }
     training = Block("step 12/40  ·  reward 0.61  ·  KL 0.002", 0.3, ["1  the gradient norm jumped"])

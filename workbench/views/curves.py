@@ -85,13 +85,18 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
     plotted = _stack(axes, runs[0], look) if alone else _curves(axes, wanted, runs, look)
     # several things, or one of several that the title could mean
     one_of = (len(wanted) > 1 and not EXACT.issuperset(wanted)) or PHASES in wanted
-    if plotted.key and not plotted.stacked and (len(plotted.key) > 1 or one_of):
-        pale = {"labelcolor": GREY, "framealpha": 0.6, "edgecolor": "none", "handlelength": 1.4, "borderaxespad": 0.3}
-        names, corner = [label(name, 40) for name in plotted.key], _free_corner(axes, below=bool(marks))
-        legend(axes, plotted.key.values(), names, loc=corner, fontsize=look.text, **pale)
+    shown = not plotted.stacked and (len(plotted.key) > 1 or one_of)
+    names = [label(name, 40) for name in plotted.key if shown]
+    columns = 2 if max(map(len, names), default=0) < 16 else 1
+    lines = math.ceil(len(names) / columns)
+    _above(axes, 0.11 * lines + (0.18 if marks else 0.0))
+    if names:
+        pale = {"labelcolor": GREY, "frameon": False, "handlelength": 1.4, "borderaxespad": 0.1, "columnspacing": 1.0}
+        legend(axes, plotted.key.values(), names, loc="upper left", ncols=columns, fontsize=look.text, **pale)
     for place, one in enumerate(marks):  # neighbours' numbers are at different heights
-        axes.axvline(one.since, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1.5)
-        axes.text(one.since, 0.99 - 0.1 * (place % 4), f" {place + 1}", transform=axes.get_xaxis_transform(),
+        top = 0.99 - 0.11 * lines
+        axes.axvline(one.since, 0, top, color=MARK, linewidth=0.8, linestyle=(0, (2, 2)), alpha=0.7, zorder=1.5)
+        axes.text(one.since, top - 0.09 * (place % 2), f" {place + 1}", transform=axes.get_xaxis_transform(),
                   color=MARK, fontsize=look.text, va="top", zorder=6)  # fmt: skip
     return plotted
 
@@ -123,12 +128,7 @@ def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
     Returns {words for the band: the band}. The axis fits the means: a wide band gets at most three quarters of the
     height.
     """
-    stem = name.removesuffix("mean")
-    mean, deviation, lowest, highest = (run.column(stem + of) for of in ("mean", "std", "min", "max"))
-    # never beyond what there was: rewards of 0 and 1 have no spread above 1
-    lows, highs, word = np.fmax(mean - deviation, lowest), np.fmin(mean + deviation, highest), "± one deviation"
-    if not np.isfinite(deviation).any():
-        lows, highs, word = lowest, highest, "lowest to highest"
+    word, lows, highs = spread(run, name)
     there = np.isfinite(lows) & np.isfinite(highs)
     low, high, key = axes.dataLim.y0, axes.dataLim.y1, dict[str, Any]()
     if name.endswith("/mean") and there.any():
@@ -143,6 +143,26 @@ def _banded(axes: Axes, run: Series, name: str) -> dict[str, Any]:
         low, high = low - below * share, high + above * share
     _scale(axes, low, high)
     return key
+
+
+def spread(run: Series, name: str) -> tuple[str, Array, Array]:
+    """Return the spread recorded beside `x/mean`: what it is, and its lower and upper end at every row; NaN for none."""
+    stem = name.removesuffix("mean")
+    mean, deviation, lowest, highest = (run.column(stem + of) for of in ("mean", "std", "min", "max"))
+    if not np.isfinite(deviation).any():
+        return "lowest to highest", lowest, highest
+    # never beyond what there was: rewards of 0 and 1 have no spread above 1
+    return "± one deviation", np.fmax(mean - deviation, lowest), np.fmin(mean + deviation, highest)
+
+
+def _above(axes: Axes, share: float) -> None:
+    """Make room for a share of a plot's height above what is drawn in it, so that no name covers data."""
+    from matplotlib.patches import Rectangle
+
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, bottom + (top - bottom) / (1 - share))
+    for area in axes.collections:  # a wide band ends where the axis ended
+        area.set_clip_path(Rectangle((0, 0), 1, 1 - share, transform=axes.transAxes))
 
 
 def _curve(axes: Axes, run: Series, name: str, dashes: Any, look: Look, *, faint: bool) -> Any:
@@ -266,23 +286,6 @@ def lines_of(wanted: Sequence[str], runs: Sequence[Series]) -> list[str]:
     names = [one for name in wanted for one in (phases or ["timing_s/step"] if name == PHASES else [name])]
     names += [HELD_OUT] if "critic/score/mean" in wanted and HELD_OUT not in names else []
     return [name for name in names if any(len(run.points(name)[0]) for run in runs)]
-
-
-def _free_corner(axes: Axes, below: bool) -> Any:
-    """Return the corner of a plot with the fewest points of its lines; `below` prefers a lower one, because marks have
-    numbers on top.
-    """
-    # matplotlib's own "best" takes as long as drawing all lines
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    points = np.concatenate([np.asarray(line.get_xydata(), dtype=float) for line in axes.lines])
-    across, up = (points[:, 0] - left) / (right - left), (points[:, 1] - bottom) / (top - bottom)
-    corners = {
-        f"{level} {side}": float(((up > 0.6 if level == "upper" else up < 0.4) & near).sum())
-        for level in ("upper", "lower")
-        for side, near in (("right", across > 0.4), ("left", across < 0.6))
-    }
-    extra = 0.15 * len(points) if below else 0.0
-    return min(corners, key=lambda corner: corners[corner] + extra * corner.startswith("upper"))
 
 
 def legend(owner: Any, handles: Iterable[Any], names: Sequence[str], **options: Any) -> None:

@@ -24,6 +24,7 @@ from workbench.views.curves import (
     pick,
     recorded,
     series,
+    spread,
 )
 from workbench.views.samples import Samples, samples
 
@@ -56,7 +57,8 @@ class Plots:
 
         `steps`: all runs' steps, ascending, [steps]. `runs`: name, colour, and the steps that have a trace. `plots`:
         title and lines; each line has its run (an index), words, colour, `dash` (an index), whether it is smoothed or
-        only has dots, and its values, [steps]. `marks`: the step and the text of each symptom. `smooth`: the weight
+        only has dots, its values, [steps], and the band around it. `chosen`: whether plots were asked for. `marks`: the
+        step and the text of each symptom. `smooth`: the weight
         with which a slider begins.
         """
         (name, first), *others = self.runs.items()
@@ -73,6 +75,7 @@ class Plots:
             "plots": [
                 {"title": label(title), "lines": _lines(wanted, curves, steps)} for title, wanted in plots.items()
             ],
+            "chosen": bool(chosen),
             "marks": [{"step": int(mark.since), "text": label(mark, 400)} for mark in self.marks],
             "smooth": round(memory(curves), 3),
         }
@@ -102,14 +105,23 @@ def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[
                 "dash": place if len(runs) > 1 and not dots else 0,
                 "smoothed": name not in EXACT and not dots,
                 "dots": dots,
-                "values": _column(run, name, steps),
+                "values": _column(*run.points(name), steps),
+                "band": _band(run, name, steps) if len(runs) == 1 == len({*there} - {HELD_OUT}) else None,
             })  # fmt: skip
     return lines
 
 
-def _column(run: Series, name: str, steps: Array) -> list[float | None]:
-    """Return a metric's value at each of `steps`, [steps]; None where the run has no finite number."""
-    at, values = run.points(name)
+def _band(run: Series, name: str, steps: Array) -> list[Any] | None:
+    """Return the spread beside a mean as [what it is, lower ends, upper ends], both [steps]; None where there is none."""
+    words, lows, highs = spread(run, name)
+    there = np.isfinite(lows) & np.isfinite(highs)
+    if not name.endswith("/mean") or not there.any():
+        return None
+    return [words, *(_column(run.steps[there], ends[there], steps) for ends in (lows, highs))]
+
+
+def _column(at: Array, values: Array, steps: Array) -> list[float | None]:
+    """Return a metric's value at each of `steps`, [steps], of its finite values at some; None elsewhere."""
     column: list[float | None] = [None] * len(steps)
     for index, value in zip(np.searchsorted(steps, at).tolist(), values.tolist(), strict=True):
         column[index] = float(f"{value:.6g}")

@@ -40,6 +40,22 @@ function spread(low, high) {
   return [low - margin, high + margin];
 }
 
+// The same, with room for a band: at most three times the height of the lines.
+function roomy([low, high], lines) {
+  const ends = lines.flatMap((line) => (line.band ? [line.band[1], line.band[2]] : [])).flat().filter((one) => one !== null);
+  if (!ends.length || low === null || high === null) return spread(low, high);
+  const [least, most] = ends.reduce(([least, most], one) => [Math.min(least, one), Math.max(most, one)], [low, high]);
+  const beyond = low - least + most - high, room = 3 * Math.max(high - low, 0.1 * Math.max(Math.abs(low), Math.abs(high)));
+  const share = beyond ? Math.min(room / beyond, 1) : 0;
+  return spread(low - (low - least) * share, high + (most - high) * share);
+}
+
+// Whether a plot has one number at all steps: it is named beneath the others.
+function isFlat(plot) {
+  const values = new Set(plot.lines.flatMap((line) => line.values.filter((one) => one !== null)));
+  return values.size === 1 && plot.lines.some((line) => line.values.length > 2);
+}
+
 function swatch(colour, dash = 0) {
   return make("i", { class: "wb-swatch", style: { borderTop: `3px ${["solid", "dotted", "dashed"][dash % 3]} ${colour}` } });
 }
@@ -83,6 +99,24 @@ function plotted(plot, all, look, on) {
     ];
   }
 
+  function bands(u) {  // under the lines, in their colour
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    for (const { band, colour } of lines.filter((line) => line.band && !look.log)) {
+      const there = all.steps.map((_, at) => at).filter((at) => band[1][at] !== null);
+      const to = (at, end) => ctx.lineTo(u.valToPos(all.steps[at], "x", true), u.valToPos(end[at], "y", true));
+      ctx.beginPath();
+      there.forEach((at) => to(at, band[2]));
+      there.reverse().forEach((at) => to(at, band[1]));
+      ctx.fillStyle = look.ink.line(colour, 0.14);
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
   function below(u) {  // what lies on the step axis: steps with samples, and symptoms
     const { ctx, bbox } = u;
     const pixel = (step) => Math.round(u.valToPos(step, "x", true));
@@ -102,7 +136,7 @@ function plotted(plot, all, look, on) {
     ctx.restore();
     marks.forEach((node, at) => {
       const step = all.marks[at].step;
-      Object.assign(node.style, { display: inside(step) ? "" : "none", left: `${u.valToPos(step, "x")}px`, top: `${(at % 4) * 14}px` });
+      Object.assign(node.style, { display: inside(step) ? "" : "none", left: `${u.valToPos(step, "x") + 15 * all.marks.slice(0, at).filter((one) => one.step === step).length}px` });
     });
   }
 
@@ -112,11 +146,11 @@ function plotted(plot, all, look, on) {
     const { faint, columns } = data();
     const axis = { stroke: () => look.ink.text(0.8), grid: { stroke: () => look.ink.text(0.12), width: 1 }, ticks: { show: false }, font: "11px sans-serif" };
     drawn = new uPlot({
-      width: Math.max(host.clientWidth, 120), height: HEIGHT, legend: { show: false },
+      width: Math.max(host.clientWidth, 120), height: HEIGHT, legend: { show: false }, padding: [all.marks.length ? 18 : 8, 8, 0, 0],
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 } },
       scales: {
         x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-        y: look.log ? { distr: 3 } : { range: (_, low, high) => spread(low, high) },
+        y: look.log ? { distr: 3 } : { range: (_, low, high) => roomy([low, high], lines) },
       },
       axes: [
         { ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000], space: 60 },
@@ -127,6 +161,7 @@ function plotted(plot, all, look, on) {
         // also called for plots that only follow: the pointer is in one
         setCursor: [(u) => { if (look.pointed === self && Number.isInteger(u.cursor.idx)) on.cursor(self, u.cursor.idx); }],
         setScale: [(u, key) => { if (key === "x") on.zoom(u.scales.x.min, u.scales.x.max); }],
+        drawAxes: [bands],
         draw: [below],
       },
     }, columns, host);
@@ -171,12 +206,14 @@ function plotted(plot, all, look, on) {
         drawn.setCursor({ left, top: HEIGHT / 3 }, false);
       }
       values.replaceChildren(...lines.map((line) => make("span", { class: "wb-value" },
-        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", said(line.values[at]))));
+        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", said(line.values[at]),
+        line.band ? make("span", { class: "wb-count", title: "the band around the line" }, ` ${line.band[0]}`) : "")));
     },
     text: (at) => lines.filter((line) => line.values[at] !== null).map((line) => {
-      const mean = line.smoothed && look.smooth > 0 ? ` (mean ${said(line.mean[at])})` : "";
+      const mean = line.smoothed && look.smooth > 0 ? ` (running mean ${said(line.mean[at])})` : "";
+      const band = line.band && line.band[1][at] !== null ? `, ${line.band[0]}: ${said(line.band[1][at])} to ${said(line.band[2][at])}` : "";
       const name = all.runs.length > 1 ? ` of ${all.runs[line.run].name}` : "";
-      return `${line.words}${name} ${said(line.values[at])}${mean}`;
+      return `${line.words}${name} ${said(line.values[at])}${mean}${band}`;
     }).join(" · ") || "nothing recorded",
     last() {
       const there = all.steps.length - 1;
@@ -197,9 +234,10 @@ function render({ model, el }) {
   const bar = make("div", { class: "wb-bar" });
   const grid = make("div", { class: "wb-plots" });
   const notes = make("ol", { class: "wb-marks" });
+  const flat = make("div", { class: "wb-flat" });
   const code = make("code", { class: "wb-code" });
   const cards = make("div", { class: "wb-samples-below" });
-  const root = make("div", { class: "wb wb-curves" }, bar, readout, grid, notes, make("div", {}, problem, code), cards);
+  const root = make("div", { class: "wb wb-curves" }, bar, readout, grid, flat, notes, make("div", {}, problem, code), cards);
   el.append(root);
   const look = { smooth: 0, log: false, hidden: new Set(), pointed: null, ink: inks(root) };
   let all = null, plots = [], at = 0, span = [], opened = 0, keys = [], kind = "", loads = 0;
@@ -283,7 +321,7 @@ function render({ model, el }) {
     bar.append(...runs, chosen, make("label", {}, "smoothing ", slider, strength), make("label", {}, log, "log scale"),
       make("button", { onclick: whole, title: "show all steps" }, "all steps"),
       make("span", { class: "wb-count", title: "the wheel zooms with Ctrl, or over the plot that was clicked last; arrow keys, Enter, + and − work there, too" },
-        "drag to zoom, click a step for its samples (a tick on the axis: they were kept)"));
+        "Drag to zoom. Click a step that has a tick on the axis to see its samples."));
   }
 
   const theme = () => {
@@ -318,6 +356,9 @@ function render({ model, el }) {
     if (end || at >= all.steps.length) at = all.steps.length - 1;
     if (whole) span = [all.steps[0], all.steps[all.steps.length - 1]];
     if (first) controls();
+    const still = all.chosen || all.plots.every(isFlat) ? [] : all.plots.filter(isFlat);
+    flat.textContent = still.length ? `the same at all steps: ${still.map((plot) => `${plot.title} ${said(plot.lines[0].values.find((one) => one !== null))}`).join(" · ")}` : "";
+    all.plots = all.plots.filter((plot) => !still.includes(plot));
     const now = JSON.stringify(all.plots.map((plot) => [plot.title, plot.lines.map((line) => [line.words, line.run])]));
     if (now !== kind) {
       plots = all.plots.map((plot) => plotted(plot, all, look, on));
