@@ -26,7 +26,7 @@ DATA ?= data/gsm8k
 GSM8K ?= runs/gsm8k
 published = $(sort $(wildcard $(DATA)/$(1).jsonl $(DATA)/$(1)*.parquet $(DATA)/main/$(1)*.parquet))
 
-.PHONY: train test tests test-all quick scorecard lint format lab docs bench bench-engine matrix browser sandbox cluster card gpu doctor gsm8k real clean
+.PHONY: train test tests test-all quick scorecard lint format lab docs pictures bench bench-engine matrix browser sandbox cluster card gpu doctor gsm8k real clean
 .DEFAULT_GOAL := test
 
 # uv under pip's own settings, or pip itself; the lock pins torch, too: pip given plain torch fetches the newest CUDA build
@@ -79,6 +79,9 @@ lab: $(READY)  ## JupyterLab on the first notebook
 
 docs: $(DEV)  ## the documentation site in build/site, offline; ARGS=--execute runs the notebooks first, some twenty minutes
 	$(ONE) $(BIN)/python tools/site.py $(ARGS)
+
+pictures: $(DEV) browser  ## every screen in build/pictures, two themes, three widths; compared by structure. ARGS=--keep keeps what it draws
+	$(ONE) $(BIN)/python tools/pictures.py $(ARGS)
 
 bench: $(READY)  ## measure: three seeds of GRPO and PPO, what recording costs, how fast the shelf, rewards and looks are
 	$(BIN)/python tests/benchmarks/learning.py

@@ -72,7 +72,8 @@ def _compared(name: str, outline: list[str], keep: bool) -> bool:
         file.parent.mkdir(exist_ok=True)
         file.write_text("\n".join(outline) + "\n")
     differs = list(difflib.unified_diff(before, outline, "kept", "now", n=0, lineterm=""))
-    print(*differs[:40], sep="\n")
+    if differs:
+        print(name, *differs[:40], sep="\n")
     return bool(differs) and not keep
 
 

@@ -28,7 +28,7 @@ PACKAGES = (
 )  # fmt: skip
 FACTS = {
     "verl's names": "verl.md", "Architectures": "architectures.md", "Determinism": "determinism.md", "Files of a run": "files.md",
-    "GSM8K on one GPU": "gsm8k.md", "Scorecard of faults": "scorecard.md",
+    "GSM8K on one GPU": "gsm8k.md", "Scorecard of faults": "scorecard.md", "Design of the screens": "design.md",
 }  # fmt: skip
 WORDS = """
 | word | meaning |

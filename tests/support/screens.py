@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import workbench as wb
 from workbench.cluster.status import Status, WorkerLine
+from workbench.jobs.pages import Pages, rendered
 from workbench.widgets.display import Block
 from workbench.widgets.layer import ClusterTable, CurvePlots, EpisodeFace, SamplesTable, StepperFace, TokenView
 
@@ -63,6 +65,10 @@ def show(page: Any, screen: Screen, theme: str, width: int = 1400, height: int =
     """Draw a screen in a page of the width and with the colours of a theme."""
     page.set_viewport_size({"width": width, "height": height})
     page.emulate_media(color_scheme=theme)
+    if screen.html.startswith("<!doctype"):
+        page.set_content(screen.html)
+        page.evaluate("document.querySelector('main').id = 'screen'")
+        return
     back, ink, brand, inverse = THEMES[theme].values()
     page.goto("about:blank")
     page.set_content(
@@ -177,6 +183,16 @@ def stepped(model: str) -> wb.Stepper:
     return wb.Stepper(pipe, rows.batch(4)).run(until="advantage")
 
 
+def trained(folder: Path) -> Path:
+    """A folder with a run of four steps as a training leaves it."""
+    pipe = wb.recipes.grpo(wb.engines.local("data/tiny-arith", lr=2e-4), group_size=2, max_tokens=16)
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256)
+    settings = {"steps": 4, "batch_size": 2, "trace_freq": 2, "save_freq": 2, "run": folder / "trained", "trackers": ()}
+    with ThreadPoolExecutor() as own:  # a browser's driver has an event loop in this thread
+        own.submit(lambda: wb.train_blocking(pipe, rows, **settings)).result()
+    return folder
+
+
 def episode(model: str) -> Any:
     """An episode of a tool agent after its first turn."""
     from workbench.agents import ToolAgent, function_tool
@@ -221,7 +237,13 @@ def _screens(folder: Path) -> dict[str, Screen]:
         "samples": samples, "tokens": tokens, "row": samples.row(0), "trace": trace, "comparison": s.compare(t),
         "divergence": wb.diverge(s, t), "pipeline": s.pipeline, "training": training, "stepper": s,
     }  # fmt: skip
-    return live | {f"{name}, static": Screen(html=one._repr_html_()) for name, one in fixed.items()}
+    pages = Pages(trained(folder / "runs"))
+    whole = {"run page": "trained/index.html", "page of runs": "index.html"}
+    return (
+        live
+        | {f"{name}, static": Screen(html=one._repr_html_()) for name, one in fixed.items()}
+        | {name: Screen(html=rendered(pages.page(path))) for name, path in whole.items()}
+    )
 
 
 # --- contrast -------------------------------------------------------------------------------------

@@ -8,19 +8,19 @@ WIDTHS = (360, 900, 1600)
 OUTLINE = """(within) => {
   const lines = [], near = (value) => Math.round(value / 8) * 8;
   const walk = (box, depth) => {
-    if (!box.checkVisibility({ visibilityProperty: true })) return;
+    if (!box.checkVisibility({ visibilityProperty: true }) || box.tagName === "I") return;  // an `i` is a bar: as long as a number
     const own = [...box.childNodes].filter((one) => one.nodeType === 3).map((one) => one.data).join(" ").trim();
     const names = [...box.classList].filter((one) => one.startsWith("wb") && one !== "wb-under").slice(0, 2).join(".");
     const shown = names || (own && !box.closest(".wb-tokens, tbody tr:nth-child(n + 4)"));
     if (shown) {
       const { left, top, width, height } = box.getBoundingClientRect();
-      const words = own.replace(/\\d+(\\.\\d+)?/g, "0").slice(0, 32);
+      const words = own.replace(/\\/\\S+\\//, "/").replace(/-?\\d+(\\.\\d+)?(e-?\\d+)?/g, "0").replace(/\\s+/g, " ").slice(0, 32);
       lines.push(`${" ".repeat(depth)}${box.tagName.toLowerCase()}${names && "." + names} ${near(left)},${near(top)} ${near(width)}x${near(height)} ${words}`.trimEnd());
     }
     for (const one of box.children) walk(one, depth + (shown ? 1 : 0));
   };
   walk(document.querySelector(within), 0);
-  return lines.slice(0, 120);
+  return lines.slice(0, 48);
 }"""
 """One line for each visible box with a class of ours or a text: place and size in steps of 8 pixels, numbers as 0."""
 
@@ -41,7 +41,8 @@ FAULTS = """(within) => {
       range.selectNodeContents(one);
       for (const { left, right, top, bottom } of range.getClientRects()) {
         if (right > page + 1 && style.overflowX !== "hidden" && !scrolls(box)) found.add(`beyond the page: ${named(box)}`);
-        if (right - left > 2) texts.push([left, right, top + 2, bottom - 2, box]);
+        const inside = style.overflowX === "hidden" ? box.getBoundingClientRect() : { right: Infinity, bottom: Infinity };
+        if (right - left > 2) texts.push([left, Math.min(right, inside.right), top + 2, Math.min(bottom - 2, inside.bottom), box]);
       }
     }
   }

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as quoted
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -295,18 +296,10 @@ class Pages:
 
 # --- a page as HTML ------------------------------------------------------------------------------
 
-STYLE = """
-:root { color-scheme: light dark; --page: white; --ink: #1b1f24; --jp-layout-color1: var(--page); --jp-content-font-color1: var(--ink); }
-@media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e2e6ea; } a { color: #79b8ff; } }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 8px 16px 40px; max-width: 1500px; color: var(--ink); background: var(--page); }
-h1 { font-size: 19px; margin: 6px 0; overflow-wrap: anywhere; }
-h2 { font-size: 15px; margin: 18px 0 6px; }
-section { overflow-x: auto; }
-.runs :is(td, th) { padding: 2px 8px 2px 0; text-align: left; white-space: nowrap; }
-form { margin: 6px 0; } input, select, button { font: inherit; }
-:focus-visible { outline: 2px solid #388bfd; }
-#said { min-height: 1.3em; opacity: .7; }
-"""
+
+def files(*names: str) -> str:
+    """Return the widgets' scripts or styles of these names as one text."""
+    return "".join((resources.files("workbench.widgets") / "static" / name).read_text("utf-8") for name in names)
 
 
 def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = "") -> str:
@@ -328,9 +321,9 @@ def rendered(page: Page, embed: Callable[[Any], str] | None = None, head: str = 
         else "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
     )
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{safe}'
+        f'<!doctype html><html lang="en" class="wb-page"><head><meta charset="utf-8">{safe}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{doc.escape(page.title)}</title>'
-        f"<style>{STYLE}</style>{head}</head><body><nav>{trail}</nav><h1>{doc.escape(page.title)}</h1>"
+        f"<style>{files('tokens.css', 'page.css')}</style>{head}</head><body><nav>{trail}</nav><h1>{doc.escape(page.title)}</h1>"
         f"<main>{''.join(parts)}</main></body></html>"
     )
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape as quoted
 from http.cookies import CookieError, SimpleCookie
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
 from workbench.base.errors import WorkbenchError, first_line
 from workbench.base.loopback import LOCAL, STILL, HttpRequest, Text, is_named, serving
-from workbench.jobs.pages import Page, Pages, contents, rendered
+from workbench.jobs.pages import Page, Pages, contents, files, rendered
 
 ALIVE = 48
 """Widgets that are kept, each with its batch: those of the pages that were opened last."""
@@ -143,11 +142,6 @@ class Viewer:
             return {"stamp": now, "parts": {}}
         still = [(number, one) for number, one in enumerate(page.sections) if one.shown is None]
         return {"stamp": now, "parts": {f"part{number}": contents(one) for number, one in still}}
-
-
-def files(*names: str) -> str:
-    """Return the widgets' scripts or styles of these names as one text."""
-    return "".join((resources.files("workbench.widgets") / "static" / name).read_text("utf-8") for name in names)
 
 
 def _address(path: str, query: dict[str, list[str]]) -> str:

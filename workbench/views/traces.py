@@ -293,7 +293,7 @@ def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
 
 
 _BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:6px;text-align:center"
-_ARROW = "display:inline-block;vertical-align:middle;font-size:80%;opacity:0.75;max-width:150px;margin:3px"
+_ARROW = "display:inline-block;vertical-align:middle;font-size:11px;opacity:0.75;max-width:150px;margin:3px"
 
 
 def pipeline(pipeline: Pipeline) -> doc.Part:
