@@ -167,7 +167,7 @@ class Pages:
         served = self.written is None
         lines = []
         for name, row in frame.iterrows():
-            box = f'<input type="checkbox" name="run" value="{quoted(str(name))}"{" checked" * (name in chosen)} title="draw its curves">'
+            box = f'<input type="checkbox" name="run" value="{quoted(str(name))}"{" checked" * (name in chosen)} aria-label="draw its curves">'
             cells = [box * served + self._link(page, str(name), f"{name}/index.html"), *map(_cell, row)]
             lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         heads = "".join(f"<th>{doc.escape(one)}</th>" for one in ("run", *frame.columns))

@@ -109,11 +109,8 @@ def _others(diff: Comparison) -> doc.Part:
 
 def _title(diff: Comparison) -> str:
     """Say in one sentence what changed, rows first."""
-    differ = [
-        (len(diff.columns), "column differs", "columns differ"),
-        (len(diff.metrics), "metric differs", "metrics differ"),
-    ]
-    rest = ", ".join(doc.counted(*one) for one in differ if one[0])
+    counts = {"column": len(diff.columns), "metric": len(diff.metrics)}
+    rest = ", ".join(doc.counted(n, f"{what} differs", f"{what}s differ") for what, n in counts.items() if n)
     if not diff.rows:
         return f"Comparison: no sample changed its reward or its advantage; {rest or 'only what one side has differs'}"
     moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in diff.rows)
@@ -129,8 +126,8 @@ def _reused(diff: Comparison) -> str:
 
 
 def _change(a: float, b: float) -> str:
-    share = (b - a) / a if a * b > 0 else 0.0  # across 0 it says nothing, and less than a thousandth is noise
-    return f"{b - a:+.4g}" + (f" ({share * math.copysign(1, a):+.1%})" if abs(share) >= 0.001 else "")
+    share = (b - a) / abs(a) if a * b > 0 else 0.0  # across 0 it says nothing, and less than a thousandth is noise
+    return f"{b - a:+.4g}" + (f" ({share:+.1%})" if abs(share) >= 0.001 else "")
 
 
 def _row_line(diff: Comparison, row: RowChange) -> str:

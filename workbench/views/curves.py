@@ -85,8 +85,7 @@ def draw(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Look, 
     plotted = _stack(axes, runs[0], look) if alone else _curves(axes, wanted, runs, look)
     # several things, or one of several that the title could mean
     one_of = (len(wanted) > 1 and not EXACT.issuperset(wanted)) or PHASES in wanted
-    shown = not plotted.stacked and (len(plotted.key) > 1 or one_of)
-    names = [label(name, 40) for name in plotted.key if shown]
+    names = [label(name, 40) for name in plotted.key if not plotted.stacked and (len(plotted.key) > 1 or one_of)]
     columns = 2 if max(map(len, names), default=0) < 16 else 1
     lines = math.ceil(len(names) / columns)
     _above(axes, 0.11 * lines + (0.18 if marks else 0.0))

@@ -206,15 +206,14 @@ def _element(node: Node) -> str:
             data = base64.b64encode(png()).decode()
             return f'<img src="data:image/png;base64,{data}" title="{escape(title)}" style="max-width:100%">'
         case Table(header, rows, most=most) if rows:
-            sides = ["right" if _figures(column) else "left" for column in zip(*rows[:most], strict=True)]
-            styles = [f"{_CELL_STYLE}{side}" for side in sides]
+            shown = rows[:most]
+            styles = [_CELL_STYLE + _side(column) for column in zip(*shown, strict=True)]
             titled = zip(styles, header, strict=False)
             head = "".join(f'<th style="{style};opacity:0.65">{escape(cell)}</th>' for style, cell in titled)
             cells = (
-                [f'<td style="{s}">{_cell(one)}</td>' for s, one in zip(styles, row, strict=True)]
-                for row in rows[:most]
+                "".join(f'<td style="{s}">{_cell(c)}</td>' for s, c in zip(styles, row, strict=True)) for row in shown
             )
-            body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+            body = "".join(f"<tr>{row}</tr>" for row in cells)
             opening = '<table style="border-collapse:collapse;font-size:13px">'
             above = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
             return f"{opening}{above}<tbody>{body}</tbody></table>{html(_left(node))}"
@@ -230,9 +229,9 @@ def _inline(part: Part) -> str:
     return "".join(escape(one) if isinstance(one, str) else _element(one) for one in _flat(part))
 
 
-def _figures(column: Sequence[Part]) -> bool:
-    """Return whether a column has numbers alone, which stand right-aligned under each other."""
-    return all(isinstance(cell, str) and _FIGURE.fullmatch(cell) for cell in column)
+def _side(column: Sequence[Part]) -> str:
+    """Return how a column is aligned: numbers alone stand right-aligned under each other."""
+    return "right" if all(isinstance(cell, str) and _FIGURE.fullmatch(cell) for cell in column) else "left"
 
 
 def _cell(part: Part) -> str:

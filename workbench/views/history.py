@@ -13,18 +13,9 @@ from workbench.base.errors import RunError, nearest
 from workbench.dataproto.core import DataProto
 from workbench.runs.folder import STEP, step_files
 from workbench.views import document as doc
+from workbench.views import sample_table
 from workbench.views.rewards import CUT, question
-from workbench.views.sample_table import (
-    LEFT_OUT,
-    OF_ROW,
-    SideBySide,
-    dropped,
-    gathered,
-    object_at,
-    samples_table,
-    some_rows,
-    words,
-)
+from workbench.views.sample_table import LEFT_OUT, OF_ROW, object_at, samples_table, some_rows
 from workbench.views.samples import SampleCard
 
 if TYPE_CHECKING:
@@ -61,7 +52,7 @@ class History(doc.View):
         """The steps at which the prompt was drawn and its samples kept."""
         return sorted(set(self._frame["step"]))
 
-    def diff(self, step: int, other: int, which: str = "best") -> SideBySide:
+    def diff(self, step: int, other: int, which: str = "best") -> sample_table.SideBySide:
         """Compare the `best` (or `worst`) response of one step with that of another. Raises `RunError` for a step
         without samples.
         """
@@ -72,7 +63,7 @@ class History(doc.View):
             if all(line.step != wanted for line in lines):
                 raise RunError(f"no samples of this prompt at step {wanted}", expected=f"one of the steps {self.steps}")
         sides = [next(line for line in lines if line.step == wanted) for wanted in (step, other)]
-        return SideBySide(*((f"{which} of step {one.step}", getattr(one, which)) for one in sides))
+        return sample_table.SideBySide(*((f"{which} of step {one.step}", getattr(one, which)) for one in sides))
 
     def _drawn(self) -> list[_Drawn]:
         frame = self._frame
@@ -85,12 +76,9 @@ class History(doc.View):
         drawn = self._drawn()
         shown, trend = drawn[-_LINES:], _trend([line.mean for line in drawn if line.kind != GREEDY])
         truth = [] if self.truth is None else [f"  truth: {doc.one_line(self.truth, 200)}"]
-        text = [doc.one_line(self.prompt, 400), *truth, *([trend] if trend else [])]
-        page: list[doc.Part] = [
-            doc.wrapped(doc.cut(self.prompt, _TEXT), style="opacity:0.6"),
-            *truth,
-            *([trend] if trend else []),
-        ]
+        beneath = [*truth, *([trend] if trend else [])]
+        text = [doc.one_line(self.prompt, 400), *beneath]
+        page: list[doc.Part] = [doc.wrapped(doc.cut(self.prompt, _TEXT), style="opacity:0.6"), *beneath]
         left = f"the last {len(shown)} of {len(drawn)}: .to_pandas() has all" if len(drawn) > len(shown) else ""
         note = "; ".join(filter(None, (self._said, left)))
         return doc.Either(
@@ -107,15 +95,11 @@ class History(doc.View):
             if (last := before.get(line.kind)) is not None and place >= len(shown) - _CHANGES:
                 changed = _changed(last, line)
             before[line.kind] = line
-            name = (
-                doc.bold(str(line.step)),
-                doc.BREAK,
-                doc.small(f"{line.kind}, {doc.counted(len(line.rows), 'sample')}"),
-            )
+            below = doc.small(f"{line.kind}, {doc.counted(len(line.rows), 'sample')}")
+            name = doc.bold(str(line.step)), doc.BREAK, below
             rows.append([name, mean, doc.stacked([_answer(reward, row) for reward, row in line.ends()]), changed])
-        return doc.Table(
-            ["step", "mean reward", "best and worst response", "the best one, changed"], rows, most=len(rows)
-        )
+        header = ["step", "mean reward", "best and worst response", "the best one, changed"]
+        return doc.Table(header, rows, most=len(rows))
 
 
 class _Drawn(NamedTuple):
@@ -159,7 +143,7 @@ def _why(row: Any) -> str:
 def _changed(before: _Drawn, now: _Drawn) -> doc.Part:
     one, two = (doc.cut(each.best["response"], _TEXT) for each in (before, now))
     since = f"since step {before.step}"
-    return f"the same as {since[6:]}" if one == two else doc.Fold(since, lambda: words(one, two))
+    return f"the same as {since[6:]}" if one == two else doc.Fold(since, lambda: sample_table.words(one, two))
 
 
 def _trend(means: Sequence[float]) -> str:
@@ -231,8 +215,8 @@ def _kept(run: Run) -> Iterator[_Kept]:
         if step in recorded:
             trace = traces[step]
             yield _of_batch(step, TRAINING, trace.batch)
-            if gone := dropped(trace):
-                yield _of_batch(step, TRAINING, gathered(gone))
+            if gone := sample_table.dropped(trace):
+                yield _of_batch(step, TRAINING, sample_table.gathered(gone))
 
 
 def _of_batch(step: int, kind: str, batch: DataProto) -> _Kept:

@@ -10,22 +10,8 @@ import numpy as np
 
 from workbench.base.errors import RunError
 from workbench.runs.symptoms import Symptom
-from workbench.views.curves import (
-    EXACT,
-    HELD_OUT,
-    LINE_WORDS,
-    PANEL,
-    Array,
-    Series,
-    colour,
-    label,
-    lines_of,
-    memory,
-    pick,
-    recorded,
-    series,
-    spread,
-)
+from workbench.views import curves as draw
+from workbench.views.curves import HELD_OUT, Array, Series, label, lines_of
 from workbench.views.samples import Samples, samples
 
 
@@ -62,9 +48,11 @@ class Plots:
         with which a slider begins.
         """
         (name, first), *others = self.runs.items()
-        curves = series(name, first.rows, {other: run.rows for other, run in others})
+        curves = draw.series(name, first.rows, {other: run.rows for other, run in others})
         chosen = keys or self.keys
-        plots = pick(chosen, curves) if chosen else {t: w for t, w in PANEL.items() if recorded(curves, w)}
+        plots = (
+            draw.pick(chosen, curves) if chosen else {t: w for t, w in draw.PANEL.items() if draw.recorded(curves, w)}
+        )
         steps = np.unique(np.concatenate([run.steps for run in curves]))
         both = zip(curves, self.runs.values(), strict=True)
         return {
@@ -77,7 +65,7 @@ class Plots:
             ],
             "chosen": bool(chosen),
             "marks": [{"step": int(mark.since), "text": label(mark, 400)} for mark in self.marks],
-            "smooth": round(memory(curves), 3),
+            "smooth": round(draw.memory(curves), 3),
         }
 
     def samples(self, run: int, step: int) -> Samples:
@@ -96,14 +84,14 @@ def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[
     there, lines = lines_of(wanted, runs), []
     for place, name in enumerate(there):
         dots = name == HELD_OUT and len(there) > 1
-        words = "held out" if dots else LINE_WORDS.get(name, name.removeprefix("timing_s/"))
+        words = "held out" if dots else draw.LINE_WORDS.get(name, name.removeprefix("timing_s/"))
         for number, run in enumerate(runs):
             lines.append({
                 "run": number,
                 "words": label(words),
-                "colour": colour(place) if len(runs) == 1 and not dots else run.colour,
+                "colour": draw.colour(place) if len(runs) == 1 and not dots else run.colour,
                 "dash": place if len(runs) > 1 and not dots else 0,
-                "smoothed": name not in EXACT and not dots,
+                "smoothed": name not in draw.EXACT and not dots,
                 "dots": dots,
                 "values": _column(*run.points(name), steps),
                 "band": _band(run, name, steps) if len(runs) == 1 == len({*there} - {HELD_OUT}) else None,
@@ -113,7 +101,7 @@ def _lines(wanted: Sequence[str], runs: Sequence[Series], steps: Array) -> list[
 
 def _band(run: Series, name: str, steps: Array) -> list[Any] | None:
     """Return the spread beside a mean as [what it is, lower ends, upper ends], both [steps]; None where there is none."""
-    words, lows, highs = spread(run, name)
+    words, lows, highs = draw.spread(run, name)
     there = np.isfinite(lows) & np.isfinite(highs)
     if not name.endswith("/mean") or not there.any():
         return None

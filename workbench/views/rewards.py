@@ -88,9 +88,8 @@ def rubric(rubric: Rubric) -> doc.Part:
         name = doc.bold(part), doc.BREAK, doc.small(f"column reward/{part}")
         bar = doc.bar(abs(weight) / top, f"{weight:g}", weight >= 0) if weight else "–"
         gate = f"≥ {rubric.gates[part]:g}, else {rubric.gated:g}" if part in rubric.gates else ""
-        settings = doc.Fold(
-            "settings", doc.pairs([(key, str(value)) for key, value in {**reward.settings(), **reward.binding}.items()])
-        )
+        kept = {**reward.settings(), **reward.binding}
+        settings = doc.Fold("settings", doc.pairs([(key, str(value)) for key, value in kept.items()]))
         rows.append([name, bar, gate, f"{type(reward).__name__} {doc.cut(reward.name, 80)}", settings])
     kind, combine = type(rubric).__name__, getattr(rubric, "combine", "")
     what = combine or ("weighted mean" if rubric.normalise else "weighted sum")
@@ -115,11 +114,7 @@ def dry_run(dry_run: DryRun) -> doc.Part:
     rows = list(dry_run.disagreements.index) if several else list(range(len(dry_run.rows)))
     what = f"{len(rows)} rows" + (" that the scorers score differently" if several else "")
     if len(rows) > _ROWS:
-        what += (
-            f", the first {_ROWS}: views.samples(run, where={{'reward/differs': 1}}) has all"
-            if several
-            else f", the first {_ROWS}"
-        )
+        what += f", the first {_ROWS}" + ": views.samples(run, where={'reward/differs': 1}) has all" * several
     text = [f"{len(rows)} rows are scored differently"] if several else []
     text += [f"  {int(counts.sum()):5d} × {doc.cut(reason, 100)}" for reason, counts in failures[:5]]
     cells = [[doc.cut(reason, 160), *(f"{int(count)}" for count in counts)] for reason, counts in failures]

@@ -107,12 +107,11 @@ class TokenRow:
         ids: Any = self._part("responses")
         inside, attention = self._part("response_mask"), self._part("attention_mask")
         # text of tools or users is not the model's own, and no padding either
-        real = (
-            attention[-len(ids) :] if attention is not None else inside if inside is not None else torch.ones_like(ids)
-        )
+        inside = inside if inside is not None else torch.ones_like(ids)
+        real = attention[-len(ids) :] if attention is not None else inside
         self.length = int(real.nonzero().max()) + 1 if real.any() else 0
         self.ids = ids[: self.length].tolist()
-        self.own = (inside[: self.length] > 0).tolist() if inside is not None else [True] * self.length
+        self.own = (inside[: self.length] > 0).tolist()
         self.texts = token_texts(tokenizer, self.ids)
         prompt, mask = self._part("prompts"), self._part("prompt_mask")
         kept = [] if prompt is None else prompt[mask.bool()].tolist() if mask is not None else prompt.tolist()
@@ -194,7 +193,7 @@ _PIECES = 48
 """Pieces of a strip at most."""
 
 
-def strip_quantities(batch: DataProto) -> list[str]:
+def drawable(batch: DataProto) -> list[str]:
     """Return the per-token quantities that a batch has numbers for; [] where it does not say which tokens are real."""
     if "response_mask" not in batch.batch or not len(batch):
         return []
@@ -211,10 +210,8 @@ def strips(batch: DataProto, rows: Iterable[int], name: str, spans: dict[str, tu
         read: Any = quantity.read(lambda column, row=row: _part(batch, column, row))  # type: ignore[misc]
         values.append(read[_part(batch, "response_mask", row) > 0].double())
     span = spans.setdefault(name, span_of_values(quantity, [one.tolist() for one in values]))
-    means = [
-        torch.nn.functional.adaptive_avg_pool1d(one[None], min(len(one), _PIECES))[0] if len(one) else one
-        for one in values
-    ]
+    pooled = torch.nn.functional.adaptive_avg_pool1d
+    means = [pooled(one[None], min(len(one), _PIECES))[0] if len(one) else one for one in values]
     return [[colour_of(value, quantity, span) for value in row.tolist()] for row in means]
 
 
@@ -339,13 +336,9 @@ def legend(quantity: Quantity, span: tuple[float, float]) -> doc.Part:
 
 
 def _row_text(row: TokenRow, colour: str) -> str:
-    values = row.values.get(colour)
-    pieces = [
-        f"{text!r}"
-        + (f" {values[place]:+.3g}" if values is not None and row.own[place] else "")
-        + " rejected" * row.rejected[place]
-        for place, text in enumerate(row.texts[:60])
-    ]
+    there, values = colour in row.values, row.values.get(colour, [0.0] * row.length)
+    each = zip(row.texts[:60], values, row.own, row.rejected, strict=False)
+    pieces = [f"{text!r}" + f" {value:+.3g}" * (there and own) + " rejected" * gone for text, value, own, gone in each]
     return "  " + " · ".join(pieces) + (" …" if row.length > 60 else "")
 
 
@@ -523,7 +516,7 @@ class TranscriptView(doc.View):
     def document(self) -> doc.Part:
         """Build the display: the prompt and the turns of each sequence, in HTML with coloured tokens."""
         return [
-            one._alone(legend(*self.tokens.quantity()) if not place else ()) for place, one in enumerate(self.sequences)
+            one._alone(() if place else legend(*self.tokens.quantity())) for place, one in enumerate(self.sequences)
         ]
 
     def _alone(self, scale: doc.Part) -> doc.Part:

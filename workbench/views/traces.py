@@ -233,7 +233,7 @@ class Chip(NamedTuple):
     time: str
     """Seconds, or `reused`; empty where it has not run, as is the headline."""
     headline: str
-    share: float = 0.0
+    share: str = "0%"
     """Its seconds beside those of the phase that took longest."""
 
 
@@ -241,7 +241,7 @@ def chips(stepper: Stepper) -> list[Chip]:
     """Return the phases of a stepper as chips: done, next, to come."""
     longest = max((one.seconds for one in stepper.trace if not one.reused), default=0.0) or 1.0
     done = [
-        Chip(name, "●", _seconds(one), headline(one), 0.0 if one.reused else one.seconds / longest)
+        Chip(name, "●", _seconds(one), headline(one), f"{100 * (not one.reused) * one.seconds / longest:.0f}%")
         for name, one in zip(stepper.pipeline.names, stepper.trace, strict=False)
     ]
     ahead = stepper.pipeline.names[len(done) :]
@@ -256,7 +256,7 @@ def stepper(stepper: Stepper) -> doc.Part:
     strip, boxes = list[str](), list[doc.Part]()
     for place, chip in enumerate(chips(stepper)):
         strip.append(f"{chip.mark} {chip.name}")
-        took = f"height:4px;margin:3px 0;background:rgba({doc.MUCH},.75);width:{100 * chip.share:.0f}%"
+        took = f"height:4px;margin:3px 0;background:rgba({doc.MUCH},.75);width:{chip.share}"
         below = doc.line("", style=took), doc.small(" · ".join(filter(None, chip[2:4])))
         edge = "56,139,253,.9)" if place == stepper.position - 1 else "0,0,0,0)"
         boxes.append(doc.line(doc.bold(strip[-1]), below if chip.time else (), style=_STEP + edge))
@@ -440,12 +440,7 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
     for name in names:
         kind, (read, numbers, histogram) = kind_of(phase.batch, name), field_of(phase.batch, name)
         partial = partial or read < len(phase.batch)
-        cells: list[doc.Part] = [
-            _named(name),
-            doc.Span(kind, tag="code"),
-            _bars(histogram),
-            doc.Span(numbers, "white-space:nowrap"),
-        ]
+        cells: list[doc.Part] = [_named(name), doc.Span(kind, tag="code"), _bars(histogram), numbers]
         rows.append(cells)
         if before is not None and name in before:
             kind, (_, numbers, histogram) = kind_of(before, name), field_of(before, name)

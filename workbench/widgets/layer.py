@@ -28,17 +28,7 @@ from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, same_row
 from workbench.views.samples import group_line
-from workbench.views.tokens import (
-    Quantity,
-    TokenRow,
-    colour_of,
-    episode,
-    stops,
-    strip_quantities,
-    strips,
-    tokens,
-    visible,
-)
+from workbench.views.tokens import Quantity, TokenRow, colour_of, drawable, episode, stops, strips, tokens, visible
 from workbench.views.traces import chips, standing
 from workbench.widgets.display import in_notebook
 
@@ -238,7 +228,7 @@ class SamplesTable(Layer):
             query={"order": samples.order, "search": samples.search, "by_group": samples.by_group},
             headline=index.headline,
             bins=[list(one) for one in index.bins],
-            strips=strip_quantities(index.batch),
+            strips=drawable(index.batch),
             tabs=[[plain(text) for text in one] for one in tabs],
             high=samples.rows,
             rendered=samples.rendered,
@@ -261,10 +251,8 @@ class SamplesTable(Layer):
         if request["kind"] == "text":
             return {"kind": "text", "text": encodable(str(view.index.frame.iloc[row].get("response") or ""))}
         if request["kind"] == "pin":
-            return {
-                "kind": "pinned",
-                "text": _pin(view.index.batch, row, str(request.get("expected", "")), str(request.get("note", ""))),
-            }
+            expected, note = (str(request.get(name, "")) for name in ("expected", "note"))
+            return {"kind": "pinned", "text": _pin(view.index.batch, row, expected, note)}
         return {"kind": "card", "html": self._shown(view, row, request).html()}
 
     def _shown(self, view: Samples, row: int, request: dict[str, Any]) -> doc.View:
@@ -322,8 +310,7 @@ class SamplesTable(Layer):
             self._samples.choose([name for name in self.known if name in names])
             self.columns = self._samples.columns or []
         if start == 0:  # later pages continue the same selection, also if the view has another one by then
-            self._rows = self._select(view, request)
-            view.selected = self._rows
+            view.selected = self._rows = self._select(view, request)
         whole = view.index.frame
         frame = whole.iloc[self._rows[start : start + min(int(request["count"]), _MOST)]]
         columns = self._columns(view)
@@ -335,9 +322,9 @@ class SamplesTable(Layer):
             {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}, "strip": strip}
             for row, group, one, strip in zip(frame.index, frame["group"], records, lines, strict=True)
         ]
-        grouped = list(frame["group"].unique()) if request.get("by_group") else []
+        grouped = frame["group"].unique() if request.get("by_group") else ()
         page = {"groups": {str(group): _group(view.index, int(group)) for group in grouped}, "columns": columns}
-        if grouped and "reward" in whole:
+        if len(grouped) and "reward" in whole:
             dots = whole[whole["group"].isin(grouped)].groupby("group")["reward"]
             page["dots"] = {str(group): [[int(row), _cell(one)] for row, one in each.items()] for group, each in dots}
         folded = [] if self.columns else [f"{name} {_cell(value)}" for name, value in view.index.same.items() if value]
@@ -504,9 +491,7 @@ class StepperFace(Face):
         super().__init__(stepper, names=list(stepper.pipeline.names))
 
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
-        phases = [
-            {**one._asdict(), "name": plain(one.name), "headline": plain(one.headline)} for one in chips(self._stepped)
-        ]
+        phases = [{name: plain(value) for name, value in one._asdict().items()} for one in chips(self._stepped)]
         names = self._stepped.trace.names
         shown = self._shown or (names[-1] if names else "")
         try:
