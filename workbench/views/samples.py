@@ -317,13 +317,11 @@ class Samples(doc.View):
         texts = "response" if self.by_group else "prompt → response"
         names = self.columns
         header = ["row", texts, "reward", "score", "advantage", "tokens"] if names is None else names
+        if names is None and "prompt" in frame:  # said once for neighbours
+            frame = frame.assign(prompt=frame["prompt"].where(frame["prompt"] != frame["prompt"].shift(), None))
 
         def table(part: pd.DataFrame) -> doc.Part:
-            cells = [
-                self._cells(row, one, top) if names is None else [_chosen(name, row, one, top) for name in names]
-                for row, one in part.iterrows()
-            ]
-            return doc.Table(header, cells, most=len(part))
+            return doc.Table(header, [self._cells(row, one, top) for row, one in part.iterrows()], most=len(part))
 
         shown = table(frame)
         if self.by_group:
@@ -342,6 +340,8 @@ class Samples(doc.View):
         return doc.line(doc.bold(f"group {group}"), summary, prompt, style="margin-top:8px")
 
     def _cells(self, number: Any, row: Any, top: float) -> list[doc.Part]:
+        if self.columns is not None:
+            return [_chosen(name, number, row, top) for name in self.columns]
         prompt = row.get("prompt")
         scored = _chosen("reward", number, row, top) if "reward" in row else ""
         tokens, finish = _tokens(row)
