@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from workbench.base import runtime
+from workbench.base.progress import Work, present, working
 
 KEPT = 20_000
 """Finished requests that are kept; of older ones their number."""
@@ -74,7 +75,7 @@ class Activity:
     """Finished requests that are no longer in `requests`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _queues: dict[str, Queue] = field(default_factory=dict)
-    _phases: dict[object, tuple[str, float]] = field(default_factory=dict)
+    _phases: list[Work] = field(default_factory=list)
     _names: WeakKeyDictionary[Any, str] = field(default_factory=WeakKeyDictionary, repr=False)
     _progressed: float = field(default_factory=time.monotonic)
 
@@ -90,16 +91,14 @@ class Activity:
     @contextmanager
     def doing(self, phase: str) -> Iterator[None]:
         """Context manager that records that a phase (a stage's name) is running."""
-        mark = object()
         self.progress()
-        with self._lock:
-            self._phases[mark] = (phase, time.time())
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._phases[mark]
-            self.progress()
+        with working(phase) as work:
+            self._phases.append(work)
+            try:
+                yield
+            finally:
+                self._phases.remove(work)
+                self.progress()
 
     def name_of(self, engine: Any) -> str:
         """Return the name of an engine: its `name`, or its class's; with a number where another engine has that name."""
@@ -174,8 +173,7 @@ class Activity:
     @property
     def phases(self) -> list[tuple[str, float]]:
         """(phase, seconds that it has run) of all that run now, the oldest first."""
-        with self._lock:
-            return [(name, time.time() - began) for name, began in self._phases.values()]
+        return [(one.name, one.seconds) for one in list(self._phases)]
 
     @property
     def queues(self) -> dict[str, Queue]:
@@ -193,12 +191,8 @@ class Activity:
 
 HERE = Activity()
 """This process's own."""
-_present: ContextVar[QueuedRequest | None] = ContextVar("asked", default=None)
-
-
-def present() -> QueuedRequest | None:
-    """Return the record of the request that the calling task works for; None outside of a `recorded` method."""
-    return _present.get()
+REQUEST: ContextVar[QueuedRequest | None] = ContextVar("asked", default=None)
+"""The record of the request that the calling task works for; None outside of a `recorded` method."""
 
 
 def recorded(sample: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Callable[[Any, Any], Coroutine[Any, Any, Any]]:
@@ -211,8 +205,9 @@ def recorded(sample: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Callable
         if asyncio.get_running_loop() is not runtime.loop():  # a caller's own loop: engines live in ours
             there = asyncio.run_coroutine_threadsafe(asked(self, request), runtime.loop())
             return await asyncio.wrap_future(there)
-        record = HERE.enter(HERE.name_of(self), len(request.ids))
-        before, outcome, completion = _present.set(record), "raised", None
+        record, work = HERE.enter(HERE.name_of(self), len(request.ids)), present()
+        work.most += request.settings.max_tokens
+        before, outcome, completion = REQUEST.set(record), "raised", None
         try:
             completion = await sample(self, request)
             outcome = "done"
@@ -220,8 +215,10 @@ def recorded(sample: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Callable
             outcome = "given up"
             raise
         finally:
-            _present.reset(before)
+            REQUEST.reset(before)
             tokens, times = (0, None) if completion is None else (len(completion.ids), completion.times)
+            work.most -= request.settings.max_tokens - tokens
+            work.add_tokens(0 if record.began else tokens)  # who says when it begins counts its tokens as they are made
             HERE.end(record, outcome, tokens, times, keep=True)
         return completion
 

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
+from workbench.base import progress
 from workbench.base.errors import Interrupted, message
 
 Q = TypeVar("Q")
@@ -97,11 +98,18 @@ async def to_its_end(work: Awaitable[T]) -> T:
 def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) -> list[T]:
     """Run the coroutines `ask(question)` of all questions concurrently, wait, and return their results in order.
 
-    When one raises, or the call is cancelled, the others are cancelled, and it waits until they have ended.
+    When one raises, or the call is cancelled, the others are cancelled, and it waits until they have ended. Each is a row of
+    the work that runs (`base.progress`).
     """
+    waiting = list(questions)
 
-    async def together() -> list[T]:
-        tasks = [asyncio.ensure_future(ask(one)) for one in questions]
+    async def together(passed: Callable[[int], None]) -> list[T]:
+        async def counted(question: Q) -> T:
+            answer = await ask(question)
+            passed(1)
+            return answer
+
+        tasks = [asyncio.ensure_future(counted(one)) for one in waiting]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -110,7 +118,8 @@ def run_all(ask: Callable[[Q], Coroutine[Any, Any, T]], questions: Iterable[Q]) 
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    return run(together())
+    with progress.present().rows(len(waiting)) as passed:
+        return run(together(passed))
 
 
 def _settle() -> None:

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from workbench.base.errors import DataError, SettingError, describe
+from workbench.base.progress import working
 from workbench.base.shown import Shown, shows
 from workbench.dataproto.core import DataProto
 from workbench.datasets.preferences import Sample, Samples
@@ -462,6 +463,7 @@ def _rated(item: Item, vote: Vote) -> stats.Rated:
     return stats.Rated(*sides)
 
 
+@working("judge_report")
 def judge_report(
     judge: Any, samples: Any, *, seeds: int | Sequence[int] = 3, orders: bool = True, label: str | None = None
 ) -> JudgeReport:

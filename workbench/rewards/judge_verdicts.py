@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.base import runtime
+from workbench.base import progress, runtime
 from workbench.base.errors import SettingError
 from workbench.datasets.preferences import Sample, Samples
 from workbench.rewards.base import BaseReward, row_view
@@ -148,6 +148,8 @@ def ask(
 ) -> tuple[list[Vote], Cost]:
     """Collect a judge's verdicts on all items under each seed: (verdicts, their cost)."""
     began, answers, meters = time.perf_counter(), list[Vote](), list[Metered]()
+    each = len(items) * (1 + orders) if isinstance(reward, PairwiseJudge) else sum(len(item.rows) for item in items)
+    progress.present().expect(len(seeds) * each)
     for seed in seeds:
         judge, meter = seeded(reward, seed)
         meters.append(meter)

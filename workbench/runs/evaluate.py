@@ -16,17 +16,19 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from workbench.base.activity import HERE
 from workbench.base.config import require
 from workbench.base.errors import DataError, describe
 from workbench.base.files import MANIFEST
 from workbench.base.metrics import reduce
+from workbench.base.progress import present, working
 from workbench.base.shown import Shown
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.columns import REWARD_PREFIX
@@ -159,6 +161,7 @@ class Evaluation(Shown):
         return save_samples(path, samples_table(self.batch, self.greedy))
 
 
+@working("evaluate", unit="batches")
 def evaluate(
     model: Any,
     rows: Rows,
@@ -188,7 +191,15 @@ def evaluate(
     unscorable = stage.function.check_rows(chosen.views())
     if unscorable:
         log.warning("truths: %s", unscorable)
-    return score_rows(rollout, stage, chosen.in_order(batch_size, seed))
+    return score_rows(rollout, stage, _counted(chosen.in_order(batch_size, seed), -(-len(chosen) // batch_size)))
+
+
+def _counted(batches: Iterable[DataProto], number: int) -> Iterator[DataProto]:
+    """Yield the batches, each counted as done by the work that runs when the next one is taken."""
+    (work := present()).expect(number)
+    for batch in batches:
+        yield batch
+        work.passed(1)
 
 
 def _engine(model: Any) -> tuple[Sampler, int | None]:
@@ -252,7 +263,12 @@ def _of_one_policy(batch: DataProto, greedy: bool | None) -> tuple[DataProto, bo
 
 def score_rows(rollout: Rollout, reward: Reward, batches: Iterable[DataProto]) -> Evaluation:
     """Sample and score responses to all rows of some batches. Raises `DataError` where there is no batch."""
-    parts = [reward(rollout(batch).batch).batch for batch in batches]
+    parts = []
+    for batch in batches:
+        with HERE.doing("rollout"):
+            sampled = rollout(batch).batch
+        with HERE.doing("reward"):
+            parts.append(reward(sampled).batch)
     if not parts:
         raise DataError("nothing to evaluate", expected="at least one row", found="none")
     return _evaluation(_joined(parts), greedy=rollout.sampling.temperature == 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from workbench.base.config import Settings, require
 from workbench.base.errors import NonFinite, RewardError, SettingError, VersionMismatch, first_line, unknown
 from workbench.base.metrics import Count, Max, Mean, Metric, Min, Sum, join
+from workbench.base.progress import present
 from workbench.base.seeds import derive
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import SESSION, DataProto, episodes
@@ -385,6 +386,7 @@ class Update(BaseStage):
         rows = batch.select(list(used(self, batch)), ["uid"] if "uid" in batch else [])
         step, steps = batch.meta_info.get("step", 0), []
         skipped = empty = 0
+        present().expect(self.ppo_epochs * len(batch))
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         for epoch in range(self.ppo_epochs):
             for number, indices in enumerate(self._mini_batches(batch, epoch)):

@@ -30,6 +30,7 @@ from workbench.base.config import Settings, require, source_of
 from workbench.base.errors import DataError, OutOfMemory, PipelineError, VersionMismatch, describe
 from workbench.base.memory import estimated, forget_last_error, gib
 from workbench.base.metrics import reduce
+from workbench.base.progress import working
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.dataproto.value import unchanged
@@ -455,8 +456,10 @@ class Stepper(Shown):
     def run(self, until: str | None = None) -> Stepper:
         """Run the next phases up to and including `until`; without it, to the end of the step."""
         last = len(self._pipeline) if until is None else self._pipeline.index(until) + 1
-        while self.position < last:
-            self.next()
+        with working("step", max(last - self.position, 0), "phases") as work:
+            while self.position < last:
+                self.next()
+                work.passed(1)
         return self
 
     def from_trace(self, trace: Trace) -> Stepper:

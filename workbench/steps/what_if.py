@@ -17,6 +17,7 @@ import torch
 from workbench.base.config import Settings
 from workbench.base.errors import PipelineError, describe, unknown
 from workbench.base.memory import is_large, release
+from workbench.base.progress import present, working
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
 from workbench.engines.protocol import Estimates, Snapshot
@@ -67,6 +68,7 @@ class WhatIf(Shown):
         return apart.topk(min(number, len(apart))).indices.tolist()
 
 
+@working("what_if", unit="updates")
 def what_if(
     pipeline: Pipeline,
     batch: DataProto,
@@ -111,6 +113,7 @@ def what_if(
         named["mask"] = f"{int(other['response_mask'].sum())} of {int(whole.sum())} tokens"
     if other is batch and changed_update.settings() == update.settings():
         raise PipelineError("what_if changes nothing", do="pass a setting of the loss, advantage=…, rows=… or mask=…")
+    present().expect(2 * updates)
     bench = _Bench(pipeline, update, batch, probe)
     before = bench.probed()
     try:
@@ -176,10 +179,13 @@ class _Bench:
         self.restore()
         always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
         stage = Update(**{**update.made_with, **always})
-        metrics = tuple(perform(stage, batch).metrics for _ in range(updates))
+        metrics = []
+        for _ in range(updates):
+            metrics.append(perform(stage, batch).metrics)
+            present().passed(1)
         self._ends.append(self._learner.snapshot(*self._kept))
         norm = math.sqrt(sum(float(change.square().sum()) for change in self._changes(self._ends[-1])))
-        return Side(name, metrics, self._log_probs(self._whole), norm, self.probed())
+        return Side(name, tuple(metrics), self._log_probs(self._whole), norm, self.probed())
 
     def _changes(self, end: Snapshot) -> Iterator[torch.Tensor]:
         """Yield the weights' changes since the start as float64 vectors of at most a million numbers, because together they

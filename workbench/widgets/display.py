@@ -25,7 +25,7 @@ from workbench.runs.folder import STEP, strict
 from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import progress_line
 from workbench.views import curves
-from workbench.views.document import Image, Part, View, bar, block, html
+from workbench.views.document import Image, Part, View, bar, block, html, small
 from workbench.views.plots import Plots
 
 log = logging.getLogger("workbench")
@@ -61,6 +61,35 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
         except Exception:  # another version of a library: a display is no reason to lose a run
             log.exception("%s cannot be shown", kind.__name__)
     return None
+
+
+class WorkingCell:
+    """The line of work that takes longer than a second, in the cell that waits for it; the executed notebook keeps the last."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._handle: Any = display(Line("", 0.0, False), display_id=True)
+
+    def __call__(self, line: str, share: float, over: bool) -> None:
+        """Show a line in place of the one before."""
+        self._handle.update(Line(line, share, over))
+
+
+def working_cell() -> WorkingCell | None:
+    """Open the line of work in a notebook's cell; None elsewhere."""
+    return WorkingCell() if in_notebook() else None
+
+
+class Line(View):
+    """A view of work: a bar with its line while it runs, which an interrupt of the kernel stops; then the line alone."""
+
+    def __init__(self, line: str, share: float, over: bool) -> None:
+        self._shown: Part = small(line) if over else bar(share, f"{line} · ■ stops it")
+
+    def document(self) -> Part:
+        """Build the display."""
+        return self._shown
 
 
 class LiveDisplay:

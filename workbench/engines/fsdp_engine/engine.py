@@ -21,6 +21,7 @@ from workbench.base.config import shows_settings
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.memory import estimated
 from workbench.base.metrics import Mean, join
+from workbench.base.progress import working
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.group import Group, ShardedSnapshot, local_group, shared_out
@@ -533,6 +534,7 @@ def _refuse(reports: Sequence[Mapping[str, Any]], places: Sequence[torch.Tensor]
 
 
 @shows_settings(FsdpSettings)
+@working("opening the model")
 def fsdp(
     path: str | Path,
     *,

@@ -22,6 +22,7 @@ from workbench.base.config import shows_settings
 from workbench.base.errors import EngineError, SettingError, unknown
 from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
+from workbench.base.progress import working
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import loading, lora, memory, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
@@ -808,6 +809,7 @@ class LocalEngine(ModelEngine, Pushing):
 
 
 @shows_settings(LocalSettings)
+@working("opening the model")
 def local(
     path: str | Path, *, threads: int | None = None, template_switches: Any = None, **settings: Any
 ) -> LocalEngine:
@@ -829,7 +831,8 @@ def local(
     engine = LocalEngine(model, tokenizer, chosen, path=str(folder), **(template_switches or {}))
     engine._files, engine._source, engine._stamps = StateFiles.of_model(folder), str(folder), loading.stamps(folder)
     if chosen.self_check:
-        engine.selfcheck = engine.examine()
+        with working("self-check"):
+            engine.selfcheck = engine.examine()
     model.workbench_paths = engine.selfcheck.paths
     engine.read_pictures(loading.open_processor(folder, model, tokenizer))
     return engine

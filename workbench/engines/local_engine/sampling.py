@@ -12,6 +12,8 @@ draw lies within 1e-5 of an edge between two tokens.
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import math
 import time
 from collections import defaultdict, deque
@@ -25,8 +27,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from workbench.base import runtime
-from workbench.base.activity import HERE, QueuedRequest, present
+from workbench.base.activity import HERE, REQUEST, QueuedRequest
 from workbench.base.errors import Interrupted
+from workbench.base.progress import present
 from workbench.dataproto.core import sent
 from workbench.engines.local_engine.grammar import Grammar
 from workbench.engines.protocol import Request, Sample, SamplingSettings
@@ -138,7 +141,7 @@ class Waves(Generic[Q, A]):
             there = asyncio.run_coroutine_threadsafe(self.ask(question), runtime.loop())
             return await asyncio.wrap_future(there)
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._waiting.append((question, future, present()))
+        self._waiting.append((question, future, REQUEST.get()))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         return await future
@@ -150,7 +153,8 @@ class Waves(Generic[Q, A]):
             if not wave.questions:
                 continue
             try:
-                await asyncio.get_running_loop().run_in_executor(self._worker, self._answered, wave)
+                answer = functools.partial(contextvars.copy_context().run, self._answered, wave)
+                await asyncio.get_running_loop().run_in_executor(self._worker, answer)
             except BaseException as error:
                 wave.fail(error)
                 if not isinstance(error, Exception):
@@ -225,6 +229,7 @@ def decode(
             cache.seat(order, {seat: request.ids for seat, request in zip(seats, entering.values(), strict=True)})
         alive += len(entering)
         logits = cache.step(rows.last)
+        present().add_tokens(alive)
         for seat in rows.advance(logits, getattr(cache, "experts", None)):
             wave.finish(rows.places[seat], rows.sample(seat, getattr(cache, "prompt_experts", {})))
             alive -= 1

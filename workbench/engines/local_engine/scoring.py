@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
 from workbench.base.errors import EngineError
+from workbench.base.progress import present
 from workbench.dataproto.columns import EXPERTS, MARGIN, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
@@ -681,9 +682,12 @@ Pass = tuple[torch.Tensor | None, DataProto, int]
 def passes(model: Any, batch: DataProto, budget: int, packed: bool) -> Iterator[tuple[torch.Tensor, DataProto, int]]:
     """Yield the micro-batches of a batch as (row numbers, trimmed rows, their T); both rows of a preference pair are in
     one. Raises `Interrupted` between two where the work was asked to stop."""
-    for indices in (_of_pairs if MARGIN in batch else micro_batches)(model, batch, budget, packed):
-        runtime.check()
-        yield indices, *trimmed(batch.select_idxs(indices))
+    with (work := present()).rows(len(batch)) as passed:
+        for indices in (_of_pairs if MARGIN in batch else micro_batches)(model, batch, budget, packed):
+            runtime.check()
+            yield indices, *trimmed(rows := batch.select_idxs(indices))
+            passed(len(indices))
+            work.add_tokens(int(rows["attention_mask"].sum()))
 
 
 class Assembled:

@@ -34,6 +34,7 @@ from workbench.base.child import Child, Questions
 from workbench.base.config import shows_settings
 from workbench.base.distribution import install
 from workbench.base.errors import EngineError, SettingError, WorkerLost, boundary, first_line
+from workbench.base.progress import working
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.classifier import refusal
 from workbench.engines.local_engine.loading import auto_tokenizer, eos_ids_of, resolve
@@ -524,6 +525,7 @@ class VllmEngine(Served, Pausing):
 
 
 @shows_settings(VllmSettings)
+@working("starting vLLM")
 def vllm(path: str | Path, *, template_switches: Any = None, **settings: Any) -> VllmEngine:
     """Start vLLM in a process of its own, as a sampler: `vllm("data/tiny-arith", max_model_len=256)`.
 
@@ -563,6 +565,7 @@ class VllmClassifier(Served):
 
 
 @shows_settings(VllmSettings)
+@working("starting vLLM")
 def vllm_classifier(path: str | Path, **settings: Any) -> VllmClassifier:
     """Start a reward model in vLLM, from a folder or a hub name: `rewards.RewardModel(engines.vllm_classifier(path))`.
 

@@ -1,0 +1,215 @@
+"""How far work is: one line, shown in its place after a second, in a notebook's cell or on standard error.
+
+`working` is around whatever may take longer. Work inside other work is a part of it: the outermost is shown, with the part that
+runs now. Rows and tokens are counted where they are worked on, of the work of the present context (`contextvars`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from pkgutil import resolve_name
+
+AFTER = 1.0
+"""Seconds after which work is shown, and between two lines."""
+QUIET = 10.0
+"""Seconds before the first line in a log, which is no terminal; between further ones twice as many each time."""
+NOTEBOOK = "workbench.widgets.display:working_cell"
+"""Function that opens the line in a notebook's cell; it returns None elsewhere."""
+Show = Callable[[str, float, bool], None]
+"""Shows a line, the share of the work that is done (0 to 1), and whether the work is over."""
+
+
+class Work:
+    """Work that runs: its name, since when, and how much of it is done."""
+
+    def __init__(self, name: str, total: int = 0, unit: str = "rows") -> None:
+        self.name, self.total, self.unit = name, total, unit
+        self.done = self.tokens = 0
+        self.most = 0
+        """Tokens that sampling makes at most; 0 where none are sampled."""
+        self.began = time.time()
+        self._passed = 0.0
+        """Seconds from its beginning to the last unit that was done."""
+        self.outer = _present.get()
+        self.parts: list[Work] = []
+        """Work inside it that runs now, the newest last."""
+        self._counted = unit != "rows"
+        """Whether its units are being counted, so that rows of what it calls are not."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return time.time() - self.began
+
+    @property
+    def share(self) -> float:
+        """Share that is done, 0 to 1; 0 where that is not known."""
+        if self.most:
+            return min(self.tokens / self.most, 1.0)
+        inner = self.parts[-1].share if self.parts else 0.0
+        return min((self.done + inner * (self.unit != "rows")) / self.total, 1.0) if self.total else 0.0
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that it still takes, by the speed so far; None where that is not known."""
+        if self.most and self.tokens:
+            return self.seconds * (self.most / self.tokens - 1)
+        if not self.done or self.unit == "phases":  # which are too different
+            return None
+        return self._passed / self.done * (self.total - self.done) - (self.seconds - self._passed)
+
+    @property
+    def line(self) -> str:
+        """What runs, how far it is, since when, and about how long it still takes."""
+        chain = [self]
+        while chain[-1].parts:
+            chain.append(chain[-1].parts[-1])
+        words = [word for one in chain for word in one._words()]
+        if tokens := chain[-1].tokens:
+            words.append(f"{tokens:,} tokens, {tokens / max(chain[-1].seconds, 0.1):,.0f} a second")
+        words.append(clock(self.seconds))
+        for one in chain:
+            if (left := one.left) is not None and left >= 1:
+                of = "" if one is self else f" of {one.name}"
+                return " · ".join((*words, f"about {clock(left)}{of} left"))
+        return " · ".join(words)
+
+    def _words(self) -> list[str]:
+        whole = f"{self.total:,}" if self.done >= self.total else f"{self.done:,} of {self.total:,}"
+        return [self.name, *([f"{whole} {self.unit}"] if self.total > 1 else [])]
+
+    def expect(self, units: int) -> None:
+        """Note that so many further units will be worked on."""
+        self.total = max(self.total, self.done + units)
+
+    def passed(self, units: int) -> None:
+        """Count units that are done."""
+        self.done, self._passed = self.done + units, self.seconds
+
+    @contextmanager
+    def rows(self, number: int) -> Iterator[Callable[[int], None]]:
+        """Context manager around work on so many rows: yields what counts those that are done. Rows of rows are not counted."""
+        if self._counted:
+            yield lambda rows: None
+            return
+        self._counted = True
+        self.expect(number)
+        try:
+            yield self.passed
+        finally:
+            self._counted = False
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count tokens that are done, of the work around it, too."""
+        one: Work | None = self
+        while one is not None:
+            one.tokens += tokens
+            one = one.outer
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as `34 s`, `4 min 05 s` or `1 h 02 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return (
+        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    )
+
+
+_present: ContextVar[Work | None] = ContextVar("workbench work", default=None)
+_running: list[Work] = []
+"""Outermost work of this process."""
+
+
+def present() -> Work:
+    """Return the work of the calling context; outside of any, one that nobody sees."""
+    return _present.get() or Work("")
+
+
+def now() -> str:
+    """Return the lines of all work that runs in this process; "" where there is none."""
+    return " · ".join(one.line for one in list(_running))
+
+
+@contextmanager
+def working(name: str, total: int = 0, unit: str = "rows") -> Iterator[Work]:
+    """Context manager around work, of `total` units where that is known; it is shown where it takes longer than a second."""
+    work = Work(name, total, unit)
+    before = _present.set(work)
+    beside = _running if work.outer is None else work.outer.parts
+    beside.append(work)
+    over = threading.Event()
+    shows = threading.Thread(target=copy_context().run, args=(_shown, work, over), name="workbench-work", daemon=True)
+    if work.outer is None:
+        shows.start()
+    try:
+        yield work
+    except BaseException:
+        work.name += ": stopped"
+        raise
+    finally:
+        over.set()
+        _present.reset(before)
+        beside.remove(work)
+        if work.outer is None:
+            shows.join()  # the last line stands before what comes next
+
+
+def _shown(work: Work, over: threading.Event) -> None:
+    if over.wait(AFTER):
+        return
+    show = _opener.get()()
+    while not over.is_set():
+        show(work.line, work.share, False)
+        over.wait(AFTER)
+    show(work.line, work.share, True)
+
+
+# --- where it is shown --------------------------------------------------------------------------
+
+
+def on_stderr() -> Show:
+    """Open the line on standard error: one that changes in a terminal; in a log seldom a new one."""
+    began, terminal, due = time.monotonic(), sys.stderr.isatty(), QUIET
+
+    def show(line: str, share: float, over: bool) -> None:
+        nonlocal due
+        if terminal:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[2K{line[:width]}" + "\n" * over)
+        elif (now := time.monotonic() - began + AFTER) >= due or (over and due > QUIET):
+            due = max(2 * now, due)
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+    return show
+
+
+def _here() -> Show:
+    """Open the line where this process shows things."""
+    cell: Show | None = resolve_name(NOTEBOOK)() if "IPython" in sys.modules else None
+    return cell or on_stderr()
+
+
+_opener: ContextVar[Callable[[], Show]] = ContextVar("workbench line", default=_here)
+
+
+@contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Context manager: work that begins inside it is shown by `show`."""
+    before = _opener.set(lambda: show)
+    try:
+        yield
+    finally:
+        _opener.reset(before)
+
+
+def hidden(line: str, share: float, over: bool) -> None:
+    """Show nothing: for `shown_by` around work that has a display of its own."""
