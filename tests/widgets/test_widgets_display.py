@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import workbench as wb
+from workbench.base.progress import hidden, shown_by, working
 from workbench.base.runtime import Control
 from workbench.runs.folder import Lock
 from workbench.runs.symptoms import Watch
@@ -63,17 +64,19 @@ def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: p
         live.on_row(row(1), 8.0)
         control.pause()
         await asyncio.sleep(0.7)
-        assert repr(shown[0][-1]).endswith("pausing after the step in hand")
+        assert repr(shown[0][-1]).endswith("pausing after this step")
         gate = asyncio.create_task(control.gate())
         await asyncio.sleep(0.7)
         assert repr(shown[0][-1]).endswith("paused")
         control.resume()
-        await asyncio.sleep(1.3)
+        with shown_by(hidden), working("rollout") as work:
+            work.expect(16)
+            await asyncio.sleep(1.8)
+            assert "step 1/9" in repr(shown[0][-1]) and "rollout · 0 of 16 rows · 1 s" in shown[0][-1]._repr_html_()
         assert await gate
         watching.cancel()
 
     asyncio.run(watched())
-    assert "the next step is" in repr(shown[0][-1]) and "s in hand" in shown[0][-1]._repr_html_()
     live.close("stopped by hand after step 1")
     assert repr(shown[0][-1]).endswith("stopped by hand after step 1")
 
@@ -105,7 +108,7 @@ def test_a_control_holds_stops_and_lets_go() -> None:
 def test_a_job_shows_static_blocks_and_a_person_the_panel(
     shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert display.open_display(3, [], Control(), tmp_path) is None
+    assert type(display.open_display(3, [], Control(), tmp_path)) is display.TrainingLine
     monkeypatch.setattr(display, "in_notebook", lambda: True)
     assert type(display.open_display(3, [], Control(), tmp_path)) is display.TrainingPanel
     monkeypatch.setenv("WORKBENCH_JOB", "1")
@@ -189,9 +192,7 @@ def test_a_symptom_of_single_steps_is_marked_at_the_first_of_them() -> None:
 def test_nobody_waited_before_the_first_step(shown: list[list[Any]]) -> None:
     live = display.LiveDisplay(9, [])
     live._show(1000.0)
-    assert repr(shown[0][-1]) == "waiting for the first step"  # and not: the computer's uptime
-    live._show(1030.0)
-    assert repr(shown[0][-1]) == "waiting for the first step  ·  the next step is 30 s in hand"
+    assert repr(shown[0][-1]) == "waiting for the first step"
 
 
 def test_a_step_that_comes_again_takes_the_place_of_what_was_there(shown: list[list[Any]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 from support.lint import lint
 
 import workbench as wb
+from workbench.base import progress, runtime
+from workbench.dataproto.core import DataProto
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
 from workbench.views.samples import Samples
@@ -364,3 +368,45 @@ def test_a_page_of_ten_thousand_rows_is_small() -> None:
     page = table.answer({"kind": "rows", "order": "best", "start": 0, "count": 10_000})
     assert len(page["rows"]) == 200 and page["total"] == rows and len(json.dumps(page)) < 200_000
     assert len(json.dumps({name: getattr(table, name) for name in ("columns", "query", "statuses")})) < 2_000
+
+
+def test_a_press_runs_beside_the_kernel_says_how_far_it_is_and_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "AFTER", 0.05)
+    monkeypatch.setattr(layer, "_alive", layer.deque())
+    begun = threading.Event()
+
+    class Slow(wb.stages.BaseStage):
+        name, reads, writes = "slow", ("uid",), ("late",)
+
+        def __call__(self, batch: DataProto) -> wb.Outcome:
+            with progress.present().rows(len(batch)):
+                for _ in range(1000):
+                    begun.set()
+                    runtime.check()
+                    time.sleep(0.02)
+            return wb.Outcome(batch)
+
+    class Before(wb.stages.BaseStage):
+        name, reads, writes = "before", ("uid",), ()
+
+        def __call__(self, batch: DataProto) -> wb.Outcome:
+            return wb.Outcome(batch)
+
+    s = wb.Stepper([Before(), Slow()], judged(4)).next()
+    face, said = StepperFace(s), list[dict[str, Any]]()
+    layer._alive.append(face)
+    monkeypatch.setattr(face, "send", lambda content, buffers=None: said.append(content))
+    face._on_message(face, {"kind": "next", "stands": 1, "asked": 1}, [])
+    assert begun.wait(60), "the message's handler has returned while the reward runs"
+    while not any(one["kind"] == "progress" for one in said):
+        time.sleep(0.01)
+    face._on_message(face, {"kind": "stop"}, [])
+    layer._pressed(None)
+    lines = [one["text"] for one in said if one["kind"] == "progress"]
+    assert "slow · 0 of 4 rows" in lines[0] and "stopped" in lines[-1]
+    assert said[-1]["kind"] == "error" and "interrupted" in said[-1]["text"] and s.position == 1
+    runtime.check()  # what comes next is not stopped
+    assert s.back().next().position == 1

@@ -134,8 +134,8 @@ def present() -> Work:
 
 
 def now() -> str:
-    """Return the lines of all work that runs in this process; "" where there is none."""
-    return " · ".join(one.line for one in list(_running))
+    """Return the lines of all work that runs in this process for longer than a second; "" where there is none."""
+    return " · ".join(one.line for one in list(_running) if one.seconds >= AFTER)
 
 
 @contextmanager

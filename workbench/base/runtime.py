@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
@@ -234,10 +234,14 @@ def _steps() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="workbench-steps")
 
 
-def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+def in_steps(function: Callable[..., T], *args: object) -> Future[T]:
+    """Run a blocking function in the one thread of all steps; returns a future of its result."""
     release_team()
-    work = functools.partial(contextvars.copy_context().run, releasing_team(function), *args)
-    return asyncio.get_running_loop().run_in_executor(_steps(), work)
+    return _steps().submit(functools.partial(contextvars.copy_context().run, releasing_team(function), *args))
+
+
+def _in_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
+    return asyncio.wrap_future(in_steps(function, *args))
 
 
 async def beside(function: Callable[..., T], *args: Any) -> T:

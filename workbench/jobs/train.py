@@ -18,6 +18,7 @@ from workbench import recipes
 from workbench.base.config import refuse_unknown, shows_settings
 from workbench.base.errors import DataError, RunError, SettingError, describe, first_line, message
 from workbench.base.files import write_bytes, write_text
+from workbench.base.progress import hidden, shown_by
 from workbench.base.runtime import Control, on_signals
 from workbench.datasets.rows import Rows
 from workbench.jobs.health import HealthPage, Watcher, health_page
@@ -235,11 +236,13 @@ async def _trained(pipeline: Pipeline, rows: Rows, plan: Plan, page: HealthPage 
             watcher = page.watching(Watcher(plan.run, pipeline, control))
             plan = plan.replace(observers=(*plan.observers, watcher))
         rows_so_far = read_metrics(folder.metrics)
-        live = open_display(plan.steps, rows_so_far, control, plan.run) if plan.display == "auto" else None
+        shown = plan.display == "auto" and (in_notebook() or "console" not in plan.trackers)
+        live = open_display(plan.steps, rows_so_far, control, plan.run) if shown else None
         session = Session(
             folder, pipeline, rows, plan, settings, start, begun=checks.begun, control=control, display=live, draw=_draw
         )
-        ending = await session.run()
+        with shown_by(hidden):  # the display has it
+            ending = await session.run()
     return _result(plan, ending, (*start.notes, *session.notes))
 
 

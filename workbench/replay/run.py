@@ -22,6 +22,7 @@ from weakref import WeakSet
 from workbench.base.config import require
 from workbench.base.errors import PipelineError, RunError, first_line, unknown
 from workbench.base.memory import gib, release, trim
+from workbench.base.progress import working
 from workbench.base.shown import Shown, shows
 from workbench.compat.dumps import read_dump
 from workbench.dataproto.core import DataProto
@@ -422,6 +423,7 @@ def _asks_models(settings: Mapping[str, Any], stage: str) -> bool:
     return any(isinstance(value, dict) and ("engine" in value or "frozen" in value) for value in made)
 
 
+@working("opening the step")
 def stepper_at(folder: Path, step: int, at: str | None, values: Mapping[str, Any], trust: bool = False) -> Replayed:
     """Open a recorded step in a stepper: see `Run.stepper`. `values` are the caller's engines by role; with `trust` the
     folder's code may run.

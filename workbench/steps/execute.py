@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,7 +86,7 @@ def in_thread(name: str, work: Callable[[], T]) -> tuple[Future[T], threading.Th
         except BaseException as error:  # noqa: BLE001 - raised again by whoever asks for the result
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=copy_context().run, args=(run,), name=name, daemon=True)
     thread.start()
     return future, thread
 

@@ -438,7 +438,8 @@ class Stepper(Shown):
         try:
             if (phase := self._reusable(stage)) is None:
                 for learner in stage.learners() if stage.updates else ():
-                    self._snapshots.take(learner, stage.name.removeprefix("update_"), self._tokens())
+                    with working("keeping the weights"):
+                        self._snapshots.take(learner, stage.name.removeprefix("update_"), self._tokens())
                 phase = perform(stage, self.batch)
                 if not stage.updates:
                     self._done[stage.name] = Done(stage, self.batch, self._weights(stage), phase)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from workbench.base import progress
 from workbench.base.distribution import optional
 from workbench.base.errors import PackageMissing, first_line
 from workbench.base.runtime import Control
@@ -39,7 +40,7 @@ BLOCK_EVERY = 1.0
 STATIC_EVERY = 30.0
 """Seconds between refreshes of the panel's static form, each with a picture of the curves."""
 HEARTBEAT = 20.0
-"""Seconds after which the block is updated even if no step has ended: a silent cell looks dead, and is not saved."""
+"""Seconds after which a static block is updated even if no step has ended: a silent cell looks dead, and is not saved."""
 
 
 def in_notebook() -> bool:
@@ -50,10 +51,11 @@ def in_notebook() -> bool:
 
 
 def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path: Path) -> LiveDisplay | None:
-    """Open the display of a training: None outside notebooks, a static `LiveDisplay` in a job, else a `TrainingPanel`."""
-    if not in_notebook():
-        return None
-    for kind in (LiveDisplay,) if os.environ.get("WORKBENCH_JOB") else (TrainingPanel, LiveDisplay):
+    """Open the display of a training: a `TrainingLine` outside notebooks, a static `LiveDisplay` in a job, else a
+    `TrainingPanel`.
+    """
+    kinds = (LiveDisplay,) if os.environ.get("WORKBENCH_JOB") else (TrainingPanel, LiveDisplay)
+    for kind in kinds if in_notebook() else (TrainingLine,):
         try:
             return kind(steps, rows, control, path)
         except PackageMissing as error:
@@ -101,7 +103,7 @@ class LiveDisplay:
         self.steps, self.rows, self.path = steps, list(rows), path
         self.control = control or Control()
         self.line, self.share = "waiting for the first step", 0.0
-        self._shown = self._drawn = self._since = 0.0
+        self._shown = self._drawn = 0.0
         self._said = (False, False)
         self._watch = Watch(self.rows)
         self.open()
@@ -119,7 +121,7 @@ class LiveDisplay:
         self._watch.look(self.rows[-1])
         self.line = progress_line(row, self.steps, eta)
         self.share = row[STEP] / max(self.steps, 1)
-        now = self._since = time.monotonic()
+        now = time.monotonic()
         last = row[STEP] >= self.steps
         if last or now - self._shown >= BLOCK_EVERY:
             self._show(now)
@@ -130,13 +132,17 @@ class LiveDisplay:
         """Return the seconds between refreshes of the curves."""
         return CURVES_EVERY
 
+    def heartbeat(self) -> float:
+        """Return the seconds between refreshes of the block while a step runs."""
+        return HEARTBEAT
+
     async def watch(self) -> None:
         """Run beside the training loop until cancelled: show that it is paused, or that a long step is still running."""
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
             wishes = (self.control.paused, self.control.holding)
-            if self._said != wishes or now - self._shown >= HEARTBEAT:
+            if self._said != wishes or now - self._shown >= self.heartbeat():
                 if self._said != wishes:  # who pauses wants to see all that there is
                     self._draw(now)
                 self._said = wishes
@@ -147,19 +153,17 @@ class LiveDisplay:
         self._said = (False, False)
         if stopped is not None:
             self.line += f"  ·  {stopped}"
-        now = self._since = time.monotonic()
+        now = time.monotonic()
         self._show(now)
         self._draw(now)
 
     # --- what goes out --------------------------------------------------------------------------
 
     def status(self) -> str:
-        """Return the progress line, with a note if the run is paused or a step takes long."""
-        waited = self._shown - self._since
+        """Return the progress line, with a note if the run is paused, or else what runs now for longer than a second."""
         paused, holding = self._said
-        if paused:
-            return f"{self.line}  ·  {'paused' if holding else 'pausing after the step in hand'}"
-        return f"{self.line}  ·  the next step is {waited:.0f} s in hand" if waited >= HEARTBEAT else self.line
+        note = ("paused" if holding else "pausing after this step") if paused else progress.now()
+        return f"{self.line}  ·  {note}" if note else self.line
 
     @property
     def marks(self) -> list[Symptom]:
@@ -172,7 +176,6 @@ class LiveDisplay:
 
     def _show(self, now: float) -> None:
         self._shown = now
-        self._since = self._since or now  # the first step is running
         self.show(self.status(), self.share)
 
     def _draw(self, now: float) -> None:
@@ -206,6 +209,31 @@ class LiveDisplay:
         from IPython import display
 
         self._image.update(display.Image(png))
+
+
+class TrainingLine(LiveDisplay):
+    """Progress of a run as a line on standard error, for scripts."""
+
+    def open(self) -> None:
+        """Open the line."""
+        self._line = progress.on_stderr()
+
+    def heartbeat(self) -> float:
+        """Return the seconds between refreshes of the line while a step runs."""
+        return LIVE_EVERY
+
+    def picture(self) -> bytes:
+        """Return b"": a line has no picture."""
+        return b""
+
+    def show(self, line: str, share: float) -> None:
+        """Replace the line."""
+        self._line(line, share, False)
+
+    def close(self, stopped: str | None = None) -> None:
+        """Leave the last line, with the reason `stopped` if the run was stopped."""
+        super().close(stopped)
+        self._line(self.line, self.share, True)
 
 
 class Progress(NamedTuple):
@@ -280,6 +308,8 @@ class TrainingPanel(LiveDisplay):
     def every(self) -> float:
         """Return the seconds between refreshes of the curves, which the page draws without a picture."""
         return LIVE_EVERY
+
+    heartbeat = every
 
     def _draw(self, now: float) -> None:
         self._drawn = now

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ import numpy as np
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 
+from workbench.base import runtime
 from workbench.base.distribution import optional
 from workbench.base.errors import EngineError, first_line
+from workbench.base.progress import shown_by
 from workbench.base.shown import encodable, plain
 from workbench.views import document as doc
 from workbench.views.sample_table import LEFT_OUT, OF_ROW, counted_reasons, difference, same_row
@@ -71,6 +74,7 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     display(static, raw=True)  # once there is a widget: where there is none IPython shows the static form
     if (shell := get_ipython()) is not None:
         shell.events.register("post_run_cell", _follow)
+        shell.events.register("pre_run_cell", _pressed)
     _alive.append(layer)
     if len(_alive) > MOST:
         _alive.popleft().close()  # its static form is shown again
@@ -79,13 +83,30 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
 
 
-def _follow(_: Any) -> None:
-    """After each cell, redraw the last widget of every object that the cell has moved; earlier widgets keep showing
-    what they showed.
+def _follow(_: Any = None) -> None:
+    """After each cell and press, redraw the last widget of every object that was moved; earlier widgets keep showing
+    what they showed, and say so.
     """
-    for face in {id(face._stepped): face for face in _alive if isinstance(face, Face)}.values():
+    faces = [face for face in _alive if isinstance(face, Face)]
+    last = {id(face._stepped): face for face in faces}
+    for face in faces:
         if face.face["stands"] != face._stands():
-            face.face = face._face()
+            then = {**face.face, "note": f"the {face.noun} has moved on: so it stood when this cell ended"}
+            face.face = face._face() if face is last[id(face._stepped)] else then
+
+
+_presses: list[Future[None]] = []
+"""What buttons have begun."""
+
+
+def _pressed(_: Any) -> None:
+    """Before each cell, wait for what a button has begun; an interrupt of the wait stops that."""
+    while _presses:
+        try:
+            wait([_presses[-1]])
+            _presses.pop()
+        except KeyboardInterrupt:
+            runtime.interrupt()
 
 
 class Layer(anywidget.AnyWidget):
@@ -114,6 +135,26 @@ class Layer(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def _on_message(self, _: Any, content: Any, buffers: Any) -> None:
+        """Answer a message; one that may take long in a thread, so that the kernel hears of a stop meanwhile."""
+        if content.get("kind") == "stop":
+            if not all(one.done() for one in _presses):
+                runtime.interrupt()
+        elif self.work(content) and in_notebook():
+            _presses[:] = [one for one in _presses if not one.done()]
+            _presses.append(runtime.in_steps(self._at_work, content))
+        else:
+            self._answered(content)
+
+    def _at_work(self, content: Any) -> None:
+        """Answer a message that may take long, and send how far it is."""
+        try:
+            with shown_by(lambda line, *_: self.send({"kind": "progress", "text": line, "asked": content["asked"]})):
+                self._answered(content)
+        finally:
+            runtime.clear()
+            _follow()
+
+    def _answered(self, content: Any) -> None:
         key = repr(content)
         if time.monotonic() - self._replies.get(key, {}).get("at", -math.inf) < 1:
             return  # copies that waited in one queue behind a cell: the reply has just gone out

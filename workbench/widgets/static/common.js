@@ -25,6 +25,7 @@ function talker(model, problem, below) {
   const restarted = "the kernel was restarted: run this cell again";
   const page = Math.random().toString(36).slice(2);
   const waiting = new Map();
+  const stop = make("button", { title: "stop at the next safe place; what has run stays", onclick: () => model.send({ kind: "stop" }) }, "Stop");
   let number = 0, lost = "", clock = 0;
   function say(text) {
     if (lost || below.say(text, true) || !problem) return;
@@ -46,7 +47,7 @@ function talker(model, problem, below) {
     for (const found of waiting.values()) {
       const now = Date.now(), waits = now - found.since;
       if (!model.waits && now - found.sent >= Math.min(Math.max(4000, waits / 10), 60000)) send(found);
-      if (found.work) say(`running ${found.work}: ${Math.round(waits / 1000)} s`);
+      if (found.work) say(found.line || `running ${found.work}: ${Math.round(waits / 1000)} s`);
       else if (waits >= 2000) say(model.waits || (below.under() ? "waiting for the kernel: a cell is running, and this view loads when it ends" : "waiting for the kernel: a cell is running"));
     }
     if (!waiting.size) clock = clearInterval(clock);
@@ -56,9 +57,15 @@ function talker(model, problem, below) {
     if (!found) return;
     if (message.kind === "running") {
       if (!found.work) Object.assign(found, { work: message.text, since: Date.now() });
+      if (found.work && problem) problem.after(stop);
+      return;
+    }
+    if (message.kind === "progress") {
+      say(found.line = message.text);
       return;
     }
     waiting.delete(message.asked);
+    stop.remove();
     say("");
     if (message.kind === "error") {
       below.say(message.text);
