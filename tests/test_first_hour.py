@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -74,3 +75,36 @@ def test_rows_of_a_mix_that_lack_what_the_reward_reads_are_counted(
     pipe = wb.recipes.grpo(wb.engines.local(tiny, device="cpu"), lambda response, a: 1.0, group_size=2, max_tokens=4)
     wb.train_blocking(pipe, mixed, steps=1, batch_size=4, run=tmp_path / "r", trackers=(), display=None)
     assert "8 of 16 rows have no 'a'" in caplog.text
+
+
+@pytest.mark.slow
+def test_what_a_person_types_by_guess_works(tiny: str, mine: Path, tmp_path: Path) -> None:
+    engine = wb.engines.local(tiny, device="cpu", lr=1e-2)
+    question = "What is the capital of Japan?"
+    answer = engine.generate(question, max_tokens=4)
+    assert isinstance(answer, str) and answer == engine.generate([{"role": "user", "content": question}], max_tokens=4)
+    both = engine.generate([question, "1+1?"], max_tokens=4)
+    assert both[0] == answer and len(both) == 2
+    assert engine.generate(question, max_tokens=8, temperature=1.0, seed=1) != answer
+    chat = wb.engines.chat(engine)
+    done = asyncio.run(chat.complete([{"role": "user", "content": question}], max_tokens=4, temperature=0.0))
+    assert done.text == answer and str(chat) == f"SamplerChat({chat.describe()})"
+
+    rows = wb.rows(mine, prompt="q", answer="a")
+    before = wb.evaluate(engine, rows, reward=brief, max_tokens=4)
+    s = wb.Stepper(wb.recipes.grpo(engine, reward=brief, group_size=4, max_tokens=4), rows.batch(4)).run()
+    other = s.fork().back(to="reward").replace("reward", lambda response: -brief(response, "x")).run(until="advantage")
+    compared = s.compare(other)
+    assert compared.flips and len(compared.flips) == compared.sign_flips and all(row.flipped for row in compared.flips)
+
+    after = wb.evaluate(engine, rows, reward=brief, max_tokens=4)
+    gain = after - before
+    assert gain == after.compare(before) and gain.value == pytest.approx(after.mean - before.mean) and gain.n == 12
+    assert gain.low <= gain.value <= gain.high and (before - before).value == 0.0
+    with pytest.raises(DataError, match="expected of the same rows; found 12 and 2 prompts, none in both"):
+        after - wb.evaluate(engine, wb.rows([{"prompt": "a", "answer": "b"}] * 2), reward=brief, max_tokens=2)
+
+    engine.save(tmp_path / "model")
+    assert wb.engines.local(tmp_path / "model", device="cpu").generate(question, max_tokens=4) == engine.generate(
+        question, max_tokens=4
+    )

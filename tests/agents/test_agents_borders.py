@@ -38,7 +38,7 @@ from workbench.agents import (
     register,
 )
 from workbench.agents.calls import Toolbox
-from workbench.agents.parsers import outside_reasoning
+from workbench.agents.parsers import calls_of, outside_reasoning
 from workbench.agents.protocol import plain
 from workbench.base.errors import DataError, SettingError
 
@@ -138,6 +138,9 @@ def test_a_parser_must_read_texts_and_return_calls(made: dict[str, Any]) -> None
     for wrong in (None, ("", [{"name": "add"}]), ("", [FunctionCall("add", {"numbers": []})]), ("", "add")):
         found = play(ToolAgent([Adder()], parser=Returns(wrong)), Script(made["own"], ["hm"]))
         assert found.extra["errors"][0].startswith("the parser failed: TypeError"), wrong
+    bare = ("", [FunctionCall("add", None)])  # type: ignore[arg-type] # a call without arguments, as OpenAI's clients write it
+    (call,) = calls_of(Returns(bare), "hm", [])  # type: ignore[arg-type]
+    assert (call.name, call.arguments) == ("add", "{}")
 
 
 # --- C6: parallel calls -----------------------------------------------------------------------------

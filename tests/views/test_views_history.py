@@ -154,3 +154,8 @@ def test_texts_that_repeat_a_word_are_compared_line_by_line() -> None:
     """By words such a pair takes seconds; one of few repetitions is compared by words."""
     assert text(words("a 1 " * 300, "a 2 " * 300)).startswith("[-a 1 a 1 ")
     assert text(words("a 1 " * 10, "a 1 " * 9 + "a 2 ")).endswith("a [-1-]{+2+} ")
+
+
+def test_a_row_number_is_refused_in_words(run: wb.Run) -> None:
+    with pytest.raises(RunError, match=r"prompt of run.history; expected a uid, .*; found 0; .*samples\(x\).row\(0\)"):
+        run.history(0)

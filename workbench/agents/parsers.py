@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, cast
 
@@ -124,7 +125,9 @@ def calls_of(
         parser = copy.copy(parser)
         parser.cut = True
     calls = list(parser.extract_tool_calls(text, tools)[1])
-    for call in calls:
+    for place, call in enumerate(calls):
+        if isinstance(call, FunctionCall) and call.arguments is None:  # how OpenAI's clients write a call without any
+            calls[place] = call = replace(call, arguments="{}")
         if not isinstance(call, FunctionCall) or not isinstance(call.name, str) or not isinstance(call.arguments, str):
             raise TypeError(f"the parser's result: expected FunctionCalls of two texts, found {describe(call)}")
     if cut and calls and isinstance(parser, FindsCalls):

@@ -20,6 +20,7 @@ from workbench.base import runtime
 from workbench.base.errors import EngineError, Interrupted, WorkerLost
 from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
+from workbench.engines.generating import Generates
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
 from workbench.engines.weights import BUCKET_BYTES, UNVERIFIED, Push, WeightSync, prove, sync_of
 
@@ -40,7 +41,7 @@ class Policy(Learner, LogProbModel, Protocol):
         """The model's own tokenizer (transformers' interface); the sampler's has the same tokens."""
 
 
-class Paired(can.SampleMany, can.Closing):
+class Paired(can.SampleMany, can.Closing, Generates):
     """A learner and a sampler used as one engine: the learner's weights are pushed to the sampler before it samples.
     Made by `paired`.
 

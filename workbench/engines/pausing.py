@@ -15,6 +15,7 @@ import torch
 from workbench.base import runtime
 from workbench.base.activity import recorded
 from workbench.base.errors import EngineError
+from workbench.engines.generating import Generates
 from workbench.engines.local_engine.loading import in_memory, load_model
 from workbench.engines.protocol import Request, Sample, SamplingSettings
 from workbench.engines.settings import LocalSettings
@@ -53,7 +54,7 @@ def _parameters(folder: str, trust: bool) -> dict[str, torch.Tensor]:
     return dict(load_model(folder, LocalSettings(device="cpu", trust_remote_code=trust), empty=True).named_parameters())
 
 
-class Pausing(Receiving):
+class Pausing(Receiving, Generates):
     """Base class of samplers whose model runs in another process: vLLM's own process, or a server behind HTTP.
 
     Requests made before a push of weights are answered with the old weights, and later ones wait for its end. After a

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,8 +38,9 @@ from workbench.datasets import files
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
-from workbench.functional.passes import interval_over_prompts
+from workbench.functional.passes import interval_over_prompts, t95
 from workbench.rewards.base import response_lengths, whole_episodes
+from workbench.rewards.judge_stats import Estimate
 from workbench.rewards.reward import as_reward
 from workbench.runs.batch_metrics import by_prompt, pass_at_ks, sample_metrics
 from workbench.runs.checkpoint import verified, verify
@@ -152,6 +154,26 @@ class Evaluation(Shown):
         for source, passes in self.pass_at_k.items():
             text += f"; {source} " + ", ".join(f"pass@{k} {value:.4f}" for k, value in passes.items())
         return text + (f", {self.unscored} rows not scored" if self.unscored else "")
+
+    def compare(self, before: Evaluation) -> Estimate:
+        """Estimate the paired difference of the mean rewards, this one minus `before`, over the prompts that both have scored.
+
+        The interval is of 95 %, Student's t over prompts; NaN for fewer than two. `after - before` is the same. Raises
+        `DataError` where no prompt is in both.
+        """
+        mine, theirs = (
+            {key: _mean(values) for key, values in _by_prompt(one.batch).items() if values} for one in (self, before)
+        )
+        moved = [mine[key] - theirs[key] for key in mine if key in theirs]
+        if not moved:
+            found = f"{len(mine)} and {len(theirs)} prompts, none in both"
+            raise DataError("evaluations to compare", expected="of the same rows", found=found)
+        mean, n = _mean(moved), len(moved)
+        error = math.sqrt(sum((one - mean) ** 2 for one in moved) / (n - 1) / n) if n > 1 else math.nan
+        half = t95(n - 1) * error if n > 1 else math.nan
+        return Estimate(mean, mean - half, mean + half, n, "Student's t, paired by prompt")
+
+    __sub__ = compare
 
     def save(self, path: str | Path) -> Path:
         """Write prompts, responses and scores to a parquet file, which `rewards.evaluate_file` scores again.
@@ -278,8 +300,7 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
     """Summarise a scored batch as an `Evaluation`: the mean over prompts, each prompt being the mean of its scored
     samples.
     """
-    rewards, scored, groups = batch["reward"].tolist(), batch["scored"].tolist(), by_prompt(batch)
-    prompts = {key: [rewards[row] for row in rows if scored[row]] for key, rows in groups.items()}
+    prompts = _by_prompt(batch)
     means = {key: _mean(values) for key, values in prompts.items() if values}
     sources = dict.fromkeys(source for source, _ in prompts)
     passes = {
@@ -290,7 +311,7 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
         mean=_mean(list(means.values())),
         interval=interval_over_prompts([values for values in prompts.values() if values]),
         prompts=len(set(batch["uid"])),
-        samples=max(map(len, groups.values())),
+        samples=max(map(len, by_prompt(batch).values())),
         greedy=greedy,
         unscored=int((~batch["scored"] & is_last(batch)).sum()),
         by_source={
@@ -300,6 +321,12 @@ def _evaluation(batch: DataProto, *, greedy: bool) -> Evaluation:
         pass_at_k={source: found for source, found in passes.items() if found},
         batch=batch,
     )
+
+
+def _by_prompt(batch: DataProto) -> dict[tuple[str, str], list[float]]:
+    """Return the scores of each prompt's samples, (source, uid) → rewards; those that were not scored left out."""
+    rewards, scored = batch["reward"].tolist(), batch["scored"].tolist()
+    return {key: [rewards[row] for row in rows if scored[row]] for key, rows in by_prompt(batch).items()}
 
 
 def validated(

@@ -573,9 +573,14 @@ class Comparison(Shown):
         return shows(self, "row", number)
 
     @property
+    def flips(self) -> tuple[RowChange, ...]:
+        """The rows whose advantage changed sign, the largest change first."""
+        return tuple(row for row in self.rows if row.flipped)
+
+    @property
     def sign_flips(self) -> int:
         """Number of rows whose advantage changed sign."""
-        return sum(row.flipped for row in self.rows)
+        return len(self.flips)
 
 
 def compare(first: Any, second: Any) -> Comparison:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from workbench.base.errors import RunError, nearest
+from workbench.base.errors import RunError, describe, nearest
 from workbench.dataproto.core import DataProto
 from workbench.runs.folder import STEP, step_files
 from workbench.views import document as doc
@@ -263,7 +263,11 @@ def _tests_of(prompt: Any, kept: Sequence[_Kept]) -> tuple[str, list[Callable[[_
     if isinstance(prompt, str):
         drawn = {step.draws[prompt] for step in kept if prompt in step.draws}
         return prompt, [drawn.__contains__, lambda row: row.text == prompt, lambda row: prompt in row.text]
-    values = dict(prompt)  # a line of a samples table
+    if not isinstance(prompt, Mapping) and not hasattr(prompt, "keys"):  # of a line of a samples table
+        expected = "a uid, a prompt's text, a sample of a view, or a line of its table"
+        do = 'run.history(run.traces[step].batch["uid"][0]), or samples(x).row(0) for a row number'
+        raise RunError("prompt of run.history", expected=expected, found=describe(prompt), do=do)
+    values = dict(prompt)
     text, truth = str(values.get("prompt")), str(values.get("truth"))
     return text, [lambda row: (row.text, row.truth) == (text, truth)]
 

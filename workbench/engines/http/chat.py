@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ from workbench.base import runtime, seeds
 from workbench.base.http import Client
 from workbench.base.loopback import WORKING, HttpRequest, from_another_user, serving
 from workbench.base.shown import bare_url
+from workbench.engines.generating import completed
 from workbench.engines.http.openai_form import (
     ChatAnswer,
     ChatRequest,
@@ -24,7 +24,7 @@ from workbench.engines.http.openai_form import (
 )
 from workbench.engines.http.sampler import RemoteSampler
 from workbench.engines.http.server import BY_NAME, authorization
-from workbench.engines.protocol import Classified, Completion, Located, Request, Sampler, SamplingSettings, switches_of
+from workbench.engines.protocol import Classified, Completion, Located, Sampler, switches_of
 
 
 class SamplerChat:
@@ -46,30 +46,16 @@ class SamplerChat:
         path = self._sampler.path if isinstance(self._sampler, Located) else ""
         return f"local {path or type(self._sampler).__name__}"
 
-    async def complete(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        max_tokens: int | None,
-        temperature: float,
-        seed: int,
-        **sampling: Any,
-    ) -> Completion:
-        """Sample one answer to the messages; `sampling` are further `SamplingSettings`.
+    async def complete(self, messages: Sequence[Mapping[str, str]], **sampling: Any) -> Completion:
+        """Sample one answer to the messages. `sampling` are `max_tokens`, `temperature`, `seed` and further `SamplingSettings`.
 
         Where the sampler has a longest sequence, `max_tokens` is cut to what the prompt leaves. None means all that it
         leaves, or 1,024 where there is no limit.
         """
-        switches = {"add_generation_prompt": True, **self._switches}
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, **switches)
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        longest = getattr(self._sampler, "max_length", None)
-        settings = SamplingSettings(temperature=temperature, **sampling)
-        room = max(1, longest - len(ids)) if longest else max_tokens or 1024
-        settings = replace(settings, max_tokens=room if max_tokens is None else min(max_tokens, room))
-        sample = await self._sampler.sample(Request(ids, settings, seed))
-        answer = self.tokenizer.decode(list(sample.ids), skip_special_tokens=True)
-        return Completion(answer, text, len(ids), len(sample.ids), sample.finish_reason)
+        return await completed(self._sampler, messages, self._switches, **sampling)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()})"
 
 
 class _Endpoint:

@@ -24,6 +24,7 @@ from workbench.base.memory import estimated, share_arena
 from workbench.base.metrics import Mean
 from workbench.base.progress import working
 from workbench.dataproto.core import DataProto
+from workbench.engines.generating import Generates
 from workbench.engines.local_engine import loading, lora, memory, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.forward import Head, head_of, replay
@@ -271,7 +272,7 @@ def _as_in_files(path: str, settings: LocalSettings) -> tuple[Any, ...]:
     return path, tuple(loading.stamps(path)), settings
 
 
-class LocalEngine(ModelEngine, Pushing):
+class LocalEngine(ModelEngine, Pushing, Generates):
     """Samples, scores and trains one transformers model in this process, on the CPU or one GPU; made by `local`.
 
     It is a `Sampler`, a `LogProbModel` and a `Learner` of `engines.protocol`.

@@ -187,8 +187,9 @@ function mover(talk, problem, buttons, draw) {
       drawn(await talk.ask({ ...question, stands }));
     } catch (text) {
       if (question.kind !== "look") await ask({ kind: "look" });  // what ran before it failed did run
+      else buttons.forEach((button) => { button.disabled = false; });
       problem.textContent = text;
-      buttons.forEach((button) => { button.disabled = false; });
+      problem.classList.remove("wb-wait");
     }
   }
   return { ask, drawn };

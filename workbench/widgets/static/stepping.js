@@ -43,6 +43,7 @@ function render({ model, el }) {
 
   function draw(face) {
     problem.textContent = face.note || "";
+    problem.classList.toggle("wb-wait", Boolean(face.note));
     if (face.code) code.textContent = face.code;
     buttons.length = own.length;
     row.replaceChildren(...face.chips.map((one) => chip(one, face.shown)));
