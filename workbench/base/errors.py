@@ -184,9 +184,13 @@ def boundary(place: str, error: type[WorkbenchError] = ForeignError) -> Iterator
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    """Return `TypeName: first line of the message`, cut to `limit` characters, for tables and records."""
+    """Return `TypeName: first line of the message`, cut to `limit` characters, for tables and records.
+
+    A traceback that begins there is left out.
+    """
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    line = line.removesuffix("; Traceback (most recent call last):")
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 

@@ -252,9 +252,10 @@ def train_blocking(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> R
 
     Raises `SettingError` where an event loop runs, as in a notebook; use `await train(…)` there.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    loop = None
+    with contextlib.suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+    if loop is None:  # outside of the except clause, which would be the context of every error
         return asyncio.run(_watched(pipeline, rows, settings))
     what = "train_blocking waits for a training in the thread of an event loop"
     do = "run = await wb.train(…), with the same arguments"

@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import time
@@ -67,6 +68,12 @@ def read_json(path: Path, do: str = "") -> Any:
         return json.loads(unsealed(path.read_text(encoding="utf-8"), path, RunError, do))
     except (OSError, ValueError) as cause:
         raise RunError(f"{path} cannot be read", found=first_line(cause), do=do or None) from cause
+
+
+def goes_on(path: Path) -> str:
+    """Return the line that goes on with a run that ended early: a command of its job, or a call of `train`."""
+    job = f"workbench train --resume {shlex.quote(str(path))}"
+    return job if (path / "job.json").is_file() else f"wb.train(…, run={str(path)!r}, resume='auto')"
 
 
 def is_run(folder: Path) -> bool:

@@ -45,6 +45,7 @@ from workbench.runs.folder import (
     STEP,
     Kept,
     RunFolder,
+    goes_on,
     keep_trace,
     prune_traces,
     read_metrics,
@@ -634,7 +635,10 @@ class Session:
                 if not target.exists():
                     written(target, trace.save)
                 error.add_note(f"the phases of step {step + 1} before the error are saved: Trace.load({str(target)!r})")
-            return self._closed(why + self._keep())
+            kept = self._keep()
+            if not interrupted and (there := checkpoint.steps(self._folder.checkpoints)):
+                error.add_note(f"checkpoint {there[-1]} is safe; to go on from it: {goes_on(self._folder.path)}")
+            return self._closed(why + kept)
         except Exception as second:  # noqa: BLE001 - a full disk, say: libraries name it in their own ways
             return f"{why}; how it ended could not be written: {first_line(second)}"
 

@@ -15,7 +15,7 @@ from workbench.base.metrics import reduce
 from workbench.dataproto.columns import declared
 from workbench.dataproto.core import SESSION, DataProto
 from workbench.rewards.score import Score
-from workbench.runs.folder import STEP
+from workbench.runs.folder import STEP, goes_on
 from workbench.runs.symptoms import Symptoms, Watch, shown_by
 from workbench.runs.trackers import KL
 from workbench.steps.stepper import outdated
@@ -487,6 +487,8 @@ def run(run: Run) -> doc.Part:
         "run.traces",
         *(f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]),
     ]
+    if run.state in ("stopped", "died") and saved:
+        pairs.append(("train on", f"{goes_on(run.path)}, from checkpoint {run.checkpoints[-1]}"))
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
     return doc.line(doc.bold(title)), doc.pairs(pairs), steps
 
