@@ -212,7 +212,7 @@ _RULES: Sequence[tuple[str, str, str, str]] = (
     ("function", "boxed own", "sandbox_fusion", "is given to a custom_reward_function with an argument sandbox_fusion_url: this one has none"),
     ("function boxed", "limited", "sandbox_fusion.memory_limit_mb", "is not taken by the custom_reward_function, which has no such argument"),
     ("asking model", "url", "reward_model.enable", "needs reward_model.url, a served model, for a custom_reward_function that takes its address: `vllm serve MODEL`, or here `with wb.engines.serve(wb.engines.local(MODEL)) as address`"),
-    ("asking", "", "reward_model.batch_size reward_model.template", "is the function's affair: it asks the model itself"),
+    ("asking", "", "reward_model.batch_size reward_model.template", "is up to the function: it asks the model itself"),
     ("model", "function dapo prime", "reward_kwargs", "is for functions and for the manager 'dapo'"),
     ("url chat", "", "reward_model.template", "needs the model's tokenizer, which a server keeps: 'question_answer' there"),
 )  # fmt: skip

@@ -162,7 +162,7 @@ class LiveDisplay:
     def status(self) -> str:
         """Return the progress line, with a note if the run is paused, or else what runs now for longer than a second."""
         paused, holding = self._said
-        note = ("paused" if holding else "pausing after this step") if paused else progress.now()
+        note = ("paused" if holding else "pausing when this step has ended") if paused else progress.now()
         return f"{self.line}  ·  {note}" if note else self.line
 
     @property
@@ -275,8 +275,12 @@ class TrainingPanel(LiveDisplay):
 
         self._over = False
         self._refreshed = time.monotonic()
-        self._pause = ipywidgets.Button(description="pause", tooltip="wait after the step in hand", icon="pause")
-        self._stop = ipywidgets.Button(description="stop", tooltip="end after the step in hand, with a checkpoint")
+        self._pause = ipywidgets.Button(
+            description="pause", tooltip="wait when the present step has ended", icon="pause"
+        )
+        self._stop = ipywidgets.Button(
+            description="stop", tooltip="end when the present step has ended, with a checkpoint"
+        )
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())

@@ -198,7 +198,7 @@ class Layer(anywidget.AnyWidget):
 
 
 class Cover(Layer):
-    """The first widget of a box of widgets. When the kernel is gone, its script shows the static form in place of the
+    """The first widget of a box of widgets. When the kernel has ended, its script shows the static form in place of the
     box.
     """
 

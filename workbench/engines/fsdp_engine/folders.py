@@ -143,7 +143,7 @@ def adapters_of(path: str, settings: Any) -> dict[str, torch.Tensor]:
     if not settings.lora_rank:
         return {}
     model = load_model(path, settings.replace(lora_rank=0, attn_implementation=None), empty=True)
-    for name, one in list(model.named_parameters()):  # on the CPU, as new adapters shall be, and one number each
+    for name, one in list(model.named_parameters()):  # on the CPU, as new adapters have to be, and one number each
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(torch.zeros(()).expand(one.shape)))
     lora.add(model, lora.config_of(settings, path))

@@ -1,4 +1,4 @@
-// The first part of a widget that is made of several: while its box is seen the static form is not; when its kernel is gone the
+// The first part of a widget that is made of several: while its box is seen the static form is not; when its kernel has ended the
 // static form is, and the other parts are not.
 function render({ model, el }) {
   const below = overStatic(el);
