@@ -55,7 +55,7 @@ def test_without_ipywidgets_a_training_shows_its_progress_and_one_line_that_enab
 
 @pytest.mark.slow
 def test_a_pause_and_a_long_step_are_said(shown: list[list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "HEARTBEAT", 0.6)
+    monkeypatch.setattr(display.LiveDisplay, "heartbeat", 0.6)
     control = Control()
     live = display.LiveDisplay(9, [], control)
 

@@ -52,16 +52,15 @@ class Work:
         """Share that is done, 0 to 1; 0 where that is not known."""
         if self.most:
             return min(self.tokens / self.most, 1.0)
-        inner = self.parts[-1].share if self.parts else 0.0
-        return min((self.done + inner * (self.unit != "rows")) / self.total, 1.0) if self.total else 0.0
+        return min(self.done / self.total, 1.0) if self.total else 0.0
 
     @property
-    def left(self) -> float | None:
-        """Seconds that it still takes, by the speed so far; None where that is not known."""
+    def left(self) -> float:
+        """Seconds that it still takes, by the speed so far; 0 where that is not known."""
         if self.most and self.tokens:
             return self.seconds * (self.most / self.tokens - 1)
         if not self.done or self.unit == "phases":  # which are too different
-            return None
+            return 0.0
         return self._passed / self.done * (self.total - self.done) - (self.seconds - self._passed)
 
     @property
@@ -74,11 +73,10 @@ class Work:
         if tokens := chain[-1].tokens:
             words.append(f"{tokens:,} tokens, {tokens / max(chain[-1].seconds, 0.1):,.0f} a second")
         words.append(clock(self.seconds))
-        for one in chain:
-            if (left := one.left) is not None and left >= 1:
-                of = "" if one is self else f" of {one.name}"
-                return " · ".join((*words, f"about {clock(left)}{of} left"))
-        return " · ".join(words)
+        left = [
+            f"about {clock(one.left)}{'' if one is self else f' of {one.name}'} left" for one in chain if one.left >= 1
+        ]
+        return " · ".join([*words, *left[:1]])
 
     def _words(self) -> list[str]:
         whole = f"{self.total:,}" if self.done >= self.total else f"{self.done:,} of {self.total:,}"
@@ -114,13 +112,9 @@ class Work:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds as `34 s`, `4 min 05 s` or `1 h 02 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return (
-        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    )
+    """Format seconds as `34 s` or `4 min 05 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 _present: ContextVar[Work | None] = ContextVar("workbench work", default=None)

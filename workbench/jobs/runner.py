@@ -231,7 +231,7 @@ def _job(
     """Context manager that sets the kernel's environment, and passes the loop's progress lines to `say` from a thread.
 
     The environment tells `wb.train` the `run` and `resume` that the notebook does not declare, and the job's record,
-    which `train` writes into its run folder once its settings are accepted; so that a refused job leaves the record of the
+    which `train` writes into its run folder once its settings are accepted: a refused job leaves the record of the
     earlier one. Progress bars of other libraries are off, because in a saved notebook they are blank or one line for
     every refresh.
     """

@@ -65,29 +65,21 @@ def open_display(steps: int, rows: list[dict[str, Any]], control: Control, path:
     return None
 
 
-class WorkingCell:
-    """The line of work that takes longer than a second, in the cell that waits for it; the executed notebook keeps the last."""
+def working_cell() -> progress.Show | None:
+    """Open the line of work in the cell that waits for it; None outside notebooks. An executed notebook keeps the last line."""
+    if not in_notebook():
+        return None
+    from IPython.display import display
 
-    def __init__(self) -> None:
-        from IPython.display import display
-
-        self._handle: Any = display(Line("", 0.0, False), display_id=True)
-
-    def __call__(self, line: str, share: float, over: bool) -> None:
-        """Show a line in place of the one before."""
-        self._handle.update(Line(line, share, over))
-
-
-def working_cell() -> WorkingCell | None:
-    """Open the line of work in a notebook's cell; None elsewhere."""
-    return WorkingCell() if in_notebook() else None
+    handle: Any = display(Line(""), display_id=True)
+    return lambda line, share, over: handle.update(Line(small(line) if over else bar(share, f"{line} · ■ stops it")))
 
 
 class Line(View):
     """A view of work: a bar with its line while it runs, which an interrupt of the kernel stops; then the line alone."""
 
-    def __init__(self, line: str, share: float, over: bool) -> None:
-        self._shown: Part = small(line) if over else bar(share, f"{line} · ■ stops it")
+    def __init__(self, shown: Part) -> None:
+        self._shown = shown
 
     def document(self) -> Part:
         """Build the display."""
@@ -96,6 +88,8 @@ class Line(View):
 
 class LiveDisplay:
     """Progress and curves of one run, updated in place in a notebook's cell. `on_row` may be called from any thread."""
+
+    heartbeat = HEARTBEAT
 
     def __init__(
         self, steps: int, rows: list[dict[str, Any]], control: Control | None = None, path: Path | None = None
@@ -132,17 +126,13 @@ class LiveDisplay:
         """Return the seconds between refreshes of the curves."""
         return CURVES_EVERY
 
-    def heartbeat(self) -> float:
-        """Return the seconds between refreshes of the block while a step runs."""
-        return HEARTBEAT
-
     async def watch(self) -> None:
         """Run beside the training loop until cancelled: show that it is paused, or that a long step is still running."""
         while True:
             await asyncio.sleep(0.5)
             now = time.monotonic()
             wishes = (self.control.paused, self.control.holding)
-            if self._said != wishes or now - self._shown >= self.heartbeat():
+            if self._said != wishes or now - self._shown >= self.heartbeat:
                 if self._said != wishes:  # who pauses wants to see all that there is
                     self._draw(now)
                 self._said = wishes
@@ -214,13 +204,11 @@ class LiveDisplay:
 class TrainingLine(LiveDisplay):
     """Progress of a run as a line on standard error, for scripts."""
 
+    heartbeat = LIVE_EVERY
+
     def open(self) -> None:
         """Open the line."""
         self._line = progress.on_stderr()
-
-    def heartbeat(self) -> float:
-        """Return the seconds between refreshes of the line while a step runs."""
-        return LIVE_EVERY
 
     def picture(self) -> bytes:
         """Return b"": a line has no picture."""
@@ -266,6 +254,8 @@ class TrainingPanel(LiveDisplay):
     with the curves as a picture; when training ends, or the kernel does, only the static form is seen.
     """
 
+    heartbeat = LIVE_EVERY
+
     def open(self) -> None:
         """Make the buttons, the progress bar and the curves, and display them in the cell."""
         from IPython.display import display
@@ -275,12 +265,8 @@ class TrainingPanel(LiveDisplay):
 
         self._over = False
         self._refreshed = time.monotonic()
-        self._pause = ipywidgets.Button(
-            description="pause", tooltip="wait when the present step has ended", icon="pause"
-        )
-        self._stop = ipywidgets.Button(
-            description="stop", tooltip="end when the present step has ended, with a checkpoint"
-        )
+        self._pause = ipywidgets.Button(description="pause", tooltip="wait after the present step", icon="pause")
+        self._stop = ipywidgets.Button(description="stop", tooltip="end after the present step, with a checkpoint")
         self._pause.on_click(self._on_pause)
         self._stop.on_click(self._on_stop)
         self._bar = ipywidgets.HTML(Block(self.line, self.share).html())
@@ -312,8 +298,6 @@ class TrainingPanel(LiveDisplay):
     def every(self) -> float:
         """Return the seconds between refreshes of the curves, which the page draws without a picture."""
         return LIVE_EVERY
-
-    heartbeat = every
 
     def _draw(self, now: float) -> None:
         self._drawn = now
