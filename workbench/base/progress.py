@@ -171,15 +171,15 @@ def _shown(work: Work, over: threading.Event) -> None:
 
 def on_stderr() -> Show:
     """Open the line on standard error: one that changes in a terminal; in a log seldom a new one."""
-    began, terminal, due = time.monotonic(), sys.stderr.isatty(), QUIET
+    began, terminal, due, last = time.monotonic(), sys.stderr.isatty(), QUIET, ""
 
     def show(line: str, share: float, over: bool) -> None:
-        nonlocal due
+        nonlocal due, last
         if terminal:
             width = shutil.get_terminal_size().columns - 1
             sys.stderr.write(f"\r\x1b[2K{line[:width]}" + "\n" * over)
-        elif (now := time.monotonic() - began + AFTER) >= due or (over and due > QUIET):
-            due = max(2 * now, due)
+        elif line != last and ((now := time.monotonic() - began + AFTER) >= due or (over and last)):
+            due, last = 2 * now, line
             sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
