@@ -140,8 +140,10 @@ def working(name: str, total: int = 0, unit: str = "rows") -> Iterator[Work]:
     beside = _running if work.outer is None else work.outer.parts
     beside.append(work)
     over = threading.Event()
-    shows = threading.Thread(target=copy_context().run, args=(_shown, work, over), name="workbench-work", daemon=True)
     if work.outer is None:
+        shows = threading.Thread(
+            target=copy_context().run, args=(_shown, work, over), name="workbench-work", daemon=True
+        )
         shows.start()
     try:
         yield work
