@@ -396,7 +396,11 @@ class Head:
         """[N, V] float32 logits of hidden states [N, H], as the model's own forward gives them."""
         if self.linear is None:
             return hidden.float()
-        logits: Tensor = self.linear(hidden).float() * self.factor
+        return self.shaped(self.linear(hidden))
+
+    def shaped(self, outputs: Tensor) -> Tensor:
+        """Turn the linear layer's outputs [N, V] into float32 logits."""
+        logits: Tensor = outputs.float() * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def states(self, model: Any, **inputs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
@@ -578,35 +578,61 @@ Compare = Callable[[DataProto, float], Callable[[Tensor, slice], Tensor]]
 def _compared(head: Head, states: Tensor, function: Callable[[Tensor, slice], Tensor], temperature: float) -> Tensor:
     """Compute a function of the logits at N positions, [N, …], chunk by chunk."""
 
-    def chunk(part: Tensor, at: slice) -> Tensor:
-        return function(head.logits(part) / temperature, at)
+    linear = head.linear
+    plain = type(linear) is torch.nn.Linear and not hasattr(linear.weight, "device_mesh")
 
-    size = max(_chunk_rows(head, states) // 8, 1)  # of a divergence several tensors as large as the logits exist
+    def chunk(part: Tensor, at: slice) -> Tensor:
+        return function((head.shaped(part) if plain else head.logits(part)) / temperature, at)
+
+    size = max(_chunk_rows(head, states) // 4, 1)  # of a divergence several tensors as large as the logits exist
     places = [slice(start, start + size) for start in range(0, len(states), size)] or [slice(0, 0)]
-    layer = () if head.linear is None else (one for one in head.linear.parameters() if one.requires_grad)
-    found: Tensor = _InChunks.apply(states, chunk, places, *layer)
+    if plain and linear is not None:
+        exact: Tensor = _InChunks.apply(states, chunk, places, True, linear.weight, linear.bias)
+        return exact
+    layer = () if linear is None else (one for one in linear.parameters() if one.requires_grad)
+    found: Tensor = _InChunks.apply(states, chunk, places, False, *layer)
     return found
 
 
 class _InChunks(torch.autograd.Function):
     """Autograd function of `_compared`: both passes compute one chunk after the other and keep nothing of it.
 
-    `checkpoint` keeps what it computes again until the whole backward pass has ended.
+    `checkpoint` keeps what it computes again until the whole backward pass has ended. For a `plain` linear layer `chunk` takes
+    its outputs, and the gradient of its weight is summed in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, chunk: Any, places: Sequence[slice], *layer: Tensor) -> Tensor:
-        ctx.chunk, ctx.places, ctx.layer = chunk, places, layer
+    def forward(ctx: Any, states: Tensor, chunk: Any, places: Sequence[slice], plain: bool, *layer: Any) -> Tensor:
+        ctx.chunk, ctx.places, ctx.layer, ctx.plain = chunk, places, layer, plain
         ctx.half = torch.is_autocast_enabled(states.device.type), torch.get_autocast_dtype(states.device.type)
         ctx.save_for_backward(states)
-        return torch.cat([chunk(states[at], at) for at in places])
+        parts = ((nn.functional.linear(states[at], *layer) if plain else states[at], at) for at in places)
+        return torch.cat([chunk(*one) for one in parts])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (states,) = ctx.saved_tensors
-        total, sums = torch.zeros_like(states), [torch.zeros_like(one) for one in ctx.layer]
+        total = torch.zeros_like(states)
+        needed = ctx.needs_input_grad[4:]
+        sums: list[Any] = [
+            torch.zeros_like(one) if wanted else None for one, wanted in zip(ctx.layer, needed, strict=True)
+        ]
         enabled, dtype = ctx.half
+        if ctx.plain:
+            weight, bias = ctx.layer
+            for at in ctx.places:
+                with torch.autocast(states.device.type, dtype, enabled):
+                    outputs = nn.functional.linear(states[at], weight, bias)
+                    with torch.enable_grad():
+                        out = ctx.chunk(outputs.requires_grad_(), at)
+                slope = torch.autograd.grad(out, outputs, gradient[at])[0].to(weight.dtype)
+                total[at] = slope @ weight
+                if sums[0] is not None:
+                    sums[0].addmm_(slope.T, states[at].to(weight.dtype))
+                if sums[1] is not None:
+                    sums[1].add_(slope.sum(0))
+            return total, None, None, None, *sums
         for at in ctx.places:
             with torch.enable_grad(), torch.autocast(states.device.type, dtype, enabled):
                 part = states[at].detach().requires_grad_()
@@ -614,7 +640,7 @@ class _InChunks(torch.autograd.Function):
             total[at], *further = torch.autograd.grad(out, (part, *ctx.layer), gradient[at])
             for one, more in zip(sums, further, strict=True):
                 one.add_(more)
-        return total, None, None, *sums
+        return total, None, None, None, *sums
 
 
 _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
