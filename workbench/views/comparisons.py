@@ -169,7 +169,7 @@ def _bar(value: float, most: float) -> doc.Part:
     """Show a number beside a bar from its middle, whose ends are −`most` and `most`."""
     if value != value or not most or not math.isfinite(value / most):
         return doc.number(value)
-    return doc.bar(value / most, doc.number(value), signed=True)
+    return doc.bar(value / most, doc.number(value), value > 0, signed=True)
 
 
 # --- where two part ---------------------------------------------------------------------------

@@ -117,12 +117,11 @@ def block(text: object) -> Span:
 def bar(share: float, text: str, good: bool = True, signed: bool = False) -> Span:
     """Show `text`; in HTML beside a bar that is filled to `share` (0 to 1), green if `good`, else orange.
 
-    A `signed` bar begins in its middle: to the right and green up to a share of 1, to the left and orange down to −1.
+    A `signed` bar begins in its middle: to the right up to a share of 1, to the left down to −1.
     """
     end = max(-1.0, min(share, 1.0))
     first, last = sorted((50.0, 50 + 50 * end)) if signed else (0.0, 100 * max(end, 0.0))
-    rgb = UP if (end > 0 if signed else good) else DOWN
-    ends = f"{_TRACK} {first:.0f}%,rgba({rgb},.75) {first:.0f}% {last:.0f}%,{_TRACK} {last:.0f}%"
+    ends = f"{_TRACK} {first:.0f}%,rgba({UP if good else DOWN},.75) {first:.0f}% {last:.0f}%,{_TRACK} {last:.0f}%"
     return line(Span("", f"{_BAR};background:linear-gradient(90deg,{ends})"), text, style="white-space:nowrap")
 
 

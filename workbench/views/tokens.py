@@ -54,10 +54,11 @@ class Quantity:
         """Return one row's values of the quantity, [T], or None where its columns are missing; `part(name)` returns a
         column's [T] or None.
         """
-        columns = [column for column in map(part, self.columns) if column is not None]
-        if self.make is None or len(columns) < len(self.columns):
-            return columns[0] if columns and self.make is None else None
-        return self.make(*(column.double() for column in columns))
+        columns = (column for column in map(part, self.columns) if column is not None)
+        if self.make is None:
+            return next(columns, None)
+        both = [column.double() for column in columns]
+        return self.make(*both) if len(both) == len(self.columns) else None
 
 
 QUANTITIES: Mapping[str, Quantity] = {one.name: one for one in (
@@ -195,24 +196,29 @@ _PIECES = 48
 
 def drawable(batch: DataProto) -> list[str]:
     """Return the per-token quantities that a batch has numbers for; [] where it does not say which tokens are real."""
-    if "response_mask" not in batch.batch or not len(batch):
-        return []
-    return [name for name, one in QUANTITIES.items() if one.read(lambda column: _part(batch, column, 0)) is not None]
+    real = "response_mask" in batch.batch and len(batch)
+    return [name for name, one in QUANTITIES.items() if real and _read(batch, one, 0) is not None]
 
 
-def strips(batch: DataProto, rows: Iterable[int], name: str, spans: dict[str, tuple[float, float]]) -> list[list[str]]:
-    """Return a CSS colour for each piece of some rows' responses, by the mean of a quantity over the piece's tokens.
+def strips(batch: DataProto, rows: Iterable[int], name: str, spans: dict[str, tuple[float, float]]) -> list[Any]:
+    """Return the colours of some rows' responses in a few pieces each, by the mean of a quantity over a piece's tokens.
 
-    `spans` keeps the range of each quantity's colours: that of the rows which came first.
+    `levels` are from −65 to 65 hundredths of a scale's full colour, and never below 0 if it is `one_way`. `spans` keeps
+    the range of each quantity's colours: that of the rows which came first.
     """
-    quantity, values = QUANTITIES[name], list[torch.Tensor]()
-    for row in rows:
-        read: Any = quantity.read(lambda column, row=row: _part(batch, column, row))  # type: ignore[misc]
-        values.append(read[_part(batch, "response_mask", row) > 0].double())
-    span = spans.setdefault(name, span_of_values(quantity, [one.tolist() for one in values]))
-    pooled = torch.nn.functional.adaptive_avg_pool1d
+    quantity, pooled = QUANTITIES[name], torch.nn.functional.adaptive_avg_pool1d
+    values = [_read(batch, quantity, row)[_part(batch, "response_mask", row) > 0].double() for row in rows]
+    if name not in spans:
+        spans[name] = span_of_values(quantity, [one.tolist() for one in values])
+    low, high = spans[name][:: -1 if quantity.inverted else 1]
+    middle = low if quantity.centre is None else quantity.centre
     means = [pooled(one[None], min(len(one), _PIECES))[0] if len(one) else one for one in values]
-    return [[colour_of(value, quantity, span) for value in row.tolist()] for row in means]
+    levels = [(65 * ((one - middle) / (high - middle)).nan_to_num(0.0).clamp(-1, 1)).round().int() for one in means]
+    return [{"one_way": quantity.centre is None, "levels": one.tolist()} for one in levels]
+
+
+def _read(batch: DataProto, quantity: Quantity, row: int) -> Any:
+    return quantity.read(lambda column: _part(batch, column, row))
 
 
 def _part(batch: DataProto, name: str, row: int) -> Any:
@@ -356,9 +362,8 @@ def coloured(row: TokenRow, places: Iterable[int], quantity: Quantity, span: tup
 
 
 def _token(row: TokenRow, place: int, quantity: Quantity, span: tuple[float, float]) -> doc.Span:
-    style = ""
-    if row.own[place] and quantity.name in row.values:
-        style = f"background:{colour_of(row.values[quantity.name][place], quantity, span)}"
+    shaded = row.own[place] and quantity.name in row.values
+    style = f"background:{colour_of(row.values[quantity.name][place], quantity, span)}" if shaded else ""
     if not row.own[place]:
         style += ";border-bottom:2px dotted rgba(128,128,128,0.9)"
     elif row.rejected[place]:

@@ -358,7 +358,7 @@ class SamplesTable(Layer):
         records = frame.assign(row=frame.index)[columns].to_dict("records")
         wanted = str(request.get("strip") or "") or next(iter(self.strips), "")
         drawn = wanted in self.strips and "tokens" in columns and view is self._samples
-        lines = strips(view.index.batch, frame.index, wanted, self._spans) if drawn else [[]] * len(frame)
+        lines = strips(view.index.batch, frame.index, wanted, self._spans) if drawn else [None] * len(frame)
         rows = [
             {"row": int(row), "group": int(group), "cells": {name: _cell(one[name]) for name in one}, "strip": strip}
             for row, group, one, strip in zip(frame.index, frame["group"], records, lines, strict=True)
@@ -391,8 +391,7 @@ def _filters(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group(index: SampleIndex, group: int) -> str:
-    prompt = index.groups.loc[group].get("prompt") or ""
-    return f"group {group} · {group_line(index, group)} · {_cell(str(prompt))}"
+    return f"group {group} · {group_line(index, group)} · {_cell(str(index.groups.loc[group].get('prompt') or ''))}"
 
 
 def _pin(batch: DataProto, row: int, expected: str, note: str) -> str:

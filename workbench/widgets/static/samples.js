@@ -12,9 +12,10 @@ function scaleOf(value, [low, high]) {
 }
 
 // A row's tokens as one line, as long as the row beside the longest one: a piece for some tokens, in the colour of their mean.
-function stripOf(colours, share) {
-  const size = 100 / colours.length;
-  const pieces = colours.map((colour, at) => `${colour || "transparent"} ${(at * size).toFixed(1)}% ${((at + 1) * size).toFixed(1)}%`);
+function stripOf({ one_way: oneWay, levels }, share) {
+  const size = 100 / levels.length, side = (level) => (oneWay ? "--wb-much" : level < 0 ? "--wb-down" : "--wb-up");
+  const pieces = levels.map((level, at) =>
+    `rgba(var(${side(level)}), ${Math.abs(level) / 100}) ${(at * size).toFixed(1)}% ${((at + 1) * size).toFixed(1)}%`);
   return make("span", { class: "wb-strip", ariaHidden: "true",
     style: { width: `${Math.round(84 * share)}px`, backgroundImage: `linear-gradient(90deg, ${pieces.join(",")})` } });
 }
@@ -216,7 +217,7 @@ function render({ model, el }) {
     if (under(name) && asked) cell.replaceChildren(make("div", { class: "wb-asked" }, asked), make("div", {}, said(value)));
     if (value === null || value === undefined) return cell;
     if (name === "reward") cell.prepend(scaleOf(value, spans.reward));
-    if (name === "tokens" && row.strip.length) {
+    if (name === "tokens" && row.strip?.levels.length) {
       cell.replaceChildren(make("span", { class: "wb-many" }, said(value)), stripOf(row.strip, value / spans.tokens[1]));
     }
     if (name === "advantage" && value) {
