@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -37,10 +38,12 @@ def main() -> int:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     wrong = 0
-    with tempfile.TemporaryDirectory() as folder, watched_page() as (page, _, _):
+    folder = Path(tempfile.gettempdir()) / "workbench-pictures"  # a run's page shows its path: one name, one width
+    shutil.rmtree(folder, ignore_errors=True)
+    with watched_page() as (page, _, _):
         page.set_default_timeout(20_000)
         page.on("console", lambda message: print(message.text) if message.type == "error" else None)
-        for name, screen in screens(Path(folder), options.only).items():
+        for name, screen in screens(folder, options.only).items():
             outline, faults = _drawn(page, name, screen, options.output)
             wrong += _compared(name, outline, options.keep) + bool(faults)
             print(f"{name}: {len(faults)} faults", *faults, sep="\n  ")

@@ -239,9 +239,9 @@ class Chip(NamedTuple):
 
 def chips(stepper: Stepper) -> list[Chip]:
     """Return the phases of a stepper as chips: done, next, to come."""
-    longest = max((one.seconds for one in stepper.trace if not one.reused), default=0.0) or 1.0
+    unit = (max((one.seconds for one in stepper.trace if not one.reused), default=0.0) or 1.0) / 100
     done = [
-        Chip(name, "●", _seconds(one), headline(one), f"{100 * (not one.reused) * one.seconds / longest:.0f}%")
+        Chip(name, "●", _seconds(one), headline(one), f"{0 if one.reused else max(one.seconds / unit, 1):.0f}%")
         for name, one in zip(stepper.pipeline.names, stepper.trace, strict=False)
     ]
     ahead = stepper.pipeline.names[len(done) :]
