@@ -28,10 +28,10 @@ def rollouts(run: Any, steps: Iterable[int] | int | None = None, *, held_out: bo
         do = "train(…, trace_freq=1, keep_traces=…) keeps the samples of every step"
         raise RunError(f"{run.address} has no recorded samples", expected="recorded steps", found=there, do=do)
     parts = [_scored(run, step) for step in wanted]
-    found = joined(parts)
+    samples = joined(parts)
     if not held_out:
-        _refuse_held_out(run, found)
-    return found
+        _refuse_held_out(run, samples)
+    return samples
 
 
 def _scored(run: Any, step: int) -> DataProto:
@@ -42,11 +42,11 @@ def _scored(run: Any, step: int) -> DataProto:
     batch = trace["reward"].batch
     versions = batch["policy_version"].tolist() if "policy_version" in batch else [None] * len(batch)
     rows = zip(batch["uid"], versions, strict=True)
-    said = [
+    sources = [
         {"run": run.address, "step": step, "row": at, "uid": str(uid), "version": v} for at, (uid, v) in enumerate(rows)
     ]
     plain = DataProto({name: batch[name] for name in batch.batch}, dict(batch.non_tensor_batch), batch.meta_info)
-    return plain.with_columns({FROM: said})
+    return plain.with_columns({FROM: sources})
 
 
 def _refuse_held_out(run: Any, batch: DataProto) -> None:
@@ -110,14 +110,14 @@ _KEPT = ("data_source", "ability", "agent_name", "images")
 def _record(batch: DataProto, rows: Sequence[int]) -> dict[str, Any]:
     """Return the prompt and the data's own columns of a row as a record, with where the answers in `rows` come from."""
     row = rows[0]
-    own = {name: batch[name][row] for name in _KEPT if name in batch}
+    columns = {name: batch[name][row] for name in _KEPT if name in batch}
     extra = dict(batch["extra_info"][row] or {}) if "extra_info" in batch else {}
     truth = batch["reward_model"][row] if "reward_model" in batch else None
     if isinstance(truth, Mapping):
         extra.setdefault("ground_truth", truth.get("ground_truth"))
-    said = [{**batch[FROM][one], "reward": float(batch["reward"][one])} for one in rows]
+    sources = [{**batch[FROM][each], "reward": float(batch["reward"][each])} for each in rows]
     chat = batch["raw_prompt"][row]
-    return {"prompt": chat, **own, "extra_info": {**extra, FROM: said}}
+    return {"prompt": chat, **columns, "extra_info": {**extra, FROM: sources}}
 
 
 def _rows(records: list[dict[str, Any]], batch: DataProto, what: str) -> Rows:

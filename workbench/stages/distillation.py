@@ -67,7 +67,7 @@ class TeacherLogProb(LogProb):
     def __call__(self, batch: DataProto) -> Outcome:
         """Return the same B rows with the teacher's log-probs."""
         rows = batch.select(scored_columns(batch, policy=bool(self._learners)))
-        columns: dict[str, Any] = self._told(batch) if self.hint else {}
+        columns: dict[str, Any] = self._hinted(batch) if self.hint else {}
         if self.hint:
             length = rows["response_mask"].shape[1]
             there = torch.cat([columns["teacher_prompt_mask"], rows["attention_mask"][:, -length:]], 1)
@@ -80,15 +80,15 @@ class TeacherLogProb(LogProb):
         for source, places in self._shares(batch).items():
             part, teacher = rows.select_idxs(places), self._teachers[source]
             if self.top_k:
-                found = teacher.top_log_probs(part, self.top_k, self.temperature)
+                outputs = teacher.top_log_probs(part, self.top_k, self.temperature)
             else:
-                found = {"log_probs": teacher.compute_log_probs(part, ("log_probs",), self.temperature)["log_probs"]}
-            for name, values in found.items():
+                outputs = teacher.compute_log_probs(part, ("log_probs",), self.temperature)
+            for name, values in outputs.items():
                 empty = values.new_zeros((len(batch), *values.shape[1:]))
                 columns.setdefault(f"teacher_{name}", empty)[places] = values
         return Outcome(self.written(batch, columns), metrics)
 
-    def _told(self, batch: DataProto) -> dict[str, Any]:
+    def _hinted(self, batch: DataProto) -> dict[str, Any]:
         """Return the prompts with their hints, as the columns `HINTED`."""
         reader, chats = next(iter(self._teachers.values())), []
         for row, chat in enumerate(batch["raw_prompt"]):
@@ -260,11 +260,11 @@ class Divergence(Settings):
             raise PipelineError("this learner does not compare whole distributions", do=do)
         kind = "k1+" if self.estimator == "sampled" else self.estimator
         full = self.estimator == "full"
-        found = outputs["compared"] if full else kl_penalty(log_probs, rows[self.against], kind)
-        values = _clamped(found, self.loss_max_clamp)
+        estimates = outputs["compared"] if full else kl_penalty(log_probs, rows[self.against], kind)
+        values = _clamped(estimates, self.loss_max_clamp)
         tokens, sequences, width = loss_counts.tokens, loss_counts.sequences, loss_counts.width
         loss = aggregate(values, mask, self.loss_agg_mode, tokens=tokens, sequences=sequences, scale=width)
-        kept = found.detach() * rows["response_mask"]
+        kept = estimates.detach() * rows["response_mask"]
         count: Any = mask.sum().double()
         total: Any = (kept * mask).sum().double()
         inside, outside = kept.masked_fill(mask == 0, -torch.inf), kept.masked_fill(mask == 0, torch.inf)

@@ -98,12 +98,13 @@ class BestAndWorst(BaseStage):
         groups, reward, scored = group_numbers(batch["uid"]), batch["reward"], batch["scored"]
         best: list[int] = []
         for group in range(int(groups.max()) + 1 if len(groups) else 0):
-            own = (groups == group).nonzero()[:, 0]
-            if len(own) < 2:
-                raise PipelineError("group of a preference pair", expected="group_size ≥ 2", found=f"{len(own)} row")
-            ends = [reward[own].masked_fill(~scored[own], sign * -torch.inf) for sign in (1, -1)]
-            high, low = int(own[ends[0].argmax()]), int(own[ends[1].argmin()])
-            best += [high, low] if high != low else own[:2].tolist()
+            members = (groups == group).nonzero()[:, 0]
+            if len(members) < 2:
+                number = f"{len(members)} row"
+                raise PipelineError("group of a preference pair", expected="group_size ≥ 2", found=number)
+            ends = [reward[members].masked_fill(~scored[members], sign * -torch.inf) for sign in (1, -1)]
+            high, low = int(members[ends[0].argmax()]), int(members[ends[1].argmin()])
+            best += [high, low] if high != low else members[:2].tolist()
         rows = torch.tensor(best, dtype=torch.long)
         kept, pair = (
             batch.select_idxs(rows).with_meta(group_size=2),
