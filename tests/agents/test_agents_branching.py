@@ -14,7 +14,7 @@ import torch
 from agents_parts import Adder, Script, Tags, User, call
 
 import workbench as wb
-from workbench.agents import AgentLoopOutput, ToolAgent, ToolResponse, Tree
+from workbench.agents import AgentLoopOutput, EpisodeTree, ToolAgent, ToolResponse
 from workbench.agents.stepping import only_sequence
 from workbench.base.errors import PipelineError, SettingError
 from workbench.dataproto import DataProto
@@ -239,7 +239,7 @@ class TestContinuations:
 class TestTree:
     def test_nodes_values_and_credit(self, tokenizer: Any) -> None:
         tree = played(Game(tokenizer, even)).branch(0, turns=[2, 4], n=4)
-        assert isinstance(tree, Tree)
+        assert isinstance(tree, EpisodeTree)
         root, *rest = tree.nodes
         assert (
             root.parent is None

@@ -59,7 +59,7 @@ from workbench.base import runtime
 from workbench.base.errors import SandboxError, WorkbenchError
 from workbench.runs.settings import MADE_AGAIN
 from workbench.sandbox import LocalSandbox
-from workbench.sandbox.protocol import Phase, Program, Result
+from workbench.sandbox.protocol import ProcessOutcome, Program, Result
 from workbench.testing import TEXTS
 from workbench.testing.agents import InteractionContract, ParserContract, ToolContract
 
@@ -365,7 +365,9 @@ class Runs:
     languages = ("python",)
 
     async def execute(self, program: Program) -> Result:
-        return Result(status="Success", run=Phase(status="Finished", return_code=0, stdout=program.code, stderr=""))
+        return Result(
+            status="Success", run=ProcessOutcome(status="Finished", return_code=0, stdout=program.code, stderr="")
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the mcp package")

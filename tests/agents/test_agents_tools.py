@@ -38,7 +38,7 @@ from workbench.agents.tools import (
 )
 from workbench.agents.tools.shipped import shown
 from workbench.base.errors import DataError, SettingError
-from workbench.sandbox.protocol import Phase, Program, Result
+from workbench.sandbox.protocol import ProcessOutcome, Program, Result
 
 HERE = Path(__file__).parent
 
@@ -404,7 +404,7 @@ class StandInSandbox:
 
 def test_python_tells_output_limits_and_outages_apart() -> None:
     ran = Result(
-        status="Success", run=Phase(status="Finished", return_code=0, stdout="4\n", stderr="hm\n", seconds=0.1)
+        status="Success", run=ProcessOutcome(status="Finished", return_code=0, stdout="4\n", stderr="hm\n", seconds=0.1)
     )
     box = StandInSandbox(ran)
     tool = PythonTool(box, timeout=3)
@@ -413,13 +413,15 @@ def test_python_tells_output_limits_and_outages_apart() -> None:
     assert box.programs[0].run_timeout == 3 and box.programs[0].code == "print(4)"
     for deep in ("1+" * 900 + "1", "-" * 2000 + "1"):  # too deep to be written again: it runs as it is
         assert ask(tool, {"code": deep})[2]["status"] == "scored" and box.programs[-1].code == deep
-    crashed = Phase(status="Finished", return_code=1, stderr="Traceback…\nZeroDivisionError: division by zero\n")
+    crashed = ProcessOutcome(
+        status="Finished", return_code=1, stderr="Traceback…\nZeroDivisionError: division by zero\n"
+    )
     response, _, record = ask(PythonTool(StandInSandbox(Result(status="Failed", run=crashed))), {"code": "1/0"})
     assert "ZeroDivisionError" in str(response.text) and (record["ran"], record["status"]) == (False, "crashed")
-    late = Phase(status="TimeLimitExceeded", stdout="so far", limit="time")
+    late = ProcessOutcome(status="TimeLimitExceeded", stdout="so far", limit="time")
     response, _, record = ask(PythonTool(StandInSandbox(Result(status="Failed", run=late))), {"code": "…"})
     assert response.text == "so far\n[ended: time limit while running (10 s)]" and record["limit"] == "time"
-    silent = Result(status="Success", run=Phase(status="Finished", return_code=0))
+    silent = Result(status="Success", run=ProcessOutcome(status="Finished", return_code=0))
     assert "print" in str(ask(PythonTool(StandInSandbox(silent)), {"code": "4"})[0].text)
     for outage in (Result(status="SandboxError", message="no room"), OSError("no room")):
         response, reward, record = ask(PythonTool(StandInSandbox(outage)), {"code": "4"})

@@ -26,7 +26,7 @@ from workbench.cluster import Cluster, RayRanks, connect
 from workbench.cluster.actor import _nvidia_smi
 from workbench.cluster.pools import Node
 from workbench.cluster.ranks import nsight_options
-from workbench.cluster.status import MUTE, CallLine, Logs, Profile, Status, WorkerLine
+from workbench.cluster.status import MUTE, CallLine, ClusterStatus, Logs, Profile, WorkerLine
 from workbench.cluster.timeline import Event, Timeline, ordered
 from workbench.runs.loop import StepReport
 from workbench.stages import Stage
@@ -130,11 +130,11 @@ def test_the_picture_has_a_row_for_each_stage_and_worker() -> None:
     assert "4936 more workers" in timeline_figure(many).axes[0].get_xlabel()
 
 
-def status(again: Callable[[], Status] | None = None) -> Status:
+def status(again: Callable[[], ClusterStatus] | None = None) -> ClusterStatus:
     node = Node("a", "a", "127.0.0.1", True, 4, 1, 2, 0, 16 * GIB, GIB, GIB // 4)
     worker = WorkerLine("actor", 0, 7, "a", "global", "0", 3 * GIB, "learn", 1, (20 * GIB, 80 * GIB), 12.4)
     call = CallLine("actor", HOSTILE, "update_actor", 13.0)
-    return Status("here", (node,), (("global", 1, "a"),), (worker,), (), (call,), 1e9, again)
+    return ClusterStatus("here", (node,), (("global", 1, "a"),), (worker,), (), (call,), 1e9, again)
 
 
 def test_a_status_says_gpu_memory_what_runs_for_how_long_and_what_is_out() -> None:
@@ -147,7 +147,7 @@ def test_a_status_says_gpu_memory_what_runs_for_how_long_and_what_is_out() -> No
 def test_the_live_table_looks_says_troubles_and_ends_with_its_cluster() -> None:
     asked: list[int] = []
 
-    def again() -> Status:
+    def again() -> ClusterStatus:
         asked.append(1)
         if len(asked) == 2:
             raise RuntimeError("half dead")
@@ -167,7 +167,7 @@ def test_the_live_table_looks_says_troubles_and_ends_with_its_cluster() -> None:
 def test_a_live_table_that_nobody_sees_asks_nothing_and_a_closed_one_ends() -> None:
     asked: list[int] = []
 
-    def again() -> Status:
+    def again() -> ClusterStatus:
         asked.append(1)
         return status()
 
@@ -270,7 +270,7 @@ def test_the_table_says_what_each_worker_does(local: Cluster, pair: RayRanks, tm
     waits = [pair.submit("wait_for", str(tmp_path / "go")), pair.submit("sleep", 0.0)]
     STAGE.reset(asked)
 
-    def busy() -> Status | None:
+    def busy() -> ClusterStatus | None:
         found = local.status()
         return found if [(one.state, one.waiting) for one in found.workers] == [("wait_for", 1)] * 2 else None
 

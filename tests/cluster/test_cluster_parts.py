@@ -26,7 +26,7 @@ from workbench.cluster import discovery, plan, ray_internals, scatter, session
 from workbench.cluster.fitting import fits
 from workbench.cluster.pools import Node
 from workbench.cluster.ranks import Environment, tail
-from workbench.cluster.status import Status, WorkerLine
+from workbench.cluster.status import ClusterStatus, WorkerLine
 from workbench.cluster.timeline import Event, ordered
 from workbench.cluster.transport import pack
 from workbench.engines.settings import FsdpSettings
@@ -472,7 +472,7 @@ def test_a_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
 def test_a_status_shows_foreign_names_as_text() -> None:
     hostile = "<img src=x onerror=alert(1)>\x1b[31m"
     line = WorkerLine(hostile, 0, 7, "h", "", "", 3 << 20, "does not answer", 2)
-    shown = Status("here", (node("a", 4), node(hostile, 2, 1)), (("pool", 2, "a"),), (line,), (hostile,))
+    shown = ClusterStatus("here", (node("a", 4), node(hostile, 2, 1)), (("pool", 2, "a"),), (line,), (hostile,))
     page = shown._repr_html_()
     assert "<img" not in page and not lint(page) and "\x1b" not in repr(shown)
     assert "does not answer" in repr(shown) and "0.25 GiB of 1.00 GiB" in repr(shown)

@@ -17,7 +17,7 @@ from workbench.base.errors import EngineError
 from workbench.dataproto import DataProto
 from workbench.engines import local
 from workbench.engines.local_engine import forward, scoring
-from workbench.engines.local_engine.forward import Layer
+from workbench.engines.local_engine.forward import LayerCall
 from workbench.engines.local_engine.selfcheck import Paths
 from workbench.engines.protocol import LossCounts
 from workbench.testing.engines import EngineContract, LikelihoodLoss
@@ -168,7 +168,7 @@ class TestParts:
         ]
         sinks = data.draw(st.sampled_from([None, torch.randn(2 * shared, dtype=torch.float64, requires_grad=True)]))
         window, cap = data.draw(st.sampled_from([(None, None), (3, None), (1, None), (None, 1.5), (5, 1.5)]))
-        layer = Layer(0, *states, 0.4, window, cap, sinks)
+        layer = LayerCall(0, *states, 0.4, window, cap, sinks)
         far = plan.depths[:, None] - plan.depths
         mask = seen(plan).bool() & (far < (window or 1000))
         whole = [*states, *([] if sinks is None else [sinks])]
@@ -198,7 +198,7 @@ class TestParts:
                 return one
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-                joined = plan.attend(Layer(0, *states, 0.3))
+                joined = plan.attend(LayerCall(0, *states, 0.3))
             kept.append(sum(sizes.values()) / len(plan.back))
             del joined
         assert (

@@ -13,7 +13,7 @@ import pytest
 import workbench as wb
 from workbench.base.errors import DataError, WorkbenchError
 from workbench.runs.preflight import preflight
-from workbench.runs.settings import Plan
+from workbench.runs.settings import TrainPlan
 from workbench.testing.models import make_random_model
 
 Case = tuple[Any, str]
@@ -235,7 +235,7 @@ def test_truths_that_no_answer_can_match_are_counted_before_a_run(
     assert not (tmp_path / "r").exists()
     with pytest.raises(DataError, match="0 of 8 truths"):
         wb.evaluate(engine, changed(8))
-    plan = Plan(steps=1, batch_size=4, run=tmp_path / "r")
+    plan = TrainPlan(steps=1, batch_size=4, run=tmp_path / "r")
     found = preflight(pipe, changed(3), plan)
     assert "5 of 8 truths can score 1" in dict(found.findings)["truths"] and "5 of 8 truths" in caplog.text
     assert "truths" not in dict(preflight(pipe, rows, plan).findings)

@@ -16,11 +16,11 @@ import workbench as wb
 from workbench.base.errors import DataError, WorkbenchError
 from workbench.datasets import Rows
 from workbench.runs.preflight import preflight
-from workbench.runs.settings import Plan
+from workbench.runs.settings import TrainPlan
 
 
-def plan(folder: Path) -> Plan:
-    return Plan(steps=1, batch_size=2, run=folder / "run")
+def plan(folder: Path) -> TrainPlan:
+    return TrainPlan(steps=1, batch_size=2, run=folder / "run")
 
 
 def alone(response: str) -> float:

@@ -272,7 +272,7 @@ def test_B1_B2_killed_and_stopped_ranks_change_no_number(
             blows.append(what)
             os.kill(two.workers[len(blows) % 2]["pid"], number)
 
-    backward, write, validated = FsdpEngine._backward, checkpoint.write, wb.runs.loop.Session._validated
+    backward, write, validated = FsdpEngine._backward, checkpoint.write, wb.runs.loop.TrainingLoop._validated
 
     def learn(self: Any, *given: Any) -> Any:
         if self.version == 1 and "update" not in blows:
@@ -299,7 +299,7 @@ def test_B1_B2_killed_and_stopped_ranks_change_no_number(
 
     monkeypatch.setattr(FsdpEngine, "_backward", learn)
     monkeypatch.setattr(checkpoint, "write", save)
-    monkeypatch.setattr(wb.runs.loop.Session, "_validated", validate)
+    monkeypatch.setattr(wb.runs.loop.TrainingLoop, "_validated", validate)
     rough = trained(
         on_ranks(two, tiny, tmp_path, critic), tmp_path / "rough", **plan, max_recoveries=8, observers=[Stops()]
     )

@@ -29,7 +29,7 @@ from workbench.engines import Request, Sample
 from workbench.engines.paired import Draw
 from workbench.rewards import Reward
 from workbench.runs.preflight import preflight
-from workbench.runs.settings import Plan
+from workbench.runs.settings import TrainPlan
 from workbench.runs.streaming import Stream, Waiting, chosen, room
 from workbench.runs.symptoms import symptoms
 
@@ -445,11 +445,11 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tiny: str, tmp_pat
 
 
 def test_the_preflight_says_how_rows_are_drawn(tiny: str, tmp_path: Path) -> None:
-    plan = Plan(steps=2, batch_size=4, run=tmp_path / "r", max_lag=3)
+    plan = TrainPlan(steps=2, batch_size=4, run=tmp_path / "r", max_lag=3)
     found = dict(preflight(make(two(tiny)), rows_of(), plan).findings)["placement"]
     assert found.startswith("rollout, reward in a stream by LocalEngine, at most 3 versions behind")
     assert "in the middle of responses" in found and "corrected: token weights" in found
-    assert "max_lag" not in Plan(**{**vars(plan), "max_lag": None}).record() and plan.record()["stale"] == "keep"
+    assert "max_lag" not in TrainPlan(**{**vars(plan), "max_lag": None}).record() and plan.record()["stale"] == "keep"
 
 
 def test_rows_that_are_too_old_are_never_learnt_from(tiny_tokenizer: Any) -> None:

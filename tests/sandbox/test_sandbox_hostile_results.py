@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from workbench.sandbox import Phase, Result
+from workbench.sandbox import ProcessOutcome, Result
 from workbench.sandbox.boxes import fetch
 
 
@@ -19,7 +19,9 @@ def test_a_folder_at_a_fetched_name_costs_no_descriptor(tmp_path: Path) -> None:
 
 def test_a_result_is_shown_without_control_characters() -> None:
     stderr = "x\n\x1b]0;owned\x07\x1b[8m\u202eall fine\x9b\ud800\n"
-    result = Result(status="Failed", run=Phase(status="Finished", return_code=3, stdout="a\x1bb\r", stderr=stderr))
+    result = Result(
+        status="Failed", run=ProcessOutcome(status="Finished", return_code=3, stdout="a\x1bb\r", stderr=stderr)
+    )
     for text in (str(result), repr(result)):
         assert all(letter.isprintable() or letter == "\n" for letter in text) and "all fine" in text, ascii(text)
         assert text.encode()

@@ -21,7 +21,7 @@ from workbench.base import runtime
 from workbench.base.errors import SandboxError, SettingError
 from workbench.sandbox import LocalSandbox, Program, answer, memory, tiers
 from workbench.sandbox.process import ProcessLimits, contained
-from workbench.sandbox.protocol import Phase, status_of
+from workbench.sandbox.protocol import ProcessOutcome, status_of
 
 EXCHANGES = Path(__file__).parents[3] / "shared" / "data" / "sandbox_fusion" / "exchanges.jsonl"
 
@@ -218,8 +218,8 @@ def test_a_signals_code_comes_through_and_no_words_are_added(box: LocalSandbox) 
 
 
 def test_a_program_beyond_a_limit_is_no_success_whatever_its_code() -> None:
-    assert status_of(Phase(status="Finished", return_code=0, limit="disk")) == "Failed"
-    assert status_of(Phase(status="Finished", return_code=0, limit="output")) == "Success"
+    assert status_of(ProcessOutcome(status="Finished", return_code=0, limit="disk")) == "Failed"
+    assert status_of(ProcessOutcome(status="Finished", return_code=0, limit="output")) == "Success"
 
 
 @pytest.mark.slow

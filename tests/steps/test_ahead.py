@@ -256,9 +256,9 @@ def test_an_uncorrected_pipeline_is_warned_of(
 
 
 def test_the_preflight_says_where_rows_are_drawn(tiny: str, tmp_path: Path) -> None:
-    from workbench.runs.settings import Plan
+    from workbench.runs.settings import TrainPlan
 
-    plan = Plan(steps=2, batch_size=4, run=tmp_path / "r", ahead=1)
+    plan = TrainPlan(steps=2, batch_size=4, run=tmp_path / "r", ahead=1)
     pipe, rows = make(tiny)
     found = dict(preflight(pipe, rows, plan).findings)["placement"]
     assert found.startswith("rollout, reward one step ahead by LocalEngine") and "corrected: token weights" in found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import workbench as wb
-from workbench.cluster.status import Status, WorkerLine
+from workbench.cluster.status import ClusterStatus, WorkerLine
 from workbench.jobs.pages import Pages, rendered
 from workbench.widgets.display import Block
 from workbench.widgets.layer import ClusterTable, CurvePlots, EpisodeFace, SamplesTable, StepperFace, TokenView
@@ -140,7 +140,7 @@ def cluster() -> ClusterTable:
         WorkerLine("actor", 0, 41, "here", "", "", 1 << 30, "learn", 2, None, 1.5),
         WorkerLine("actor", 1, 42, "here", "", "", None, "does not answer", 0),
     )
-    table = ClusterTable(Status("a cluster", (), (("actor", 2, "here"),), workers, ("a note",)))
+    table = ClusterTable(ClusterStatus("a cluster", (), (("actor", 2, "here"),), workers, ("a note",)))
     table.close()
     return table
 

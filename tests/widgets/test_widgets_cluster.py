@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.lab import DONE, contents, in_chromium, page_running_all, put, run_cell, save, shot, until
 
-from workbench.cluster.status import Status
+from workbench.cluster.status import ClusterStatus
 from workbench.widgets import layer
 from workbench.widgets.layer import ClusterTable
 
@@ -41,7 +41,7 @@ def test_in_a_job_it_is_the_static_table(monkeypatch: pytest.MonkeyPatch) -> Non
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr(layer, "display", lambda bundle, raw: shown.append(bundle))
     monkeypatch.setattr(layer, "in_notebook", lambda: True)
-    status = Status("here", (), (), (), ("a note",))
+    status = ClusterStatus("here", (), (), (), ("a note",))
     status._ipython_display_()
     assert "a note" in shown[0]["text/html"] and "application/vnd.jupyter.widget-view+json" in shown[1]
     table = layer._alive.pop()

@@ -19,7 +19,7 @@ from workbench.base import progress, runtime
 from workbench.dataproto.core import DataProto
 from workbench.rewards import Score, Status
 from workbench.testing.rewards import answered
-from workbench.views.samples import Samples
+from workbench.views.samples import SamplesView
 from workbench.widgets import layer
 from workbench.widgets.layer import SamplesTable, StepperFace, TokenView
 
@@ -85,7 +85,7 @@ def test_a_sample_is_seen_in_tokens_compared_and_copied() -> None:
 def forgetful() -> Iterator[None]:
     """Columns that a test chooses are forgotten after it."""
     yield
-    Samples.remembered = None
+    SamplesView.remembered = None
 
 
 def test_chosen_columns_are_remembered_and_stand_in_the_static_form(forgetful: None) -> None:

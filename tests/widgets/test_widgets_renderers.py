@@ -22,7 +22,7 @@ from support.lab import in_chromium, watched_page
 from traitlets.config import Config
 
 import workbench as wb
-from workbench.cluster.status import Status
+from workbench.cluster.status import ClusterStatus
 from workbench.rewards import Score
 from workbench.testing.rewards import answered
 from workbench.views.curves import LiveFigure
@@ -312,7 +312,7 @@ def views(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         "tokens": wb.views.tokens(batch, 0, tokenizer=Letters()),
         "stepper": stepper,
         "episode": episode,
-        "cluster": Status("here", (), (), (), (), (), 0.0, None),
+        "cluster": ClusterStatus("here", (), (), (), (), (), 0.0, None),
         "curves": figure,
     }
 

@@ -32,7 +32,7 @@ from workbench.agents.protocol import (
     ToolResponse,
     Turn,
 )
-from workbench.agents.stepping import EpisodeStepper, Estimate, Tree, TreeNode
+from workbench.agents.stepping import EpisodeStepper, EpisodeTree, TreeNode, TurnValue
 from workbench.agents.tokens import TurnTokens
 from workbench.agents.tool_agent import AgentState, EpisodeState, ToolAgent
 from workbench.agents.tools import (
@@ -55,13 +55,13 @@ from workbench.agents.tools.shipped import SubAgent
 
 __all__ = [
     "AgentLoopBase", "AgentLoopOutput", "AgentState", "BaseInteraction", "BaseTool", "Calculator", "Corpus",
-    "Endpoint", "Episode", "EpisodeState", "EpisodeStepper", "Estimate", "FunctionCall", "FunctionTool",
+    "Endpoint", "Episode", "EpisodeState", "EpisodeStepper", "EpisodeTree", "FunctionCall", "FunctionTool",
     "Gsm8kAnswer", "Gsm8kInteraction", "GymInteraction", "Harness", "HermesParser", "Interaction", "KimiParser",
     "Limits", "LockStep", "Loops", "MCPServer", "MCPTool", "PolicySession", "PythonTool", "Qwen3CoderParser",
     "ReActParser", "RemoteInteraction", "Search", "SingleTurn", "SubAgent", "Terminal", "Tests", "Tool", "ToolAgent",
-    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "Tree", "TreeNode", "Turn",
-    "TurnTokens", "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool",
+    "ToolArgsParser", "ToolCall", "ToolParser", "ToolResponse", "Toolbox", "Transcript", "TreeNode", "Turn",
+    "TurnTokens", "TurnValue", "VerifiersInteraction", "agent_loop", "endpoint", "environment_rows", "function_tool",
     "interacting", "load_interactions", "load_tools", "mcp_tools", "parser_names", "parser_of", "register",
-    "register_agent_loop", "register_parser", "terminal_rows", "tool_parser", "truncate",
-    "verifiers_reward", "verifiers_rows",
+    "register_agent_loop", "register_parser", "terminal_rows", "tool_parser", "truncate", "verifiers_reward",
+    "verifiers_rows",
 ]  # fmt: skip

@@ -463,7 +463,7 @@ def only_sequence(outputs: Sequences) -> AgentLoopOutput:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TurnValue:
     """A mean reward of continuations, with its standard error."""
 
     mean: float
@@ -474,15 +474,15 @@ class Estimate:
     """How many scored continuations it is of."""
 
     @classmethod
-    def of(cls, rewards: Sequence[float]) -> Estimate:
+    def of(cls, rewards: Sequence[float]) -> TurnValue:
         """Make the estimate of a list of drawn rewards."""
         count = len(rewards)
         error = stdev(rewards) / math.sqrt(count) if count > 1 else math.nan
         return cls(fmean(rewards) if count else math.nan, error, count)
 
-    def minus(self, other: Estimate) -> Estimate:
+    def minus(self, other: TurnValue) -> TurnValue:
         """Return the difference from an independent estimate, with its standard error."""
-        return Estimate(self.mean - other.mean, math.hypot(self.error, other.error), min(self.count, other.count))
+        return TurnValue(self.mean - other.mean, math.hypot(self.error, other.error), min(self.count, other.count))
 
 
 @dataclass(frozen=True)
@@ -497,9 +497,9 @@ class TreeNode:
     turns: tuple[Turn, ...]
     leaves: tuple[int, ...]
     """The batch's rows below it, the recorded episode among them."""
-    value: Estimate
+    value: TurnValue
     """Mean reward of what was drawn from its end; of a leaf its reward."""
-    credit: Estimate
+    credit: TurnValue
     """Its value minus the mean reward of the other continuations that were drawn from its first turn; NaN without any."""
     recorded: bool
     """Whether it belongs to the episode that was branched."""
@@ -512,7 +512,7 @@ class TreeNode:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Tree(Shown):
+class EpisodeTree(Shown):
     """An episode with continuations drawn from some of its turns, all scored: `Stepper.branch` returns it.
 
     The value V before a turn is the mean reward of the continuations drawn from it. The recorded episode counts in no
@@ -528,7 +528,9 @@ class Tree(Shown):
     """The leaves as rows of one `uid`, with the columns of rollout and reward and the tree's `nodes`."""
 
     @classmethod
-    def of(cls, recorded: EpisodeStepper, drawn: Mapping[int, Sequence[EpisodeStepper]], batch: DataProto) -> Tree:
+    def of(
+        cls, recorded: EpisodeStepper, drawn: Mapping[int, Sequence[EpisodeStepper]], batch: DataProto
+    ) -> EpisodeTree:
         """Make the tree of an episode and its continuations by turn; `batch` has the scored rows of all, in this order."""
         starts = [(turn, leaf) for turn in sorted(drawn) for leaf in drawn[turn]]
         leaves, numbers = (recorded, *(leaf for _, leaf in starts)), (-1, *(turn for turn, _ in starts))
@@ -545,7 +547,7 @@ class Tree(Shown):
         """The turns from which continuations were drawn."""
         return tuple(sorted({one for one in self.starts if one >= 0}))
 
-    def value(self, turn: int) -> Estimate:
+    def value(self, turn: int) -> TurnValue:
         """Return V before turn `turn`: the mean reward of its continuations. Raises `PipelineError` for a turn without
         any."""
         if turn not in self.points:
@@ -553,7 +555,7 @@ class Tree(Shown):
             do = f"branch there, too: turns={sorted({*self.points, turn})}" if isinstance(turn, int) else None
             what = "this tree of continuations was not branched at the turn"
             raise PipelineError(what, expected=expected, found=describe(turn), do=do)
-        return Estimate.of(self._rewards(self._drawn(turn)))
+        return TurnValue.of(self._rewards(self._drawn(turn)))
 
     @property
     def nodes(self) -> tuple[TreeNode, ...]:
@@ -584,14 +586,14 @@ class Tree(Shown):
     def _rewards(self, rows: Sequence[int]) -> list[float]:
         return [float(self.batch["reward"][row]) for row in rows if self.batch["scored"][row]]
 
-    def _recorded(self) -> Estimate:
+    def _recorded(self) -> TurnValue:
         rewards = self._rewards([0])
-        return Estimate(rewards[0], 0.0, 1) if rewards else Estimate(math.nan, math.nan, 0)
+        return TurnValue(rewards[0], 0.0, 1) if rewards else TurnValue(math.nan, math.nan, 0)
 
     def _nodes(self) -> Iterator[TreeNode]:
         recorded, points = self.leaves[0].turns, self.points
         below = [row for row in range(len(self.leaves))]
-        nothing = Estimate(math.nan, math.nan, 0)
+        nothing = TurnValue(math.nan, math.nan, 0)
         trunk, number = 0, 0
         yield TreeNode(0, None, 0, recorded[: points[0]], tuple(below), self.value(points[0]), nothing, True)
         for point, until in zip(points, (*points[1:], None), strict=True):
@@ -599,8 +601,8 @@ class Tree(Shown):
             for row in drawn:
                 number += 1
                 rewards = self._rewards([row])
-                value = Estimate(rewards[0], 0.0, 1) if rewards else nothing
-                others = Estimate.of(self._rewards([one for one in drawn if one != row]))
+                value = TurnValue(rewards[0], 0.0, 1) if rewards else nothing
+                others = TurnValue.of(self._rewards([one for one in drawn if one != row]))
                 turns = self.leaves[row].turns[point:]
                 yield TreeNode(number, trunk, point, turns, (row,), value, value.minus(others), False)
             number += 1

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from workbench.base import runtime
-from workbench.engines.http.openai_form import Piece, Reply
+from workbench.engines.http.openai_form import Reply, TextPiece
 
 Settled = Callable[[list[int]], tuple[str, str]]
 """Token ids of an answer so far → (its reasoning, its content), as far as later tokens cannot change them."""
@@ -35,7 +35,7 @@ class Live:
         """Return what takes the tokens of answer `number`, one by one (`Request.listen`)."""
         return lambda token: self._queue.put((number, token))
 
-    def pieces(self, work: Any) -> Iterator[Piece | Reply]:
+    def pieces(self, work: Any) -> Iterator[TextPiece | Reply]:
         """Start the coroutine `work`, which returns the reply, and return its pieces, then the reply.
 
         Waits for the first token or the end; what `work` raises before is raised here. Closing the iterator cancels `work`.
@@ -47,7 +47,7 @@ class Live:
             future.result()
         return self._rest(first, future)
 
-    def _rest(self, first: tuple[int, int] | None, future: Future[Reply]) -> Iterator[Piece | Reply]:
+    def _rest(self, first: tuple[int, int] | None, future: Future[Reply]) -> Iterator[TextPiece | Reply]:
         ids: dict[int, list[int]] = {}
         sent: dict[tuple[int, str], str] = {}
         try:
@@ -67,11 +67,11 @@ class Live:
         finally:
             future.cancel()
 
-    def _piece(self, sent: dict[tuple[int, str], str], number: int, name: str, text: str) -> Iterator[Piece]:
+    def _piece(self, sent: dict[tuple[int, str], str], number: int, name: str, text: str) -> Iterator[TextPiece]:
         before = sent.get((number, name), "")
         if len(text) > len(before) and text.startswith(before):
             sent[number, name] = text
-            yield Piece(self._id, number, name, text[len(before) :])
+            yield TextPiece(self._id, number, name, text[len(before) :])
 
 
 def held_back(text: str, marks: Collection[str]) -> str:

@@ -31,7 +31,7 @@ from workbench.cluster.holding import Session
 from workbench.cluster.pools import nodes
 from workbench.cluster.ranks import Environment, RayRanks, nsight_options
 from workbench.cluster.simulating import simulate
-from workbench.cluster.status import ANSWER_SECONDS, Logs, Profile, Status, look
+from workbench.cluster.status import ANSWER_SECONDS, ClusterStatus, Logs, Profile, look
 from workbench.engines.local_engine.engine import local
 from workbench.engines.paired import paired
 from workbench.engines.protocol import Closing
@@ -402,7 +402,7 @@ class Cluster(Session, Closing):
 
     # --- looking --------------------------------------------------------------------------------
 
-    def status(self) -> Status:
+    def status(self) -> ClusterStatus:
         """Return nodes, pools, workers and unanswered calls; displayed as a table, which in a cell updates itself."""
         with self._looking:
             self.check()

@@ -26,7 +26,7 @@ MUTE = "does not answer"
 
 @dataclass(frozen=True)
 class WorkerLine:
-    """One row of a `Status`: what a worker is doing, and the memory that it uses."""
+    """One row of a `ClusterStatus`: what a worker is doing, and the memory that it uses."""
 
     group: str
     rank: int
@@ -49,7 +49,7 @@ class WorkerLine:
 
 @dataclass(frozen=True)
 class CallLine:
-    """One row of a `Status`: a call of a group's method that is not answered yet."""
+    """One row of a `ClusterStatus`: a call of a group's method that is not answered yet."""
 
     group: str
     method: str
@@ -60,7 +60,7 @@ class CallLine:
 
 
 @dataclass(frozen=True, repr=False)
-class Status(Shown):
+class ClusterStatus(Shown):
     """Nodes, pools, workers and calls of a cluster at one moment. Made by `Cluster.status`."""
 
     title: str
@@ -72,12 +72,12 @@ class Status(Shown):
     calls: tuple[CallLine, ...] = ()
     at: float = 0.0
     """Seconds since the epoch."""
-    again: Callable[[], Status] | None = field(default=None, repr=False, compare=False)
-    """Makes a new `Status`; raises `EngineError` when the cluster is closed."""
+    again: Callable[[], ClusterStatus] | None = field(default=None, repr=False, compare=False)
+    """Makes a new `ClusterStatus`; raises `EngineError` when the cluster is closed."""
 
 
-def look(cluster: Session, unanswered: dict[Any, Any], again: Callable[[], Status]) -> Status:
-    """Make a `Status` of the cluster by asking every worker. `unanswered` keeps requests without an answer for the next
+def look(cluster: Session, unanswered: dict[Any, Any], again: Callable[[], ClusterStatus]) -> ClusterStatus:
+    """Make a `ClusterStatus` of the cluster by asking every worker. `unanswered` keeps requests without an answer for the next
     look.
     """
     answers, machines = _answers(cluster, unanswered), nodes()
@@ -100,7 +100,7 @@ def look(cluster: Session, unanswered: dict[Any, Any], again: Callable[[], Statu
             state = answer["doing"] or "idle"
             workers.append(WorkerLine(*who, answer["resident"], state, behind, answer["gpu"], answer["seconds"]))
     tables = tuple(machines), tuple(pools), tuple(workers), (*cluster.notes, *_pushes(cluster)), tuple(calls)
-    return Status(cluster.title, *tables, time.time(), again)
+    return ClusterStatus(cluster.title, *tables, time.time(), again)
 
 
 def _pushes(cluster: Session) -> list[str]:

@@ -24,10 +24,10 @@ from workbench.datasets.rows import Rows
 from workbench.jobs.health import HealthPage, Watcher, health_page
 from workbench.replay.run import Run
 from workbench.runs.folder import RunFolder, check_place, read_metrics, room, write_json
-from workbench.runs.loop import Ending, Session, write_summary
+from workbench.runs.loop import Ending, TrainingLoop, write_summary
 from workbench.runs.preflight import Checked, preflight
 from workbench.runs.resume import Start, begin, check_resumable
-from workbench.runs.settings import Plan, TrainSettings, resolved, with_history
+from workbench.runs.settings import TrainPlan, TrainSettings, resolved, with_history
 from workbench.runs.trackers import append_line
 from workbench.stages.pipeline import Pipeline
 from workbench.views.curves import panel, png
@@ -214,7 +214,7 @@ def _ending_signals() -> Iterator[None]:
         raise SystemExit(128 + received[0]) from cause
 
 
-async def _trained(pipeline: Pipeline, rows: Rows, plan: Plan, page: HealthPage | None) -> Run:
+async def _trained(pipeline: Pipeline, rows: Rows, plan: TrainPlan, page: HealthPage | None) -> Run:
     check_place(plan.run)
     checks = preflight(pipeline, rows, plan)
     settings = resolved(pipeline, rows, plan, checks.prompts)
@@ -238,7 +238,7 @@ async def _trained(pipeline: Pipeline, rows: Rows, plan: Plan, page: HealthPage 
         rows_so_far = read_metrics(folder.metrics)
         shown = plan.display == "auto" and (in_notebook() or "console" not in plan.trackers)
         live = open_display(plan.steps, rows_so_far, control, plan.run) if shown else None
-        session = Session(
+        session = TrainingLoop(
             folder, pipeline, rows, plan, settings, start, begun=checks.begun, control=control, display=live, draw=_draw
         )
         with shown_by(hidden):  # the display has it
@@ -266,7 +266,7 @@ def _draw(path: Path) -> None:
     write_bytes(path / "curves.png", png(panel(read_metrics(path / "metrics.jsonl"), title=path.name)))
 
 
-def _result(plan: Plan, ending: Ending, notes: tuple[str, ...]) -> Run:
+def _result(plan: TrainPlan, ending: Ending, notes: tuple[str, ...]) -> Run:
     if ending.stopped is not None and os.environ.get("WORKBENCH_JOB"):
         reason = getattr(plan.break_if, "why", None)
         why = f"{reason(ending.metrics)}; " if reason is not None else ""
@@ -275,7 +275,7 @@ def _result(plan: Plan, ending: Ending, notes: tuple[str, ...]) -> Run:
     return Run(plan.run, stopped=ending.stopped, notes=notes, trust=True)  # whoever trained it named its code
 
 
-def _nothing_to_do(plan: Plan, start: Start) -> Run:
+def _nothing_to_do(plan: TrainPlan, start: Start) -> Run:
     """Return the run of a training whose steps are all done, with a note. A run that was killed after its last
     checkpoint gets the curves and the summary that it lacks.
     """

@@ -56,7 +56,7 @@ from workbench.runs.folder import (
     written,
 )
 from workbench.runs.resume import Start, restore_rows
-from workbench.runs.settings import Plan, in_memory
+from workbench.runs.settings import TrainPlan, in_memory
 from workbench.runs.streaming import Stream
 from workbench.runs.symptoms import Watch
 from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples
@@ -243,7 +243,7 @@ class Ending:
 # --- one call of `train` --------------------------------------------------------------------------
 
 
-class Session:
+class TrainingLoop:
     """Runs the training loop of one `train` call and writes its run folder; `display` shows it live, as
     `widgets.display.Live`.
     """
@@ -253,7 +253,7 @@ class Session:
         folder: RunFolder,
         pipeline: Pipeline,
         rows: Rows,
-        plan: Plan,
+        plan: TrainPlan,
         settings: Mapping[str, Any],
         start: Start,
         *,

@@ -31,7 +31,7 @@ from workbench.engines.local_engine.memory import ADVICE, SURE
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
 from workbench.rewards.base import WORDS, padded, told
 from workbench.runs.folder import read_settings
-from workbench.runs.settings import Plan, in_memory
+from workbench.runs.settings import TrainPlan, in_memory
 from workbench.runs.streaming import streamed
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.targets import DataResponses
@@ -66,7 +66,7 @@ class Checked(RunError):
     """Raised by `train` under `workbench check` when all checks have passed; the message lists the findings."""
 
 
-def preflight(pipeline: Pipeline, rows: Rows, plan: Plan) -> Preflight:
+def preflight(pipeline: Pipeline, rows: Rows, plan: TrainPlan) -> Preflight:
     """Check data, plan, lengths, reward function, memory and disk before training. Nothing is written, no model is run.
 
     Raises `DataError`, `SettingError`, `RewardError`, `OutOfMemory` or `RunError` at the first thing that will not work.
@@ -257,7 +257,7 @@ def _data(rows: Rows, eval_rows: Rows | None) -> str:
     return f"{len(rows)} rows from {rows.source or 'memory'}; {held}"
 
 
-def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
+def _batch(pipeline: Pipeline, rows: Rows, plan: TrainPlan, group: int) -> str:
     """Describe the size of a step, such as `16 prompts × 8 samples, 60 steps, 1.20 epochs`. Raises `SettingError` where
     a mini-batch is larger than the step's batch.
     """
@@ -270,7 +270,7 @@ def _batch(pipeline: Pipeline, rows: Rows, plan: Plan, group: int) -> str:
     return f"{plan.batch_size} prompts × {group} samples, {plan.steps} steps, {epochs:.2f} epochs{alone}"
 
 
-def _placement(pipeline: Pipeline, plan: Plan) -> str:
+def _placement(pipeline: Pipeline, plan: TrainPlan) -> str:
     """Describe which stages run ahead of the update, by which sampler, and whether the loss corrects for rows of older
     weights.
     """
@@ -311,7 +311,7 @@ def _lengths(rollout: Any, prompt: int, prompts: Prompts, rows: Rows) -> str:
     return f"{lengths} of {limit or 'no stated limit'}; {prompts.source}"
 
 
-def _mini_batch(pipeline: Pipeline, plan: Plan) -> int:
+def _mini_batch(pipeline: Pipeline, plan: TrainPlan) -> int:
     """Return the number of prompts of the largest mini-batch of any update stage."""
     return max(getattr(stage, "ppo_mini_batch_size", None) or plan.batch_size for stage in pipeline)
 
@@ -356,7 +356,7 @@ def _is_checked(learner: Any) -> bool:
     return bool(learner.describe().get("check_memory", True)) and not getattr(learner, "share_device", False)
 
 
-def _disk(pipeline: Pipeline, plan: Plan, tokens: int) -> str:
+def _disk(pipeline: Pipeline, plan: TrainPlan, tokens: int) -> str:
     """Describe the disk space that the kept checkpoints, one being written, and the recorded updates need. Raises
     `RunError` where the checkpoints do not fit.
     """

@@ -156,7 +156,7 @@ class TrainSettings(Settings):
         often, do = self.stop_when is None or self.test_freq >= 1, "set test_freq=10, say"
         require(often, "stop_when", expected="validations between steps", found="test_freq=0", do=do)
 
-    def planned(self, rows: Rows) -> Plan:
+    def planned(self, rows: Rows) -> TrainPlan:
         """Complete the settings for a training on `rows`: steps from epochs, the run folder, and what a job's
         environment sets.
         """
@@ -172,11 +172,11 @@ class TrainSettings(Settings):
             "resume": os.environ.get("WORKBENCH_RESUME", "never") if self.resume is None else self.resume,
             "trackers": default_trackers() if self.trackers is None else self.trackers,
         }
-        return Plan.from_parameters({**self.to_dict(), **left_open})  # the environment's values are read, too
+        return TrainPlan.from_parameters({**self.to_dict(), **left_open})  # the environment's values are read, too
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(TrainSettings):
+class TrainPlan(TrainSettings):
     """The settings of one training, complete: steps instead of epochs, and a run folder, a way to resume and trackers."""
 
     steps: int
@@ -205,7 +205,7 @@ class Plan(TrainSettings):
         return "the last step" if step == self.steps else ""
 
 
-def resolved(pipeline: Pipeline, rows: Rows, plan: Plan, prompts: Mapping[str, int]) -> dict[str, Any]:
+def resolved(pipeline: Pipeline, rows: Rows, plan: TrainPlan, prompts: Mapping[str, int]) -> dict[str, Any]:
     """Describe all settings of a run as plain values for settings.json; `prompts` are the prompt lengths that
     `preflight` measured.
     """

@@ -2,7 +2,7 @@
 
 from workbench.sandbox.containers import Containers
 from workbench.sandbox.local import LocalSandbox, LocalWorkspace
-from workbench.sandbox.protocol import LANGUAGES, Phase, Program, Result, Sandbox, Workspace, Workspaces
+from workbench.sandbox.protocol import LANGUAGES, ProcessOutcome, Program, Result, Sandbox, Workspace, Workspaces
 from workbench.sandbox.remote import RemoteSandbox, answer, serve
 
 container = Containers
@@ -14,7 +14,7 @@ __all__ = [
     "Containers",
     "LocalSandbox",
     "LocalWorkspace",
-    "Phase",
+    "ProcessOutcome",
     "Program",
     "RemoteSandbox",
     "Result",

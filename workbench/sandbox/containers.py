@@ -20,7 +20,7 @@ from workbench.base.config import require
 from workbench.base.errors import SandboxError, first_line
 from workbench.sandbox import boxes
 from workbench.sandbox.process import ProcessLimits, contained
-from workbench.sandbox.protocol import Phase, Result, status_of
+from workbench.sandbox.protocol import ProcessOutcome, Result, status_of
 
 ENGINES = ("podman", "docker")
 """Container engines, the better first: Podman needs no daemon that is root."""
@@ -131,7 +131,9 @@ class Containers:
         variables = [part for key, value in environment.items() for part in ("--env", f"{key}={value}")]
         return ["exec", "--interactive", "--workdir", self.folder, *variables, name, "/bin/sh", "-c", command]
 
-    def run_in(self, name: str, command: str, seconds: float, environment: Mapping[str, str], stop: Event) -> Phase:
+    def run_in(
+        self, name: str, command: str, seconds: float, environment: Mapping[str, str], stop: Event
+    ) -> ProcessOutcome:
         """Run a command in a container and end all its processes; where these cannot be ended the container is started
         anew."""
         with boxes.folder("root") as empty:
@@ -147,7 +149,7 @@ class Containers:
         full = ran.limit is None and int(size or 0) > self.disk_limit_mb << 20
         return replace(ran, limit="disk") if full else ran
 
-    async def in_turn(self, name: str, command: str, seconds: float, environment: Mapping[str, str]) -> Phase:
+    async def in_turn(self, name: str, command: str, seconds: float, environment: Mapping[str, str]) -> ProcessOutcome:
         """Call `run_in` in one of the sandbox's threads; a cancellation ends the command."""
         stop = Event()
         job = partial(self.run_in, name, command, seconds, environment, stop)

@@ -26,7 +26,7 @@ from workbench.base.config import require
 from workbench.base.errors import SandboxError, unknown
 from workbench.sandbox import boxes, memory, tiers
 from workbench.sandbox.process import ProcessLimits, contained, too_big
-from workbench.sandbox.protocol import Phase, Program, Result, SyncSandbox, status_of
+from workbench.sandbox.protocol import ProcessOutcome, Program, Result, SyncSandbox, status_of
 
 T = TypeVar("T")
 _SHELL = ("/bin/bash", "-c")
@@ -204,7 +204,7 @@ class LocalSandbox(SyncSandbox):
         seconds: float,
         stdin: str = "",
         environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> Phase:
+    ) -> ProcessOutcome:
         """Run one command in the folder `box`, with the empty folder `root` for mounts, and wait for its end."""
         sizes = {"output_bytes": self.output_limit, "memory_mb": memory_mb, "disk_mb": self.disk_limit_mb}
         limits = ProcessLimits(seconds=seconds, **sizes)
@@ -214,7 +214,7 @@ class LocalSandbox(SyncSandbox):
             try:
                 group = stack.enter_context(memory.group(memory_mb))
             except OSError as error:
-                return Phase(status="Error", stderr=f"cannot make a control group: {error}")
+                return ProcessOutcome(status="Error", stderr=f"cannot make a control group: {error}")
             front = tiers.command(tier, group, box=box, root=root, limits=limits, world=world)
             return contained([*front, *command], fed, box, limits, stop, group)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.base.child import code_of, end_group
 from workbench.sandbox import memory
-from workbench.sandbox.protocol import Limit, Phase, last_line, ran_out_of_memory
+from workbench.sandbox.protocol import Limit, ProcessOutcome, last_line, ran_out_of_memory
 
 WATCH_SECONDS = 0.1
 """Seconds between two measurements of a running sandbox's memory and disk."""
@@ -74,7 +74,7 @@ def contained(
     limits: ProcessLimits,
     stop: threading.Event,
     group: memory.ControlGroup | None = None,
-) -> Phase:
+) -> ProcessOutcome:
     """Run a command until it ends, meets a limit, or `stop` is set; its process group is ended before this returns.
 
     `group` is the control group that the command enters; without one its memory is measured every `WATCH_SECONDS`.
@@ -84,7 +84,7 @@ def contained(
     try:  # without an environment: an init's can be read from inside
         process = subprocess.Popen(command, **pipes, env={}, cwd=box, start_new_session=True, bufsize=0)
     except OSError as error:
-        return Phase(status="Error", stderr=f"cannot start {command[0]}: {error}")
+        return ProcessOutcome(status="Error", stderr=f"cannot start {command[0]}: {error}")
     out, err = _Pipe(limits.output_bytes), _Pipe(limits.output_bytes)
     with contextlib.ExitStack() as stack, process, selectors.DefaultSelector() as selector:
         _register(process, selector, stdin, out, err)
@@ -98,7 +98,7 @@ def contained(
             end_group(process)  # also after a clean end: in the weakest tier a child may outlive its parent
         left_behind = not _drain(selector)
     cut = out.cut or err.cut
-    phase = Phase(
+    phase = ProcessOutcome(
         status="TimeLimitExceeded" if limit == "time" else "Finished",
         return_code=None if limit == "time" else process.returncode,
         stdout=out.text(),
@@ -192,7 +192,7 @@ def _drain(selector: selectors.BaseSelector) -> bool:
     return not selector.get_map()
 
 
-def _with_kernel_limit(phase: Phase, limits: ProcessLimits) -> Phase:
+def _with_kernel_limit(phase: ProcessOutcome, limits: ProcessLimits) -> ProcessOutcome:
     """Return the outcome with the limit that the kernel enforced, recognised by the exit code and the last words of
     stderr."""
     code = phase.return_code

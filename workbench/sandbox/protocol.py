@@ -102,7 +102,7 @@ def _in_base64(files: Mapping[str, bytes]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class ProcessOutcome:
     """The outcome of compiling or of running a program: one process that has ended."""
 
     status: PhaseStatus
@@ -130,8 +130,8 @@ class Result:
     """The result of running one program in a sandbox."""
 
     status: Status
-    run: Phase | None = None
-    compile: Phase | None = None
+    run: ProcessOutcome | None = None
+    compile: ProcessOutcome | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     message: str = ""
     """Why, where it is a `SandboxError`."""
@@ -216,7 +216,7 @@ def ran_out_of_memory(stderr: str) -> bool:
     return last.startswith("MemoryError") or "std::bad_alloc" in last
 
 
-def status_of(*phases: Phase | None) -> Status:
+def status_of(*phases: ProcessOutcome | None) -> Status:
     """Return the status by SandboxFusion's rule: any Error gives SandboxError, any time-out or non-zero exit code
     Failed, else Success.
 

@@ -19,7 +19,16 @@ from workbench.base.errors import SettingError, first_line
 from workbench.base.http import Client, Refused, Unreachable
 from workbench.base.loopback import WORKING, HttpRequest, from_another_user, serving
 from workbench.base.shown import bare_url
-from workbench.sandbox.protocol import LANGUAGES, Limit, Phase, Program, Result, Sandbox, SyncSandbox, ran_out_of_memory
+from workbench.sandbox.protocol import (
+    LANGUAGES,
+    Limit,
+    ProcessOutcome,
+    Program,
+    Result,
+    Sandbox,
+    SyncSandbox,
+    ran_out_of_memory,
+)
 
 INTERPRETERS: Mapping[str, tuple[str, ...]] = {
     "go": ("go",), "go_test": ("go",), "nodejs": ("node",), "jest": ("npx", "node"), "typescript": ("tsx", "ts-node", "npx"),
@@ -119,7 +128,7 @@ def read_reply(reply: Any) -> Result:
     return Result(status=reply["status"], compile=built, run=ran, files=files, message=message)
 
 
-def _phase(record: Any, cut: bool) -> Phase | None:
+def _phase(record: Any, cut: bool) -> ProcessOutcome | None:
     if record is None:
         return None
     status, code, seconds = record.get("status"), record.get("return_code"), float(record.get("execution_time") or 0.0)
@@ -133,7 +142,7 @@ def _phase(record: Any, cut: bool) -> Phase | None:
     elif code and ran_out_of_memory(err):
         limit = "memory"
     output: dict[str, Any] = {"stdout": out, "stderr": err, "limit": limit, "truncated": truncated}
-    return Phase(status=status, return_code=code, seconds=seconds, **output)
+    return ProcessOutcome(status=status, return_code=code, seconds=seconds, **output)
 
 
 # --- the server -----------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def check_terms(terms: Mapping[str, Any] | None, main: Loss) -> dict[str, Term]:
 
 
 @dataclass(frozen=True)
-class Streams:
+class LossStreams:
     """The loss main + Σ weight·term of one mini-batch, whose counts of each term it holds; made by `streams`.
 
     Each term is the metric `<term>` without its weight; its own metrics are called `<term>_<name>`.
@@ -151,7 +151,7 @@ class Streams:
         return LossOutput(loss, metrics, columns)
 
 
-def streams(main: Loss, terms: Mapping[str, Term], rows: DataProto) -> tuple[Streams, DataProto]:
+def streams(main: Loss, terms: Mapping[str, Term], rows: DataProto) -> tuple[LossStreams, DataProto]:
     """Return the summed loss of a mini-batch, and the rows for it: their `response_mask` has the tokens of every term."""
     named: dict[str, LossCounts] = {}
     union = own = rows["response_mask"]
@@ -161,4 +161,4 @@ def streams(main: Loss, terms: Mapping[str, Term], rows: DataProto) -> tuple[Str
         union = torch.maximum(union, read["response_mask"])
     wide = not torch.equal(union, own)
     rows = rows.with_columns({"response_mask": union, _OWN: own}) if wide else rows
-    return Streams(main, terms, named), rows
+    return LossStreams(main, terms, named), rows

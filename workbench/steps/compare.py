@@ -76,7 +76,7 @@ class Beside(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Divergence(Shown):
+class RunDivergence(Shown):
     """Result of `diverge`: the first difference of two traces or batches, or that there is none."""
 
     why: str | None = None
@@ -114,7 +114,7 @@ class Divergence(Shown):
     """What may explain it: settings that differ up to there, rows in another order, other dtypes, other weights."""
     compared: Compared = field(default_factory=Compared)
     """How much was the same before this difference."""
-    further: Iterable[Divergence] = field(default=(), compare=False)
+    further: Iterable[RunDivergence] = field(default=(), compare=False)
     """Iterator over the comparisons after this one, which `later` consumes."""
 
     @property
@@ -159,7 +159,7 @@ class Pair:
     batches: tuple[DataProto, DataProto]
     rows: tuple[tuple[int, int], ...] | None = None
     """(row of the first, row of the second); None where all correspond in order."""
-    found: Divergence | None = None
+    found: RunDivergence | None = None
     """The difference where the two batches do not have the same rows, else None."""
     note: str = ""
 
@@ -190,7 +190,7 @@ def aligned(a: DataProto, b: DataProto) -> Pair:
         if len(a) == len(b):
             return Pair((a, b))
         common, most = min(len(a), len(b)), max(len(a), len(b))
-        found = Divergence(why="rows", row=common, first=f"{len(a)} rows", second=f"{len(b)} rows", rows=most)
+        found = RunDivergence(why="rows", row=common, first=f"{len(a)} rows", second=f"{len(b)} rows", rows=most)
         return Pair((a, b), tuple((row, row) for row in range(common)), found)
     if one_place(held(a, "uid"), held(b, "uid")):
         return Pair((a, b))
@@ -206,7 +206,7 @@ def aligned(a: DataProto, b: DataProto) -> Pair:
     return Pair((a, b), rows, _other_rows(keys, others, len(rows)))
 
 
-def _other_rows(keys: list[tuple[Any, int]], others: list[tuple[Any, int]], shared: int) -> Divergence:
+def _other_rows(keys: list[tuple[Any, int]], others: list[tuple[Any, int]], shared: int) -> RunDivergence:
     """Describe the difference of two batches with different rows: the first row that only one side has."""
     ours, theirs = set(keys), set(others)
     row = next((row for row, key in enumerate(keys) if key not in theirs), None)
@@ -215,7 +215,7 @@ def _other_rows(keys: list[tuple[Any, int]], others: list[tuple[Any, int]], shar
     second = others[row][0] if row < len(others) else None
     inside = f"{len(keys)} rows against {len(others)}, {shared} of them in both"
     uid, rows = second if first is None else first, len(keys) + len(others) - 2 * shared
-    return Divergence(why="rows", row=row, uid=uid, first=first, second=second, inside=inside, rows=rows)
+    return RunDivergence(why="rows", row=row, uid=uid, first=first, second=second, inside=inside, rows=rows)
 
 
 def _keys(uids: Any) -> list[tuple[Any, int]]:
@@ -262,7 +262,7 @@ def _kind(name: str, x: Any) -> str:
     return "float" if x.is_floating_point() else "bool" if x.dtype == torch.bool else "int"
 
 
-def column_difference(name: str, pair: Pair, how: How, *, everywhere: bool = False) -> Divergence | None:
+def column_difference(name: str, pair: Pair, how: How, *, everywhere: bool = False) -> RunDivergence | None:
     """Find the first difference (row, token) of one column between two aligned batches; None where the column is the
     same.
 
@@ -271,23 +271,25 @@ def column_difference(name: str, pair: Pair, how: How, *, everywhere: bool = Fal
     a, b = pair.batches
     if name not in a or name not in b:
         rows = len(pair.rows or a)
-        return Divergence(why="column", first=stored_as(a, name), second=stored_as(b, name), rows=rows)
+        return RunDivergence(why="column", first=stored_as(a, name), second=stored_as(b, name), rows=rows)
     if pair.rows is None and one_place(held(a, name), held(b, name)):
         return None
     x, y = read(a, name), read(b, name)
     if _kind(name, x) != _kind(name, y):
-        return Divergence(why="dtype", first=_dtype(x), second=_dtype(y), rows=len(a))
+        return RunDivergence(why="dtype", first=_dtype(x), second=_dtype(y), rows=len(a))
     x, y = pair.aligned(x, 0), pair.aligned(y, 1)
     if not isinstance(x, torch.Tensor):
         return _objects(x, y, pair, how)
     return _tensors(name, pair, x, y, how, everywhere)
 
 
-def _tensors(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor, how: How, everywhere: bool) -> Divergence | None:
+def _tensors(
+    name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor, how: How, everywhere: bool
+) -> RunDivergence | None:
     if x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y):
         return None
     laid = lay(name, pair, x, y)
-    shapes = Divergence(why="shape", first=tuple(x.shape), second=tuple(y.shape), rows=len(x))
+    shapes = RunDivergence(why="shape", first=tuple(x.shape), second=tuple(y.shape), rows=len(x))
     if laid is None:
         return shapes
     mask, flat = name in _MASKS.values(), x.dim() == 1
@@ -302,7 +304,7 @@ def _tensors(name: str, pair: Pair, x: torch.Tensor, y: torch.Tensor, how: How, 
     return _first(laid, unequal, counts, flat) if unequal.any() else None
 
 
-def _objects(x: np.ndarray, y: np.ndarray, pair: Pair, how: How) -> Divergence | None:
+def _objects(x: np.ndarray, y: np.ndarray, pair: Pair, how: How) -> RunDivergence | None:
     every = [difference(one, two, how) for one, two in zip(x, y, strict=True)]
     differing = [(number, cells) for number, cells in enumerate(every) if cells is not None]
     if not differing:
@@ -314,19 +316,19 @@ def _objects(x: np.ndarray, y: np.ndarray, pair: Pair, how: How) -> Divergence |
     if isinstance(a, str) and isinstance(b, str):
         equal = min(len(a), len(b))
         character = next((n for n in range(equal) if a[n] != b[n]), equal)
-    return Divergence(
+    return RunDivergence(
         why="values", row=row, other_row=other, character=character, rows=len(differing), **cells._asdict()
     )
 
 
-def _first(laid: Laid, unequal: torch.Tensor, counts: torch.Tensor | None, flat: bool) -> Divergence:
+def _first(laid: Laid, unequal: torch.Tensor, counts: torch.Tensor | None, flat: bool) -> RunDivergence:
     number, place, *deeper = unequal.nonzero()[0].tolist()
     row, other = laid.pair.row(number)
     shown = counts if counts is None else counts.expand(len(unequal), -1)[number]
     beside = () if flat else laid.beside(number, place, unequal[number], shown)
     ids = next((one.ids for one in beside if one.here), (None, None))
     first, second = laid.values(number, place, deeper)
-    return Divergence(
+    return RunDivergence(
         why="values",
         row=row,
         other_row=other,
@@ -673,7 +675,7 @@ START = "start"
 """The name of the phase that stands for the batch before the first one."""
 
 Side = tuple[Phase, ...]
-_Seen = tuple[int, str, Divergence]
+_Seen = tuple[int, str, RunDivergence]
 """Number of the pair of phases; `column`, `metric`, `rows` or `phase`; what was found there, also where it is the same."""
 _TIMES = ("timing_s/", "perf/")
 _TAKEN_OVER = "recorded/"
@@ -689,7 +691,7 @@ def diverge(
     atol: float = 0.0,
     columns: Sequence[str] | None = None,
     everywhere: bool = False,
-) -> Divergence:
+) -> RunDivergence:
     """Find the first phase, column, row and token at which two records of a training step differ.
 
     Each side is a `Trace`, something with a `.trace` (a stepper), a `DataProto`, or the folder of a saved trace or batch.
@@ -715,7 +717,7 @@ def diverge(
     walk = _Walk(sides, How(rtol=rtol, atol=atol), columns, everywhere)
     kinds: Counter[str] = Counter()
     phases: set[str | None] = set()
-    divergence, place, every = Divergence(), 0, walk.every()
+    divergence, place, every = RunDivergence(), 0, walk.every()
     for number, kind, candidate in every:
         if not candidate.identical:
             divergence, place = candidate, number
@@ -742,7 +744,7 @@ class _Walk:
 
     def every(self) -> Iterator[_Seen]:
         """Yield the result of each comparison, in order, equal or not."""
-        rows: Divergence | None = None
+        rows: RunDivergence | None = None
         order_reported = False
         for number, (ours, theirs, later) in enumerate(self._pairs):
             if ours is None or theirs is None:
@@ -751,7 +753,7 @@ class _Walk:
             if later and not order_reported and self.columns is None:
                 order_reported = True
                 order = [" ".join(phase.stage for phase in side[1:]) for side in self.sides]
-                yield number, "phase", Divergence(why="order", phase=ours.stage, first=order[0], second=order[1])
+                yield number, "phase", RunDivergence(why="order", phase=ours.stage, first=order[0], second=order[1])
             self._note(*(_reuse_note(ours, theirs) or _settings(ours, theirs)))
             self._note(*(_facts(ours, theirs) if number == 0 else ()))
             pair = aligned(ours.batch, theirs.batch)
@@ -768,7 +770,7 @@ class _Walk:
         if there is not None and any(map(self._wanted, there.wrote)):
             first, second = (phase and phase.stage for phase in (ours, theirs))
             rows = len(there.batch)
-            yield number, "phase", Divergence(why="phase", phase=there.stage, first=first, second=second, rows=rows)
+            yield number, "phase", RunDivergence(why="phase", phase=there.stage, first=first, second=second, rows=rows)
 
     def _columns(self, number: int, ours: Phase, theirs: Phase, pair: Pair) -> Iterator[_Seen]:
         for name in filter(self._wanted, dict.fromkeys((*ours.wrote, *theirs.wrote))):
@@ -780,13 +782,13 @@ class _Walk:
             if name != "uid" or not both:  # the rows were aligned by it
                 divergence = column_difference(name, pair, self.how, everywhere=self.everywhere)
             phase = ours.stage or _writer(name, ours.batch, theirs.batch)
-            yield number, "column", replace(divergence or Divergence(), phase=phase, column=name)
+            yield number, "column", replace(divergence or RunDivergence(), phase=phase, column=name)
 
     def _metrics(self, number: int, ours: Phase, theirs: Phase) -> Iterator[_Seen]:
         for key in dict.fromkeys((*ours.metrics, *theirs.metrics)) if self.columns is None else ():
             if key.startswith((*_TIMES, _TAKEN_OVER)):
                 continue
-            divergence = Divergence(phase=ours.stage, column=key)
+            divergence = RunDivergence(phase=ours.stage, column=key)
             a, b = ours.metrics.get(key), theirs.metrics.get(key)
             if a is None or b is None or not self.how.numbers(a, b):
                 largest = abs(a - b) if a is not None and b is not None else float("inf")

@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import torch
 
-from workbench.agents.stepping import EpisodeStepper, Tree, only_sequence
+from workbench.agents.stepping import EpisodeStepper, EpisodeTree, only_sequence
 from workbench.base import memory
 from workbench.base.config import Settings, require, source_of
 from workbench.base.errors import DataError, OutOfMemory, PipelineError, VersionMismatch, describe
@@ -589,8 +589,8 @@ class Stepper(Shown):
         *,
         turns: Sequence[int] | str = (),
         reward: Any = None,
-    ) -> Tree:
-        """Draw `n` continuations of an episode from a turn, or from each of several, score them, and return the `Tree`.
+    ) -> EpisodeTree:
+        """Draw `n` continuations of an episode from a turn, or from each of several, score them, and return the `EpisodeTree`.
 
         How much did that call help? `s.branch(3, turns="all").credit()` has the value before and after each turn of row 3's
         episode, and the difference, with standard errors. Turn `turn` is the first that is drawn again, with other seeds; at a
@@ -627,7 +627,7 @@ class Stepper(Shown):
             for number in (recorded, *(number for place in sorted(drawn) for number in drawn[place]))
         ]
         stage = self._pipeline["reward"] if reward is None else Reward(reward)
-        return Tree.of(recorded, drawn, stage(recorded.batch_of(outputs)).batch)
+        return EpisodeTree.of(recorded, drawn, stage(recorded.batch_of(outputs)).batch)
 
     def _agents(self) -> EpisodeRollout:
         for stage in self._pipeline:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from workbench.cluster.ranks import RayRanks
     from workbench.cluster.session import Cluster
     from workbench.cluster.simulating import Simulated, Simulation
-    from workbench.cluster.status import Logs, Profile, Status
+    from workbench.cluster.status import ClusterStatus, Logs, Profile
     from workbench.cluster.timeline import Timeline
 
 
@@ -91,8 +91,8 @@ _NODES = ("node", "address", "state", "CPUs free", "GPUs free", "memory", "objec
 _WORKERS = ("group", "rank", "pid", "host", "pool", "GPUs", "memory", "GPU memory", "doing", "for", "waiting")
 
 
-def status(status: Status) -> doc.Part:
-    """Build the display of a cluster's `Status`: tables of nodes, pools, workers and running calls; usage is bars in
+def status(status: ClusterStatus) -> doc.Part:
+    """Build the display of a cluster's `ClusterStatus`: tables of nodes, pools, workers and running calls; usage is bars in
     HTML.
     """
     at = f", {datetime.fromtimestamp(status.at, UTC):%Y-%m-%d %H:%M:%S} UTC" if status.at else ""
@@ -129,7 +129,7 @@ def _used(used: int, total: int, most: float) -> doc.Part:
     return doc.bar(used / total, text, used < most * total) if total else text
 
 
-def _workers(status: Status) -> list[list[doc.Part]]:
+def _workers(status: ClusterStatus) -> list[list[doc.Part]]:
     rows: list[list[doc.Part]] = []
     for line in status.workers:
         gpu = _used(*line.gpu, 0.95) if line.gpu is not None else "–"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from workbench.replay.audit import Audit
     from workbench.replay.diagnosis import Diagnosis, Finding
-    from workbench.steps.compare import Beside, Comparison, Divergence, Mismatch, RowChange
+    from workbench.steps.compare import Beside, Comparison, Mismatch, RowChange, RunDivergence
     from workbench.steps.what_if import WhatIf
 
 _RED = f"background:rgba({doc.DOWN},0.18);padding:0 4px;white-space:nowrap"
@@ -178,7 +178,7 @@ _TEXT = 60
 _MARK = f"background:rgba({doc.DOWN},0.30)"
 
 
-def divergence(diff: Divergence) -> doc.Part:
+def divergence(diff: RunDivergence) -> doc.Part:
     """Build the display of a `Divergence`: where two traces first differ, tokens around it, later differences, possible
     causes.
     """
@@ -209,7 +209,7 @@ def _tokens(beside: Sequence[Beside]) -> doc.Part:
     return doc.Either(lines, doc.Table(["token", "id", "first", "second"], rows))
 
 
-def title(diff: Divergence) -> str:
+def title(diff: RunDivergence) -> str:
     """Return a `Divergence` in one line: `first divergence: phase …, column …, row 3 (uid …), token 17: -0.42 against
     -0.41`.
     """
@@ -220,7 +220,7 @@ def title(diff: Divergence) -> str:
     return f"first divergence: {_place(diff)}: {_what(diff)}" + (f" (the same before: {amount})" if amount else "")
 
 
-def _place(diff: Divergence) -> str:
+def _place(diff: RunDivergence) -> str:
     parts = [f"phase {diff.phase}"] if diff.phase else []
     if diff.column is not None:
         parts.append(f"{'metric' if diff.why == 'metric' else 'column'} {diff.column}")
@@ -233,7 +233,7 @@ def _place(diff: Divergence) -> str:
     return ", ".join(parts)
 
 
-def _what(diff: Divergence) -> str:
+def _what(diff: RunDivergence) -> str:
     if diff.why in ("phase", "column"):
         return f"only the {'first' if diff.second is None else 'second'} has it"
     if diff.why == "rows":

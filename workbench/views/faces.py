@@ -1,7 +1,7 @@
 """The table of which function shows which class: names only, imported when an object is first shown."""
 
 _DOCUMENTS = {
-    "workbench.agents.stepping:Tree": "tokens:tree",
+    "workbench.agents.stepping:EpisodeTree": "tokens:tree",
     "workbench.agents.loop:AgentLoopBase": "tokens:agent_loop",
     "workbench.agents.stepping:EpisodeStepper": "tokens:episode",
     "workbench.cluster.fitting:Fit": "clusters:fit",
@@ -11,7 +11,7 @@ _DOCUMENTS = {
     "workbench.cluster.session:Cluster": "clusters:cluster",
     "workbench.cluster.simulating:Simulation": "clusters:simulation",
     "workbench.cluster.status:Logs": "clusters:logs",
-    "workbench.cluster.status:Status": "clusters:status",
+    "workbench.cluster.status:ClusterStatus": "clusters:status",
     "workbench.cluster.timeline:Timeline": "clusters:timeline",
     "workbench.dataproto.core:DataProto": "traces:batch",
     "workbench.datasets.preferences:Samples": "traces:data",
@@ -39,7 +39,7 @@ _DOCUMENTS = {
     "workbench.stages.pipeline:Pipeline": "traces:pipeline",
     "workbench.stages.stage:Outcome": "traces:outcome",
     "workbench.steps.compare:Comparison": "comparisons:comparison",
-    "workbench.steps.compare:Divergence": "comparisons:divergence",
+    "workbench.steps.compare:RunDivergence": "comparisons:divergence",
     "workbench.steps.stepper:Stepper": "traces:stepper",
     "workbench.steps.trace:Phase": "traces:phase",
     "workbench.steps.trace:Trace": "traces:trace",
@@ -50,16 +50,16 @@ _DOCUMENTS = {
 
 _WIDGETS = {
     "workbench.agents.stepping:EpisodeStepper": "EpisodeFace",
-    "workbench.cluster.status:Status": "ClusterTable",
+    "workbench.cluster.status:ClusterStatus": "ClusterTable",
     "workbench.steps.stepper:Stepper": "StepperFace",
-    "workbench.views.samples:Samples": "SamplesTable",
+    "workbench.views.samples:SamplesView": "SamplesTable",
     "workbench.views.tokens:Tokens": "TokenView",
 }
 """Class → its widget."""
 FACES = {name: {"document": f"workbench.views.{function}"} for name, function in _DOCUMENTS.items()}
 for _name, _widget in _WIDGETS.items():
     FACES.setdefault(_name, {})["widget"] = f"workbench.widgets.layer:{_widget}"
-FACES["workbench.agents.stepping:Tree"] |= {
+FACES["workbench.agents.stepping:EpisodeTree"] |= {
     "credit": "workbench.views.tokens:credit",
     "frame": "workbench.views.tokens:frame",
 }

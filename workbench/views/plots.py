@@ -12,7 +12,7 @@ from workbench.base.errors import RunError
 from workbench.runs.symptoms import Symptom
 from workbench.views import curves as draw
 from workbench.views.curves import HELD_OUT, Array, Series, label, lines_of
-from workbench.views.samples import Samples, samples
+from workbench.views.samples import SamplesView, samples
 
 
 class Recorded(Protocol):
@@ -68,7 +68,7 @@ class Plots:
             "smooth": round(draw.memory(curves), 3),
         }
 
-    def samples(self, run: int, step: int) -> Samples:
+    def samples(self, run: int, step: int) -> SamplesView:
         """Return the samples that run number `run` recorded in a step. Raises `RunError` where the step has no trace."""
         traces = list(self.runs.values())[run].traces
         if step not in list(traces):  # `in` alone would open the trace

@@ -215,7 +215,7 @@ def group_line(index: SampleIndex, group: int) -> str:
     return ", ".join([*parts, *([f"advantages over {numbers['spread']:g}"] if "spread" in numbers else [])])
 
 
-class Samples(doc.View):
+class SamplesView(doc.View):
     """The table that `samples(batch)` returns; in a live notebook it can be sorted, filtered, and rows can be picked."""
 
     remembered: ClassVar[Sequence[str] | None] = None
@@ -272,7 +272,7 @@ class Samples(doc.View):
         return self.frame
 
     @cached_property
-    def left_out(self) -> Samples | None:
+    def left_out(self) -> SamplesView | None:
         """The step's rows that were filtered out, rejected, not scored or failed, each with the reason; None where
         there are none.
 
@@ -281,7 +281,7 @@ class Samples(doc.View):
         left = [] if LEFT_OUT in self.index.frame else left_out(self.thing, self.index.batch, self.index.frame)
         if not left:
             return None
-        made = Samples(gathered(left), self.rows, "index", self.by_group, None, "")
+        made = SamplesView(gathered(left), self.rows, "index", self.by_group, None, "")
         made.columns = made.columns and [LEFT_OUT, *made.columns]
         return made
 
@@ -448,7 +448,7 @@ def samples(
     search: str = "",
     columns: Sequence[str] | None = None,
     against: Any = None,
-) -> Samples:
+) -> SamplesView:
     """Show samples of a batch, trace, stepper or run as a table: `.to_pandas()` is the DataFrame, `.row(7)` one sample
     in full, `.left_out` the rows that were filtered out, rejected or failed.
 
@@ -469,7 +469,7 @@ def samples(
     Example:
         >>> wb.views.samples(s, order="best", where={"tokens": (100, None)})  # doctest: +SKIP
     """
-    return Samples(thing, rows, order, by_group, where, search, columns, against)
+    return SamplesView(thing, rows, order, by_group, where, search, columns, against)
 
 
 def groups(thing: Any) -> pd.DataFrame:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from workbench.agents.stepping import EpisodeStepper, Estimate, Tree, TreeNode
+    from workbench.agents.stepping import EpisodeStepper, EpisodeTree, TreeNode, TurnValue
 
 
 @dataclass(frozen=True)
@@ -668,8 +668,8 @@ _TURN_TEXT = 90
 """Characters of a turn that are shown."""
 
 
-def tree(tree: Tree) -> doc.Part:
-    """Build the display of a `Tree`: what each stretch of the recorded episode was worth, then all nodes."""
+def tree(tree: EpisodeTree) -> doc.Part:
+    """Build the display of an `EpisodeTree`: what each stretch of the recorded episode was worth, then all nodes."""
     nodes = tree.nodes
     stretches = [
         [node.places, _turns_text(node), _number(before), _number(node.value), _signed(gained)]
@@ -698,7 +698,7 @@ def tree(tree: Tree) -> doc.Part:
     )
 
 
-def credit(tree: Tree) -> pd.DataFrame:
+def credit(tree: EpisodeTree) -> pd.DataFrame:
     """Make the DataFrame that `Tree.credit` returns: what each stretch of the recorded episode gained."""
     import pandas as pd
 
@@ -711,7 +711,7 @@ def credit(tree: Tree) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def frame(tree: Tree) -> pd.DataFrame:
+def frame(tree: EpisodeTree) -> pd.DataFrame:
     """Make the DataFrame that `Tree.to_pandas` returns: one line for each node."""
     import pandas as pd
 
@@ -733,7 +733,7 @@ def frame(tree: Tree) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"parent": "Int64"})
 
 
-def _gains(tree: Tree) -> Iterator[tuple[TreeNode, Estimate, Estimate]]:
+def _gains(tree: EpisodeTree) -> Iterator[tuple[TreeNode, TurnValue, TurnValue]]:
     """Yield (a stretch of the recorded episode, the value before it, what the stretch gained)."""
     for node in tree.nodes:
         if node.recorded and node.parent is not None:
@@ -782,12 +782,12 @@ def _turns_text(node: TreeNode) -> doc.Part:
     return doc.Either(parts, doc.wrapped(parts))
 
 
-def _number(estimate: Estimate) -> str:
+def _number(estimate: TurnValue) -> str:
     known = not math.isnan(estimate.error) and estimate.error > 0
     return doc.number(estimate.mean, ".3g") + (f" ± {estimate.error:.2g}" if known else "")
 
 
-def _signed(estimate: Estimate) -> doc.Part:
+def _signed(estimate: TurnValue) -> doc.Part:
     """Format a difference with its sign, coloured where it is beyond two standard errors."""
     if math.isnan(estimate.mean):
         return "–"

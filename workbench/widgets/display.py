@@ -71,11 +71,13 @@ def working_cell() -> progress.Show | None:
         return None
     from IPython.display import display
 
-    handle: Any = display(Line(""), display_id=True)
-    return lambda line, share, over: handle.update(Line(small(line) if over else bar(share, f"{line} · ■ stops it")))
+    handle: Any = display(ProgressLine(""), display_id=True)
+    return lambda line, share, over: handle.update(
+        ProgressLine(small(line) if over else bar(share, f"{line} · ■ stops it"))
+    )
 
 
-class Line(View):
+class ProgressLine(View):
     """A view of work: a bar with its line while it runs, which an interrupt of the kernel stops; then the line alone."""
 
     def __init__(self, shown: Part) -> None:

@@ -40,11 +40,11 @@ with optional("widgets", "live views"):
     import traitlets
 
 if TYPE_CHECKING:
-    from workbench.cluster.status import Status
+    from workbench.cluster.status import ClusterStatus
     from workbench.dataproto.core import DataProto
     from workbench.steps.stepper import Stepper
     from workbench.views.curves import LiveFigure
-    from workbench.views.samples import SampleIndex, Samples
+    from workbench.views.samples import SampleIndex, SamplesView
     from workbench.views.tokens import Tokens
 
 MOST = 24
@@ -228,7 +228,7 @@ _FIRST = (
 
 
 class SamplesTable(Layer):
-    """The widget of a `Samples` view: a table whose script sends messages for a page of `rows`, for their `code`, and
+    """The widget of a `SamplesView`: a table whose script sends messages for a page of `rows`, for their `code`, and
     for one row.
 
     Of a row it asks for everything (`pick`), its `tokens`, `text` or `history`, the `diff` to another row, or to `pin`
@@ -253,7 +253,7 @@ class SamplesTable(Layer):
     """How many rows are in view before the table scrolls."""
     rendered = traitlets.Bool().tag(sync=True)
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SamplesView) -> None:
         frame, index = samples.index.frame, samples.index
         counts = Counter(frame["status"]) if "status" in frame else {}
         self._samples, left = samples, samples.left_out
@@ -296,7 +296,7 @@ class SamplesTable(Layer):
             return {"kind": "pinned", "text": _pin(view.index.batch, row, expected, note)}
         return {"kind": "card", "html": self._shown(view, row, request).html()}
 
-    def _shown(self, view: Samples, row: int, request: dict[str, Any]) -> doc.View:
+    def _shown(self, view: SamplesView, row: int, request: dict[str, Any]) -> doc.View:
         """Return the view that replaces a row's card: its history, its tokens, or its difference to another row."""
         if request["kind"] == "history":
             made: doc.View = self._samples.against.history(view.row(row))
@@ -310,7 +310,7 @@ class SamplesTable(Layer):
             return same_row(view.index.batch, row, self._samples.against)
         return difference(view.index.frame, row, int(request["other"]))
 
-    def _card(self, view: Samples, row: int, rendered: bool) -> dict[str, Any]:
+    def _card(self, view: SamplesView, row: int, rendered: bool) -> dict[str, Any]:
         card, against = view.row(row, rendered, formulas=True), self._samples.against
         siblings = [[one, _cell(view.index.frame.iloc[one].get("reward"))] for one in card.siblings[:_SIBLINGS]]
         code = f"wb.views.samples({self._name(view)}).row({row})"
@@ -320,14 +320,14 @@ class SamplesTable(Layer):
         shown = {"html": card._repr_html_(), "reward": _cell(card.values.get("reward"))}
         return {"kind": "card", **shown, "siblings": siblings, "code": code, "more": more}
 
-    def _name(self, view: Samples) -> str:
+    def _name(self, view: SamplesView) -> str:
         """Return the Python expression for what the samples belong to, such as `trace` or
         `wb.views.samples(trace).left_out`.
         """
         name = name_of(self._samples.thing, "batch")
         return name if view is self._samples else f"wb.views.samples({name}).left_out"
 
-    def _code(self, view: Samples, request: dict[str, Any]) -> str:
+    def _code(self, view: SamplesView, request: dict[str, Any]) -> str:
         """Return the line of code that makes the DataFrame of what the page shows now."""
         page, where = _filters(request), view.where or {}
         if callable(where) or set(where) & set(page):
@@ -339,13 +339,13 @@ class SamplesTable(Layer):
         options = "".join(f", {name}={value!r}" for name, value in chosen.items() if value != usual[name])
         return f"wb.views.samples({self._name(view)}{options}).to_pandas()"
 
-    def _select(self, view: Samples, request: dict[str, Any]) -> np.ndarray:
+    def _select(self, view: SamplesView, request: dict[str, Any]) -> np.ndarray:
         """Return the rows that pass the filters of Python and of the page, in the page's order."""
         order, search, by_group = str(request["order"]), str(request.get("search") or ""), bool(request.get("by_group"))
         rows = view.index.select(order, where=view.where, search=search, by_group=by_group)
         return rows[np.isin(rows, view.index.select("index", where=_filters(request)))]
 
-    def _page(self, view: Samples, request: dict[str, Any]) -> dict[str, Any]:
+    def _page(self, view: SamplesView, request: dict[str, Any]) -> dict[str, Any]:
         start = int(request["start"])
         if (names := request.get("choose")) is not None:
             self._samples.choose([name for name in self.known if name in names])
@@ -372,7 +372,7 @@ class SamplesTable(Layer):
         page |= {"same": ", ".join(folded), "spans": view.index.spans}
         return {"kind": "rows", "rows": rows, "total": len(self._rows), "of": len(whole), **page}
 
-    def _columns(self, view: Samples) -> list[str]:
+    def _columns(self, view: SamplesView) -> list[str]:
         """Return the columns to show: the chosen ones, or the usual ones; for left-out rows the reason comes first."""
         known = ["row", *view.index.frame]
         first = [name for name in (LEFT_OUT, OF_ROW) if name in known]
@@ -613,13 +613,13 @@ CALM = 20
 
 
 class ClusterTable(Layer):
-    """The widget of a cluster's `Status`: a thread reads the status again every `every` seconds while a page shows it."""
+    """The widget of a cluster's `ClusterStatus`: a thread reads the status again every `every` seconds while a page shows it."""
 
     script = "cluster"
 
     face: Any = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, status: Status, every: float = EVERY) -> None:
+    def __init__(self, status: ClusterStatus, every: float = EVERY) -> None:
         self._again = status.again
         self._every = every
         self._over = threading.Event()

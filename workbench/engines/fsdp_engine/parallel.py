@@ -38,7 +38,7 @@ from workbench.engines.fsdp_engine.meshes import Mesh, Sizes
 from workbench.engines.local_engine.forward import (
     AttentionPlan,
     Head,
-    Layer,
+    LayerCall,
     experts_of,
     head_of,
     hidden_size,
@@ -227,7 +227,7 @@ class _Exchanged:
     def __init__(self, plan: AttentionPlan, count: int, group: Any) -> None:
         self._plan, self._count, self._group = plan, count, group
 
-    def attend(self, layer: Layer) -> Tensor:
+    def attend(self, layer: LayerCall) -> Tensor:
         """Compute the layer's attention [1, H, n, D'] for this rank's tokens."""
         size = self._group.size()
         # heads of keys and values that several ranks need go to each of them

@@ -351,7 +351,7 @@ class Reply:
         return {**_head("text_completion", self.id, self.model), "choices": choices, "usage": self.usage()}
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of an answer's text in a stream."""
 
     id: str
@@ -363,7 +363,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def chat_stream(request: ChatRequest, model: str, pieces: Iterator[Piece | Reply]) -> Iterator[dict[str, Any]]:
+def chat_stream(request: ChatRequest, model: str, pieces: Iterator[TextPiece | Reply]) -> Iterator[dict[str, Any]]:
     """Write a stream's chunks: the texts as they come, each tool call whole, log-probs in an answer's last chunk.
 
     `pieces` ends with the reply.
@@ -376,11 +376,11 @@ def chat_stream(request: ChatRequest, model: str, pieces: Iterator[Piece | Reply
 
     more = {"usage": None} if request.usage else {}
     for piece in pieces:
-        numbers = [piece.number] if isinstance(piece, Piece) else range(len(piece.answers))
+        numbers = [piece.number] if isinstance(piece, TextPiece) else range(len(piece.answers))
         for number in [one for one in numbers if one not in begun]:
             begun.add(number)
             yield chunk(piece.id, number, {"role": "assistant", "content": ""})
-        if isinstance(piece, Piece):
+        if isinstance(piece, TextPiece):
             yield chunk(piece.id, piece.number, {piece.name: piece.text})
             continue
         for number, answer in enumerate(piece.answers):
@@ -391,11 +391,13 @@ def chat_stream(request: ChatRequest, model: str, pieces: Iterator[Piece | Reply
             yield {**_head("chat.completion.chunk", piece.id, model), "choices": [], "usage": piece.usage()}
 
 
-def completion_stream(request: ChatRequest, model: str, pieces: Iterator[Piece | Reply]) -> Iterator[dict[str, Any]]:
+def completion_stream(
+    request: ChatRequest, model: str, pieces: Iterator[TextPiece | Reply]
+) -> Iterator[dict[str, Any]]:
     """Write the chunks of a plain completion's stream, as `chat_stream` does."""
     for piece in pieces:
         head = _head("text_completion", piece.id, model)
-        if isinstance(piece, Piece):
+        if isinstance(piece, TextPiece):
             choice = {"index": piece.number, "text": piece.text, "finish_reason": None, "logprobs": None}
             yield {**head, "choices": [choice]}
             continue

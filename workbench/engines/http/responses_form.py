@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.engines.http.openai_form import ChatAnswer, ChatRequest, Piece, Refusal, Reply, chat_request, fields_of
+from workbench.engines.http.openai_form import (
+    ChatAnswer,
+    ChatRequest,
+    Refusal,
+    Reply,
+    TextPiece,
+    chat_request,
+    fields_of,
+)
 
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "top_logprobs", "seed")
 _FIELDS = frozenset(
@@ -187,7 +195,9 @@ class _Events:
 _TOLD = {"delta": "delta", "done": "text"}
 
 
-def response_stream(request: ResponseRequest, model: str, pieces: Iterator[Piece | Reply]) -> Iterator[dict[str, Any]]:
+def response_stream(
+    request: ResponseRequest, model: str, pieces: Iterator[TextPiece | Reply]
+) -> Iterator[dict[str, Any]]:
     """Write a response's events: the texts as they come, each function call whole. `pieces` ends with the reply."""
     events, begun = _Events(), False
     for piece in pieces:
@@ -196,7 +206,7 @@ def response_stream(request: ResponseRequest, model: str, pieces: Iterator[Piece
             begun, empty = True, response_whole(Reply(piece.id, model, 0, [ChatAnswer({}, "stop", 0)]), request)
             empty |= {"status": "in_progress", "output": [], "usage": None}
             yield from (events.event(one, response=empty) for one in ("created", "in_progress"))
-        if isinstance(piece, Piece):
+        if isinstance(piece, TextPiece):
             if events.sent and piece.name not in events.sent:
                 yield from events.end(_items(ChatAnswer(events.sent, "stop", 0), name, None, "completed")[0])
             (item,) = _items(ChatAnswer({piece.name: piece.text}, "stop", 0), name, None, "in_progress")

@@ -30,7 +30,7 @@ from workbench.engines.local_engine.forward import (
     STAND_IN,
     AttentionPlan,
     Head,
-    Layer,
+    LayerCall,
     Routing,
     linear_head,
     pictured_inputs,
@@ -115,7 +115,7 @@ def _step(inner: Any, head: Head, tokens: Tensor, positions: Tensor, plan: Atten
             attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None
         )
         query, key, value = query[:, :, None], key[:, :, None], value[:, :, None]
-        layer = Layer(attention.layer_idx, query, key, value, attention.scaling, window)
+        layer = LayerCall(attention.layer_idx, query, key, value, attention.scaling, window)
         states = states + attention.o_proj(plan.attend(layer).reshape(len(tokens), -1))
         normed = _norm(block.post_attention_layernorm, states)
         states = states + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
@@ -279,7 +279,7 @@ class SharedPrefix:
 
     # --- attention ------------------------------------------------------------------------------
 
-    def attend(self, layer: Layer) -> Tensor:
+    def attend(self, layer: LayerCall) -> Tensor:
         """Compute the layer's attention [b, H, q, D']: of whole prompts while they are prefilled, else of one new token
         in each seat."""
         kind = layer.value.device.type
@@ -300,7 +300,7 @@ class SharedPrefix:
             buffer[:, :, self._column] = new.squeeze(2).transpose(0, 1)
         return self._cascade(layer, held, dtype)
 
-    def _cascade(self, layer: Layer, held: _Held, dtype: torch.dtype) -> Tensor:
+    def _cascade(self, layer: LayerCall, held: _Held, dtype: torch.dtype) -> Tensor:
         """Compute one new token's attention for each row, as one softmax over its shared prompt and its own tokens."""
         count, heads, _, width = layer.query.shape
         groups, long = len(held.own[0]), self._longest
@@ -332,7 +332,7 @@ class SharedPrefix:
         rows = rows.view(groups, -1, per, rows.shape[-1])
         return rows if self._layout.moves is None else rows[:, self._layout.moves[1]]
 
-    def _softmax(self, layer: Layer, scores: Tensor) -> Tensor:
+    def _softmax(self, layer: LayerCall, scores: Tensor) -> Tensor:
         """Softmax of scores [K, n, G, prompt + own tokens] in float32, with the layer's soft-cap, window and sinks
         applied."""
         if layer.softcap is not None:
@@ -399,7 +399,7 @@ def _layout(prompt_of: Sequence[int], prompts: int, device: torch.device) -> _La
     return _Layout(len(rows), (torch.tensor(padded, device=device), torch.tensor(order, device=device)), copies)
 
 
-def _causal(layer: Layer) -> Tensor:
+def _causal(layer: LayerCall) -> Tensor:
     """Compute causal attention of whole prompts: each token sees itself and those before it, within the layer's window."""
     length = layer.query.shape[2]
     far = layer.window is not None and length > layer.window

@@ -41,7 +41,7 @@ NAME, UNCAPPED = "workbench", "workbench_uncapped"
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCall:
     """One call of a model layer's attention: queries, keys and values of the new tokens, and the layer's settings."""
 
     index: int
@@ -99,7 +99,7 @@ class AttentionPlan(Protocol):
     """Protocol of an object that computes a forward pass's attention in place of the model's own code; it is called
     once for each layer."""
 
-    def attend(self, layer: Layer) -> Tensor:
+    def attend(self, layer: LayerCall) -> Tensor:
         """Compute the layer's attention [b, H, q, D']; `layer` holds queries, keys and values of the new tokens [b, ·,
         q, ·]."""
 
@@ -162,7 +162,7 @@ def _attention(
         found = "another mask" if plan is None else f"dropout {dropout}" if dropout else ", ".join(sorted(unknown))
         raise EngineError(what, expected="the mask that workbench passed, no dropout and no bias", found=found)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = Layer(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
+    layer = LayerCall(module.layer_idx, query, key, value, scale, sliding_window, softcap, s_aux)
     return plan.attend(layer).transpose(1, 2).contiguous(), None
 
 
@@ -176,7 +176,7 @@ def _uncapped(*given: Any, softcap: float | None = None, **named: Any) -> tuple[
 
 
 @dataclass(frozen=True)
-class Block:
+class SegmentBlock:
     """One attention call of n segments of packed tokens, each over its own tokens or over its rows' tokens so far."""
 
     queries: Tensor
@@ -201,7 +201,7 @@ class Parts:
     https://arxiv.org/abs/2205.14135; joined as by Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889.
     """
 
-    blocks: Sequence[Block]
+    blocks: Sequence[SegmentBlock]
     """Each token is among the queries of one block."""
     back: Tensor
     """[N]: the place of each token among those of all `blocks`, flattened."""
@@ -212,7 +212,7 @@ class Parts:
     longest: int
     """Tokens of the longest row."""
 
-    def attend(self, layer: Layer) -> Tensor:
+    def attend(self, layer: LayerCall) -> Tensor:
         """The layer's attention [1, H, N, D'] of the packed tokens."""
         states = [layer.query[0], layer.key[0], layer.value[0]]
         kind = layer.query.device.type
@@ -230,7 +230,9 @@ class _Joined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, parts: Parts, layer: Layer) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Any, parts: Parts, layer: LayerCall
+    ) -> Tensor:
         layer = replace(layer, query=query, key=key, value=value)
         pieces = []
         for block in parts.blocks:
@@ -257,7 +259,7 @@ class _Joined(torch.autograd.Function):
         query, key, value, sinks, out, total = ctx.saved_tensors
         parts, *settings = ctx.settings
         slope = slopes[0].to(out.dtype)
-        layer = Layer(0, query, key, value, *settings)
+        layer = LayerCall(0, query, key, value, *settings)
         slopes = tuple(torch.zeros_like(state.transpose(0, 1)) for state in (query, key, value))
         for block in parts.blocks:
             whole = [_taken(state, block.queries) for state in (out, slope, total)]
@@ -281,7 +283,7 @@ class _Joined(torch.autograd.Function):
         return (*(summed.transpose(0, 1) for summed in slopes), sunk, None, None)
 
 
-def _states(layer: Layer, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _states(layer: LayerCall, block: SegmentBlock) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [n, H, q, D], keys and values [n, K, k, ·] of a block, of a layer's states [heads, N, ·]."""
     keys = block.queries if block.keys is None else block.keys
     return _taken(layer.query, block.queries), _taken(layer.key, keys), _taken(layer.value, keys)
@@ -296,14 +298,14 @@ _CHUNK = 512
 """Queries whose scores exist at one time where no flash kernel computes them."""
 
 
-def _kernel(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _kernel(layer: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a flash kernel of torch computes a part of a layer with states [b, heads, ·, D]."""
     plain = layer.softcap is None and layer.window is None and query.shape[-1] == value.shape[-1]
     return plain and has_flash(query, key, value)
 
 
 def _part(
-    layer: Layer,
+    layer: LayerCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -326,7 +328,7 @@ def _part(
 
 
 def _part_backward(
-    layer: Layer,
+    layer: LayerCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -355,7 +357,7 @@ def _part_backward(
 
 
 def _by_hand(
-    layer: Layer, query: Tensor, key: Tensor, behind: Tensor, before: Tensor | None, mask: Tensor | None
+    layer: LayerCall, query: Tensor, key: Tensor, behind: Tensor, before: Tensor | None, mask: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | float]]:
     """Yield chunks of queries: (queries, keys, float32 scores [b, K, H / K, q, k], how steeply the soft-cap rises there)."""
     window, depths = layer.window, behind if before is None else before

@@ -25,9 +25,9 @@ from workbench.dataproto.columns import EXPERTS, MARGIN, PIXELS, declared
 from workbench.dataproto.core import DataProto, sent
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import (
-    Block,
     Head,
     Parts,
+    SegmentBlock,
     head_of,
     linear_head,
     pictured_inputs,
@@ -307,7 +307,7 @@ def _parts(segments: Sequence[_Segment], device: Any) -> Parts:
             behind, before = depths[queries], np.where(none, len(depths), depths[keys])
             hidden = before[:, None, None, :] > behind[:, None, :, None]
             arrays[2:] = [behind, keys, before, np.where(hidden, -np.inf, 0).astype(np.float32)]
-        blocks.append(Block(*[sent(torch.from_numpy(array), device) for array in arrays]))
+        blocks.append(SegmentBlock(*[sent(torch.from_numpy(array), device) for array in arrays]))
     sides = [sent(torch.from_numpy(array), device) for array in (back, depths)]
     return Parts(blocks, sides[0], above, sides[1], int(depths.max()) + 1)
 
