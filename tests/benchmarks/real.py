@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python tests/benchmarks/real.py MODEL step --set gradient_checkpointing=true --base FOLDER
     PYTHONPATH=. python tests/benchmarks/real.py MODEL hour
+    PYTHONPATH=. python tests/benchmarks/real.py MODEL half --tokens 80
     PYTHONPATH=. python tests/benchmarks/real.py - length --tokens 512 2048 4096
 
 MODEL is a folder; `-` is a random model of 10M parameters (SmolLM2's shape, smaller). Each side is a process of its own with one
@@ -146,6 +147,43 @@ def side_hour(job: Job) -> None:
     answer(wall=0.0, cpu=time.process_time(), peak=memory("VmHWM"), parts={})
 
 
+def side_half(job: Job) -> None:
+    """How far bfloat16 moves log-probs of 128 rows of `tokens` tokens that float32 sampled: as `dtype`, and as `base_dtype` of LoRA."""
+    import torch
+
+    import workbench as wb
+    from workbench.dataproto import DataProto
+
+    def opened(**settings: Any) -> Any:
+        return wb.engines.local(job["model"], threads=1, self_check=False, pack="yes", **settings)
+
+    truth, most = opened(), job["tokens"]
+    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    texts = [truth.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    prompts = [tuple(truth.tokenizer(text)["input_ids"]) for text in texts]
+    settings = wb.SamplingSettings(max_tokens=most, ignore_eos=True)
+    requests = [wb.engines.Request(prompts[row % 8], settings, row) for row in range(128)]
+    samples, wide = truth.sample_many(requests), max(map(len, prompts))
+    ids = torch.tensor(
+        [[0] * (wide - len(a.ids)) + [*a.ids, *b.ids] for a, b in zip(requests, samples, strict=True)], dtype=torch.long
+    )
+    mask = torch.tensor([[0] * (wide - len(one.ids)) + [1] * (len(one.ids) + most) for one in requests])
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    batch = DataProto({**columns, "response_mask": torch.ones(128, most, dtype=torch.long)})
+    plain = truth.compute_log_probs(batch)["log_probs"]
+    sampled = torch.tensor([one.log_probs for one in samples])
+    answer(held=memory("VmRSS"))
+    sys.stdin.readline()
+    cpu = time.process_time()
+    sides = {"bfloat16": {"dtype": "bfloat16"}, "base_dtype": {"lora_rank": 8, "base_dtype": "bfloat16"}}
+    found = {"sampled beside scored": (sampled - plain).abs()}
+    for name, each in sides.items():
+        found[name] = (opened(**each).compute_log_probs(batch)["log_probs"] - plain).abs()
+    parts = {f"{name} {kind}": float(getattr(one, kind)()) for name, one in found.items() for kind in ("mean", "max")}
+    answer(told=parts, tokens=plain.numel())
+    answer(wall=0.0, cpu=time.process_time() - cpu, peak=memory("VmHWM"), parts={})
+
+
 # --- in turn --------------------------------------------------------------------------------------
 
 
@@ -198,7 +236,7 @@ def main() -> None:
     """All sides in turn; a table of medians, and of the ratios of turns that followed each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("what", choices=["step", "length", "hour", "side"])
+    parser.add_argument("what", choices=["step", "length", "hour", "half", "side"])
     parser.add_argument("--set", nargs="*", action="append", default=[], help="settings of one more side: name=json")
     parser.add_argument("--base", type=Path, help="another checkout")
     parser.add_argument("--tokens", type=int, nargs="+", default=[48])
@@ -209,7 +247,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.job:
         job = json.loads(options.job)
-        {"step": side_step, "length": side_length, "hour": side_hour}[job["what"]](job)
+        {"step": side_step, "length": side_length, "hour": side_hour, "half": side_half}[job["what"]](job)
         return
     with tempfile.TemporaryDirectory() as folder:
         model = model_10m(Path(folder, "model")) if options.model == "-" else str(Path(options.model).absolute())
@@ -226,7 +264,7 @@ def main() -> None:
                 sides.append(Side(name, options.what, root, {**job, "settings": settings, "folder": str(own)}))
                 if options.what != "hour":
                     sides[-1].heard()
-            for _ in range(1 if options.what == "hour" else options.rounds):
+            for _ in range(1 if options.what in ("hour", "half") else options.rounds):
                 for side in sides:
                     side.turn()
             for side in sides:

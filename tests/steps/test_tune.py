@@ -14,7 +14,7 @@ from workbench.engines.fsdp_engine.engine import FsdpEngine, fsdp
 from workbench.engines.local_engine import scoring
 from workbench.engines.paired import paired
 from workbench.steps import tune as module
-from workbench.steps.tune import Measured, Trial, Tuning, _best, _cache_share, _lines, half_gain, tune
+from workbench.steps.tune import Measured, Trial, Tuning, _best, _cache_share, _limit, _lines, half_gain, tune
 
 GIB = 1 << 30
 
@@ -211,7 +211,7 @@ def test_a_result_without_trials_has_a_face() -> None:
     assert "rollout" in repr(Tuning((Measured("rollout", 1.0, 0, 0),), (), ()))
 
 
-@pytest.mark.parametrize(("gain", "role"), [(3.0, ["actor"]), (1.5, [])])
+@pytest.mark.parametrize(("gain", "role"), [(3.0, ["actor"]), (1.4, [])])
 def test_a_cpu_that_multiplies_bfloat16_faster_is_told_what_it_costs(
     tiny: str, gain: float, role: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,3 +232,20 @@ def test_a_cpu_that_multiplies_bfloat16_faster_is_told_what_it_costs(
 def test_ranks_cannot_try_another_precision(tiny: str) -> None:
     assert "dtype" in opened(tiny).tried and "dtype" not in FsdpEngine.tried
     assert half_gain(64) > 0
+
+
+def test_a_step_is_told_beside_its_matrix_products(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened(tiny, pack="no")
+    monkeypatch.setattr(module, "product_rate", lambda kind: 1e9)
+    stepper = wb.Stepper(pipeline(engine), rows().batch(2)).run()
+    batch, kept = stepper.batch, stepper.batch["attention_mask"].bool()
+    paths = [tuple(ids[inside].tolist()) for ids, inside in zip(batch["input_ids"], kept, strict=True)]
+    tokens = len({path[: end + 1] for path in paths for end in range(len(path))})
+    layers = [one for one in engine._model.modules() if isinstance(one, torch.nn.Linear)]
+    scored = len(module._phases_of(stepper.pipeline, engine)) - 1
+    seconds = (6 + 2 * scored) * tokens * sum(one.weight.numel() for one in layers) / 1e9
+    text = _limit(stepper, engine, Trial("actor", {}, 1.25, 0, 0))
+    assert text.startswith(
+        f"# actor: 1.25 s; the products of its {tokens:,} distinct tokens alone take about {seconds:.2f} s"
+    )
+    assert _limit(stepper, engine, Trial("actor", {}, 1.25, 0, 7)) == "", "on a GPU its rate is not measured"

@@ -6,8 +6,9 @@ weights, optimizer, version, controllers and random generators are afterwards wh
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from traceback import clear_frames
@@ -22,6 +23,7 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.products import product
+from workbench.engines.local_engine.scoring import in_order
 from workbench.engines.protocol import Adjustable, Described, Tunable
 from workbench.stages.pipeline import Pipeline
 from workbench.steps.stepper import Stepper
@@ -97,7 +99,7 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
     require(batch_size >= 1, "batch_size", expected="≥ 1 prompt", found=batch_size)
     every = pipeline.learners()
     learners = {role: one for role, one in every.items() if isinstance(one, Tunable)}
-    deadline, trials = time.monotonic() + seconds, list[Trial]()
+    deadline, trials, limits = time.monotonic() + seconds, list[Trial](), list[str]()
     first = Stepper(pipeline, rows.batch(batch_size))
     for role, learner in every.items():
         first.snapshots.take(learner, role)
@@ -108,10 +110,12 @@ def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float 
         phases, failure = _run(second, learners)
         for role, learner in learners.items():
             if failure is None or failure[0] in _phases_of(pipeline, learner):
-                trials += _trials(second, role, learner, deadline)
+                tried = _trials(second, role, learner, deadline)
+                trials += tried
+                limits += [_limit(second, learner, tried[0])] if "attention_mask" in second.batch else []
         if failure is not None and not trials:
             raise failure[1]
-    return _result(phases, trials, learners)
+    return _result(phases, trials, learners, [*filter(None, limits)])
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -207,17 +211,40 @@ def _log_probs(learner: Any, batch: Any) -> torch.Tensor:
     return log_probs
 
 
+def product_rate(kind: torch.dtype, size: int = 512) -> float:
+    """Measure how many floating-point operations a second this CPU takes in products of matrices [size, size] of a type."""
+    matrix, times = torch.ones(size, size, dtype=kind), list[float]()
+    for _ in range(5):
+        began = time.perf_counter()
+        product(matrix, matrix)
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / min(times)
+
+
 def half_gain(size: int = 512) -> float:
     """Measure how many times as fast as in float32 this CPU multiplies matrices [size, size] in bfloat16."""
-    times = []
-    for kind in (torch.float32, torch.bfloat16):
-        matrix, each = torch.ones(size, size, dtype=kind), list[float]()
-        for _ in range(5):
-            began = time.perf_counter()
-            product(matrix, matrix)
-            each.append(time.perf_counter() - began)
-        times.append(min(each))
-    return times[0] / times[1]
+    return product_rate(torch.bfloat16, size) / product_rate(torch.float32, size)
+
+
+def _limit(stepper: Stepper, learner: Any, base: Trial) -> str:
+    """Describe what the matrix products of a learner's phases alone take on this CPU; empty for adapters, experts and a GPU.
+
+    A token that rows share counts once, 2 operations a weight where it is scored and 6 where it is learned (Kaplan et al. 2020).
+    """
+    now, batch = learner.describe(), stepper.batch
+    layout = [entry.shape for entry in learner.weight_layout().values()] if hasattr(learner, "weight_layout") else []
+    matrices = [math.prod(shape) for shape in layout if len(shape) == 2][1:]  # the first is looked up, not multiplied
+    if base.device or base.error or now.get("lora_rank") or not matrices or max(map(len, layout)) > 2:
+        return ""
+    rows = in_order(batch["input_ids"], batch["position_ids"], batch["attention_mask"])
+    tokens = int((rows.lengths - rows.shared).sum())
+    each = sum(6 if name.startswith("update") else 2 for name in _phases_of(stepper.pipeline, learner))
+    rate = product_rate(torch.bfloat16 if now["dtype"] == "bfloat16" else torch.float32)
+    work = each * tokens * sum(matrices)
+    return (
+        f"# {base.role}: {base.seconds:.2f} s; the products of its {tokens:,} distinct tokens alone take about "
+        f"{work / rate:.2f} s ({work / 1e9:,.1f} GFLOP at {rate / 1e9:.0f} GFLOP/s)"
+    )
 
 
 def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
@@ -246,8 +273,8 @@ def _candidates(learner: Any, stepper: Stepper) -> list[dict[str, Any]]:
 # --- what to paste --------------------------------------------------------------------------------
 
 
-def _result(phases: list[Measured], trials: list[Trial], learners: Mapping[str, Any]) -> Tuning:
-    lines: list[str] = []
+def _result(phases: list[Measured], trials: list[Trial], learners: Mapping[str, Any], limits: Sequence[str]) -> Tuning:
+    lines = list(limits)
     proposed: dict[str, Mapping[str, Any]] = {}
     for role in dict.fromkeys(one.role for one in trials):
         proposed[role] = _best([one for one in trials if one.role == role and not one.cost])
