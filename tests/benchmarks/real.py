@@ -176,11 +176,11 @@ def side_half(job: Job) -> None:
     sys.stdin.readline()
     cpu = time.process_time()
     sides = {"bfloat16": {"dtype": "bfloat16"}, "base_dtype": {"lora_rank": 8, "base_dtype": "bfloat16"}}
-    found = {"sampled beside scored": (sampled - plain).abs()}
+    apart = {"sampled beside scored": (sampled - plain).abs()}
     for name, each in sides.items():
-        found[name] = (opened(**each).compute_log_probs(batch)["log_probs"] - plain).abs()
-    parts = {f"{name} {kind}": float(getattr(one, kind)()) for name, one in found.items() for kind in ("mean", "max")}
-    answer(told=parts, tokens=plain.numel())
+        apart[name] = (opened(**each).compute_log_probs(batch)["log_probs"] - plain).abs()
+    parts = {f"{name} {kind}": float(getattr(one, kind)()) for name, one in apart.items() for kind in ("mean", "max")}
+    answer(nats=parts, tokens=plain.numel())
     answer(wall=0.0, cpu=time.process_time() - cpu, peak=memory("VmHWM"), parts={})
 
 
