@@ -183,10 +183,11 @@ def test_rows_are_shared_out_evenly_by_tokens_and_come_back_in_order(two: Group,
     there, here = engines(two, lr=1e-3)
     for number in (1, 2, 3, 7):
         rows = batch.slice(11 - number, 11)
-        assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 2e-6
+        # oneDNN sums another number of rows in another order
+        assert difference(there.compute_log_probs(rows), here.compute_log_probs(rows)) < 4e-6
         a, b = (engine.probe(rows, LikelihoodLoss(), counts(rows)) for engine in (there, here))
         assert a.metrics["grad_norm"].result() == pytest.approx(b.metrics["grad_norm"].result(), rel=1e-5)
-        torch.testing.assert_close(a.columns["seen"], b.columns["seen"], atol=2e-6, rtol=0)
+        torch.testing.assert_close(a.columns["seen"], b.columns["seen"], atol=4e-6, rtol=0)
 
 
 def test_the_same_batch_twice_gives_the_same_numbers(two: Group, batch: DataProto) -> None:

@@ -46,6 +46,7 @@ from workbench.engines.local_engine.forward import (
     replay,
 )
 from workbench.engines.local_engine.loading import load_model, tie, tied
+from workbench.engines.local_engine.products import use_faster_products
 from workbench.engines.local_engine.scoring import RowTree, layout, outputs
 from workbench.engines.torch_internals import is_fake
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of, whole_blocks
@@ -429,6 +430,8 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> RootModule:
         share_tokens(model, mesh["cp"])
     whole = RootModule(model, value)
     device = mesh.device_type
+    if device == "cpu":
+        use_faster_products(model)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh.fsdp, "offload_policy": offload}
     half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
