@@ -155,7 +155,7 @@ def test_a_cell_shows_the_widget_over_the_static_form(monkeypatch: pytest.Monkey
 
 
 def test_doors_are_real() -> None:
-    assert set(shown._DOORS) == {"text", "html", "display"}
+    assert set(shown._DOORS) == {"text", "html", "display", "cell"}
     assert all(callable(named(name)) for name in shown._DOORS.values())
 
 

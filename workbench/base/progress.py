@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from pkgutil import resolve_name
+
+from workbench.base.shown import door
 
 AFTER = 1.0
 """Seconds after which work is shown, and between two lines."""
 QUIET = 10.0
 """Seconds before the first line in a log, which is no terminal; between further ones twice as many each time."""
-NOTEBOOK = "workbench.widgets.display:working_cell"
-"""Function that opens the line in a notebook's cell; it returns None elsewhere."""
 Show = Callable[[str, float, bool], None]
 """Shows a line, the share of the work that is done (0 to 1), and whether the work is over."""
 
@@ -190,7 +189,7 @@ def on_stderr() -> Show:
 
 def _here() -> Show:
     """Open the line where this process shows things."""
-    cell: Show | None = resolve_name(NOTEBOOK)() if "IPython" in sys.modules else None
+    cell: Show | None = door("cell")() if "IPython" in sys.modules else None
     return cell or on_stderr()
 
 

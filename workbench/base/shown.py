@@ -35,11 +35,16 @@ def register(faces: Mapping[str, Mapping[str, str]], **doors: str) -> None:
     """Register how classes are displayed: `"module:Class"` → {`document`, `widget` or another name:
     `"module:function"`}.
 
-    `doors` name three more functions: `text` and `html` render a document, `display` shows a widget in a notebook (it
-    gets the object and a function that makes its widget).
+    `doors` name four more functions: `text` and `html` render a document, `display` shows a widget in a notebook (it
+    gets the object and a function that makes its widget), `cell` opens the line of work that a cell waits for.
     """
     _FACES.update(faces)
     _DOORS.update(doors)
+
+
+def door(name: str) -> Any:
+    """Return a function that is registered as one of the doors."""
+    return resolve_name(_DOORS[name])
 
 
 def shows(thing: Any, what: str, *args: Any, **options: Any) -> Any:
@@ -61,7 +66,7 @@ def _named(thing: Any, what: str) -> str | None:
 
 def _rendered(thing: Any, form: str) -> str | None:
     known = _named(thing, "document") is not None
-    return str(resolve_name(_DOORS[form])(shows(thing, "document"))) if known else None
+    return str(door(form)(shows(thing, "document"))) if known else None
 
 
 class Shown:
@@ -83,7 +88,7 @@ class Shown:
         if _named(self, "widget") is None:
             raise NotImplementedError("this object has no widget")  # IPython goes on with the HTML and the text
         try:
-            resolve_name(_DOORS["display"])(self, lambda: shows(self, "widget"))
+            door("display")(self, lambda: shows(self, "widget"))
         except Exception as error:
             if not os.environ.get("WORKBENCH_JOB"):  # whose notebook has no widgets
                 colab = "google.colab" in sys.modules and not isinstance(error, PackageMissing)

@@ -13,6 +13,7 @@ shown.register(
     text="workbench.views.document:text",
     html="workbench.views.document:html",
     display="workbench.widgets.layer:show",
+    cell="workbench.widgets.display:working_cell",
 )
 
 __all__ = [
