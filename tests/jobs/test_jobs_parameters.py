@@ -154,8 +154,13 @@ def test_a_recipe_with_a_critic_is_sent_to_its_notebook() -> None:
     recipe = {one.name: one.help for one in declared_parameters(NOTEBOOKS["201"])}["recipe"]
     others = (
         "by_name",
+        "distill",
+        "dpo",
+        "like_trl",
         "multi_policy",
+        "online_dpo",
         "reward_model",
+        "rft",
         "sft",
         "tree_grpo",
         "with_rollout_correction",

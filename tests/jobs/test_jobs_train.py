@@ -567,7 +567,7 @@ def test_what_only_shows_a_run_never_ends_it(tiny: str, tmp_path: Path, monkeypa
 
     broken = Tracker(log, close=breaks)
     live = SimpleNamespace(on_row=breaks, close=breaks, watch=lambda: asyncio.sleep(0))
-    monkeypatch.setattr(train, "png", breaks)
+    monkeypatch.setattr(train, "_draw", breaks)
     monkeypatch.setattr(train, "in_notebook", lambda: True)
     monkeypatch.setattr(train, "open_display", lambda *_: live)
     monkeypatch.setattr(loop, "TRACKERS", {**loop.TRACKERS, "console": lambda *_: broken})

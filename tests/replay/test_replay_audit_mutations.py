@@ -249,7 +249,7 @@ TRAININGS: dict[str, Callable[[], Pipeline]] = {
 def quick() -> Iterator[None]:
     """No checkpoint is written."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workbench.runs.loop.Session._save", lambda self: None)
+        patch.setattr("workbench.runs.loop.TrainingLoop._save", lambda self: None)
         yield
 
 

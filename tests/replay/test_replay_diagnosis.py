@@ -71,7 +71,8 @@ def made(
     """A run of six steps of 4 × 4 responses."""
     engine = wb.engines.local("data/tiny-arith", lr=lr)
     settings = {"group_size": 4, "kl_coef": 0.001, "max_tokens": 48, **settings}
-    pipe = wb.recipes.grpo(engine, wb.rewards.Reward(reward, in_process=True), **settings)
+    judged = None if reward is None else wb.rewards.Reward(reward, in_process=True)
+    pipe = wb.recipes.grpo(engine, judged, **settings)
     if change is not None:
         pipe = change(pipe)
     rows = wb.rows(TRAIN, limit=64) if rows is None else rows

@@ -70,7 +70,7 @@ gradient_checkpointing | done | LocalSettings.gradient_checkpointing |
 trust_remote_code | done | LocalSettings.trust_remote_code |
 disable_dropout | irrelevant | | dropout is off in every pass
 cast_lm_head_to_fp32 | refused unless False | | logits are float32 where dtype is
-{per_device_train_batch_size,gradient_accumulation_steps,steps_per_generation,generation_batch_size} | done | train(batch_size), Update(ppo_mini_batch_size) | in prompts; micro-batches are the engine's affair
+{per_device_train_batch_size,gradient_accumulation_steps,steps_per_generation,generation_batch_size} | done | train(batch_size), Update(ppo_mini_batch_size) | in prompts; the engine cuts micro-batches
 {num_train_epochs,max_steps} | done | train(epochs), train(steps) | a step here is one batch sampled, TRL's one optimizer step
 {seed,data_seed} | done | train(seed) | the order and the draws are others than TRL's
 shuffle_dataset | refused unless True | rows | rows are drawn in a seeded order
