@@ -68,6 +68,7 @@ def test_everything_is_in_the_folder(tiny: str, tmp_path: Path) -> None:
     assert (tmp_path / "r" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "r" / "lock.json").exists()
     assert "step 3 of 3" in repr(run) and "<table" in run._repr_html_()
+    assert ">3 of 3<" in run._repr_html_() and "held-out reward" in run._repr_html_(), "the main numbers, in large type"
     with pytest.raises(RunError, match="there is a run in .* already"):
         wb.train_blocking(pipe, rows, steps=3, batch_size=4, run=tmp_path / "r")
     with pytest.raises(RunError, match="no checkpoint of step 1"):

@@ -412,6 +412,7 @@ def test_no_run_there(tmp_path: Path) -> None:
 def test_progress_lines() -> None:
     row = {"training/global_step": 3, "critic/score/mean": 0.5, "actor/kl_loss": 0.002, "timing_s/step": 1.26}
     assert progress_line(row, 10, 62) == "step 3/10  reward 0.500  kl 0.00200  1.3 s  eta 01:02"
+    assert progress_line(row, 3, 0) == "step 3/3  reward 0.500  kl 0.00200  1.3 s", "nothing is left to wait for"
     validated = {"training/global_step": 0, "critic/score/mean": None, "val/reward": 0.25, "val/greedy": 0.5}
     assert progress_line(validated, 10, 0) == "step 0/10  held-out 0.250 (greedy 0.500)"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import workbench as wb
@@ -36,6 +38,7 @@ def test_pictures(batch: wb.DataProto) -> None:
     assert figure._repr_png_()[:4] == b"\x89PNG"
     pipe = wb.recipes.grpo(wb.engines.local("data/tiny-arith", lr=3e-4, device="cpu"), group_size=8, kl_coef=0.001)
     asked = {name: wb.what_if(pipe, batch, loss_mode=name, updates=2) for name in ("cispo", "gpg")}
+    assert re.search(r"token \d+ '.+' \([+-]\d\.\d{4}\)", repr(asked["gpg"])), "which token moved most, in words"
     table = wb.views.what_if_table(asked)
     assert list(table.index) == ["cispo", "gpg"] and (table["cosine"] <= 1.0001).all() and (table["way"] > 0).all()
     drawn = wb.views.what_if_figure(asked)

@@ -86,6 +86,20 @@ def test_nothing_is_wider_than_a_narrow_page(drawn: tuple[Any, dict[str, Screen]
 
 
 @in_chromium
+def test_a_narrow_page_folds_the_filters_of_samples(drawn: tuple[Any, dict[str, Screen]]) -> None:
+    page, all_of_them = drawn
+    order, fold = page.get_by_label("order", exact=True), page.get_by_role("button", name="filters")
+    show(page, all_of_them["samples"], "light", 900)
+    assert order.is_visible() and not fold.is_visible()
+    show(page, all_of_them["samples"], "light", 360)
+    assert page.get_by_label("search texts").is_visible() and not order.is_visible()
+    fold.click()
+    assert order.is_visible() and page.get_by_label("by prompt").is_visible()
+    fold.click()
+    assert not order.is_visible()
+
+
+@in_chromium
 def test_a_live_table_is_as_many_rows_high_as_it_is_told_and_scrolls_through_all(drawn: tuple[Any, Any]) -> None:
     page, high = drawn[0], {}
     for rows in (2, 4, 500):

@@ -157,17 +157,17 @@ KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")
 
 
 def progress_line(row: Mapping[str, Any], steps: int, eta: float) -> str:
-    """Format a metrics row as `step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`; `eta` is in seconds."""
+    """Format a metrics row as `step 12/60  reward 0.531  kl 0.00210  1.3 s  eta 01:02`; `eta` is in seconds, and left out
+    after the last step.
+    """
     parts = [f"step {row[STEP]}/{steps}"]
     if row.get("critic/score/mean") is not None:
         parts.append(f"reward {row['critic/score/mean']:.3f}")
-    kl = next((row[key] for key in KL if row.get(key) is not None), None)
-    if kl is not None:
-        parts.append(f"kl {kl:.5f}")
-    if "timing_s/step" in row:
-        parts += [f"{row['timing_s/step']:.1f} s", f"eta {int(eta) // 60:02d}:{int(eta) % 60:02d}"]
+    parts += [f"kl {row[key]:.5f}" for key in KL if row.get(key) is not None][:1]
+    parts += [f"{row['timing_s/step']:.1f} s"] if "timing_s/step" in row else []
     if row.get("val/reward") is not None and row.get("val/greedy") is not None:
         parts.append(f"held-out {row['val/reward']:.3f} (greedy {row['val/greedy']:.3f})")
+    parts += [f"eta {int(eta) // 60:02d}:{int(eta) % 60:02d}"] if "timing_s/step" in row and row[STEP] < steps else []
     return "  ".join(parts)
 
 

@@ -17,7 +17,7 @@ from workbench.views import document as doc
 from workbench.views.curves import WORDS, bare, cell_figure
 from workbench.views.rewards import question
 from workbench.views.sample_table import compared_row, object_at
-from workbench.views.tokens import tokens
+from workbench.views.tokens import TokenRow, tokens
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -297,19 +297,20 @@ def what_if(result: WhatIf) -> doc.Part:
     """
     text, page = list[list[doc.Part]](), list[list[doc.Part]]()
     sums = result.difference.sum(-1).tolist()
-    means = None
+    means = [math.nan] * len(sums)
     if "advantages" in result.batch:
         means = F.masked_mean(result.batch["advantages"], result.batch["response_mask"], -1).tolist()
     shown = result.rows()
     most = max((abs(sums[row]) for row in shown), default=0.0)
-    largest = max((abs(means[row]) for row in shown), default=0.0) if means is not None else 0.0
+    largest = max((abs(means[row]) for row in shown), default=0.0)
     for row in shown:
         reward = f"{float(result.batch['reward'][row]):g}" if "reward" in result.batch else ""
         token = int(result.difference[row].abs().argmax())
-        moved = f"token {token} ({float(result.difference[row][token]):+.4f})"
-        advantage = _bar(means[row], largest) if means is not None else ""
+        word = "".join(TokenRow(result.batch, row).texts[token : token + 1])
+        moved = f"token {token} {word!r} ({float(result.difference[row][token]):+.4f})"
         text.append([str(row), reward, f"{sums[row]:+.4f}", moved])
-        page.append([str(row), _responses([result.batch], row), reward, advantage, _bar(sums[row], most), moved])
+        bars = _bar(means[row], largest), _bar(sums[row], most)
+        page.append([str(row), _responses([result.batch], row), reward, *bars, moved])
     header = ["row", "response (prompt on hover)", "reward", "advantage", "Δ log-prob", "most moved token"]
     movers = doc.Either(doc.Table([header[0], header[2], *header[4:]], text), doc.Table(header, page))
     return (

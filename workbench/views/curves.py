@@ -114,7 +114,7 @@ def _curves(axes: Axes, wanted: Sequence[str], runs: Sequence[Series], look: Loo
         dots = [_held_out(axes, run, look) for run in runs if len(run.points(HELD_OUT)[0])]
         key |= {"held out, 95 %": dots[0]} if dots else {}
     if len(runs) == len(drawn) == 1:
-        return Plotted(key | _banded(axes, runs[0], drawn[0]), float(lines[0].get_ydata()[-1]))
+        return Plotted(key | _banded(axes, runs[0], drawn[0]), float(runs[0].points(drawn[0])[1][-1]))
     if key:
         _scale(axes, axes.dataLim.y0, axes.dataLim.y1)
     return Plotted(key, None)
@@ -208,7 +208,7 @@ def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
         there[:] = True
     steps = run.steps[there]
     means = np.stack([smooth(row, look.smoothing) for row in numbers[:, there]])
-    ends = means[:, -1]
+    ends, lasts = means[:, -1], numbers[:, there][:, -1]
     if len(steps) > 2 * BINS:
         starts = stretches(len(steps))
         means = np.add.reduceat(means, starts, axis=1) / np.diff([*starts, len(steps)])
@@ -220,12 +220,14 @@ def _stack(axes: Axes, run: Series, look: Look) -> Plotted:
     total = means.sum(0)
     # the first steps may wait for caches and compilers: they do not flatten all others
     _scale(axes, 0.0, float(min(total.max(), 3 * np.median(total))))
-    _name_phases(axes, names, ends, colours, look)
-    return Plotted(dict(zip(names, areas, strict=True)), float(ends.sum()), stacked=True)
+    _name_phases(axes, dict(zip(names, lasts, strict=True)), ends, colours, look)
+    return Plotted(dict(zip(names, areas, strict=True)), float(lasts.sum()), stacked=True)
 
 
-def _name_phases(axes: Axes, names: Sequence[str], ends: Array, colours: Sequence[str], look: Look) -> None:
-    """Write each phase's name and seconds beside its area, moved apart where they would overlap."""
+def _name_phases(axes: Axes, lasts: Mapping[str, float], ends: Array, colours: Sequence[str], look: Look) -> None:
+    """Write each phase's name and its last step's seconds beside the end of its area, moved apart where they would
+    overlap.
+    """
     bottom, top = axes.get_ylim()
     centres = (np.cumsum(ends) - ends / 2 - bottom) / (top - bottom)
     figure: Any = axes.get_figure(root=True)
@@ -238,7 +240,7 @@ def _name_phases(axes: Axes, names: Sequence[str], ends: Array, colours: Sequenc
     for number in range(len(places) - 1, -1, -1):
         places[number] = over = min(places[number], over)
         over -= gap
-    for name, seconds, shade, place in zip(names, ends, colours, places, strict=True):
+    for (name, seconds), shade, place in zip(lasts.items(), colours, places, strict=True):
         text = f"{label(name, 24)} {number_text(float(f'{seconds:.2g}'))}"
         axes.text(1.02, place, text, transform=axes.transAxes, color=shade, fontsize=look.text, va="center",
                   parse_math=False)  # fmt: skip
@@ -475,7 +477,8 @@ def panel(
 
     A faint line is the step's own number, the strong one its running mean; the band is the spread within the step's
     batch (`x/std`, else `x/min` to `x/max` beside `x/mean`); dots in the reward are held-out means (`val/reward`) with
-    their 95 % interval. A metric that is missing, NaN or infinite at a step has no point there.
+    their 95 % interval. The number above a plot is its last step's own. A metric that is missing, NaN or infinite at a
+    step has no point there.
 
     Args:
         metrics: the rows of a run's `metrics.jsonl`, or a DataFrame of them.
@@ -515,7 +518,9 @@ def series(
 
 
 def _say(axes: Axes, plotted: Plotted, shade: str) -> None:
-    """Write the last value of a plot's only curve above it, or in an empty plot that nothing is recorded."""
+    """Write above a plot the last step's number of its only curve, as the live form does, or in an empty plot that
+    nothing is recorded.
+    """
     if not plotted.key:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
         axes.tick_params(labelleft=False)

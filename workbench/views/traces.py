@@ -202,20 +202,23 @@ def phases(trace: Trace) -> doc.Part:
     """Show the phases of a trace as a table: seconds, main metric, columns written."""
     text, page = list[list[doc.Part]](), list[list[doc.Part]]()
     for phase in trace:
-        shown, folded = _apart(phase.wrote)
-        wrote = ", ".join([*(f"{name} {kind_of(phase.batch, name)}" for name in shown), *_bookkeeping(folded)])
+        shown, _, note = _apart(phase.wrote)
+        wrote = ", ".join([*(f"{name} {kind_of(phase.batch, name)}" for name in shown), *note])
         seconds, words, more = _seconds(phase), headline(phase), doc.line(_beneath(phase), style="white-space:nowrap")
         text += [[phase.stage, seconds, words], ["", "", f"→ {wrote}"]]
         page.append([doc.bold(phase.stage), seconds.replace(" ", "\u00a0"), words, wrote, more])
     return doc.Either(doc.Table([""] * 3, text), doc.Table(["phase", "time", "headline", "wrote", ""], page))
 
 
-def _beneath(phase: Phase) -> doc.Part:
-    numbers = [[key, doc.number(value)] for key, value in phase.metrics.items()]
-    metrics = doc.Table(["metric", "value"], numbers, most=len(numbers))
+def _beneath(phase: Phase, seen: int = 0) -> doc.Part:
+    """Show a phase's metrics, the first `seen` of them unfolded, and its settings."""
+    ordered = sorted(phase.metrics.items(), key=lambda pair: pair[0] not in WORDS)  # the main ones first
+    numbers = [[name, doc.number(value)] for name, value in ordered]
+    first, more = (doc.Table(["metric", "value"], part, most=len(part)) for part in (numbers[:seen], numbers[seen:]))
+    title = f"{len(more.rows)} {'further ' if first.rows else ''}metrics"
     settings = doc.Table(["setting", "value"], [[name, str(value)] for name, value in phase.settings.items()])
     sources = [doc.Fold(f"source of {name}", doc.Span(text, tag="pre")) for name, text in phase.source.items()]
-    return doc.Fold(f"{len(phase.metrics)} metrics", metrics), doc.Fold("settings", (settings, sources))
+    return first, doc.Fold(title, more) if more.rows else (), doc.Fold("settings", (settings, sources))
 
 
 # --- steppers -----------------------------------------------------------------------------
@@ -289,7 +292,9 @@ def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
     words = headline(phase)
     text = f"{phase.stage} ({_seconds(phase)}): {', '.join(filter(None, (words, 'wrote')))}"
     title = doc.Either(text, doc.line(doc.bold(phase.stage), f" · {_seconds(phase)} · {words}"))
-    return title, fields(phase, before), doc.Either(page=_beneath(phase))
+    columns = fields(phase, before)
+    beside = doc.line(doc.line(columns), doc.line(_beneath(phase, 6)), style="display:flex;flex-wrap:wrap;gap:0 32px")
+    return title, doc.Either(columns, beside)
 
 
 _BOX = "display:inline-block;vertical-align:middle;padding:4px 10px;margin:3px;border-radius:6px;text-align:center"
@@ -409,17 +414,14 @@ _BOOKKEEPING = frozenset((
 """Columns of ids, masks and positions: what is in them is read as text or as tokens, and their spread says nothing."""
 
 
-def _apart(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split names of columns into those to show and those of ids, masks and positions to fold; a single one is not
-    folded.
+def _apart(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Split names of columns into those to show and those of ids, masks and positions to fold, of which a single one is
+    not folded; and say how many are folded, in one text or none.
     """
     folded = [name for name in names if name in _BOOKKEEPING]
     folded = folded if len(folded) > 1 else []
-    return [name for name in names if name not in folded], folded
-
-
-def _bookkeeping(folded: Sequence[str]) -> list[str]:
-    return [f"{len(folded)} bookkeeping columns"] if folded else []
+    note = [f"{len(folded)} bookkeeping columns"] if folded else []
+    return [name for name in names if name not in folded], folded, note
 
 
 def fields(phase: Phase, before: DataProto | None = None) -> doc.Part:
@@ -427,11 +429,9 @@ def fields(phase: Phase, before: DataProto | None = None) -> doc.Part:
 
     Columns of ids, masks and positions are folded.
     """
-    shown, folded = _apart(phase.wrote)
-    names = f"  {', '.join(_bookkeeping(folded))}: {', '.join(folded)}"
-    more = [
-        doc.Either(names, doc.Fold(title, lambda: _fields(phase, before, folded))) for title in _bookkeeping(folded)
-    ]
+    shown, folded, note = _apart(phase.wrote)
+    names = f"  {', '.join(note)}: {', '.join(folded)}"
+    more = [doc.Either(names, doc.Fold(title, lambda: _fields(phase, before, folded))) for title in note]
     return _fields(phase, before, shown), more
 
 
@@ -460,37 +460,38 @@ def _bars(histogram: str) -> doc.Part:
 # --- a run -----------------------------------------------------------------------------------------
 
 _REWARD = "critic/score/mean"
+_BOXES = "display:flex;flex-wrap:wrap;gap:8px 40px;margin:8px 0"
+_LARGE = "font-size:22px;font-weight:600;font-variant-numeric:tabular-nums"
 
 
 def run(run: Run) -> doc.Part:
     """Build the display of a `Run`: main numbers, checkpoints, symptoms and useful next calls; in HTML also the
     recorded steps.
     """
-    rows = run.rows
+    rows, total = run.rows, run.settings.get("train", {}).get("steps")
     step = rows[-1][STEP] if rows else 0
-    title = f"Run {run.address}: {run.state}, step {step} of {run.settings.get('train', {}).get('steps')}"
+    title = f"Run {run.address}: {run.state}, step {step} of {total}"
     steps = doc.Fold("recorded steps", lambda: traces(run.traces)) if len(run.traces) else ()
     rewards = [row[_REWARD] for row in rows if row.get(_REWARD) is not None]
     kept = ", ".join(f"{step} ({why})" for step, why in run.traces.reasons().items())
     saved = ", ".join(map(str, run.checkpoints))
+    moved = f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}" if rewards else ""
+    held = [doc.number(run.summary[key]) for key in ("reward_before", "reward_after") if key in run.summary]
+    large = {"step": f"{step} of {total}", "training reward": moved, "held-out reward": " → ".join(held)}
+    boxes = [doc.line(doc.faint(what), doc.line(text, style=_LARGE)) for what, text in large.items() if text]
+    first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), doc.line(boxes, style=_BOXES))
     pairs = list(run.summary.pairs())
-    if rewards:
-        pairs.append(("training reward", f"{doc.number(rewards[0])} → {doc.number(rewards[-1])}"))
     pairs += [("checkpoints", f"of steps {saved}" if saved else "none")]
     pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
     pairs += [("symptom", str(one)) for one in shown_by(rows)] + [("note", note) for note in run.notes]
-    calls = [
-        "run.curves()",
-        "run.diagnose()",
-        "run.traces",
-        *(f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]),
-    ]
+    calls = ["run.curves()", "run.diagnose()", "run.traces"]
+    calls += [f'run.stepper(step={last}, at="reward")' for last in [*run.traces][-1:]]
     if run.state in ("stopped", "died") and saved:
         pairs.append(("train on", f"{goes_on(run.path)}, from checkpoint {run.checkpoints[-1]}"))
     pairs.append(("go on", ", ".join([*calls, *(["run.checkpoint()"] if saved else [])])))
-    return doc.line(doc.bold(title)), doc.pairs(pairs), steps
+    return doc.line(doc.bold(title)), first, doc.pairs(pairs), steps
 
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -144,7 +144,7 @@ class LiveDisplay:
         """Show the final state, with the reason `stopped` if the run was stopped."""
         self._said = (False, False)
         if stopped is not None:
-            self.line += f"  ·  {stopped}"
+            self.line = f"{self.line.partition('  eta ')[0]}  ·  {stopped}"
         now = time.monotonic()
         self._show(now)
         self._draw(now)

@@ -74,7 +74,9 @@ function render({ model, el }) {
   const strip = make("select", { ariaLabel: "colour of the strips of tokens", title: "what colours the strips of tokens",
     onchange: () => { query.strip = strip.value; load(); } },
     model.get("strips").map((name) => make("option", { value: name }, `tokens by ${name}`)));
-  const bar = make("div", { class: "wb-bar" }, search, order, status, low, high, strip.options.length ? strip : null,
+  const fold = make("button", { class: "wb-fold", ariaExpanded: "false", title: "order, filters, columns",
+    onclick: () => { fold.ariaExpanded = String(fold.ariaExpanded === "false"); } }, "filters");  // on a narrow page
+  const bar = make("div", { class: "wb-bar" }, search, fold, order, status, low, high, strip.options.length ? strip : null,
     make("label", {}, grouped, " by prompt"), chooser(), toPandas, count, problem, line);
   const tabs = model.get("tabs").map(([name, title], place) => make("button", {
     title, ariaPressed: String(!place), onclick: () => { turn(place); },
