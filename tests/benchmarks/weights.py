@@ -1,7 +1,8 @@
 """What a push of weights costs between two processes of this machine: seconds, bytes, and memory beyond the two models.
 
-The learner is in this process, the sampler in a worker. Memory is the sum of the processes' proportional set sizes (shared pages
-count once), sampled while the weights go. `tests/benchmarks/README.md` has the last figures.
+The learner is in this process, the sampler in a worker (`--sampler here`: in this process, too). Memory is the sum of the
+processes' proportional set sizes (shared pages count once), sampled while the weights go. `tests/benchmarks/README.md` has the
+last figures.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,27 @@ from workbench.testing.models import make_shaped_model
 
 
 class Peak:
-    """The most memory of this process and its children, above that at the start, while a block runs."""
+    """The most memory of this process and its children, above that at the start, and their CPU seconds, while a block runs."""
 
     def __enter__(self) -> Peak:
         self._everybody = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self._before, self.bytes, self._ended = self._now(), 0, threading.Event()
+        self.cpu = -self._clock()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self.cpu += self._clock()
         self._ended.set()
         self._thread.join()
 
     def _look(self) -> None:
         while not self._ended.wait(0.01):
             self.bytes = max(self.bytes, self._now() - self._before)
+
+    def _clock(self) -> float:
+        return sum(sum(one.cpu_times()[:2]) for one in self._everybody if one.is_running())
 
     def _now(self) -> int:
         return sum(_pss(one.pid) for one in self._everybody if one.is_running())
@@ -68,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="0.5b")
     parser.add_argument("--model", default="", help="a folder of that shape")
-    parser.add_argument("--sampler", default="local", choices=("local", "vllm"))
+    parser.add_argument("--sampler", default="local", choices=("local", "here", "vllm"))
     parser.add_argument("--dtype", default="float32", help="vLLM's")
     parser.add_argument("--way", default="auto")
     parser.add_argument("--mebibytes", type=int, default=128, help="of a bucket")
@@ -86,10 +93,12 @@ def main() -> None:
         )  # of the model in bfloat16, tied weights once
         if o.sampler == "vllm":
             sampler: Any = vllm(path, dtype=o.dtype, max_model_len=256, kv_cache_memory_mb=64)
+        elif o.sampler == "here":
+            sampler = local(path, self_check=False)
         else:
             settings = {"self_check": False}
             sampler = Hosted(lambda: processes(host, 1, kind="local", path=path, settings=settings), name="sampler")
-        with sampler:
+        with nullcontext() if o.sampler == "here" else sampler:
             for version in range(1, o.pushes + 1):
                 with Peak() as peak:
                     began = time.perf_counter()
@@ -97,7 +106,7 @@ def main() -> None:
                     seconds = time.perf_counter() - began
                 share = peak.bytes / copy
                 print(
-                    f"push {version}: {seconds:7.2f} s, {peak.bytes / 2**20:8.0f} MiB beyond the models, {share:.2f} copies in bfloat16; {made}"
+                    f"push {version}: {seconds:7.2f} s, {peak.cpu:6.2f} CPU s, {peak.bytes / 2**20:8.0f} MiB beyond the models, {share:.2f} copies in bfloat16; {made}"
                 )
 
 

@@ -132,19 +132,20 @@ def test_what_the_allocator_keeps_for_reuse_is_free(monkeypatch: pytest.MonkeyPa
     assert memory.available(torch.device("cuda")) == 48 << 30
 
 
-def test_an_estimate_alone_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available", lambda device: 100)
+def test_an_estimate_alone_refuses_nothing() -> None:
     asked: list[bool] = []
 
     def needed(measured: bool) -> dict[str, int]:
         asked.append(measured)
         return {"activations": 90 if measured else 900}
 
-    memory.preflight(torch.device("cpu"), needed)
+    assert memory.preflight(torch.device("cpu"), 100, needed).startswith("measured 0.0 MiB more on cpu")
     assert asked == [False, True]
-    monkeypatch.setattr(memory, "available", lambda device: 10_000)
-    memory.preflight(torch.device("cpu"), needed)
+    assert memory.preflight(torch.device("cpu"), 10_000, needed).startswith("about")
     assert asked == [False, True, False]  # sure without measuring
+    assert memory.preflight(torch.device("cpu"), 80, needed, refuses=False).startswith("measured")
+    with pytest.raises(OutOfMemory, match=r"that are free, for actor, critic together; found activations"):
+        memory.preflight(torch.device("cpu"), 80, needed, "actor, critic")
 
 
 # --- estimates that cannot be made --------------------------------------------------------------

@@ -22,7 +22,7 @@ from workbench.base.memory import gib
 from workbench.base.shown import Shown
 from workbench.cluster.pools import Node
 from workbench.engines.fsdp_engine.meshes import ranks_of
-from workbench.engines.local_engine.memory import LEAST
+from workbench.engines.local_engine.memory import pass_size
 from workbench.engines.rehearsal import Footprint, Shape, config_of, language, sharded
 from workbench.engines.settings import FsdpSettings, LocalSettings, VllmSettings
 
@@ -307,8 +307,8 @@ def _phases(
     shape = Shape.of(budget, tokens)
     policy = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus)
     room = (have - policy.weights - policy.gradients - policy.optimizer) // 2
-    if settings.micro_batch_tokens is None and policy.activations > room:  # as `pass_tokens`, by what is measured
-        budget = max(budget * room // policy.activations, LEAST)
+    if settings.micro_batch_tokens is None and policy.activations > room:  # as the ranks' `pass_tokens`
+        budget = pass_size(budget, policy.activations, room)
         settings, shape = settings.replace(micro_batch_tokens=budget), Shape.of(budget, tokens)
         policy = sharded(model, settings, placement.ranks, shape, gpu=placement.gpus)
     config, settings = config_of(model, settings)

@@ -14,12 +14,13 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workbench.agents.parsers import REASONING
 from workbench.base.config import require
-from workbench.base.errors import DataError, OutOfMemory, RunError, SettingError
+from workbench.base.errors import DataError, RunError, SettingError
 from workbench.base.memory import estimated, gib
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto
@@ -27,7 +28,7 @@ from workbench.datasets.pictures import refuse_pictures
 from workbench.datasets.records import CHAT, has_answer
 from workbench.datasets.rendering import prompt_remarks, tokenizer_of
 from workbench.datasets.rows import Rows
-from workbench.engines.local_engine.memory import ADVICE, SURE
+from workbench.engines.local_engine import memory
 from workbench.engines.protocol import Bounded, Described, Estimates, Renewable, processor_of, switches_of
 from workbench.rewards.base import WORDS, padded, told
 from workbench.runs.folder import read_settings
@@ -325,28 +326,20 @@ def _memory(pipeline: Pipeline, tokens: int) -> str:
 
 def _devices(pipeline: Pipeline, tokens: int) -> str:
     """Describe, for each device, the memory that its learners need together and how much is free. Raises `OutOfMemory`
-    where it is too little.
-
-    The need is estimated; where the estimate is close to what is free, it is measured.
+    where it is too little (`memory.preflight`).
     """
     learners = [learner for learner in pipeline.learners().values() if isinstance(learner, Estimates)]
     needs = []
     for device in {learner.memory_needed(0)[0]: None for learner in learners}:
         there = [learner for learner in learners if learner.memory_needed(0)[0] == device]
-        free = min(learner.memory_free() for learner in there)
-        need, how = _needed(there, tokens, False), "about"
-        if need * SURE > free:
-            need, how = _needed(there, tokens, True), "measured"
-        if need > free and all(_is_checked(learner) for learner in there):
-            what, roles = f"training would need about {gib(need)} more on {device}", ", ".join(pipeline.learners())
-            expected = f"at most the {gib(free)} that are free, for {roles} together"
-            raise OutOfMemory(what, expected=expected, do=ADVICE)
-        needs.append(f"{how} {gib(need)} more on {device}, {gib(free)} free")
+        free, refuses = min(learner.memory_free() for learner in there), all(map(_is_checked, there))
+        needed = partial(_needed, there, tokens)
+        needs.append(memory.preflight(device, free, needed, ", ".join(pipeline.learners()), refuses))
     return "; ".join(needs) or "the engines do not say"
 
 
-def _needed(learners: Sequence[Any], tokens: int, measured: bool) -> int:
-    return sum(sum(one.memory_needed(tokens, measured)[1].values()) for one in learners)
+def _needed(learners: Sequence[Any], tokens: int, measured: bool) -> Counter[str]:
+    return sum((Counter(one.memory_needed(tokens, measured)[1]) for one in learners), Counter[str]())
 
 
 def _is_checked(learner: Any) -> bool:

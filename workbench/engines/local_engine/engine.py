@@ -506,7 +506,8 @@ class LocalEngine(ModelEngine, Pushing, Generates):
             tokens = 0 if batch is None else batch["input_ids"].numel()
             if self._settings.check_memory:
                 needed = lambda measured: self.memory_needed(tokens, measured)[1]  # noqa: E731
-                estimated("the memory that learning takes", partial(memory.preflight, self._model.device, needed), None)
+                check = lambda: memory.preflight(self._model.device, self.memory_free(), needed)  # noqa: E731
+                estimated("the memory that learning takes", check, None)
             self._optimizer = Optimizer(self._parameters(), self._settings)
         return self._optimizer
 

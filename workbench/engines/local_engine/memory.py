@@ -71,12 +71,17 @@ def pass_tokens(model: Any, settings: LocalSettings, kind: str, free: int, shard
     if parts is None:
         return most
     room = (free - (parts["gradients"] + parts["optimizer"]) // shards) // 2
-    tokens = most * room // parts["activations"]
+    tokens = pass_size(most, parts["activations"], room)
     if kind == "cpu":  # longer passes gain nothing with checkpointing or in bfloat16, either
         plain = settings.replace(gradient_checkpointing=False, dtype="float32", base_dtype="float32")
-        whole = learning_estimate(model, plain, most)
-        tokens = min(tokens, most * PASS // whole["activations"])
-    return min(max(1 << max(tokens, 1).bit_length() - 1, LEAST), most)
+        tokens = min(tokens, pass_size(most, learning_estimate(model, plain, most)["activations"], PASS))
+    return tokens
+
+
+def pass_size(most: int, activations: int, room: int) -> int:
+    """Compute the token budget of a pass whose activations take at most `room` bytes, where those of `most` tokens take
+    `activations`: a power of two, at least `LEAST`, at most `most`."""
+    return min(max(1 << max(most * room // activations, 1).bit_length() - 1, LEAST), most)
 
 
 def _by_config(config: Any) -> list[int]:
@@ -113,19 +118,29 @@ def _by_shapes(model: Any) -> list[int]:
     return list(sizes.values()) or [0]
 
 
-def preflight(device: torch.device, needed: Callable[[bool], Mapping[str, int]]) -> None:
-    """Raise `OutOfMemory` where learning needs more bytes than the device has free.
+def preflight(
+    device: torch.device,
+    free: int,
+    needed: Callable[[bool], Mapping[str, int]],
+    learners: str = "",
+    refuses: bool = True,
+) -> str:
+    """Compare the bytes that learning needs with those that the device has `free`, and describe both. Raises
+    `OutOfMemory` where too few are free, unless `refuses` is false.
 
     `needed(False)` estimates the bytes by part; where less than `SURE` times that is free, `needed(True)` measures
-    them.
+    them. `learners` names the roles of several learners whose needs are added.
     """
-    free, parts = available(device), needed(False)
+    parts, how = needed(False), "about"
     if sum(parts.values()) * SURE > free:
-        parts = needed(True)
-    if sum(parts.values()) > free:
-        what = f"learning would need about {gib(sum(parts.values()))} more on {device}"
+        parts, how = needed(True), "measured"
+    need = sum(parts.values())
+    if need > free and refuses:
+        expected = f"at most the {gib(free)} that are free" + (f", for {learners} together" if learners else "")
         found = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-        raise OutOfMemory(what, expected=f"at most the {gib(free)} that are free", found=found, do=ADVICE)
+        what = f"learning would need about {gib(need)} more on {device}"
+        raise OutOfMemory(what, expected=expected, found=found, do=ADVICE)
+    return f"{how} {gib(need)} more on {device}, {gib(free)} free"
 
 
 # --- where it ran out -----------------------------------------------------------------------------
