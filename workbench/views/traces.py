@@ -480,8 +480,7 @@ def run(run: Run) -> doc.Part:
     large = {"step": f"{step} of {total}", "training reward": moved, "held-out reward": " → ".join(held)}
     boxes = [doc.line(doc.faint(what), doc.line(text, style=_LARGE)) for what, text in large.items() if text]
     first = doc.Either(doc.pairs([("training reward", moved)] if moved else []), doc.line(boxes, style=_BOXES))
-    pairs = list(run.summary.pairs())
-    pairs += [("checkpoints", f"of steps {saved}" if saved else "none")]
+    pairs = [*run.summary.pairs(), ("checkpoints", f"of steps {saved}" if saved else "none")]
     pairs += [("exact weights", f"of steps {run.restorable_steps}"), ("traces", kept or "none")]
     if run.stopped is not None:
         pairs.append(("stopped", f"before the update of step {run.stopped.trace.step}: look at .stopped"))
