@@ -59,6 +59,18 @@ def sampled(engine: Any, batch: int = 4) -> wb.DataProto:
     return found.with_columns({"response_mask": whole * (torch.arange(whole.shape[1]) % 4 != 2).long()})
 
 
+class TestTeacherLogProb(StageContract):
+    @pytest.fixture(autouse=True)
+    def models(self, student: Any, teacher: Any) -> None:
+        self.student, self.teacher = student, teacher
+
+    def make_stage(self) -> Any:
+        return TeacherLogProb(self.teacher, top_k=3, hint="extra_info.answer")
+
+    def make_batch(self) -> wb.DataProto:
+        return sampled(self.student)
+
+
 def test_two_tokens_by_hand() -> None:
     """q = (1/2, 1/2), p = (1/4, 3/4): KL(q‖p) = ½·ln(4/3), KL(p‖q) = ¾·ln 3 − ln 2; of equals all are 0."""
     q, p = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
@@ -176,6 +188,7 @@ def test_it_steps_looks_ahead_trains_replays_and_is_audited(
     assert (s.batch["teacher_log_probs"] < 0).any()
     ahead = s.what_if(loss_agg_mode="seq-mean-token-sum", updates=2)
     assert ahead.cosine == pytest.approx(1.0, abs=0.5)
+    assert "mean ratio after" in repr(ahead)
     first = s.run().trace.metrics
     assert first["actor/grad_norm"] > 0
     again = s.back(to="rollout").run().trace.metrics

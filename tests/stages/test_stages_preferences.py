@@ -48,6 +48,18 @@ class TestBestAndWorst(StageContract):
     make_batch = staticmethod(a_batch)
 
 
+class TestAnswerPairs(StageContract):
+    @pytest.fixture(autouse=True)
+    def model(self, engine: Any) -> None:
+        self.engine = engine
+
+    def make_stage(self) -> Any:
+        return AnswerPairs(self.engine, max_tokens=64)
+
+    def make_batch(self) -> wb.DataProto:
+        return pairs(4).batch(4)
+
+
 def test_numbers_by_hand() -> None:
     """Equal to the reference all margins are 0: DPO ln 2, IPO (1/2β)², hinge 1, APO 1, KTO ½. β·(c − r) = 1: ln(1 + e⁻¹)."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -187,7 +199,8 @@ def test_it_steps_looks_ahead_trains_replays_and_is_audited(engine: Any, loss: s
         else wb.recipes.online_dpo(engine, Reward(varied, in_process=True), group_size=3, max_tokens=12)
     )
     s = wb.Stepper(pipe, rows.batch(4)).run(until=pipe.names[-2])
-    assert len(s.batch) == 8 and s.what_if(beta=0.5, updates=2).other.moved_norm > 0
+    ahead = s.what_if(beta=0.5, updates=2)
+    assert len(s.batch) == 8 and ahead.other.moved_norm > 0 and "mean ratio after" in repr(ahead)
     first = s.run().trace.metrics
     assert first["actor/grad_norm"] > 0 and first["rewards/margins"] == pytest.approx(
         0.0, abs=1e-3 if loss != "simpo" else 99

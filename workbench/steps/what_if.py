@@ -90,7 +90,7 @@ def what_if(
     """
     update = _policy_update(pipeline, batch)
     loss: Any = update.made_with["loss"]
-    if "old_log_probs" not in batch and "old_log_probs" in loss.reads:  # one update would take its own
+    if "old_log_probs" not in batch:  # one update would take its own, and the ratio after is to them
         batch = perform(LogProb(update.learners()[0], temperature=update.temperature), batch).batch
     of_terms = {name: value for name, value in changes.items() if "." in name}
     own = {name: value for name, value in changes.items() if name not in of_terms}
