@@ -325,9 +325,8 @@ class Counting(TorchDispatchMode):
         for tensor in _tensors(result):
             if tensor.device.type != "meta":
                 self._count(tensor.untyped_storage())
-        kept = (
-            self._gpu and torch.is_grad_enabled()
-        )  # packed rows share heads on a GPU, too, and go without torch's autograd
+        # packed rows share heads on a GPU, too, and go without torch's autograd
+        kept = self._gpu and torch.is_grad_enabled()
         if kept and func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
             self._repeat(*args[:3])
         self.series.append(self.live)

@@ -178,19 +178,19 @@ class _LinearLogProbs(torch.autograd.Function):
                     squares = torch.einsum("nv,nv->n", p, p) / total.square()
                 pieces.append((norm, logits.gather(-1, targets[:, None])[:, 0] - norm, entropy, squares))
         norm, *results = (torch.cat(column) for column in zip(*pieces, strict=True))
-        ctx.shape, ctx.kept = shape, space[0] if len(pieces) == 1 and any(ctx.needs_input_grad) else None
+        kept = space[0] if len(pieces) == 1 and any(ctx.needs_input_grad) else None
+        ctx.shape, ctx.size, ctx.kept = shape, size, kept
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, labels, norm, *results[1:])
+        ctx.save_for_backward(hidden, weight, bias, *cast, labels, norm, *results[1:])
         return results[0], results[1], results[2]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, *sums = ctx.saved_tensors
-        shape, kept = ctx.shape, ctx.kept
+        hidden, weight, bias, *cast, labels, norm, entropy, squares = ctx.saved_tensors
+        shape, size, kept, sums = ctx.shape, ctx.size, ctx.kept, (norm, entropy, squares)
         total = _Gradients((hidden, weight, bias), ctx.needs_input_grad, sums[0].dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            size, cast = shape.prepared(weight, bias)
             space = _space(hidden, weight, size, 3 if shape.distribution else 2)
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)

@@ -28,6 +28,10 @@ SURE = 2
 """Times its need by `learning_estimate` that must be free, or the need is measured."""
 
 
+Needed = Callable[[bool], Mapping[str, int]]
+"""Bytes by part that learning needs: estimated (False), or measured (True)."""
+
+
 def available(device: torch.device) -> int:
     """Bytes that this process can still allocate on a device; for the CPU the kernel's estimate of available memory.
 
@@ -118,13 +122,7 @@ def _by_shapes(model: Any) -> list[int]:
     return list(sizes.values()) or [0]
 
 
-def preflight(
-    device: torch.device,
-    free: int,
-    needed: Callable[[bool], Mapping[str, int]],
-    learners: str = "",
-    refuses: bool = True,
-) -> str:
+def preflight(device: torch.device, free: int, needed: Needed, learners: str = "", refuses: bool = True) -> str:
     """Compare the bytes that learning needs with those that the device has `free`, and describe both. Raises
     `OutOfMemory` where too few are free, unless `refuses` is false.
 
@@ -168,9 +166,8 @@ def live(model: Any, optimizer: Any, settings: LocalSettings) -> LiveTensors:
     return LiveTensors(device, sizes, settings)
 
 
-def _here(tensor: Any) -> torch.Tensor:
-    part: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
-    return part
+def _here(tensor: Any) -> Any:
+    return getattr(tensor, "to_local", lambda: tensor)()
 
 
 @contextmanager
