@@ -37,7 +37,8 @@ BUCKET_BYTES = 128 << 20
 WAYS = ("in place", "shared memory", "object store", "CUDA IPC", "broadcast", "adapter", "whole")
 """`in place`: both in one process. `shared memory`: buckets that every replica on the machine reads. `object store`: buckets
 through the driver, between machines. `CUDA IPC`: buckets on the GPU that both use. `broadcast`: buckets from GPU to GPU by NCCL (on
-CPUs by gloo). `adapter`: the LoRA adapter alone, over the base that the sampler has. `whole`: one call with all tensors."""
+CPUs by gloo). `adapter`: the LoRA adapter alone, over the base that the sampler has. `whole`: one call with all tensors.
+What each costs, and why it stays: tests/benchmarks/README.md."""
 _ON_GPUS = ("CUDA IPC", "broadcast")
 UNVERIFIED = "not verified on a GPU yet: run workbench doctor"
 
