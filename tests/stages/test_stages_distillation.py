@@ -216,13 +216,16 @@ def test_the_student_moves_to_the_teacher(student: Any, teacher: Any) -> None:
     assert found[-1] < 0.7 * found[0], found
 
 
-def test_rl_and_distillation_in_one_step(student: Any, teacher: Any) -> None:
+def test_rl_and_distillation_in_one_step(student: Any, teacher: Any, tmp_path: Path) -> None:
     reward = Reward(varied, in_process=True)
     pipe = wb.recipes.grpo(student, reward, group_size=2, max_tokens=12, kl_coef=0.0, teacher=teacher, distill_coef=0.5)
     assert pipe.names[-2:] == ("teacher_log_prob", "update_actor")
     found = wb.Stepper(pipe, rows().batch(4)).run().trace.metrics
     assert found["actor/loss"] == pytest.approx(found["actor/pg_loss"] + 0.5 * found["actor/distill"], rel=1e-4)
     assert found["actor/distill_divergence"] > 0
+    run = wb.train_blocking(pipe, rows(), steps=1, batch_size=4, run=tmp_path / "r", trackers=())
+    audit = run.audit()
+    assert audit.agrees and not audit.unaudited, audit
 
 
 def test_each_data_source_has_its_teacher(student: Any, teacher: Any) -> None:

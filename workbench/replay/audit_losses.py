@@ -285,6 +285,8 @@ def update(v: AuditView) -> Claims:
         "TrlLoss": _beside_trl,
     }.get(str(v.settings.get("loss")), _policy)(v, role)
     for name in term_metrics(v.settings, v.metrics, role):
+        if v.settings[f"{name}.loss"] == "Divergence" and v.settings.get("loss") != "Divergence":
+            yield Left("divergence", MODEL)
         for metric in v.metrics:
             if metric == f"{role}/{name}" or metric.startswith(f"{role}/{name}_"):
                 yield Left(metric, "a further term of the loss")
