@@ -1,7 +1,8 @@
 """A small training job that can be told to die: run by test_resume as a process of its own.
 
 python resume_driver.py RUN STEPS [KILL]      KILL: step:3 | inside:4 | fsync:30 | rename:2
-With AHEAD=1 in the environment rows are drawn one step ahead by a second engine.
+With AHEAD=1 in the environment rows are drawn one step ahead by a second engine. RECIPE is ppo, distill (the student itself, with a
+hint, is the teacher) or dpo.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def arm(kill: str) -> list[Any]:
     return []
 
 
+def pairs(rows: Any) -> Any:
+    """Each row's solution against its beginning."""
+    solved = [(row["prompt"], row["extra_info"]["answer"]) for row in rows]
+    return wb.rows([{"prompt": chat, "chosen": text, "rejected": text[:6]} for chat, text in solved])
+
+
 def main() -> None:
     run, steps, *kill = sys.argv[1:]
     torch.set_num_threads(1)
@@ -68,10 +75,16 @@ def main() -> None:
     eval_rows = wb.rows("data/arith/test.parquet", limit=8)
     ahead = int(os.environ.get("AHEAD", "0"))
     policy = wb.engines.paired(engine, wb.engines.local("data/tiny-arith", device="cpu")) if ahead else engine
-    pipe = wb.recipes.ppo(
-        policy, group_size=2, max_tokens=16, kl_coef=0.01, kl_target=0.05, kl_horizon=50, critic_lr=1e-3,
-        ppo_mini_batch_size=2,
-    )  # fmt: skip
+    recipe, short = os.environ.get("RECIPE", "ppo"), {"ppo_mini_batch_size": 2}
+    if recipe == "distill":
+        how = {"hint": "extra_info.answer", "top_k": 8, "reward": wb.rewards.by_data_source(), "group_size": 2}
+        pipe = wb.recipes.distill(engine, "self", max_tokens=16, **how, **short)
+    elif recipe == "dpo":
+        rows, eval_rows = pairs(rows), pairs(eval_rows)
+        pipe = wb.recipes.dpo(engine, max_tokens=64, **short)
+    else:
+        how = {"group_size": 2, "kl_coef": 0.01, "kl_target": 0.05, "kl_horizon": 50, "critic_lr": 1e-3}
+        pipe = wb.recipes.ppo(policy, max_tokens=16, **how, **short)
     wb.train_blocking(
         wb.recipes.with_rollout_correction(pipe, "decoupled_token_is") if ahead else pipe,
         rows,

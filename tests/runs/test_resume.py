@@ -21,9 +21,9 @@ DRIVER = Path(__file__).with_name("resume_driver.py")
 STEPS = 5
 
 
-def drive(run: Path, kill: str | None = None, steps: int = STEPS, ahead: int = 0) -> int:
+def drive(run: Path, kill: str | None = None, steps: int = STEPS, ahead: int = 0, recipe: str = "ppo") -> int:
     command = [sys.executable, str(DRIVER), str(run), str(steps), *([kill] if kill else [])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "AHEAD": str(ahead)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "AHEAD": str(ahead), "RECIPE": recipe}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=False, env=env)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
@@ -68,6 +68,22 @@ def test_rows_drawn_ahead_survive_a_kill(quiet_ahead: Path, tmp_path: Path, kill
     for step in range(1, STEPS + 1):
         a, b = (wb.load_run(one).traces[step].batch for one in (run, quiet_ahead))
         assert torch.equal(a["responses"], b["responses"]) and torch.equal(a["policy_version"], b["policy_version"])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["distill", "dpo"])
+def test_a_teacher_and_pairs_survive_a_kill(tmp_path: Path, recipe: str) -> None:
+    quiet = tmp_path / "quiet"
+    assert drive(quiet, recipe=recipe) == 0
+    for kill in ("step:3", "inside:4"):
+        run = tmp_path / kill.replace(":", "_")
+        assert drive(run, kill, recipe=recipe) == -9
+        assert drive(run, recipe=recipe) == 0
+        assert numbers(run) == numbers(quiet)
+        finals = [torch.load(folder / "final.pt", weights_only=True) for folder in (run, quiet)]
+        assert finals[0].keys() == finals[1].keys() and all(torch.equal(finals[0][k], finals[1][k]) for k in finals[0])
+        assert wb.load_run(run).audit().agrees
 
 
 @pytest.mark.slow
