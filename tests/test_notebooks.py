@@ -35,6 +35,14 @@ SMALL = {
     },
     "107_reward_models": {"steps": 3, "policy_steps": 4, "batch_size": 4, "group_size": 4, "num_pairs": 4},
     "108_harness": {"steps": 3, "batch_size": 2, "group_size": 4, "num_eval_rows": 4, "num_tasks": 2},
+    "109_distillation": {
+        "teacher_steps": 3,
+        "steps": 3,
+        "batch_size": 4,
+        "group_size": 4,
+        "test_freq": 2,
+        "num_eval_rows": 8,
+    },
     "111_real_model": {
         "model": "data/tiny-arith",
         "rule": "no_commas",  # which the tiny model keeps now and then
@@ -70,7 +78,14 @@ SMALL = {
     },
     "301_on_a_cluster": {"steps": 3, "sampler": SAMPLER},
 }
-RUNS = {"101_one_step": 0, "103_algorithms": 0, "104_what_if": 0, "107_reward_models": 3, "203_compare": 4}
+RUNS = {
+    "101_one_step": 0,
+    "103_algorithms": 0,
+    "104_what_if": 0,
+    "107_reward_models": 3,
+    "109_distillation": 6,
+    "203_compare": 4,
+}
 """How many run folders a notebook's job writes; one where it is not named."""
 SHORT = ("105_replay_a_run", "111_real_model")
 """Run as jobs in `make test`; so does 201, three times over, below, and 101 in a browser."""
@@ -134,8 +149,10 @@ def check_runs(folder: Path) -> int:
         audit = run.audit()
         assert audit.agrees and not audit.unaudited, [*audit.disagreements, *audit.unaudited]
         assert set(audit.steps) == set(run.traces) != set()
-        least = 70 if "ref_log_prob" in run.traces[max(run.traces)].batch else 60
-        assert len(audit.columns) >= 14 and len(audit.metrics) >= least, audit.summary()
+        last = run.traces[max(run.traces)].batch
+        of_rl = (14, 70 if "ref_log_prob" in last else 60)
+        columns, metrics = of_rl if "advantages" in last else (6, 23)
+        assert len(audit.columns) >= columns and len(audit.metrics) >= metrics, audit.summary()
     return len(runs)
 
 
