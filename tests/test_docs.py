@@ -125,3 +125,4 @@ def test_every_page_is_in_the_navigation_and_short() -> None:
     for page in GUIDE:
         assert f"guide/{page.name}" in listed and len(page.read_text().splitlines()) < 120
     assert len((ROOT / "README.md").read_text().splitlines()) <= 70
+    assert (ROOT / "docs" / "images" / "step.gif").stat().st_size <= 2_000_000, "its moving picture"

@@ -111,6 +111,15 @@ def page_after_run_all(lab: str, notebook: str) -> Iterator[Any]:
 @contextmanager
 def page_running_all(lab: str, notebook: str) -> Iterator[Any]:
     """The same as soon as all cells have been told to run."""
+    with opened_page(lab, notebook) as page:
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        yield page
+
+
+@contextmanager
+def opened_page(lab: str, notebook: str) -> Iterator[Any]:
+    """The page of a notebook in a fresh workspace, as soon as its kernel is there."""
     from playwright.sync_api import sync_playwright
 
     address, token = lab.split("|")
@@ -124,8 +133,6 @@ def page_running_all(lab: str, notebook: str) -> Iterator[Any]:
             page.wait_for_selector(".jp-Notebook .jp-Cell")
             # the toolbar's indicator says idle before the kernel is there, and Run All would be lost
             page.get_by_text("| Idle").first.wait_for()
-            page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
             yield page
         finally:
             browser.close()
