@@ -47,7 +47,7 @@ def flat(pictures: list[Image.Image]) -> list[Image.Image]:
     palette = Image.new("P", (1, 1))
     kinds = Image.Quantize.MEDIANCUT, Image.Quantize.MAXCOVERAGE
     parts = [part for kind in kinds for part in (every.quantize(127, kind).getpalette() or [])[: 3 * 127]]
-    palette.putpalette([255, 255, 255, *parts])  # the page's white stays white
+    palette.putpalette([255 if part > 245 else part for part in [255] * 3 + parts])  # the page's white stays white
     return [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in pictures]
 
 
