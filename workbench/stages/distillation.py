@@ -21,7 +21,7 @@ from workbench.functional.losses import AGGREGATIONS, aggregate, kl_penalty
 from workbench.functional.masking import masked_mean
 from workbench.stages.log_prob import LogProb, scored_columns, version_lag
 from workbench.stages.stage import BaseStage, Outcome
-from workbench.stages.targets import cell, placed_answers
+from workbench.stages.targets import behind_prompts, cell, placed_answers
 from workbench.stages.terms import loss_mask
 
 HINTED = ("teacher_prompts", "teacher_prompt_mask", "teacher_prompt_text")
@@ -67,12 +67,12 @@ class TeacherLogProb(LogProb):
     def __call__(self, batch: DataProto) -> Outcome:
         """Return the same B rows with the teacher's log-probs."""
         rows = batch.select(scored_columns(batch, policy=bool(self._learners)))
-        columns: dict[str, Any] = self._hinted(batch) if self.hint else {}
+        columns: dict[str, Any] = {}
         if self.hint:
-            length = rows["response_mask"].shape[1]
-            there = torch.cat([columns["teacher_prompt_mask"], rows["attention_mask"][:, -length:]], 1)
-            ids = torch.cat([columns["teacher_prompts"], rows["input_ids"][:, -length:]], 1)
-            seen = {"input_ids": ids, "attention_mask": there, "position_ids": (there.cumsum(-1) - 1).clamp(min=0)}
+            columns = self._hinted(batch, self.hint)
+            width = rows["response_mask"].shape[1]
+            answers = (rows[name][:, -width:] for name in ("input_ids", "attention_mask"))
+            seen = behind_prompts(columns["teacher_prompts"], columns["teacher_prompt_mask"], *answers)
             rows = rows.without(*seen).with_columns(seen)
         metrics: dict[str, Metric | float] = {}
         for learner in self.learners() if "policy_version" in batch else ():
@@ -88,12 +88,13 @@ class TeacherLogProb(LogProb):
                 columns.setdefault(f"teacher_{name}", empty)[places] = values
         return Outcome(self.written(batch, columns), metrics)
 
-    def _hinted(self, batch: DataProto) -> dict[str, Any]:
+    def _hinted(self, batch: DataProto, hint: str) -> dict[str, Any]:
         """Return the prompts with their hints, as the columns `HINTED`."""
-        reader, chats = next(iter(self._teachers.values())), []
-        for row, chat in enumerate(batch["raw_prompt"]):
-            column = str(self.hint).partition(".")[0]
-            chats.append(_with_hint(chat, cell({column: batch[column][row]}, str(self.hint)), f"row {row}"))
+        reader, column = next(iter(self._teachers.values())), hint.partition(".")[0]
+        chats = [
+            _with_hint(chat, cell({column: batch[column][row]}, hint), f"row {row}")
+            for row, chat in enumerate(batch["raw_prompt"])
+        ]
         prompts, _ = encode_rows(reader.tokenizer, chats, {}, **switches_of(reader))
         laid = placed_answers(prompts, [((), ())] * len(prompts), reader.tokenizer.eos_token_id)
         texts = reader.tokenizer.batch_decode([list(ids) for ids in prompts])

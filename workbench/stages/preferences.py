@@ -19,7 +19,7 @@ from workbench.functional.preferences import PREFERENCE_LOSSES, WITHOUT_REFERENC
 from workbench.stages.advantage import group_numbers
 from workbench.stages.log_prob import SCORED_COLUMNS, scored_columns
 from workbench.stages.stage import BaseStage, Outcome
-from workbench.stages.targets import DataResponses, Targets, placed_answers, places_of
+from workbench.stages.targets import DataResponses, Targets, behind_prompts, placed_answers, places_of
 from workbench.stages.terms import loss_mask
 
 
@@ -171,16 +171,10 @@ class MismatchedKL(BaseStage):
         if len(batch) < 4:
             raise PipelineError("pairs for KTO's KL", expected="two or more", found=len(batch) // 2)
         width = batch["responses"].shape[1]
-        answers = {name: batch[name].roll(2, 0) for name in ("responses", "response_mask")}
-        there = torch.cat([batch["prompt_mask"], batch["attention_mask"][:, -width:].roll(2, 0)], 1)
-        mixed = batch.select(scored_columns(batch)).with_columns(
-            {
-                "input_ids": torch.cat([batch["prompts"], answers["responses"]], 1),
-                "attention_mask": there,
-                "position_ids": (there.cumsum(-1) - 1).clamp(min=0),
-                "response_mask": answers["response_mask"],
-            }
-        )
+        parts = (batch["responses"], batch["attention_mask"][:, -width:], batch["response_mask"])
+        responses, there, mask = (part.roll(2, 0) for part in parts)
+        inputs = behind_prompts(batch["prompts"], batch["prompt_mask"], responses, there)
+        mixed = batch.select(scored_columns(batch)).with_columns({**inputs, "response_mask": mask})
         mine, theirs = (one.compute_log_probs(mixed)["log_probs"] for one in (self._engine, self._reference))
         kl = (mine - theirs).sum(-1).mean().clamp(min=0)
         return Outcome(self.written(batch, {"kto_kl": kl.expand(len(batch)).clone()}), {"kl": Mean.of(float(kl))})

@@ -194,6 +194,14 @@ def placed_answers(
     return {name: one for name, one in columns.items() if name not in _SAMPLED}
 
 
+def behind_prompts(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Build the inputs [B, S + T] of a forward pass over responses [B, T] behind other prompts [B, S]; both masks are 1 on
+    tokens, 0 on padding."""
+    there = torch.cat([prompt_mask, mask], 1)
+    ids = torch.cat([prompts, responses], 1)
+    return {"input_ids": ids, "attention_mask": there, "position_ids": (there.cumsum(-1) - 1).clamp(min=0)}
+
+
 class Targets(DataResponses):
     """Write each row's target text as its response, as if the model had written it: the columns of a rollout, without
     sampling.
