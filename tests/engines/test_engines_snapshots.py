@@ -258,6 +258,8 @@ def test_moments_that_are_kept_in_a_file_come_back_bit_for_bit(tiny: str, monkey
     engines[0]._optimizer.park()
     engines[0]._optimizer.park()  # a second time does nothing
     assert not engines[0]._optimizer._adam.state and engines[1]._optimizer._adam.state
+    assert engines[0]._live().parts["moments"] == 0 < engines[1]._live().parts["moments"], "a report reads nothing back"
+    assert engines[0]._optimizer._parked is not None
     for engine in engines:
         learn(engine, batch)
     assert same(state(engines[0]), state(engines[1]))

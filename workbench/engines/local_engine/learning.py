@@ -103,29 +103,28 @@ class Optimizer:
         """The moments, in a temporary file, while nothing uses them."""
         _OPTIMIZERS.add(self)
 
-    @property
-    def _moments(self) -> Any:
-        """AdamW's state by parameter, read from the temporary file where it is `parked`."""
-        if self._parked is not None:
-            parked, self._parked = self._parked, None
-            self._fill(parked)
-        return self._adam.state
-
     def park(self) -> None:
         """Keep large moments in a temporary file until they are used next."""
-        moments = {} if self._parked is not None else self.tensors()
+        moments = self.in_memory()
         if is_large(sum(tensor.nbytes for tensor in moments.values())):
             self._parked = Part(hold(moments, {}, StateFiles(()), None, disk=True))
             self._adam.state.clear()
 
+    def _unpark(self) -> None:
+        """Read the moments back from the temporary file, where they are parked."""
+        if self._parked is not None:
+            parked, self._parked = self._parked, None
+            self._fill(parked)
+
     def apply(self, settings: Any) -> None:
         """Use other settings from here on; the moments move to host memory or to the device as the new settings say."""
         self._settings = settings
+        self._unpark()
         for parameter in self.named.values():
-            for kind, value in self._moments.get(parameter, {}).items():
+            for kind, value in self._adam.state.get(parameter, {}).items():
                 if kind != "step":
                     there = "cpu" if self._offloads else parameter.device.type
-                    self._moments[parameter][kind] = value.to(there)
+                    self._adam.state[parameter][kind] = value.to(there)
 
     @property
     def lr(self) -> float:
@@ -170,7 +169,7 @@ class Optimizer:
 
     def step(self) -> None:
         """Take one AdamW step at the scheduled learning rate."""
-        _ = self._moments
+        self._unpark()
         (group,) = self._adam.param_groups
         group["lr"], every = self.lr, group["params"]
         try:
@@ -195,17 +194,22 @@ class Optimizer:
         """Move the moments of these parameters to a device, or with None to their parameter's; does nothing unless the
         optimizer is offloaded."""
         for parameter in parameters if self._offloads else ():
-            state = self._moments.get(parameter, {})
+            state = self._adam.state.get(parameter, {})
             for kind in state.keys() - {"step"}:
                 state[kind] = state[kind].to(device or parameter.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return AdamW's state without copies, as `<parameter>|exp_avg`, `<parameter>|exp_avg_sq` and
         `<parameter>|step`."""
+        self._unpark()
+        return self.in_memory()
+
+    def in_memory(self) -> dict[str, torch.Tensor]:
+        """Return what of `tensors` is in memory: nothing while the moments are parked."""
         return {
             f"{name}|{key}": value.detach()
             for name, parameter in self.named.items()
-            for key, value in self._moments.get(parameter, {}).items()
+            for key, value in self._adam.state.get(parameter, {}).items()
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:

@@ -156,7 +156,7 @@ def live(model: Any, optimizer: Any, settings: LocalSettings) -> LiveTensors:
     """Count the bytes of a model's weights, gradients and Adam moments on its device; of a sharded model those of this
     rank."""
     every = list(model.parameters())
-    state = optimizer.tensors().values() if optimizer is not None else ()
+    state = optimizer.in_memory().values() if optimizer is not None else ()
     tensors = {"weights": every, "gradients": [one.grad for one in every if one.grad is not None], "moments": state}
     device = every[0].device
     sizes = {
