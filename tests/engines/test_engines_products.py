@@ -45,7 +45,9 @@ def test_frozen_weights_autocast_and_copies_are_as_those_of_plain_layers(monkeyp
     assert states.grad is not None
     torch.testing.assert_close(states.grad, plain[0].weight.sum(0).expand(128, 128))
     assert model.state_dict().keys() == plain.state_dict().keys()
+    assert products.is_plain(model[0]) and products.is_plain(plain[0]) and not products.is_plain(nn.Identity())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(states), plain(states))
+        assert torch.equal(products.product(states, model[0].weight, model[0].bias), plain(states))
     products.use_faster_products(plain.double())
     assert plain(states.double()).dtype == torch.float64

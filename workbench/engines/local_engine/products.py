@@ -7,7 +7,7 @@ bfloat16, uses it on AMD's, too, and takes about half the time. Both round in fl
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ FASTER = (
     and "AuthenticAMD" in _PROCESSORS.read_text(encoding="utf-8")
 )
 """Whether oneDNN multiplies float32 faster than MKL on this machine's processor."""
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def use_faster_products(model: nn.Module) -> None:
@@ -36,10 +35,17 @@ def use_faster_products(model: nn.Module) -> None:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left·rightᵀ + bias, [..., N], of left [..., K], right [N, K] and bias [N], without gradient, by the faster library."""
-    if FASTER and left.is_cpu and left.dtype == right.dtype == torch.float32 and left.numel() * len(right) >= _LEAST:
+    """left·rightᵀ + bias, [..., N], of left [..., K], right [N, K] and bias [N], without gradient, by the faster library;
+    under autocast as torch does it."""
+    single = left.dtype == right.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if FASTER and left.is_cpu and single and left.numel() * len(right) >= _LEAST:
         return onednn_product(left, right, bias)
     return functional.linear(left, right, bias)
+
+
+def is_plain(layer: Any) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer whose output is W·x + b of whole tensors: no adapter, no shard."""
+    return type(layer) in (nn.Linear, Linear) and not hasattr(layer.weight, "device_mesh")
 
 
 class Linear(nn.Linear):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from workbench.base import runtime
@@ -35,7 +35,7 @@ from workbench.engines.local_engine.forward import (
     replay,
 )
 from workbench.engines.local_engine.loading import check_length
-from workbench.engines.local_engine.products import FASTER, Linear, product
+from workbench.engines.local_engine.products import FASTER, is_plain, product
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
 from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
 from workbench.functional.losses import full_kl
@@ -577,16 +577,14 @@ Compare = Callable[[DataProto, float], Callable[[Tensor, slice], Tensor]]
 
 def _compared(head: Head, states: Tensor, function: Callable[[Tensor, slice], Tensor], temperature: float) -> Tensor:
     """Compute a function of the logits at N positions, [N, …], chunk by chunk."""
-
     linear = head.linear
-    plain = type(linear) is torch.nn.Linear and not hasattr(linear.weight, "device_mesh")
 
     def chunk(part: Tensor, at: slice) -> Tensor:
-        return function((head.shaped(part) if plain else head.logits(part)) / temperature, at)
+        return function((head.shaped(part) if is_plain(linear) else head.logits(part)) / temperature, at)
 
     size = max(_chunk_rows(head, states) // 4, 1)  # of a divergence several tensors as large as the logits exist
     places = [slice(start, start + size) for start in range(0, len(states), size)] or [slice(0, 0)]
-    if plain and linear is not None:
+    if is_plain(linear):
         exact: Tensor = _InChunks.apply(states, chunk, places, True, linear.weight, linear.bias)
         return exact
     layer = () if linear is None else (one for one in linear.parameters() if one.requires_grad)
@@ -606,7 +604,7 @@ class _InChunks(torch.autograd.Function):
         ctx.chunk, ctx.places, ctx.layer, ctx.plain = chunk, places, layer, plain
         ctx.half = torch.is_autocast_enabled(states.device.type), torch.get_autocast_dtype(states.device.type)
         ctx.save_for_backward(states)
-        parts = ((nn.functional.linear(states[at], *layer) if plain else states[at], at) for at in places)
+        parts = ((product(states[at], *layer) if plain else states[at], at) for at in places)
         return torch.cat([chunk(*one) for one in parts])
 
     @staticmethod
@@ -623,7 +621,7 @@ class _InChunks(torch.autograd.Function):
             weight, bias = ctx.layer
             for at in ctx.places:
                 with torch.autocast(states.device.type, dtype, enabled):
-                    outputs = nn.functional.linear(states[at], weight, bias)
+                    outputs = product(states[at], weight, bias)
                     with torch.enable_grad():
                         out = ctx.chunk(outputs.requires_grad_(), at)
                 slope = torch.autograd.grad(out, outputs, gradient[at])[0].to(weight.dtype)
@@ -653,7 +651,7 @@ def _from_logits(
     in chunks for any other head."""
     wanted = [name for name in _DISTRIBUTION if name in want]
     linear = head.linear
-    if type(linear) not in (torch.nn.Linear, Linear) or hasattr(linear.weight, "device_mesh"):  # an adapter, a shard
+    if not is_plain(linear):  # an adapter, a shard, none
         return logits_in_chunks(head, states, labels, wanted, temperature)
     shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
     shape["product"] = product if FASTER and states.is_cpu else None
