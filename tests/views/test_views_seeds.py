@@ -10,7 +10,8 @@ import pytest
 
 import workbench as wb
 from workbench.base.errors import SettingError
-from workbench.views.seeds import interval, t95
+from workbench.functional.passes import t95
+from workbench.views.seeds import interval
 
 
 @pytest.fixture

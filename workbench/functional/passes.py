@@ -93,6 +93,15 @@ def wilson(hits: float, n: float, z: float = Z) -> tuple[float, float]:
     return max((centre - half) / (1 + square), 0.0), min((centre + half) / (1 + square), 1.0)
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean of values, by Student's t; NaN for fewer than two."""
+    number = len(values)
+    if number < 2:
+        return math.nan
+    mean = math.fsum(values) / number
+    return t95(number - 1) * math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1) / number)
+
+
 def interval_over_prompts(scores: Sequence[Sequence[float]]) -> tuple[float, float]:
     """95 % interval of the mean over prompts of their mean scores; `scores` are each prompt's samples.
 

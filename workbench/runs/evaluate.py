@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from workbench.datasets import files
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.engine import local
 from workbench.engines.protocol import Sampler, SamplingSettings
-from workbench.functional.passes import interval_over_prompts, t95
+from workbench.functional.passes import half_width, interval_over_prompts
 from workbench.rewards.base import response_lengths, whole_episodes
 from workbench.rewards.judge_stats import Estimate
 from workbench.rewards.reward import as_reward
@@ -168,10 +167,8 @@ class Evaluation(Shown):
         if not moved:
             found = f"{len(mine)} and {len(theirs)} prompts, none in both"
             raise DataError("evaluations to compare", expected="of the same rows", found=found)
-        mean, n = _mean(moved), len(moved)
-        error = math.sqrt(sum((one - mean) ** 2 for one in moved) / (n - 1) / n) if n > 1 else math.nan
-        half = t95(n - 1) * error if n > 1 else math.nan
-        return Estimate(mean, mean - half, mean + half, n, "Student's t, paired by prompt")
+        mean, half = _mean(moved), half_width(moved)
+        return Estimate(mean, mean - half, mean + half, len(moved), "Student's t, paired by prompt")
 
     __sub__ = compare
 

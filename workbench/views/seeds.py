@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from workbench.base.errors import SettingError, unknown
-from workbench.functional.passes import t95
+from workbench.functional.passes import half_width
 from workbench.replay.run import Run, load_run
 from workbench.views import document as doc
 from workbench.views.curves import Series, cell_figure, colour, dress, label, legend, png
@@ -176,7 +175,7 @@ def interval(values: Sequence[float], bounds: tuple[float, float] | None = None)
     the mean itself cannot leave.
     """
     mean, number = fmean(values), len(values)
-    half = t95(number - 1) * stdev(values) / sqrt(number) if number > 1 else float("nan")
+    half = half_width(values)
     low, high = mean - half, mean + half
     if bounds and number > 1:
         low, high = max(low, bounds[0]), min(high, bounds[1])
