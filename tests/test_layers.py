@@ -6,6 +6,7 @@ All imports count, those inside functions and under TYPE_CHECKING included.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -181,6 +182,16 @@ def test_a_room_imports_only_what_stands_below_it() -> None:
 def test_no_circle_of_files_and_no_long_chain() -> None:
     assert not (circles := [circle for circle in components() if len(circle) > 1]), circles
     assert len(longest := chain()) <= DEPTH, longest
+
+
+def test_the_floor_plan_for_contributors_names_every_room_in_this_order() -> None:
+    """docs/architecture.md: each room after those that it may import, and every file that it names is there."""
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## A step's road")
+    rooms = re.findall(r"^\| `(\w+)` \|", page[0], re.MULTILINE)
+    assert [floor_of(room) for room in rooms] == sorted(floor_of(room) for room in rooms)
+    assert {*rooms, "__init__", "__main__"} == {room for floor in ROOMS for room in floor}
+    files = {path for path in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page[1]) if not path.startswith("tests/")}
+    assert files and all((PACKAGE / path).exists() for path in files)
 
 
 def test_the_rule_itself() -> None:

@@ -29,6 +29,7 @@ PACKAGES = (
 FACTS = {
     "verl's names": "verl.md", "Architectures": "architectures.md", "Determinism": "determinism.md", "Files of a run": "files.md",
     "GSM8K on one GPU": "gsm8k.md", "Scorecard of faults": "scorecard.md", "Design of the screens": "design.md",
+    "How the code is built": "architecture.md",
 }  # fmt: skip
 WORDS = """
 | word | meaning |
