@@ -213,7 +213,8 @@ def strips(batch: DataProto, rows: Iterable[int], name: str, spans: dict[str, tu
     low, high = spans[name][:: -1 if quantity.inverted else 1]
     middle = low if quantity.centre is None else quantity.centre
     means = [pooled(one[None], min(len(one), _PIECES))[0] if len(one) else one for one in values]
-    levels = [(65 * ((one - middle) / (high - middle)).nan_to_num(0.0).clamp(-1, 1)).round().int() for one in means]
+    shares = (torch.cat([torch.zeros(0), *means]) - middle) / (high - middle)
+    levels = (65 * shares.nan_to_num(0.0).clamp(-1, 1)).round().int().split([len(one) for one in means])
     return [{"one_way": quantity.centre is None, "levels": one.tolist()} for one in levels]
 
 

@@ -144,10 +144,17 @@ function render({ model, el }) {
     return buttons.length ? make("div", { class: "wb-bins", role: "group", ariaLabel: "rewards" }, buttons) : null;
   }
 
-  let timer = null;
-  function soon() {
-    clearTimeout(timer);
-    timer = setTimeout(() => load(), 40);
+  // letters typed while an answer is under way are asked for together, when it is there
+  let waiting = false, typed = false;
+  async function soon() {
+    typed = true;
+    if (waiting) return;
+    waiting = true;
+    while (typed) {
+      typed = false;
+      await load();
+    }
+    waiting = false;
   }
   function sortBy(name) {
     query.order = query.order === `-${name}` ? name : `-${name}`;
