@@ -23,7 +23,6 @@ from workbench.engines.protocol import Late
 from workbench.views import document as doc
 from workbench.views import prose
 from workbench.views.curves import GREY, bare, cell_figure
-from workbench.views.rewards import BAD
 from workbench.views.sample_table import batch_of, object_at
 
 if TYPE_CHECKING:
@@ -664,7 +663,6 @@ def _arguments(function: Mapping[str, Any]) -> str:
 
 # --- a tree of continuations ------------------------------------------------------------------------
 
-_GOOD = "color:rgb(46,160,67)"
 _TURN_TEXT = 90
 """Characters of a turn that are shown."""
 
@@ -794,5 +792,5 @@ def _signed(estimate: TurnValue) -> doc.Part:
         return "–"
     error = f" ± {estimate.error:.2g}" if estimate.error > 0 else ""
     clear = not math.isnan(estimate.error) and abs(estimate.mean) > 2 * estimate.error
-    style = (_GOOD if estimate.mean > 0 else BAD) if clear else ""
-    return doc.Span(f"{estimate.mean:+.3g}{error}", f"{style};white-space:nowrap" if style else "white-space:nowrap")
+    shade = f"background:rgba({doc.UP if estimate.mean > 0 else doc.DOWN},0.18);padding:0 4px;" if clear else ""
+    return doc.Span(f"{estimate.mean:+.3g}{error}", f"{shade}white-space:nowrap")

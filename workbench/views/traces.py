@@ -291,7 +291,9 @@ def phase(phase: Phase, before: DataProto | None = None) -> doc.Part:
     """
     words = headline(phase)
     text = f"{phase.stage} ({_seconds(phase)}): {', '.join(filter(None, (words, 'wrote')))}"
-    title = doc.Either(text, doc.line(doc.bold(phase.stage), f" · {_seconds(phase)} · {words}"))
+    title = doc.Either(
+        text, doc.line(doc.bold(phase.stage), *(f" · {part}" for part in (_seconds(phase), words) if part))
+    )
     columns = fields(phase, before)
     beside = doc.line(doc.line(columns), doc.line(_beneath(phase, 6)), style="display:flex;flex-wrap:wrap;gap:0 32px")
     return title, doc.Either(columns, beside)
