@@ -456,7 +456,7 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
 
 
 def _bars(histogram: str) -> doc.Part:
-    return doc.Span(histogram, "font:18px/1 monospace;white-space:pre;color:rgb(56,139,253)")
+    return doc.Span(histogram, "font:14px/1.4 monospace;letter-spacing:2px;white-space:pre;color:rgb(56,139,253)")
 
 
 # --- a run -----------------------------------------------------------------------------------------

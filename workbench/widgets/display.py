@@ -26,7 +26,7 @@ from workbench.runs.folder import STEP, strict
 from workbench.runs.symptoms import Symptom, Watch
 from workbench.runs.trackers import progress_line
 from workbench.views import curves
-from workbench.views.document import Image, Part, View, bar, block, html, small
+from workbench.views.document import Image, Part, View, bar, block, html, line, small
 from workbench.views.plots import Plots
 
 log = logging.getLogger("workbench")
@@ -291,7 +291,7 @@ class TrainingPanel(LiveDisplay):
 
     def show(self, line: str, share: float) -> None:
         """Update the progress bar, and at most every `STATIC_EVERY` seconds the static form."""
-        self._bar.value = Block(line, share, self.notes()).html()
+        self._bar.value = Block(line, share).html()  # the curves list the symptoms
         if self._shown - self._refreshed >= STATIC_EVERY:
             self._refreshed = self._shown
             self._handle.update(self)
@@ -345,7 +345,7 @@ class Block(View):
 
     def document(self) -> Part:
         """Build the display: the progress bar, and below it a line for each symptom."""
-        return bar(self._share, self._line), [block(note) for note in self._notes]
+        return bar(self._share, self._line), [line(note) for note in self._notes]
 
 
 def run_tensorboard(run: Run) -> str:

@@ -196,6 +196,8 @@ function plotted(plot, all, look, on) {
     return (here.length ? here.reduce((best, line) => (far(line) < far(best) ? line : best)) : lines[0])?.run ?? 0;
   }
 
+  // held-out values are measured at few steps: between them the last one stands
+  const valueOf = (line, at) => (line.dots ? line.values.slice(0, at + 1).findLast((value) => value !== null) ?? null : line.values[at]);
   const self = {
     node, build, zoomed, nearest, host,
     size: () => { if (drawn && host.clientWidth && host.clientWidth !== drawn.width) drawn.setSize({ width: host.clientWidth, height: HEIGHT }); },
@@ -206,7 +208,7 @@ function plotted(plot, all, look, on) {
         drawn.setCursor({ left, top: HEIGHT / 3 }, false);
       }
       values.replaceChildren(...lines.map((line) => make("span", { class: "wb-value" },
-        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", said(line.values[at]),
+        swatch(look.ink.line(line.colour), line.dots ? 1 : line.dash), words.length > 1 ? `${line.words} ` : "", said(valueOf(line, at)),
         line.band ? make("span", { class: "wb-count", title: "the band around the line" }, ` ${line.band[0]}`) : "")));
     },
     text: (at) => lines.filter((line) => line.values[at] !== null).map((line) => {

@@ -22,7 +22,8 @@ function render({ model, el }) {
 
   // a phase that has run is a button that shows it, the stepper staying where it stands, with ↶ to go back to before it
   function chip(one, shown) {
-    const name = make("span", { class: "wb-phase", title: one.name }, `${one.mark} ${one.name}`);
+    const parts = one.name.split(/(?<=_)/).flatMap((part) => [part, make("wbr")]);  // a long name breaks after an underscore
+    const name = make("span", { class: "wb-phase", title: one.name }, `${one.mark} `, parts);
     if (one.mark !== "●") {
       const next = one.mark === "▶";
       return make("span", { class: `wb-chip ${next ? "wb-next" : "wb-ahead"}`, title: "has not run yet" },
