@@ -57,7 +57,7 @@ def test_what_is_handed_in_wrongly_is_named_at_the_door(tiny: str, tmp_path: Pat
     def mine(response: str) -> float:
         return float(len(response))
 
-    with pytest.raises(WorkbenchError, match=r"several are one: wb.rewards.Rubric"):
+    with pytest.raises(WorkbenchError, match=r"combine them: wb.rewards.Rubric"):
         wb.recipes.grpo(engine, [mine, mine])
     pipe = wb.recipes.grpo(engine, mine, group_size=2, max_tokens=4)
     with pytest.raises(WorkbenchError, match=r"argument rows; expected Rows; found 'my.jsonl'; make them: wb.rows"):

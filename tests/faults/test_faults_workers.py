@@ -165,7 +165,7 @@ def test_F6_a_file_that_hangs_while_it_is_loaded_is_given_up_for_all_rows(
         "def compute_score(solution_str):\n    return 1.0\n"
     )
     reward = Reward(load_function(file, roots=[tmp_path]), workers=2)
-    with pytest.raises(RewardError, match=r"all 20 rows.*loads or imports has no end.*not ready after"):
+    with pytest.raises(RewardError, match=r"all 20 rows.*imports took too long.*not ready after"):
         reward.score(answered(["x", "x" * (1 << 20)] * 10))
     assert not reward._pool._workers and len((tmp_path / "loads").read_text()) <= 3  # type: ignore[union-attr]
 

@@ -399,12 +399,12 @@ def test_programs_in_every_form(form: str) -> None:
     [
         ([["1", "2"], ["1", "2", "3"]], {}, "test case 1.*a pair.*3 values"), ([["1", "2"], "assert f(1)"], {}, "test case 1"),
         ([{"input": "1", "output": "2"}, {"in": "1"}], {}, r"test case 1.*keys \['in'\]"), ([1, 2], {}, "test case 0"),
-        (["assert f(1) == 1", "assert ("], {}, "test case 1"), (["assert True"], {}, "a call of the response's own function"),
+        (["assert f(1) == 1", "assert ("], {}, "test case 1"), (["assert True"], {}, "assertions that call a function of the response"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], {}, "test case 0.*func_name"),
         ([{"input": "1", "output": "1"}, {"input": "1", "output": "1", "testtype": "stdin"}], {"fn_name": "f"}, "test case 1 is a stdin"),
         ("def check(candidate):\n    assert candidate(1) == 1", {}, "entry_point"), ([{"input": "1", "output": None}], {}, "test case 0: output"),
         ("def test_a(tmp_path):\n    assert f(tmp_path)", {}, "fixtures"), ("def f(): pass", {}, "assertions"), (b"[]", {}, "test cases"),
-        ("def test_a():\n    assert 1 == 1", {}, "calls of the response's own functions"), (5, {}, "found 5"), ("5", {}, "found 5"),
+        ("def test_a():\n    assert 1 == 1", {}, "calls of the response's functions"), (5, {}, "found 5"), ("5", {}, "found 5"),
         ({"inputs": [{"a": 1}], "outputs": [1], "fn_name": "f"}, {}, "test case 0: arguments of f"), (None, {"test_cases": []}, "test cases"),
     ],
 )  # fmt: skip

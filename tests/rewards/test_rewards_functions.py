@@ -387,7 +387,7 @@ def test_a_file_runs_in_workers_alone_from_allowed_folders_as_it_was_read(
         load_function(file)
     function = load_function(file, roots=[tmp_path])
     assert not marker.exists(), "reading a file must not run it"
-    with pytest.raises(DataError, match="worker processes alone"):
+    with pytest.raises(DataError, match="only in worker processes"):
         function(response="a")
     reward = Reward(function, workers=1)
     record = reward.settings()["file"]

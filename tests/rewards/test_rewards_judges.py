@@ -267,7 +267,7 @@ def test_a_comparison_that_failed_says_why() -> None:
     for score in (first, second):
         assert score.scored and score.extra["compared"] == score.extra["dropped"] == 1
         assert score.extra["no_verdict"] == ["OSError: the line is dead"] and score.parts == {"swap_consistency": 1}
-    assert third.status is Status.INFRA_ERROR and third.why.endswith("agree: OSError: the line is dead")
+    assert third.status is Status.INFRA_ERROR and third.why.endswith("both orders: OSError: the line is dead")
     odd = PairwiseJudge(Says(lambda text, seed: f"no idea {text[-300:].count('fine')}"), attempts=1)
     for score in odd.judge(views(rows[:2])):
         assert "the judge wrote 'no idea" in score.why and "no such tag" in (score.error or "")
@@ -397,4 +397,4 @@ def test_a_classifier_that_says_nan_has_not_judged() -> None:
 
     model: Any = Nan()
     score = RewardModel(model, template="question_answer", on_failure="value=0").score(answered(["x"]))[0]
-    assert "said nan" in score.why
+    assert "returned nan" in score.why

@@ -48,7 +48,8 @@ class BaseReward:
     streams: bool = True
     """Whether a row can be scored before the other rows of its batch have been sampled."""
     block: Mapping[str, Any] | None = None
-    """The settings of `reward_from` that make an equal reward, as plain values; None where they alone do not."""
+    """The settings with which `reward_from` makes an equal reward, as plain values; None where plain values do not
+    suffice."""
 
     def __init__(self, name: str, on_failure: str = "mask") -> None:
         policy = _POLICIES.fullmatch(on_failure)
@@ -66,7 +67,9 @@ class BaseReward:
 
     @property
     def binding(self) -> Mapping[str, str]:
-        """Argument of the reward function → what it is filled from, in words; {} where there is no function."""
+        """Argument of the reward function → a description of the value that fills it (`the response`); {} without a
+        function.
+        """
         return {}
 
     def settings(self) -> dict[str, Any]:
@@ -78,8 +81,8 @@ class BaseReward:
         `columns`."""
 
     def check_rows(self, rows: Iterable[Mapping[str, Any]]) -> str:
-        """Check a data set's rows before any response exists: "" or a sentence that counts the rows that can never be
-        scored.
+        """Check a data set's rows before any response exists: return "", or a sentence with the number of rows that no
+        response can make scorable.
 
         Raises `DataError` if the reward can score none of them, because their ground truths are missing or unreadable.
         """
@@ -134,7 +137,7 @@ class BaseReward:
         return [number for number, row in enumerate(rows) if per == "batch" or row.get("uid") in uids]
 
     def settle(self, scores: Sequence[Score]) -> list[Score]:
-        """Apply the policy `on_failure` to scores.
+        """Apply the policy `on_failure` to the scores of rows that failed.
 
         Raises `RewardError` under `raise`, and without `value=x` also if every row failed or if one waits for a setting
         of the user's (`Score.undecided`).
@@ -357,12 +360,13 @@ class Signature:
     batched: bool
     """One call with lists for all rows, rather than one call a row."""
     meant: Mapping[str, str]
-    """Names that mean another value in this function's style than elsewhere."""
+    """Argument names with another meaning in this function's calling style (such as verifiers') than elsewhere."""
     keywords: str
-    """What a function with `**kwargs` gets beside: `columns` (every column by its name, as TRL and AReaL do it), `verl`
-    (verl's four arguments), or "" (nothing)."""
+    """What a function with `**kwargs` gets besides its named arguments: `columns` (every column by its name, as TRL and
+    AReaL do it), `verl` (verl's four arguments), or "" (nothing)."""
     bound: frozenset[str]
-    """Arguments with a constant of the user's (of `functools.partial` or `load_function`), which nothing overrides."""
+    """Arguments that the user set to a constant (by `functools.partial` or `load_function`): no value of a row replaces
+    it."""
     file: str = ""
     """Path of the file that the function is loaded from."""
 

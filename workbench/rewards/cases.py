@@ -39,7 +39,8 @@ class Case(NamedTuple):
     given: Any
     """The text for stdin; for the other kinds what `case.json` tells the sandbox: which calls to make, or the tests' text."""
     expected: Any = None
-    """The right output; the return values that are right; for `assert` the code with `_value_0`, … in place of its calls."""
+    """`stdin`: the expected output; `call`: the accepted return values; `assert`: the code with `_value_0`, … in place
+    of its calls."""
 
 
 def read_cases(ground_truth: Any, extra_info: Any = None) -> list[Case]:
@@ -240,7 +241,7 @@ def _assertions(texts: Sequence[str], name: str | None, setup: str = "") -> list
     except _CallsWithBoundNames:  # a call per item of the assertion's own loop is made by a test that runs
         return [_script("\n".join([setup, *texts]), name)]
     if not any(cases):
-        found = "a call of the response's own function"
+        found = "assertions that call a function of the response"
         raise DataError("the row's assertions", expected=found, found=f"none in {describe(list(texts))}")
     return [case for case in cases if case is not None]
 
@@ -299,7 +300,7 @@ class _TakesOutCalls(ast.NodeTransformer):
         safe = _compared(statement.test)
         for number, call in enumerate(self.calls[first:], first):
             if f"_value_{number}" not in safe and self._hands_over(ast.parse(call, mode="eval").body):
-                raise _unsplit(call, "the test's own function, or an import, for what compares the program's value")
+                raise _unsplit(call, "a comparison by a function that the test defines or imports")
         return statement
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -312,7 +313,7 @@ class _TakesOutCalls(ast.NodeTransformer):
             raise _CallsWithBoundNames
         rest = links[links.index(taken) + 1 :]
         if any(isinstance(link, ast.Call) and not _plainly(root, link) for link in rest):
-            raise _unsplit(ast.unparse(node), "methods of text, numbers, lists, dicts or sets on a returned value")
+            raise _unsplit(ast.unparse(node), "only methods of text, numbers, lists, dicts or sets on a returned value")
         value = ast.copy_location(ast.Name(f"_value_{len(self.calls)}", ast.Load()), node)
         self.known.add(value.id)
         self.calls.append(ast.unparse(taken))
@@ -379,7 +380,7 @@ def _compared(test: ast.AST) -> set[str]:
 
 
 def _unsplit(text: str, expected: str) -> DataError:
-    found = "a verdict that the program's own code could decide"
+    found = "an assertion whose result the program's own code could fake"
     return DataError(f"an assertion with {describe(text)}", expected=expected, found=found)
 
 
@@ -400,7 +401,7 @@ def _script(text: str, name: str | None, setup: str = "") -> Case:
     if name is not None:
         free.add(name)
     if not free or any(isinstance(node, ast.Import) and node.names[0].name == "solution" for node in nodes):
-        raise DataError("the row's tests", expected="calls of the response's own functions by name", found="none")
+        raise DataError("the row's tests", expected="calls of the response's functions by name", found="none")
     return Case("script", {"role": "script", "text": text, "setup": setup, "names": sorted(free), "run": run})
 
 

@@ -87,9 +87,9 @@ class Code:
     """
 
     in_process = True
-    """It waits for the sandbox; model code does not run in this process."""
+    """True: this process only waits for the sandbox, which runs the model's code."""
     reads_answers = True
-    """A response that stays in the reasoning which its prompt opened has no program."""
+    """True: a response that ends inside the reasoning that its prompt opened (`<think>`) has no program."""
     row_timeout = 86_400.0
     """Seconds (a day): every program has its own limit, and a row waits for its turn in the sandbox as long as that takes."""
 
@@ -158,7 +158,7 @@ class Code:
         hides = getattr(self.sandbox, "hides", lambda words: "")
         package = next(filter(None, map(hides, whys)), "")
         why = f"package {package!r} is installed here, and the sandbox's programs do not see it"
-        how = "sandbox.local(packages=True) to show it, or packages=False: its import is then the program's fault"
+        how = "sandbox.local(packages=True) to show it to programs, or packages=False to fail their import"
         return left_open(why, how) if package else None
 
     def _score(self, program: str, outcomes: Sequence[CaseOutcome]) -> Score:
@@ -235,7 +235,7 @@ class Code:
                 raise _failing_tests(ran.why)
             count, verdicts, more, ended, error = fields
             if error or not count:
-                raise _failing_tests(error or "they call nothing of the program")
+                raise _failing_tests(error or "they call no function of the program")
             if not files:
                 expected = len(verdicts)
             elif not more:
@@ -246,7 +246,7 @@ class Code:
             if returned is None:
                 return [_failed_outcome(answers)] * max(expected, 1)
             files = {"calls.json": calls, "returned.json": returned}
-        why = f"the tests call it with what it returned more than {_ROUNDS} times, and have not come to an end"
+        why = f"the tests called the program with its earlier results more than {_ROUNDS} times and have not ended"
         return [CaseOutcome(passed=False, why=why, status=Status.TIMEOUT)] * max(expected, 1)
 
     def _program(self, code: str, **fields: Any) -> Program:
@@ -280,7 +280,7 @@ def _behind(program: str, *before: str) -> str:
 
 
 def _failing_tests(why: str) -> DataError:
-    return DataError("the row's tests fail by themselves, whatever the response is", found=why, do="mend the tests")
+    return DataError("the row's tests fail by themselves, whatever the response is", found=why, do="correct the tests")
 
 
 def _result_file(result: Result) -> bytes | None:
@@ -350,7 +350,7 @@ def _outcome_of_call(result: Result, expected: Sequence[Any]) -> CaseOutcome:
     try:
         (value,) = [case_harness.decode(value, kinds=_MADE) for value in values]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError):
-        return _outcome(result, False, "what came back is not the function's value", None)
+        return _outcome(result, False, "the sandbox's result file has no valid value of the function", None)
     try:
         right = any(same_value(value, one) for one in expected)
     except TypeError:  # a set that holds sets or dicts

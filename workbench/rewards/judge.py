@@ -269,7 +269,7 @@ class AskSettings(TokenLimits):
     """Settings of a judge: token limits of what it reads, sampling, attempts per row and their timeout."""
 
     max_tokens: int = 512
-    """Most tokens that the judge may write."""
+    """Maximum number of tokens that the judge generates in one answer."""
     temperature: float = 0.0
     """Sampling temperature of the judge; 0 is greedy."""
     attempts: int = 2
@@ -341,8 +341,9 @@ class Judge(BaseReward):
         return parse(output, self.schema)
 
     async def ask(self, text: str) -> tuple[float, BaseModel, Completion]:
-        """Ask the judge `text`, again while its output is no verdict: (value, verdict, completion). Raises the last
-        attempt's error."""
+        """Send the prompt `text` to the judge until its output is a verdict, at most `attempts` times: (value, verdict,
+        completion). Raises the last attempt's error.
+        """
         error: Exception = Unparseable("the judge was not asked")
         sampling: dict[str, Any] = {"max_tokens": self.asking.max_tokens, "temperature": self.asking.temperature}
         for attempt in range(self.asking.attempts):
@@ -532,7 +533,7 @@ def _share(verdict: Any, choice: str) -> float:
 
 def _mean_score(mine: Sequence[_Comparison]) -> Score:
     if not mine:
-        return Score(status=Status.NOT_APPLICABLE, why="a group of one has nothing to be compared with")
+        return Score(status=Status.NOT_APPLICABLE, why="the prompt has no other row to compare this one with")
     valid = [share for share, _ in mine if share is not None]
     broken = [why for _, why in mine if why]
     extra: dict[str, Any] = {"compared": len(valid), "dropped": len(mine) - len(valid)}
@@ -541,7 +542,7 @@ def _mean_score(mine: Sequence[_Comparison]) -> Score:
     judged = len(mine) - len(broken)
     parts = {"swap_consistency": len(valid) / judged} if judged else {}
     if not valid:
-        why = ": ".join(["no comparison of this row gave a verdict in both orders that agree", *broken[:1]])
+        why = ": ".join(["no comparison of this row has the same verdict in both orders", *broken[:1]])
         return failed(why, "\n".join(extra.get("no_verdict", ()))).with_extra(extra)
     value = (2 * sum(valid) - len(valid)) / len(valid)
     return Score(value=value, parts=parts, extra=extra, why=f"{sum(valid):g} wins in {len(valid)} comparisons")
@@ -608,7 +609,7 @@ class RewardModel(BaseReward):
         except Exception as error:  # noqa: BLE001 - a row's failure is that row's record
             return failed(f"no reward: {first_line(error)}", _traceback(error)).with_extra(extra)
         if not math.isfinite(answer.value):
-            return failed(f"the reward model said {answer.value}").with_extra(extra)
+            return failed(f"the reward model returned {answer.value}").with_extra(extra)
         return Score(value=answer.value, parts={"rm": answer.value}, extra={**extra, "rm_tokens": answer.tokens})
 
     def __repr__(self) -> str:

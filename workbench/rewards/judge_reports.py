@@ -59,7 +59,7 @@ class JudgeReport(Shown):
         self.judge, self.kind, self.label, self.cost, self.notes = judge, kind, label, cost, tuple(notes)
         self.items, self.asked, self.bounds = tuple(items), tuple(asked), bounds
         self.answered = [one for one in self.asked if one.verdict is not None]
-        """The verdicts that were given."""
+        """The votes that have a verdict."""
         self.seeds = tuple(dict.fromkeys(one.seed for one in self.asked))
 
     # --- credits ----------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def judge_report(
     if chats and len(drawn) > 1 and not reward.asking.temperature:  # type: ignore[attr-defined]
         notes.append("The judge is asked at temperature 0: seeds differ by the engine's own noise alone.")
     if compares and not orders:
-        notes.append("Each pair is asked in one order: swap consistency is not known.")
+        notes.append("Each pair was judged in one order only: swap consistency is not known.")
     return JudgeReport(str(reward), kind, items, answers, cost, label, verdicts.bounds(reward), notes)
 
 

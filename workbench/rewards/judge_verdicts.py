@@ -1,4 +1,6 @@
-"""Verdicts of a judge on samples whose truth is known: what is asked, in which order and with which seed, and what it took."""
+"""Verdicts of a judge on samples whose truth is known: the questions, their order and seeds, and the cost in calls,
+tokens and seconds.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Vote:
     item: int
     """The item's number."""
     order: tuple[int, ...]
-    """Answers in the order that the judge read them; a judge of single answers has no order, and they are as given."""
+    """Numbers of the answers in the order in which the judge read them; for a judge of single answers, the item's
+    order."""
     seed: int
     verdict: Any
     """A grade; or the answers, by number, that won (all: a tie). None: no verdict."""
@@ -59,7 +62,7 @@ class Vote:
     values: tuple[float | None, ...] = ()
     """The numbers that a judge of single answers gave them."""
     confidence: float = math.nan
-    """Probability of the verdict, in [0, 1], where the judge states it or a reward model's margin says it."""
+    """Probability of the verdict, in [0, 1], where the judge states it or the reward model's margin gives it."""
     output: str = ""
     tokens: int = 0
     """Tokens that the judge wrote (of a reward model: read)."""
@@ -73,7 +76,7 @@ class Cost:
     """The model calls, tokens and seconds that a judge's verdicts took."""
 
     calls: int = 0
-    """Calls of the model, those that were repeated among them."""
+    """Model calls, including repeated ones."""
     prompt_tokens: int = 0
     tokens: int = 0
     seconds: float = 0.0

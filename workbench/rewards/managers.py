@@ -267,7 +267,7 @@ class ManagerReward(BaseReward):
 
     def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Raise `RewardError`, because a manager needs a rollout's whole batch, which only `score` receives."""
-        raise RewardError(f"reward manager {self.name} scores the batch of a rollout", found="rows without its tensors")
+        raise RewardError(f"reward manager {self.name} scores the batch of a rollout", found="rows without a batch")
 
     def score(self, batch: Any) -> list[Score]:
         """Score a batch with the manager: one `Score` per row, after the policy `on_failure`."""

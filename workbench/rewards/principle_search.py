@@ -59,11 +59,11 @@ class Principle:
 
     text: str
     proposals: int
-    """How often it, or one like it, was proposed."""
+    """How often this principle, or a similar one, was proposed."""
     accuracy: Estimate
     """Share of the checking pairs on which the model, judging by it alone, is right; no verdict is wrong."""
     gain: Estimate
-    """That accuracy less a constant's."""
+    """`accuracy` minus the accuracy of a constant answer."""
     kept: bool = False
 
     def __str__(self) -> str:
@@ -80,9 +80,10 @@ class Principles(Shown, Sequence[Principle]):
         self.candidates = tuple(candidates)
         """All principles that were checked, the best first."""
         self.plainly = plainly
-        """The model's report without principles, on pairs that nothing was made from or chosen by."""
+        """The model's report without principles, on held-out pairs: no principle was proposed from them or selected by
+        them."""
         self.together = together
-        """Its report with all kept ones, on the same pairs; None where none was kept."""
+        """The model's report with all kept principles, on the same held-out pairs; None where no principle was kept."""
         self.failed = tuple(failed)
         """Why pairs gave no proposal, one for each."""
         self._kept = tuple(one for one in candidates if one.kept)

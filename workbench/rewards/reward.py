@@ -1,4 +1,5 @@
-"""`Reward`: a reward made of a function; and the routes to one by `data_source`, by file, or by whatever people have.
+"""`Reward`: a reward made of a function; and functions that make rewards by `data_source`, from a file, or from any
+scorer.
 
 Several rewards are one, each part a column of its own: `Rubric` by weighted sum and gates, `Ensemble` by mean or worst case.
 """
@@ -216,7 +217,7 @@ class Reward(BaseReward, Shown):
         return list(known.values())
 
 
-_UNENDED = "the response ends in the reasoning that its prompt opened, where nothing is an answer"
+_UNENDED = "the response ends inside the reasoning that its prompt opened, so it has no answer"
 
 
 async def _awaited(awaitable: Any, limit: float, rate_limit: RateLimit | None) -> CallResult:
@@ -381,11 +382,11 @@ def as_reward(function: Any = None, **options: Any) -> BaseReward:
         parameters = inspect.signature(function).parameters.values()
         if any(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in parameters):
             do = f"call it: {function.__name__}(…)"
-            raise DataError(f"{function.__name__} makes a reward", expected="a reward", found="what makes one", do=do)
+            raise DataError(f"{function.__name__} makes a reward", expected="a reward", found="the function", do=do)
         return as_reward(function(**options))
     if not callable(function):
         several = isinstance(function, list | tuple)
-        advice = 'several are one: wb.rewards.Rubric({"right": f, "short": g})' if several else None
+        advice = 'combine them: wb.rewards.Rubric({"right": f, "short": g})' if several else None
         raise DataError("the reward", expected="a function, a file or a reward", found=describe(function), do=advice)
     if getattr(function, "in_process", False) is True:
         return Reward(function, **{"in_process": True, "timeout": getattr(function, "row_timeout", 30.0), **options})

@@ -43,7 +43,7 @@ from workbench.rewards.score import Score
 from workbench.rewards.worker import IMPORTED, IMPORTS, MAX_RESULT, TOKEN
 
 MAX_BYTES = 4 << 20
-"""A longer file is refused."""
+"""Largest size of a reward file in bytes; a larger file is refused."""
 ROOTS = "WORKBENCH_CODE_ROOTS"
 """Environment variable with further allowed folders, separated as in PATH."""
 
@@ -107,7 +107,7 @@ class FileFunction:
     def __call__(self, **arguments: Any) -> Any:
         """Raise `DataError`: a call would run the file's code in the trainer's process."""
         do = "leave out in_process=True, or import the function yourself and pass it"
-        raise DataError(f"{self.__name__} of {self.path.name} can be called in worker processes alone", do=do)
+        raise DataError(f"{self.__name__} of {self.path.name} can be called only in worker processes", do=do)
 
     def __repr__(self) -> str:
         return f"{self.__name__} of {self.path.name} ({self.sha256[:8]})"
@@ -308,12 +308,13 @@ cloudpickle: Any = import_module("cloudpickle" if find_spec("cloudpickle") else 
 _PACKAGE = Path(__file__).parents[1]
 _WORKER = str(Path(__file__).with_name("worker.py"))
 START_SECONDS = 600.0
-"""What a worker may take to load the function, and a call to import what it needs, while it uses the processor; a row's
-deadline does not count it."""
+"""Limit of processor time, in seconds, for a worker to load the function and for a call to import modules; neither
+counts towards a row's deadline."""
 BEGIN_SECONDS = 10.0
-"""What a worker may take to begin with a row. One that does not, because of what an earlier row left in it, is replaced."""
+"""Limit, in seconds, for a worker to begin with a row. A worker that does not begin (a thread of an earlier row blocks
+it) is replaced."""
 LINES, LINES_SECONDS = 20, 5.0
-"""So many lines of what workers print are shown in so many seconds."""
+"""At most this many printed lines of workers (first number) are shown in this many seconds (second number)."""
 
 
 @dataclass(frozen=True)
@@ -324,13 +325,13 @@ class CallResult:
     result: Any
     """The function's result, or None."""
     why: str = ""
-    """One line, where not ok."""
+    """The error in one line, where the call failed; else empty."""
     traceback: str | None = None
     seconds: float = 0.0
     printed: str = ""
     """The start of what the call printed in its worker."""
     lost: bool = False
-    """Whether there was no worker process: the machine's failure, not the function's."""
+    """Whether the call had no worker process, or lost it: then the machine failed, not the function."""
 
 
 def _by_value(function: Callable[..., Any]) -> bytes:
@@ -506,7 +507,7 @@ class Screen:
                 text = line[:1000].decode("utf-8", "replace")[:200]
                 shown.append("".join(one if one.isprintable() else repr(one)[1:-1] for one in text))
             if self._left and count > len(lines):
-                shown.append("… more lines than are shown here: each row keeps the first of its own as `printed`")
+                shown.append("… further lines are not shown here: each row keeps its first printed lines as `printed`")
             self._left, self._hidden = self._left - len(lines), self._hidden + count - len(lines)
         if shown:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
@@ -563,13 +564,13 @@ def _answered(worker: Child, token: bytes, limit: float | None) -> CallResult:
     try:
         frame = _next_message(worker, limit)
     except Stuck as error:
-        return CallResult(False, None, f"what the function loads or imports has no end: {error}")
+        return CallResult(False, None, f"loading the function or one of its imports took too long: {error}")
     except TimeoutError:
         return CallResult(
             False, None, f"the function gave no answer within {limit:g} s and was ended", None, limit or 0.0
         )
     except TooLong as error:
-        return CallResult(False, None, f"the worker process sent what is no answer: {error}")
+        return CallResult(False, None, f"the worker process sent an invalid answer: {error}")
     except OSError:
         return CallResult(False, None, f"the worker process ended with {worker.how()}")
     try:
@@ -578,7 +579,7 @@ def _answered(worker: Child, token: bytes, limit: float | None) -> CallResult:
         return CallResult(*json.loads(frame[TOKEN:], object_hook=_score))
     except Exception as error:  # noqa: BLE001 - it is that row's failure
         worker.close()
-        return CallResult(False, None, f"the worker process sent what is no answer: {first_line(error)}")
+        return CallResult(False, None, f"the worker process sent an invalid answer: {first_line(error)}")
 
 
 def _score(record: dict[str, Any]) -> Any:

@@ -45,7 +45,7 @@ def bounded(function: F) -> F:
 
 
 LARGEST = 3.4e38
-"""Rewards are float32: a larger one would be infinite there."""
+"""Largest absolute value of a reward: a larger one is infinite in float32, the type of rewards."""
 
 
 def finite(value: Any, what: str, do: str | None = None) -> float:
@@ -54,7 +54,7 @@ def finite(value: Any, what: str, do: str | None = None) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except OverflowError:
-        number, value = math.nan, "a whole number beyond every float"
+        number, value = math.nan, "an integer too large for a float"
     except (TypeError, ValueError):
         number = math.nan
     if not abs(number) <= LARGEST:
@@ -68,11 +68,11 @@ class Status(StrEnum):
     SCORED = "scored"
     """The response was scored."""
     NO_ANSWER = "no_answer"
-    """The response has no answer to extract. It counts as scored, mostly with 0."""
+    """The response has no answer to extract. The row counts as scored, usually with 0."""
     CRASHED = "crashed"
-    """The response's code failed. It counts as scored."""
+    """The response's code failed. The row counts as scored."""
     TIMEOUT = "timeout"
-    """The response's code ran over its time limit. It counts as scored."""
+    """The response's code exceeded its time limit. The row counts as scored."""
     INFRA_ERROR = "infra_error"
     """The row could not be scored: the function raised, hung or lost its worker. Never counted as 0."""
     COUNTED = "counted"
@@ -104,7 +104,7 @@ class Score(Shown):
     error: str | None = None
     """Traceback of what failed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else a function returned."""
+    """Further values that the function returned, by name."""
     seconds: float = 0.0
     """Wall time of scoring, in seconds."""
 
@@ -317,7 +317,7 @@ def lint(calls: Iterable[Any], unscorable: Callable[..., str], name: str) -> str
             wrong += [f"row {rows - 1}: {why}"] if isinstance(why, Unreadable) else []
     if wrong:
         found = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5:,} more" if len(wrong) > 5 else "")
-        what, do = f"{len(wrong):,} of {rows:,} rows cannot be read by {name}", "mend these rows, or leave them out"
+        what, do = f"{len(wrong):,} of {rows:,} rows cannot be read by {name}", "correct these rows, or leave them out"
         raise DataError(what, found=found, do=do)
     bad = kinds.total()
     if not bad:
