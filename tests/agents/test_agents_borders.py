@@ -125,7 +125,7 @@ def test_a_parser_must_read_texts_and_return_calls(made: dict[str, Any]) -> None
         async def extract_tool_calls(self, responses_ids: list[int], tools: Any) -> Any:
             return "", []
 
-    with pytest.raises(SettingError, match="parser Verls; .*which is not async.*let yours read the text"):
+    with pytest.raises(SettingError, match="parser Verls; .*which is not async.*reads text and is not async"):
         ToolAgent([Adder()], parser=Verls())  # type: ignore[arg-type]
 
     class Returns:

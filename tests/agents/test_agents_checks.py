@@ -31,7 +31,7 @@ TOOLS: list[tuple[Any, str]] = [
         ["calculator"],
         r"tools\[0\] of an agent; expected a tool; found 'calculator'; it needs a name and get_openai_tool_schema",
     ),
-    ([Adder(), Adder()], "names that differ"),
+    ([Adder(), Adder()], "unique names"),
 ]
 
 
@@ -95,7 +95,7 @@ USERS: list[tuple[Any, str]] = [
     ([object()], "interaction object has no generate_response of its own"),
     ([Plain()], "interaction Plain; expected `async def generate_response`; found a method that is not async"),
     ([Nameless()], "name of interaction Nameless; expected a text; found None"),
-    ([User(), User()], "names that differ"),
+    ([User(), User()], "unique names"),
     ("gsm8k", "interactions; expected a list"),
 ]
 

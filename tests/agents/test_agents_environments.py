@@ -327,11 +327,11 @@ def test_the_current_interface_gives_rows_and_rewards_and_names_the_endpoint() -
     assert rows[2]["prompt"] == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 1?"}]
     assert rows[2]["reward_model"]["ground_truth"] == "3" and json.loads(rows[2]["extra_info"]["task"])["answer"] == "3"
     assert verifiers_rows(boxed, 1)[0]["prompt"] == [{"role": "user", "content": "Write it."}]
-    with pytest.raises(SettingError, match="which has no last one"):
+    with pytest.raises(SettingError, match="which has no end"):
         verifiers_rows(sums)
-    with pytest.raises(SettingError, match=r"v1 interface: .*OpenAI endpoint, which agents.Harness serves"):
+    with pytest.raises(SettingError, match=r"v1 interface: .*OpenAI endpoint: agents.Harness serves"):
         VerifiersInteraction(sums)
-    with pytest.raises(SettingError, match=r"file that looks into the harness's container; .*agents.Harness"):
+    with pytest.raises(SettingError, match=r"file, which reads files of the harness's container; .*agents.Harness"):
         verifiers_reward(boxed)
     score = verifiers_reward(sums)
     turns = [

@@ -376,7 +376,7 @@ def test_what_cannot_work_is_refused(made: dict[str, Any]) -> None:
         SettingError, match="tools and no parser; expected a chat template .*; found one that writes none"
     ):
         ToolAgent([Adder()]).prepare(Script(made["own"], []))
-    with pytest.raises(SettingError, match="names that differ"):
+    with pytest.raises(SettingError, match="unique names"):
         ToolAgent([Adder(), Adder()], parser=Tags())
     with pytest.raises(SettingError, match="truncate_side"):
         ToolAgent(tool_response_truncate_side="top")

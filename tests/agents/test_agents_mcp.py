@@ -112,7 +112,7 @@ def test_tools_of_a_server_are_listed_called_held_open_and_left(
     tools: dict[str, Any] = load_tools(tmp_path / "tools.yaml")
     assert list(tools) == ["dies", "add", "sleeps", "asks"]
     server = tools["add"].server
-    assert "MCP server 'arith' is one for all episodes" in caplog.text  # nothing marks its tools as reading only
+    assert "MCP server 'arith' is shared by all episodes" in caplog.text  # nothing marks its tools as reading only
 
     async def ask(name: str, **arguments: Any) -> Any:
         return await tools[name].execute("i", arguments)

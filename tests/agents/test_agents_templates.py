@@ -38,7 +38,7 @@ UNTOLD = ("deepseek_v3", "llama3", "llama3_1")
 REFUSED = [
     ("gemma3", "tool", "alternate"),
     ("command_r_plus", "tool", "alternate"),
-    ("mistral_nemo", "user", "answers begin otherwise"),  # the tools stand before the last user's message
+    ("mistral_nemo", "user", "answers begin differently"),  # the tools stand before the last user's message
 ]
 PARSERS = {
     "qwen2_5": "hermes",

@@ -1,4 +1,4 @@
-"""Agents: multi-turn episodes with tools and simulated users, each one masked sequence of tokens.
+"""Agents: multi-turn episodes with tools and simulated users; each episode is a sequence of tokens with a loss mask.
 
 Loops (`ToolAgent`, `SingleTurn`, your own), tools that a model calls (`function_tool`, the shipped ones, `mcp_tools` of MCP
 servers), parsers of its calls, simulated users (`BaseInteraction`) and Gym-like or `verifiers` environments as users; and

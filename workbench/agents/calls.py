@@ -24,9 +24,10 @@ from workbench.rewards.score import Score
 T = TypeVar("T")
 SIDES = ("left", "right", "middle")
 _STATUSES = {"no_answer": "refused", "crashed": "refused", "timeout": "refused", "infra_error": "error"}
-"""Status of a tool's own record (`rewards.score.Status`) → status of the call."""
+"""Status in the record that a tool returns (`rewards.score.Status`) → status of the call (`ToolCall.status`)."""
 END_SECONDS = 5.0
-"""Time limit of a tool's or an interaction's last calls, when the episode is over."""
+"""Time limit in seconds of the last calls of a tool or interaction (`release`, `calc_reward`), when the episode is
+over."""
 CUT = "...(truncated)..."
 
 
@@ -83,7 +84,7 @@ def checked_tools(tools: Any) -> list[Tool]:
 
 
 def _no_tool(tool: Any) -> str:
-    """Return the advice on how to turn an object that is no tool into one; "" for a tool."""
+    """Return advice on how to make a tool of an object that is not a tool; "" for a tool."""
     if isinstance(tool, type):
         return f"make an object of it: {tool.__name__}(…)"
     if inspect.isroutine(tool):
@@ -120,15 +121,16 @@ class Toolbox:
         require(truncate_side in SIDES, "tool_response_truncate_side", expected=f"one of {SIDES}", found=truncate_side)
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools):
-            raise SettingError("names of the tools", expected="names that differ", found=[tool.name for tool in tools])
+            raise SettingError("names of the tools", expected="unique names", found=[tool.name for tool in tools])
         self.schemas = [tool.get_openai_tool_schema() for tool in tools]
         self.shows_pictures = False
         """Whether the model sees the images of the tools' answers."""
         self._seconds, self._limit, self._side = seconds_per_call, limit, truncate_side
 
     def seen(self, images: Sequence[Any]) -> tuple[tuple[Picture, ...], str]:
-        """Read the images in a tool's answer: (the pictures that the model is shown, a note on those that it cannot
-        see, and why, or "")."""
+        """Read the images in a tool's answer: (the pictures that the model is shown, a note on the images that the
+        model cannot see, and why, or "").
+        """
         if images and not self.shows_pictures:
             return (), f"{len(images)} image{'s' * (len(images) > 1)} that this model cannot see"
         pictures, broken = [], ""

@@ -1,4 +1,5 @@
-"""Gym-like environments (`reset`, `step`) and those of `verifiers` as simulated users; neither package is needed.
+"""Gym-like environments (`reset`, `step`) and environments of the `verifiers` package as simulated users; neither
+package is needed.
 
 Of the current `verifiers` (its v1 interface) also the task sets: their tasks as rows, and their own rewards for our episodes.
 """
@@ -406,7 +407,7 @@ def _call_with_known(function: Callable[..., Any], arguments: Mapping[str, Any])
     return function(**{key: value for key, value in arguments.items() if everything or key in wanted})
 
 
-ENDPOINT = "let the environment play by itself: it asks an OpenAI endpoint, which agents.Harness serves it"
+ENDPOINT = "let the environment run its own episodes against an OpenAI endpoint: agents.Harness serves one"
 """What to do with an environment that cannot be played turn by turn here."""
 
 
@@ -425,7 +426,7 @@ def taskset_rows(taskset: Any, number: int, data_source: str) -> list[dict[str, 
     Raises `SettingError` for all tasks of an endless task set, and `DataError` for a task without a prompt.
     """
     if number < 0 and not taskset.bounded:
-        what = f"all tasks of {type(taskset).__name__}, which has no last one"
+        what = f"all tasks of {type(taskset).__name__}, which has no end"
         raise SettingError(what, expected="a number of rows", found=number, do="write verifiers_rows(taskset, 64)")
     rows = []
     for index, task in enumerate(islice(taskset, number if number >= 0 else None)):
@@ -433,7 +434,7 @@ def taskset_rows(taskset: Any, number: int, data_source: str) -> list[dict[str, 
         prompt = data.prompt if not isinstance(data.prompt, str) else [{"role": "user", "content": data.prompt}]
         chat = [dict(one) if isinstance(one, Mapping) else one.model_dump(exclude_none=True) for one in prompt or ()]
         if not chat:
-            do = "it opens its conversations itself; " + ENDPOINT
+            do = "the environment opens the conversation itself; " + ENDPOINT
             what = f"prompt of task {index} of {type(taskset).__name__}"
             raise DataError(what, expected="a text or messages", found="none", do=do)
         if data.system_prompt and chat[0]["role"] != "system":
@@ -498,8 +499,8 @@ def _check(task: Any) -> None:
     needs = [one.__name__ for one in task.hooks("reward") if _wants_runtime(one)]
     if needs or task.NEEDS_CONTAINER:
         what = f"rewards of {type(task).__name__}"
-        found = f"{', '.join(needs) or 'a task'} that looks into the harness's container"
-        raise SettingError(what, expected="rewards of the conversation alone", found=found, do=ENDPOINT)
+        found = f"{', '.join(needs) or 'a task'}, which reads files of the harness's container"
+        raise SettingError(what, expected="rewards that read the conversation only", found=found, do=ENDPOINT)
 
 
 def _wants_runtime(function: Callable[..., Any]) -> bool:

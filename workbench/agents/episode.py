@@ -72,7 +72,7 @@ class LockStep:
 
 
 RUNNING: ContextVar[tuple[Episode, Mapping[str, Any]]] = ContextVar("RUNNING")
-"""The episode whose tools are run, and its sampling: a sub-agent reads them."""
+"""The episode whose tools are run, and the sampling settings of the episode; a sub-agent reads both."""
 
 
 @dataclass
@@ -86,34 +86,36 @@ class Episode:
     purpose: str = "rollout"
     step: int = 0
     row: int = 0
-    """Its place in the batch."""
+    """Index of the row in the batch."""
     max_prompt_length: int | None = None
     lock_step: LockStep | None = None
     progress: Callable[[Transcript], None] | None = None
-    """Called with the transcript after each state of the episode, by loops that have states."""
+    """Function that agent loops with states (`ToolAgent`) call with the transcript after each state of the episode."""
     policy: str | None = None
     """The name of the first policy, where the episode has several."""
     policies: Mapping[str, Sampler] = field(default_factory=dict)
     """The samplers of the other policies by name."""
     turn: int = 0
-    """How many turns were sampled."""
+    """Number of turns sampled so far."""
     attempt: int = 0
-    """Number of the try at the next turn: another number gives another seed."""
+    """Number of the attempt at the next turn: another number gives another seed."""
     branches: tuple[tuple[int, int], ...] = ()
-    """(turn, number) for each time that it was branched: the model's turns from there on have seeds of that number."""
+    """(turn, number) for each branching of the episode: the model's turns from `turn` on have seeds derived from
+    `number`."""
     opening: int = 0
-    """How often an `EpisodeStepper` has made its tools and its simulated user anew."""
+    """How often an `EpisodeStepper` has created the episode's tools and simulated user again."""
     seconds: float = 0.0
     """Seconds spent waiting for the sampler."""
     samples: list[Sample] = field(default_factory=list)
     """What was sampled, turn by turn."""
     matched: set[int] = field(default_factory=set)
-    """Numbers of the samples that `with_log_probs` has found in a sequence: no other sequence has them."""
+    """Numbers of the samples that `with_log_probs` has assigned to a sequence; a sample belongs to one sequence only.
+    """
     versions: list[int] = field(default_factory=list)
     others: list[AgentLoopOutput] = field(default_factory=list)
-    """Sequences of sub-agents, which come before the episode's own."""
+    """Sequences of sub-agents; an episode's output lists them before the sequences of the episode itself."""
     called: dict[int, int] = field(default_factory=dict)
-    """Turns that were sampled before a sub-agent was called → the number of the last call then."""
+    """Number of turns sampled before a sub-agent was called → number of the last sub-agent call at that turn."""
 
     @property
     def name(self) -> str:
@@ -206,7 +208,7 @@ class Episode:
     def _end_at_full(self, ids: Sequence[int]) -> Sample:
         if self.samples and not self.samples[-1].ids and self.samples[-1].finish_reason == "length":
             what, do = f"row {self.row} (uid {self.uid}): its agent loop samples on", "end at finish_reason 'length'"
-            raise DataError(what, found=f"{len(ids)} tokens, which fill the sampler's longest sequence", do=do)
+            raise DataError(what, found=f"{len(ids)} tokens, the sampler's maximum length", do=do)
         self.samples.append(Sample((), (), "length", self.sampler.version))
         return self.samples[-1]
 
@@ -254,7 +256,7 @@ class Transcript:
     reason: str = "stop"
     tool_seconds: float = 0.0
     seen: list[Seen] = field(default_factory=list)
-    """What the model read of pictures, by turn."""
+    """The pictures that the model read, by turn."""
     versions: dict[int, int] = field(default_factory=dict)
     """Number of a token → policy version of what the model wrote from there on."""
 
@@ -390,7 +392,7 @@ class ChatHistory:
     compact_prompt: str = COMPACT_PROMPT
     max_sequences: int = 16
     settings: Mapping[str, Any] = field(init=False)
-    """Those that are not the default, by their names as the agent's."""
+    """The settings that differ from the defaults, by the names of the agent's arguments."""
 
     def __post_init__(self) -> None:
         require(self.kind in HISTORIES, "history", expected=f"one of {HISTORIES}", found=self.kind)

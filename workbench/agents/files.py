@@ -32,7 +32,7 @@ TOOLS: Mapping[str, type] = {
     "verl.tools.mcp_base_tool.MCPBaseTool": MCPTool,
     "verl.tools.mcp_search_tool.MCPSearchTool": MCPTool,
 }
-"""Names that need no import: those of the shipped tools, and those of verl's examples."""
+"""Names that need no import: names of the shipped tools, and class names in verl's examples."""
 INTERACTIONS: Mapping[str, type] = {
     "gsm8k": Gsm8kInteraction,
     "verl.interactions.gsm8k_interaction.Gsm8kInteraction": Gsm8kInteraction,

@@ -1,4 +1,6 @@
-"""An agent loop that lets a program, or a function of yours, play the episodes: the policy is behind an endpoint for it."""
+"""An agent loop whose episodes are run by a program or by a function of yours, which calls the policy through an OpenAI
+endpoint.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ from workbench.engines.protocol import Sampler, SamplingSettings, switches_of
 
 T = TypeVar("T")
 _LAST = 2000
-"""Bytes of a program's last error output that are kept."""
+"""Bytes at the end of a program's error output that are kept."""
 _GRACE = 20.0
-"""Seconds that a harness has to end by itself once a limit has refused its request."""
+"""Seconds that a harness has to end by itself after a limit has refused its request."""
 _MOST_RESULT = 1 << 20
 """Bytes of a program's output that are read for its result."""
 _PLACES = ("base_url", "api_key", "model", "prompt", "row", "result")
 
 
 class Harness(AgentLoopBase):
-    """Agent loop that lets an unmodified harness play: any program, in any language, that asks an OpenAI endpoint.
+    """Agent loop for an unmodified harness: any program, in any language, that samples from an OpenAI endpoint.
 
     Each row's program is started with `OPENAI_BASE_URL`, `OPENAI_API_KEY` and `OPENAI_MODEL`, the prompt's text on its standard
     input, and the row's columns in the JSON file `WORKBENCH_ROW`; its folder is a new one, removed at the end. What it asks
@@ -129,7 +131,7 @@ class Harness(AgentLoopBase):
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> Any:
         """Play one row's episode; return its sequence, or a list of its sequences."""
         if self.episode.lock_step is not None:
-            do = "leave deterministic=True out: the same harness gets the same tokens, barring float ties"
+            do = "leave out deterministic=True: a harness that sends the same requests gets the same tokens, except for float ties"
             raise SettingError("deterministic= of a rollout of a harness", expected="False", found="True", do=do)
         limits = Limits(self.max_assistant_turns, int(sampling_params["max_tokens"]))
         async with self._endpoints.open(self.episode.sampler, self._parser, self.model, self.max_concurrent) as room:

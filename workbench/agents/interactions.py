@@ -1,4 +1,4 @@
-"""Simulated users: the base class with verl's names, those that are shipped, and sessions that are always finalised."""
+"""Simulated users: the base class with verl's names, the shipped ones, and conversations that are always finalised."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from workbench.base.shown import encodable
 from workbench.rewards.scorers.gsm8k import compute_score, written_truth
 
 LEAVE_SECONDS = 10.0
-"""Time limit of `finalize_interaction`."""
+"""Time limit of `finalize_interaction`, in seconds."""
 ReplyTuple = tuple[bool, str, float, dict[str, Any]]
-"""Whether to stop, the user's next message, the score of the last assistant message, anything else."""
+"""A simulated user's answer: (whether to stop, the next message, score of the last assistant message, further values).
+"""
 
 
 class BaseInteraction(Interaction):
@@ -145,7 +146,7 @@ class UserReply:
     stop: bool
     text: str
     score: float | None
-    """None where the user gave none."""
+    """Score of the last assistant message; None where the user returned no score."""
     extra: dict[str, Any]
 
 
@@ -163,7 +164,7 @@ class Conversation:
     scores: list[float] = field(default_factory=list)
     """The scores of the assistant messages so far."""
     trouble: str = ""
-    """What failed when the conversation was finalised, in one line; else empty."""
+    """The error of `finalize_interaction` in one line; empty where there was none."""
 
     @property
     def name(self) -> str:
@@ -288,7 +289,7 @@ def select_interaction(
         name = next(iter(interactions))
     what = f"interaction_kwargs of {place}"
     if name is None:
-        do = "name one in each row; rows without a user need an agent of their own (agent_name)"
+        do = "name one in each row; give rows without a user another agent (column agent_name)"
         raise DataError(f"{what} have no name", expected=f"one of {', '.join(interactions) or '(none)'}", do=do)
     if name not in interactions:
         kind = type(next(iter(interactions.values()))).__name__ if interactions else "BaseInteraction"
@@ -311,7 +312,7 @@ def checked_interactions(interactions: Any) -> dict[str, Interaction]:
     for name, one in pairs:
         _check_interaction(name, one)
     if len(found := dict(pairs)) < len(pairs):
-        raise SettingError("names of the interactions", expected="names that differ", found=[name for name, _ in pairs])
+        raise SettingError("names of the interactions", expected="unique names", found=[name for name, _ in pairs])
     return found
 
 

@@ -69,13 +69,15 @@ class AgentLoopBase(Remembering, Shown):
     reads_pictures: bool = False
     """Whether rows may have pictures in their prompts."""
     processor: None = None
-    """There are no pictures and films here: None, as verl's loops have it with a model of texts."""
+    """Always None: agent loops are for text models, as verl's loops have `processor` None for these."""
     _episode: Episode | None = None
     _response_length: int | None = None
 
     @property
     def lacks(self) -> str:
-        """What the loop needs but was made without (`no tools`), or "". Such a loop cannot be chosen by name alone."""
+        """What the loop needs and does not have (`no tools`), or "". A loop that lacks something cannot be chosen by
+        name only.
+        """
         return ""
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput | Sequence[AgentLoopOutput]:
@@ -218,7 +220,8 @@ class LoopConfig:
     response_length: int
     """Limit of the response, in tokens."""
     prompt_length: int = sys.maxsize
-    """Nothing is cut from a prompt: one that is too long is refused when it is sampled from."""
+    """Limit of the prompt, in tokens. Prompts are not cut: a longer prompt is an error when the policy samples from it.
+    """
 
     @property
     def actor_rollout_ref(self) -> LoopConfig:
@@ -260,7 +263,7 @@ _ALIASES: dict[str, str] = {
     "single_turn_agent_loop": "single_turn",
     "tool_agent_loop": "tool_agent",
 }
-"""verl's names, and those of the practice guide."""
+"""Other names of the agent loops: those of verl, and those of the guide."""
 C = TypeVar("C", bound=type[AgentLoopBase])
 
 

@@ -1,4 +1,5 @@
-"""Parsers of tool calls in a model's text: what they share, the forms of Hermes and ReAct, and stated repairs of broken JSON.
+"""Parsers of tool calls in a model's text: their base classes, the formats of Hermes and ReAct, and repairs of broken
+JSON.
 
 No text makes a parser raise, and reasoning has no calls. A call that cannot be read, even with the repairs of `loose_json`,
 is returned with its arguments as they were written: the tool's caller then answers the model what is wrong.
@@ -39,9 +40,9 @@ REASONING: Mapping[str, str] = {
     "<|channel>thought": "<channel|>",
     "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
-"""The tags between which models reason."""
+"""Opening tag of a model's reasoning → its closing tag."""
 Found = tuple[int, int, tuple[FunctionCall, ...] | None]
-"""Where a piece of text with calls begins, where it ends, its calls; None where no more calls are read."""
+"""(start, end, calls) of a piece of text with tool calls; None where the text has no more calls."""
 _MARK = re.compile("|".join(map(re.escape, (*REASONING, *REASONING.values()))))
 _ENDINGS = "|".join(f"(?<={re.escape(tag)})" for tag in REASONING.values())
 AT_LINE = rf"(?:^|(?<=[{re.escape(''.join(sorted({tag[-1] for tag in REASONING.values()})))}])(?-i:{_ENDINGS}))[ \t]*"
@@ -95,7 +96,7 @@ def checked_parser(parser: Any, *, format: str, tools: bool) -> ToolParser | Non
         raise SettingError("parser of a tool agent", expected=expected, found=describe(chosen), do=do)
     if inspect.iscoroutinefunction(chosen.extract_tool_calls):
         expected = "extract_tool_calls(text, tools), which is not async"
-        do = "verl's parsers get token ids and are async: let yours read the text"
+        do = "verl's parsers get token ids and are async: write extract_tool_calls so that it reads text and is not async"
         raise SettingError(f"parser {type(chosen).__name__}", expected=expected, found="an async method", do=do)
     if format == "react" and not isinstance(chosen, ReActParser):
         expected = "a ReActParser: the format tells the model to write its calls as Action lines"
@@ -195,7 +196,7 @@ class FindsCalls:
     the content."""
 
     cut = False
-    """Whether the text might have gone on: what is no sound JSON is then not repaired."""
+    """Whether the text was cut off at the token limit: broken JSON is then not repaired."""
 
     def extract_tool_calls(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[FunctionCall]]:
         """Find the tool calls in a model's text: (the text without them, the calls in order).
@@ -247,9 +248,9 @@ class TaggedJson(FindsCalls):
     OPEN: re.Pattern[str]
     CLOSE: re.Pattern[str]
     KINDS: tuple[type, ...] = (dict,)
-    """What the JSON may be."""
+    """The Python types that the JSON between the tags may have."""
     SECTION: re.Pattern[str] | None = None
-    """Tags around all calls that are no content."""
+    """Pattern of the tags around all calls; they are removed from the content."""
     _TAG: re.Pattern[str]
     """An opening tag, as group 1, or a closing one."""
 

@@ -1,4 +1,4 @@
-"""The policy behind an OpenAI-compatible address of this machine, for harnesses that play episodes by themselves.
+"""The policy behind an OpenAI-compatible address of this machine, for harnesses that run their episodes themselves.
 
 `PolicyTokens` makes messages token ids, and samples messages; a `Recording` makes an episode's requests sequences. Each answer
 is a node of a tree. A request whose messages go on after an answer is that node's child: its sequence goes on with the very
@@ -58,22 +58,22 @@ class AnswerNode:
     heard: tuple[int, ...]
     """Ids of the prompt, or of the template's delta after the parent's answer."""
     new: tuple[Message, ...]
-    """The messages that these ids are of."""
+    """The messages that the ids in `heard` encode."""
     asked: str
-    """Name of the messages before the answer (`chain`)."""
+    """Hash of the messages before the answer (see `chain`)."""
     number: int
-    """The requests of an episode are numbered as they came; the answers to one share its number."""
+    """Number of the request, in order of arrival; all answers to a request (`n > 1`) share the number."""
     sample: Sample
     message: Message
     """The answer as it was sent: `content`, `tool_calls`, `reasoning_content`."""
     text: str = ""
     """The answer as the model wrote it, without special tokens."""
     delivered: bool = False
-    """Whether somebody was there to read it."""
+    """Whether the client was still connected when the answer was sent."""
 
     @property
     def path(self) -> list[AnswerNode]:
-        """The answers of its sequence, from the first one to this one."""
+        """The answers of the node's sequence, from the first one to this one."""
         nodes: list[AnswerNode] = []
         node: AnswerNode | None = self
         while node is not None:
@@ -83,7 +83,7 @@ class AnswerNode:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of its sequence, up to and with this answer."""
+        """Token ids of the node's sequence, up to and including this answer."""
         return [one for node in self.path for one in (*node.heard, *node.sample.ids)]
 
 
@@ -424,11 +424,11 @@ class PolicySession:
     limits: Limits
     recording: Recording
     failure: Exception | None = None
-    """What the engine raised."""
+    """The exception that the engine raised, or None."""
     reason: str | None = None
     """`turns` or `length` where a limit has refused the last request."""
     refused: float | None = None
-    """When it began to refuse (`time.monotonic`)."""
+    """When the session first refused a request (`time.monotonic`); None while it refuses none."""
     _pending: dict[tuple[Any, ...], list[_Pending]] = field(default_factory=dict)
     _requests: int = 0
     _turns: int = 0
@@ -627,7 +627,7 @@ class Endpoint:
         self.address = ""
         """`127.0.0.1:port`."""
         self.model = model
-        """The name that `/v1/models` tells; a request may give any other."""
+        """The model name that `/v1/models` returns; requests may have any other name."""
         self._policy = PolicyTokens(sampler, parser, tools_in)
         self._sessions: dict[str, PolicySession] = {}
 
@@ -720,7 +720,7 @@ FORMS: Mapping[str, tuple[Callable[[Any], ChatRequest], Callable[[Reply, Any], A
     "v1/completions": (completion_request, Reply.completion, completion_stream),
     "v1/responses": (response_request, response_whole, response_stream),
 }
-"""Path → (what reads a request, what writes the reply to it, what writes it as a stream)."""
+"""Path → three functions: they read the request, write the reply, and write the reply as a stream."""
 
 
 @contextmanager

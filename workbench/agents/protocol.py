@@ -34,7 +34,7 @@ class FunctionCall:
 
     name: str
     arguments: str
-    """JSON text, as written: it may not parse."""
+    """The arguments as JSON text, as the model wrote it: it may be invalid JSON."""
     tool_call_id: str | None = None
     """The model's own id of the call, where its format has one (Kimi's)."""
 
@@ -67,15 +67,15 @@ class ToolCall:
     call was wrong), `error`, `late` (past its time limit), `ignored` (more calls in one turn than are allowed) or `not run`
     (the episode had reached a limit)."""
     result: str = ""
-    """The text that the model read; empty where it read none."""
+    """The text that the model read as the call's result; empty where it read none."""
     reward: float | None = None
-    """The tool's own reward of this call; None where it gave none."""
+    """The reward that the tool gave this call; None where it gave none."""
     cut: str = ""
     """Which part of the tool's text the model did not see, in words."""
     why: str = ""
-    """The tool's own reason, where it gave one (`why` of its metrics)."""
+    """The reason that the tool gave (`why` in its metrics); else empty."""
     metrics: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The rest of the tool's metrics; not kept with the transcript."""
+    """The tool's other metrics; a saved transcript does not have them."""
     tool_call_id: str | None = None
     """The model's own id of the call, where its format has one."""
     pictures: tuple[Any, ...] = field(default=(), compare=False)
@@ -109,7 +109,7 @@ class Turn:
     """What failed while the turn was answered."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     edited: bool = False
-    """Whether it was written by hand."""
+    """Whether the turn was written by hand (`EpisodeStepper.say`)."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Turn:
@@ -138,7 +138,7 @@ class Seen:
     first: int
     """Index of the turn's first token in the response; -1 for the prompt."""
     count: int
-    """How many pictures."""
+    """Number of pictures."""
     pixels: Mapping[str, torch.Tensor] = field(compare=False)
     """The model's inputs by name, in the order of the pictures."""
 
@@ -179,13 +179,14 @@ class AgentLoopOutput:
     seen: tuple[Seen, ...] = ()
     """What the model read of pictures, by turn."""
     policy: str | None = None
-    """Whose tokens the mask marks, where the rollout has several policies; None: the first one's."""
+    """Name of the policy that sampled the tokens with mask 1, where the rollout has several policies; None: the first
+    one."""
     versions: tuple[int, ...] = ()
     """Policy version of each response token, where the weights changed on the way (`train(max_lag=…)`); else empty."""
     extra_fields: InitVar[Mapping[str, Any] | None] = None
-    """verl's name of `extra`."""
+    """verl's name for `extra`."""
     multi_modal_data: InitVar[Mapping[str, Any] | None] = None
-    """Only empty: a loop has text alone, and so has `routed_experts`."""
+    """Accepted only if empty, like `routed_experts`: agent loops are for text."""
     routed_experts: InitVar[Any] = None
 
     def __post_init__(self, extra_fields: Any, multi_modal_data: Any, routed_experts: Any) -> None:

@@ -31,7 +31,7 @@ from workbench.functional.trees import node_numbers
 Ran = tuple[tuple[str, str], ...]
 """Calls that were run, in order: (tool, arguments)."""
 _KEPT = 16
-"""Saved states of tools that a stepper and its forks keep."""
+"""Number of saved tool states that a stepper and its forks keep."""
 _WHO = {
     AgentState.PENDING: "assistant",
     AgentState.GENERATING: "assistant",
@@ -84,7 +84,7 @@ class EpisodeStepper(Shown):
         """The row's number in the rollout, and the episode's."""
         self._log_probs, self._lent = log_probs, lent
         self.batch_of = batch_of
-        """Function from episodes, each of its sequences, to a batch with the rollout's columns."""
+        """Function that makes a batch with the rollout's columns from episodes, each a tuple of sequences."""
         self._openings = itertools.count(1)
         self._saved: dict[Ran, dict[str, Any]] = {}
         self._loop = loop.bound(episode)
@@ -157,7 +157,7 @@ class EpisodeStepper(Shown):
         self._expect()
         require(isinstance(attempt, int) and attempt >= 0, "attempt", expected="a whole number ≥ 0", found=attempt)
         if (attempt or sampling) and self.next_role != "assistant":
-            what = "attempt and sampling settings are for the model's turns only"
+            what = "next() takes attempt and sampling settings for the model's turns only"
             raise SettingError(what, found=f"the {self.next_role}'s turn", do="call next() without arguments")
         self._loop.episode.attempt = attempt
         whole, self._now.sampling = self._now.sampling, {**self._now.sampling, **sampling}
@@ -467,11 +467,11 @@ class TurnValue:
     """A mean reward of continuations, with its standard error."""
 
     mean: float
-    """NaN of none."""
+    """Mean reward; NaN without scored continuations."""
     error: float
     """Standard error of the mean: deviation (n − 1) / √n; 0 for a single recorded reward, NaN for a single draw."""
     count: int
-    """How many scored continuations it is of."""
+    """Number of scored continuations."""
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> TurnValue:
@@ -491,18 +491,18 @@ class TreeNode:
 
     number: int
     parent: int | None
-    """Number of the node before; None for the one that all leaves share."""
+    """Number of the parent node; None for the root."""
     first: int
-    """Number of its first turn in the episode."""
+    """Number of the node's first turn in the episode."""
     turns: tuple[Turn, ...]
     leaves: tuple[int, ...]
-    """The batch's rows below it, the recorded episode among them."""
+    """The batch's rows below this node, including the recorded episode's."""
     value: TurnValue
-    """Mean reward of what was drawn from its end; of a leaf its reward."""
+    """Mean reward of the continuations drawn from the node's end; for a leaf, the reward of its row."""
     credit: TurnValue
-    """Its value minus the mean reward of the other continuations that were drawn from its first turn; NaN without any."""
+    """`value` minus the mean reward of the other continuations drawn from the node's first turn; NaN without any."""
     recorded: bool
-    """Whether it belongs to the episode that was branched."""
+    """Whether the node belongs to the recorded episode, which was branched."""
 
     @property
     def places(self) -> str:

@@ -15,7 +15,7 @@ from workbench.engines.http.openai_form import Reply, TextPiece
 Settled = Callable[[list[int]], tuple[str, str]]
 """Token ids of an answer so far → (its reasoning, its content), as far as later tokens cannot change them."""
 _CALL = re.compile(r"[<\[{`|＜◁]")
-"""What a call may begin with, in the forms of parsers that have a `call_form`."""
+"""Characters with which a tool call may begin, in the formats of parsers that have a `call_form`."""
 _NAMES = ("reasoning_content", "content")
 
 

@@ -21,10 +21,10 @@ _ANSWER = "\u2e22answer\u2e23"
 _QUESTION = {"role": "user", "content": "question"}
 _NEW = "new\u2e22turn"
 _ID_LENGTH = 9
-"""Letters and digits of a call's id in the templates that want one (Mistral's)."""
+"""Length of a call's id in templates that require one (Mistral's): nine letters and digits."""
 _EARLIER = (_QUESTION, {"role": "assistant", "content": "earlier"}, {"role": "user", "content": "again"})
 _MODES = ((False, False), (True, False), (False, True), (True, True))
-"""How a tool's answer is tried: (with an id of a certain form, behind a call)."""
+"""The ways in which a template is tried with a tool's answer: (with an id of a certain form, after a tool call)."""
 STAND_IN = 0
 _KEPT = 4096
 """Prompts whose ids are kept: the samples of a group share one."""
@@ -229,7 +229,7 @@ class TurnTokens:
             last = max(self._tokenizer.all_special_tokens, key=lambda token: common.rfind(token, start), default="")
             place = common.rfind(last, start) if last and common.rstrip().endswith(last) else len(common)
         if place == len(common) < len(alone):
-            raise DataError(f"the chat template of {self._name} ends a turn of calls otherwise where answers follow")
+            raise DataError(f"the chat template of {self._name} ends a turn of calls differently where answers follow")
         return common[place:], whole[place:]
 
     def _closing_text(self, messages: Sequence[Message], ending: str = "") -> str:
@@ -272,7 +272,7 @@ class TurnTokens:
                 whys.append(str(error))
         if not good:
             what = f"the chat template of {self._name} cannot append a turn of role {role!r} to a conversation"
-            expected = "a new turn that is written after the answer, in the same way whatever comes before"
+            expected = "a template that writes a new turn after the answer, the same text whatever comes before"
             do = "give another role for tool answers (tool_role='user'), or the tokenizer another chat_template"
             raise SettingError(what, expected=expected, found=whys[0], do=do)
         if role == "tool":  # behind a call only where it is written in another way there
@@ -289,9 +289,9 @@ class TurnTokens:
         if _NEW not in delta:
             raise DataError("a template that leaves the new turn out, or writes it before the answer")
         if longer != delta:
-            raise DataError("a template that writes the turn otherwise in a longer conversation")
+            raise DataError("a template that writes the turn differently in a longer conversation")
         if not begins:
-            raise DataError("a template whose answers begin otherwise than its generation prompt")
+            raise DataError("a template whose answers begin differently from its generation prompt")
         return delta[max(delta.find(self._tokenizer.eos_token or _NEW), 0) :]
 
     def _delta_after(self, earlier: Sequence[Message], new: Message) -> tuple[str, bool]:

@@ -74,7 +74,7 @@ class EpisodeState:
     """The conversation with the row's simulated user, where it has one."""
     state: AgentState = AgentState.PENDING
     calls: list[FunctionCall] = field(default_factory=list)
-    """The last turn's calls that have not been run."""
+    """The tool calls of the last turn that have not been run."""
     errors: list[str] = field(default_factory=list)
     past: list[Past] = field(default_factory=list)
     """The sequences before the present one."""
@@ -304,7 +304,7 @@ class ToolAgent(AgentLoopBase):
             if key not in ("available_tools", "tool_format"):
                 raise DataError(f"{what}: " + unknown("key of tool_config", key, ("available_tools", "tool_format")))
         if terms.get("tool_format", self.format) != self.format:
-            do = "give rows of the other format an agent of their own (agent_name)"
+            do = "give rows of the other format another agent (column agent_name)"
             raise DataError(f"tool_format in {what}", expected=self.format, found=describe(terms["tool_format"]), do=do)
         names = terms.get("available_tools", list(self._box.tools))
         if isinstance(names, str) or not isinstance(names, Iterable):

@@ -48,7 +48,7 @@ def tool_schema(given: Any) -> dict[str, Any]:
 
 
 in_openai_form = tool_schema
-"""The same, where `tool_schema` is a parameter."""
+"""`tool_schema` under another name, for functions with a parameter `tool_schema`."""
 
 
 def _mapping(what: str, value: Any, expected: str = "a mapping") -> Mapping[str, Any]:
@@ -391,7 +391,7 @@ def schema_of(
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise SettingError(place, expected="a parameter that can be passed by name", found=str(parameter))
         if key not in hints:
-            raise SettingError(place, expected="a type hint", do="add one: the tool's schema is made of it")
+            raise SettingError(place, expected="a type hint", do="add one: the tool's schema is built from it")
         properties[key] = _typed(hints[key], place) | ({"description": described[key]} if key in described else {})
         if parameter.default is parameter.empty:
             required.append(key)

@@ -20,7 +20,8 @@ from workbench.base.errors import SettingError, describe, first_line, unknown
 
 log = logging.getLogger("workbench")
 START_SECONDS = 120.0
-"""Usual time limit of a server to start or be reached, and to list its tools: a busy machine, and `npx` that downloads, take long."""
+"""Default time limit, in seconds, for a server to start or answer and list its tools: a download by `npx` takes long.
+"""
 MAX_PAGES = 100
 _OURS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "timeout", "start_timeout")
 
@@ -57,9 +58,9 @@ class MCPServer:
         self._client: asyncio.Future[Any] | None = None
         self._leave = asyncio.Event()
         self.writing = False
-        """Whether a tool that it listed is not marked as one that only reads."""
+        """Whether the server has a tool that is not marked as read-only."""
         self.starts = 0
-        """How often a connection was started."""
+        """Number of connections started so far."""
 
     async def tools(self) -> list[dict[str, Any]]:
         """List the tools: name, description and parameters of each. Raises `ConnectionError`, or what the client raises."""
@@ -217,7 +218,7 @@ def mcp_tools(
             if all(tool.server is not server for tool in chosen):
                 server.close()
     for name in dict.fromkeys(tool.server.name for tool in chosen if tool.server.writing):
-        log.warning("MCP server %r is one for all episodes: what an episode writes there, the others read", name)
+        log.warning("MCP server %r is shared by all episodes: an episode can read what another one writes there", name)
     return chosen
 
 

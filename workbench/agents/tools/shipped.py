@@ -113,7 +113,8 @@ def with_last_value(code: str) -> str:
 
 
 NOT_BETTER = -0.05
-"""The reward of a submission that is not better than the one before; before the first the score counts as 0."""
+"""The reward of a submission whose score is not above the previous one's; the score before the first submission is 0.
+"""
 
 
 class Gsm8kAnswer(BaseTool):

@@ -19,11 +19,11 @@ from workbench.rewards.score import Score, Status
 from workbench.sandbox.protocol import Result, Workspace, Workspaces
 
 MAX_COMMAND = 100_000
-"""Characters of a command: the system takes no longer argument."""
+"""Longest command, in characters: the system accepts no longer argument."""
 _SHOWN = 10
 """Failed tests that a score names."""
 _QUIET = {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
-"""Variables of tests: no settings that the episode may have left in its own home folder count."""
+"""Environment variables of the tests: settings that the episode left in its home folder have no effect on them."""
 _OF_TESTS = ("files", "command", "fail_to_pass", "pass_to_pass", "seconds")
 
 
@@ -40,9 +40,9 @@ class Tests:
     fail_to_pass: Sequence[str] = ()
     """Names of tests that the task makes pass."""
     pass_to_pass: Sequence[str] = ()
-    """Names of tests that passed before, and have to still."""
+    """Names of tests that passed before the episode, and must still pass."""
     seconds: float = 60.0
-    """Wall time of all of them together."""
+    """Limit of the wall time of all tests together, in seconds."""
 
     def __post_init__(self) -> None:
         named = [*self.fail_to_pass, *self.pass_to_pass]
@@ -97,7 +97,7 @@ class Terminal(BaseTool):
         "parameters": {"command": {"type": "string", "description": "The command, for bash"}},
     }
     seconds_per_call: ClassVar[float | None] = None
-    """The agent's limit does not count: a command has its own, and may wait for its turn to be run."""
+    """None: the agent's limit per call does not apply, as a command has its `timeout` and may wait for a free place."""
 
     def __init__(
         self, sandbox: Workspaces, config: Mapping[str, Any] | None = None, tool_schema: Any = None, **settings: Any
