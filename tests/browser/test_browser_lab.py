@@ -71,7 +71,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "step 4/4",
         "held-out reward after",
         "advantages changed sign",
-        "those alike as one",
+        "equal ones joined",
     ),
     "108_harness": ("tokens are trained on", "largest difference: ", "held-out reward after", "the model's own"),
     "109_distillation": (

@@ -192,7 +192,7 @@ def test_a_stepper_comes_back_exactly(tiny: str, tmp_path: Path, kind: str) -> N
     s = wb.Stepper(pipe, rows.batch(2, step=2), snapshots=kind, snapshot_folder=str(tmp_path)).run(until="advantage")
     assert earlier.snapshots.nbytes == 0, "the state before the first update is the model's folder"
     before = {name: tensor.clone() for name, tensor in engine._state().items()}
-    said = f"the update keeps the weights of 'actor': {mib(engine)} of"
+    said = f"weights of 'actor' kept for back(): {mib(engine)} of"
     assert said in repr(s) and (f"free on the disk of {tmp_path}" in repr(s)) == (kind == "disk")
     s.run()
     after = {name: tensor.clone() for name, tensor in engine._state().items()}

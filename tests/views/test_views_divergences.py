@@ -31,7 +31,7 @@ def test_the_first_line_names_the_place_in_as_many_digits_as_it_takes() -> None:
     lines = repr(found).splitlines()
     assert lines[0] == (
         "first divergence: phase old_log_prob, column old_log_probs, row 1 (uid u2), token 5: -0.5 against -0.5000002 "
-        "(the same before: 1 phase, 4 columns)"
+        "(equal before: 1 phase, 4 columns)"
     )
     marked = [line for line in lines if line.startswith("→")]
     assert len(marked) == 1 and marked[0].split() == ["→", "5", "13", "-0.5", "-0.5000002"]
@@ -46,7 +46,7 @@ def test_what_follows_is_listed() -> None:
         "first divergence: phase rollout, column response_text, row 1 (uid u2), character 8: "
         "'no <b>answer</b>' against 'no <b>anger</b>'"
     )
-    assert "what differs from there on: 2 columns and metrics" in text
+    assert "later differences: 2 columns and metrics" in text
     assert "  old_log_prob   old_log_probs  1 row, by up to 0.25" in text
 
 
@@ -64,17 +64,17 @@ def test_every_kind_has_its_sentence() -> None:
     assert title(diverge(trace(), trace())) == "identical: 2 phases, 5 columns compared"
     assert title(diverge(wb.DataProto({}, {}), wb.DataProto({}, {}))) == "nothing was compared"
     whole = trace()
-    assert "phase old_log_prob: only the first has it" in title(diverge(whole, whole.first(1)))
-    assert "phase old_log_prob: only the second has it" in title(diverge(whole.first(1), whole))
+    assert "phase old_log_prob: only in the first" in title(diverge(whole, whole.first(1)))
+    assert "phase old_log_prob: only in the second" in title(diverge(whole.first(1), whole))
     batch = whole.batch
-    assert "column x: only the second has it" in title(diverge(batch, batch.with_columns({"x": torch.ones(2)})))
+    assert "column x: only in the second" in title(diverge(batch, batch.with_columns({"x": torch.ones(2)})))
     assert "column old_log_probs: shape (2, 8) against (2, 4)" in title(
         diverge(*(wb.DataProto({"old_log_probs": torch.ones(2, size)}) for size in (8, 4)))
     )
     fewer = title(diverge(batch, batch.select_idxs([0])))
-    assert "row 1 (uid u2): other rows, u2 against nothing (2 rows against 1, 1 of them in both)" in fewer
+    assert "row 1 (uid u2): different rows, u2 against nothing (2 rows against 1, 1 of them in both)" in fewer
     turned = Trace(whole.start, whole.phases[::-1])
-    assert "in another order, rollout old_log_prob against old_log_prob rollout" in title(diverge(whole, turned))
+    assert "the order of the phases differs, rollout old_log_prob against old_log_prob rollout" in title(diverge(whole, turned))
     metric = [Trace(whole.start, (Phase(**{**vars(whole.phases[0]), "metrics": {"x/y": n}}),)) for n in (1.0, 2.0)]
     assert "phase rollout, metric x/y: 1 against 2" in title(diverge(*metric))
 

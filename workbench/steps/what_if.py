@@ -117,7 +117,7 @@ def what_if(
     bench = _Bench(pipeline, update, batch, probe)
     before = bench.probed()
     try:
-        actual = bench.updated("as it is", update, batch, updates)
+        actual = bench.updated("actual", update, batch, updates)
         words = ", ".join(f"{key}={value}" for key, value in named.items())
         changed = bench.updated(words, changed_update, other, updates)
         norm = actual.moved_norm * changed.moved_norm

@@ -143,7 +143,7 @@ def _workers(status: ClusterStatus) -> list[list[doc.Part]]:
 
 def logs(logs: Logs) -> doc.Part:
     """Build the display of `Logs`: each worker's lines under its name; in HTML folded, unless there is only one worker."""
-    lines = [[f"--- {where}", *(text.splitlines() or ["(it wrote nothing)"])] for where, text in logs.parts]
+    lines = [[f"--- {where}", *(text.splitlines() or ["(no output)"])] for where, text in logs.parts]
     alone = len(logs.parts) == 1
     folds = [doc.Fold(f"{where}: {len(text.splitlines())} lines", doc.block(text), alone) for where, text in logs.parts]
     return doc.Either(lines, folds)
@@ -160,7 +160,7 @@ def group(workers: RayRanks) -> doc.Part:
     pool = f" on pool {workers.pool.name!r}" if workers.pool is not None else ""
     title = f"Group {workers.name!r}: {workers.size} workers{pool}, {', '.join(workers.out) or 'idle'}"
     if workers.closed is not None:
-        title = f"Group {workers.name!r} of {workers.size} workers, gone: {workers.closed}"
+        title = f"Group {workers.name!r} of {workers.size} workers, closed: {workers.closed}"
     rows = [[str(rank), str(one["pid"]), one["host"], one["gpus"] or "–"] for rank, one in enumerate(workers.facts)]
     return doc.line(doc.bold(title)), doc.Table(["rank", "pid", "host", "GPUs"], rows)
 
@@ -200,11 +200,11 @@ def fit(fit: Fit) -> doc.Part:
 # --- over time ----------------------------------------------------------------------------------
 
 LANE = 60
-"""Width of a worker's lane in the text form, in characters."""
+"""Width of a worker's lane in the text of a timeline, in characters."""
 WORKERS = 64
-"""Workers in the picture; a saved trace has all."""
+"""Most workers that the picture shows; a saved trace has all."""
 METHODS = 12
-"""Method names in the picture's key."""
+"""Most method names in the picture's legend."""
 FINE = 2000
 """Bars of one method less than this fraction of the whole apart are drawn as one bar."""
 Span = tuple[str, float, float]

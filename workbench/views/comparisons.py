@@ -112,7 +112,7 @@ def _title(diff: Comparison) -> str:
     counts = {"column": len(diff.columns), "metric": len(diff.metrics)}
     rest = ", ".join(doc.counted(n, f"{what} differs", f"{what}s differ") for what, n in counts.items() if n)
     if not diff.rows:
-        return f"Comparison: no sample changed its reward or its advantage; {rest or 'only what one side has differs'}"
+        return f"Comparison: no sample changed its reward or its advantage; {rest or 'only columns of one side differ'}"
     moved = sum(row.reward is not None and row.reward[0] != row.reward[1] for row in diff.rows)
     rows = f"{len(diff.rows)} of {doc.counted(len(diff.traces[0].batch), 'row')} changed ({moved} in reward)"
     return f"Comparison: {rows}, {doc.counted(diff.sign_flips, 'advantage')} changed sign; {rest}"
@@ -183,7 +183,7 @@ def divergence(diff: RunDivergence) -> doc.Part:
     causes.
     """
     later = [[f"{spread.phase or '':<13}", spread.column or "", _extent(spread)] for spread in diff.later]
-    following = f"what differs from there on: {len(later)}"
+    following = f"later differences: {len(later)}"
     table = doc.Table(["phase", "column", "by"], later, most=len(later))
     text = f"{following} columns and metrics", doc.Table([""] * 3, later, most=12)
     texts = doc.Table(["first", "second"], [[doc.block(diff.first), doc.block(diff.second)]])
@@ -217,7 +217,7 @@ def title(diff: RunDivergence) -> str:
     amount = ", ".join(doc.counted(count, word) for count, word in kinds if count)
     if diff.identical:
         return f"identical: {amount} compared" if amount else "nothing was compared"
-    return f"first divergence: {_place(diff)}: {_what(diff)}" + (f" (the same before: {amount})" if amount else "")
+    return f"first divergence: {_place(diff)}: {_what(diff)}" + (f" (equal before: {amount})" if amount else "")
 
 
 def _place(diff: RunDivergence) -> str:
@@ -235,14 +235,14 @@ def _place(diff: RunDivergence) -> str:
 
 def _what(diff: RunDivergence) -> str:
     if diff.why in ("phase", "column"):
-        return f"only the {'first' if diff.second is None else 'second'} has it"
+        return f"only in the {'first' if diff.second is None else 'second'}"
     if diff.why == "rows":
         counts = f" ({diff.inside})" if diff.inside else ""
-        return f"other rows, {_value_text(diff.first)} against {_value_text(diff.second)}{counts}"
+        return f"different rows, {_value_text(diff.first)} against {_value_text(diff.second)}{counts}"
     if diff.character is not None:
         return " against ".join(_excerpt(text, diff.character) for text in (diff.first, diff.second))
     if diff.why == "order":
-        return f"the phases are in another order, {diff.first} against {diff.second}"
+        return f"the order of the phases differs, {diff.first} against {diff.second}"
     kind = f"{diff.why} " if diff.why in ("shape", "dtype") else ""
     first, second = apart(diff.first, diff.second)
     ids = diff.token_ids
@@ -285,7 +285,7 @@ def _extent(spread: Mismatch) -> str:
     if spread.largest is None:
         return "".join(rows)
     largest = f"by {'up to ' if rows else ''}{spread.largest:.3g}"
-    return ", ".join([*rows, "a side has no number" if math.isinf(spread.largest) else largest])
+    return ", ".join([*rows, "one side has no value" if math.isinf(spread.largest) else largest])
 
 
 # --- another update ------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def what_if(result: WhatIf) -> doc.Part:
     movers = doc.Either(doc.Table([header[0], header[2], *header[4:]], text), doc.Table(header, page))
     return (
         doc.line(doc.bold(f"What if {result.other.name}: cosine between the updates {result.cosine:.4f}")),
-        doc.Table(["", "as it is", "otherwise"], _both(result)),
+        doc.Table(["", "actual", "changed"], _both(result)),
         doc.line(doc.bold("rows that differ most")),
         movers,
     )
@@ -469,7 +469,7 @@ def audit(audit: Audit) -> doc.Part:
     for name, reason in audit.left.items():
         why.setdefault(reason, []).append(name)
     left = [[reason, ", ".join(sorted(names))] for reason, names in sorted(why.items())]
-    unknown = f"no formula knows {', '.join(sorted(audit.unaudited))}" if audit.unaudited else ""
+    unknown = f"no formula for {', '.join(sorted(audit.unaudited))}" if audit.unaudited else ""
     agreed = [["columns", ", ".join(sorted(audit.columns))], ["metrics", ", ".join(sorted(audit.metrics))]]
     return (
         doc.line(doc.bold(audit.summary()), f" · {doc.counted(len(audit.steps), 'recorded step')}"),
@@ -491,8 +491,8 @@ def diagnosis(diagnosis: Diagnosis) -> doc.Part:
         [
             f"{place}. {finding.sure}: {finding.cause}",
             f"   {finding.numbers}",
-            f"   look: {finding.look}",
-            f"   turn: {finding.turn}",
+            f"   look at: {finding.look}",
+            f"   change: {finding.turn}",
         ]
         for place, finding in enumerate(diagnosis.findings, 1)
     ]

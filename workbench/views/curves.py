@@ -69,11 +69,11 @@ class Plotted(NamedTuple):
     """What `draw` drew into one plot: its legend entries, the last value, and whether phases are stacked."""
 
     key: dict[str, Any]
-    """Words for a line, a band or a dot → one such artist; empty where nothing is recorded."""
+    """Legend text → the matplotlib artist (line, band or dot) that it names; empty where nothing is recorded."""
     last: float | None
     """The last value of the only curve; None where there are more."""
     stacked: bool = False
-    """Whether it is a stack of phases, whose names are beside it."""
+    """Whether the plot is a stack of phases, with their names beside it."""
 
 
 # --- curves ---------------------------------------------------------------------------------------
@@ -440,11 +440,11 @@ PANEL: Mapping[str, tuple[str, ...]] = {
     "learning rate": ("actor/lr", "critic/lr"),
     "seconds per phase": (PHASES,),
 }
-"""Title → the metrics drawn there, those of them that a run has."""
+"""Title of a plot → its metrics; a plot draws those that a run has."""
 _WIDTH, _HEIGHT = 10.5, 1.75
-"""Inches: of the panel, as wide as a notebook's output, and of one plot."""
+"""Width of the panel (that of a notebook's output) and height of one plot, in inches."""
 _ROOM = 0.97
-"""Inches for the names of phases, beside their plot."""
+"""Width for the names of phases beside their plot, in inches."""
 _LINE = 0.17
 """Height of a line of small text, in inches."""
 WORDS: Mapping[str, str] = {
@@ -539,7 +539,7 @@ class LiveFigure(Shown):
 
     plots: Any = None
     alone = False
-    """Whether no picture of it is displayed, which its widget would lie over."""
+    """Whether the figure is displayed only as a widget, without a picture under it."""
 
     def _ipython_display_(self) -> None:
         if self.plots is None:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from workbench.base.shown import Shown, plain
 
 CELL = 2000
-"""Characters of one cell or value that are shown."""
+"""Most characters of a cell or value that are shown."""
 UP, DOWN, MUCH = "0,158,115", "213,94,0", "139,108,209"
 """Red, green, blue of the scales, as in `widgets/static/tokens.css`: above and below 0 or a mean; of one direction."""
 _WRAPPED = "white-space:pre-wrap;word-break:break-word;font-family:monospace;font-size:95%"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TRAINING, HELD_OUT, GREEDY = "training", "held-out", "held-out, greedy"
 _LINES, _CHANGES, _TEXT = 24, 12, 1500
-"""The last steps that are shown, those whose change is, and characters of one text; `to_pandas()` has all."""
+"""Most steps shown, most steps shown with what changed, and most characters of one text; `to_pandas()` has all."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -180,7 +180,7 @@ class _Kept(NamedTuple):
     batch: DataProto
     uids: Sequence[Any]
     draws: dict[Any, _Row]
-    """uid → the row of the data that it is a draw of."""
+    """uid → the data row that it was drawn from."""
 
 
 def run_history(run: Run, prompt: Any) -> History:
@@ -296,5 +296,5 @@ def _words(run: Run, frame: pd.DataFrame, kept: Sequence[_Kept]) -> str:
     unknown = {row[STEP] for row in run.rows if row[STEP] > 0} - recorded
     parts += [f"of {doc.counted(len(unknown), 'other step')} no samples are kept"] if unknown and drawn else []
     return "; ".join(
-        [*parts, "draws are joined by the row of the data (its messages and truth): each has a uid of its own"]
+        [*parts, "draws with the same messages and truth are shown as one prompt, as each draw has another uid"]
     )

@@ -68,7 +68,7 @@ def _interval(name: str, estimate: Estimate) -> str:
 def _missing(report: JudgeReport) -> doc.Part:
     lost = {name: n for name, n in report.statuses.items() if name != "scored"}
     cut = sum(one.cut for one in report.asked)
-    parts = [f"{n} {name}" for name, n in lost.items()] + ([f"{cut} of a text that was cut"] if cut else [])
+    parts = [f"{n} {name}" for name, n in lost.items()] + ([f"{cut} on a shortened text"] if cut else [])
     first = next((one.why for one in report.asked if one.verdict is None and one.why), "")
     why = f": {doc.one_line(first, 160)}" if first else ""
     return doc.line(f"of {len(report.asked)} verdicts {', '.join(parts)}{why}") if parts else ()
@@ -133,7 +133,7 @@ def principles(search: Principles) -> doc.Part:
     parts = [doc.counted(len(kept), "principle"), f"of {doc.counted(len(search.candidates), 'candidate')}"]
     reports = [
         ("without principles", search.plainly),
-        *([("with those kept", search.together)] if search.together else []),
+        *([("with the kept ones", search.together)] if search.together else []),
     ]
     facts = [
         (

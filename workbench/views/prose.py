@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
 
 LONGEST_FORMULA = 2_000
-"""Characters of a formula that are drawn; a longer one, and a text of more than `TEXT_LIMIT`, stands as it was written."""
+"""Longest formula that is drawn, in characters; a longer one, and a text of more than `TEXT_LIMIT` characters, is shown
+as written."""
 DEEPEST = 60
-"""Parts of a formula that lie in each other."""
+"""Most levels of nested parts in a formula."""
 
 _FORMULAS = re.compile(
     r"(?P<code>(?:^|(?<=\n))[ ]{0,3}(?P<fence>`{3,}|~{3,})[^\n]*(?:\n|\Z).*?(?:(?<=\n)[ ]{0,3}(?P=fence)[`~]*[ ]*(?=\n|\Z)|\Z)"
@@ -220,7 +221,7 @@ TAGS = {
     "math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mfrac", "msqrt", "mroot", "msub", "msup", "msubsup",
     "mover", "munder", "munderover", "mtable", "mtr", "mtd", "mstyle", "mpadded", "mphantom",
 }  # fmt: skip
-"""Elements of MathML that a page gets; of others their content."""
+"""MathML elements that a page may have; of any other element only the content is kept."""
 _VALUES = {
     **dict.fromkeys(("stretchy", "fence", "separator", "accent", "accentunder", "displaystyle"), r"true|false"),
     **dict.fromkeys(("width", "minsize", "maxsize", "lspace", "rspace"), r"\d(\.\d{1,3})?(em)?"),
@@ -270,7 +271,7 @@ LANGUAGES = (
     "kotlin", "latex", "lean4", "lua", "matlab", "perl", "php", "python", "r", "ruby", "rust", "scala", "sql",
     "swift", "toml", "typescript", "xml", "yaml",
 )  # fmt: skip
-"""Those whose code is coloured."""
+"""Languages whose code is coloured."""
 _SHORT = {"py": "python", "python3": "python", "js": "javascript", "ts": "typescript", "sh": "bash", "shell": "bash", "c++": "cpp",
           "tex": "latex", "lean": "lean4", "cs": "csharp", "rs": "rust", "yml": "yaml"}  # fmt: skip
 _COLOURS = (

@@ -127,7 +127,7 @@ def dry_run(dry_run: DryRun) -> doc.Part:
             [f"  {name}({filled})" for name, filled in calls], doc.Fold(_FILLED, doc.pairs(calls)) if calls else ()
         ),
         doc.Either(text),
-        doc.Fold(f"why rows are not plainly scored ({doc.counted(len(failures), 'reason')})", reasons) if cells else (),
+        doc.Fold(f"other statuses than scored: why ({doc.counted(len(failures), 'reason')})", reasons) if cells else (),
         doc.Either(page=doc.Fold(what, lambda: _rows(dry_run, rows[:_ROWS]), opened=True) if rows else ()),
     )
 

@@ -163,7 +163,7 @@ _SOURCES = (
 # --- rows that were left out ------------------------------------------------------------------------
 
 OF_ROW, _TOKENS = "of_row", ("response_mask", "advantages", LEFT_OUT)
-"""A left-out row's number among the step's rows; None where it is not among them any more."""
+"""Column with a left-out row's number among the step's rows; None for a row that the step no longer has."""
 _WHY = {"filter_groups": NO_SIGNAL, "resample": "not drawn when rows were resampled"}
 
 
@@ -173,9 +173,9 @@ class LeftOut(NamedTuple):
     batch: DataProto
     rows: Sequence[int]
     why: Sequence[str]
-    """The reason for each, such as `infra error: HTTP 500`; what stands before the colon is its kind."""
+    """The reason for each row, such as `infra error: HTTP 500`; the text before the colon is the kind of reason."""
     there: bool
-    """Whether they are among the step's rows all the same."""
+    """Whether the step's batch still has the rows (masked, not removed)."""
 
 
 def left_out(thing: Any, batch: DataProto, frame: pd.DataFrame | None = None) -> list[LeftOut]:
@@ -302,7 +302,7 @@ _AGAIN = 30
 """How often a piece of one text may be in the other on average, where these are compared by words: 20 times in English of
 `_TEXT` characters; comparing texts that repeat one word takes seconds."""
 _TEXT = 8000
-"""Characters of a response that are compared."""
+"""Most characters of a response that are compared."""
 _FACTS = ("reward", "status", "why", "answer", "truth", "advantage", "tokens", "finish")
 
 

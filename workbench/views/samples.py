@@ -219,7 +219,7 @@ class SamplesView(doc.View):
     """The table that `samples(batch)` returns; in a live notebook it can be sorted, filtered, and rows can be picked."""
 
     remembered: ClassVar[Sequence[str] | None] = None
-    """The columns that were last chosen in a live table: those of the next views, too, until the kernel ends."""
+    """The columns that were last chosen in a live table; later views of the same kernel start with them."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class SamplesView(doc.View):
         against: Any = None,
     ) -> None:
         self.thing = thing
-        """What the samples are of."""
+        """The object whose samples are shown: a batch, trace, stepper, run, …"""
         self.index = SampleIndex(batch_of(thing))
         self.rows, self.order, self.by_group, self.where, self.search = rows, order, by_group, where, search
         self.against = thing if against is None and hasattr(thing, "history") else against

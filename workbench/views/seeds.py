@@ -38,11 +38,11 @@ class Seeds(doc.View):
 
     metric: str
     last: int
-    """How many last steps of a run are averaged."""
+    """Number of last steps of a run whose values are averaged."""
     curves: Mapping[str, Mapping[int, Curve]]
     """Name → seed → step → value."""
     unit: bool = False
-    """Whether the metric is a mean of rewards of which all were between 0 and 1: so are its intervals."""
+    """Whether all rewards behind the metric were between 0 and 1; intervals are then cut to [0, 1]."""
 
     def values(self, name: str) -> dict[int, float]:
         """Return seed → mean of the metric over the run's last steps."""
@@ -119,7 +119,7 @@ class Seeds(doc.View):
         return (
             doc.line(doc.bold(title)),
             doc.Table(header, rows, right=True),
-            doc.line(doc.faint("Student's t over seeds; a difference whose interval holds 0 may be chance")),
+            doc.line(doc.faint("Student's t over seeds; a difference whose interval contains 0 may be chance")),
             doc.Image(lambda: png(self.figure()), title),
         )
 

@@ -45,9 +45,10 @@ class Quantity:
     make: Callable[..., torch.Tensor] | None = None
     """Computes the number, [T], from the columns, each [T] float64."""
     centre: float | None = None
-    """The value without colour: green above, red below; None: one colour from the lowest to the highest."""
+    """The value that is shown without colour, green above and orange below; None: a single colour from the lowest to
+    the highest value."""
     inverted: bool = False
-    """The lowest values have the strongest colour."""
+    """Whether the lowest values have the strongest colour."""
 
     def read(self, part: Callable[[str], torch.Tensor | None]) -> torch.Tensor | None:
         """Return one row's values of the quantity, [T], or None where its columns are missing; `part(name)` returns a
@@ -190,7 +191,7 @@ def colour_of(value: float, quantity: Quantity, span: tuple[float, float]) -> st
 
 
 _PIECES = 48
-"""Pieces of a strip at most."""
+"""Most pieces of a strip of tokens."""
 
 
 def drawable(batch: DataProto) -> list[str]:
@@ -279,7 +280,7 @@ def _step_by_step(tokenizer: Any, ids: list[int]) -> list[str]:
 # --- the view ----------------------------------------------------------------------------------------
 
 CAP = 2000
-"""Response tokens in a static form: 130 bytes each stay in the notebook. A live view has them all."""
+"""Most response tokens in a static form, which adds 130 bytes a token to the notebook; a live view has all tokens."""
 _PROMPT = 400
 _PREFERRED = ("advantage", "kl", "log_prob")
 BOX = "white-space:pre-wrap;word-break:break-word;font-family:monospace;line-height:1.7;font-size:95%"
@@ -419,7 +420,7 @@ def tokens(
 
 
 DRAWN = 20_000
-"""Tokens that are drawn as points; of more, evenly spaced ones."""
+"""Most tokens that are drawn as points; of more tokens, evenly spaced ones are drawn."""
 
 
 def sampler_logprob_diff(batch: DataProto) -> Figure:
@@ -462,7 +463,7 @@ def sampler_logprob_diff(batch: DataProto) -> Figure:
 # --- turn by turn ----------------------------------------------------------------------------------
 
 TURN_CAP = 1000
-"""Tokens of one turn in a static form."""
+"""Most tokens of one turn in a static form."""
 _EDGES = {"assistant": "rgba(130,80,223,0.7)", "tool": "rgba(46,160,67,0.7)", "user": "rgba(212,140,30,0.8)"}
 _OTHER = "rgba(128,128,128,0.5)"
 
@@ -481,7 +482,7 @@ class TranscriptView(doc.View):
         self.rendered = self.formulas = False
         """Whether texts are drawn as Markdown and code, and formulas as MathML; else turns are coloured tokens."""
         self.label = row_name(row.batch, row.row)
-        """Which row it is, and of episodes of several rows which sequence."""
+        """The row's number, and for an episode of several rows the number of the sequence."""
         self._row = row
 
     @property
@@ -648,7 +649,7 @@ def agent_loop(loop: AgentLoopBase) -> doc.Part:
     users = settings.pop("interactions", [])
     return (
         doc.line(doc.bold(type(loop).__name__), " ", str(settings.pop("name", ""))),
-        doc.Table(["tool", "arguments", "what it says of itself"], rows),
+        doc.Table(["tool", "arguments", "description"], rows),
         doc.line(f"users: {', '.join(users)}") if users else (),
         doc.Fold("settings", doc.pairs([(name, str(value)) for name, value in settings.items()])),
     )
@@ -664,7 +665,7 @@ def _arguments(function: Mapping[str, Any]) -> str:
 # --- a tree of continuations ------------------------------------------------------------------------
 
 _TURN_TEXT = 90
-"""Characters of a turn that are shown."""
+"""Most characters of a turn that are shown."""
 
 
 def tree(tree: EpisodeTree) -> doc.Part:
@@ -681,13 +682,13 @@ def tree(tree: EpisodeTree) -> doc.Part:
     facts = [
         f"row {tree.leaves[0].row}: {doc.counted(len(tree.leaves) - 1, 'continuation')}",
         f"from turn{'s' * (len(tree.points) > 1)} {points}",
-        *([f"{left} of {len(tree.leaves)} leaves not scored, in no mean"] if left else []),
+        *([f"{left} of {len(tree.leaves)} leaves have no score and count in no mean"] if left else []),
     ]
     return (
         doc.line(doc.bold(" · ".join(facts))),
         doc.Table(["turns", "recorded", "value before", "value after", "advantage"], stretches),
         doc.Fold(
-            f"the tree: {doc.counted(len(nodes), 'node')}, those alike as one",
+            f"the tree: {doc.counted(len(nodes), 'node')}, equal ones joined",
             lambda: doc.Table(["turns", "leaves", "value", "credit", ""], _lines(nodes, low, high)),
             opened=True,
         ),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 PREVIEW_ITEMS = 4
 PREVIEW_TEXT = 48
 _LEFT = 8
-"""Rows left out of a step that are shown beneath its trace."""
+"""Most left-out rows that are shown under a trace."""
 
 
 def kind_of(batch: DataProto, name: str) -> str:
@@ -107,7 +107,7 @@ def _named(name: str) -> doc.Part:
 def outcome(outcome: Outcome) -> doc.Part:
     """Build the display of a stage's `Outcome`: the batch, and the stage's metrics."""
     metrics = [(name, doc.number(value)) for name, value in reduce([outcome.metrics]).items()]
-    moved = doc.small(f"{len(outcome.rows)} rows made of the batch's") if outcome.rows is not None else ()
+    moved = doc.small(f"{len(outcome.rows)} rows, made from the batch's rows") if outcome.rows is not None else ()
     title = f"{len(metrics)} metrics"
     lines = [title, *(f"  {name} {value}" for name, value in metrics)]
     return batch(outcome.batch), doc.Either(lines, (moved, doc.Fold(title, doc.pairs(metrics))))
@@ -234,10 +234,10 @@ class Chip(NamedTuple):
     mark: str
     """● done, ▶ next, ○ to come."""
     time: str
-    """Seconds, or `reused`; empty where it has not run, as is the headline."""
+    """The phase's seconds, or `reused`; empty (like the headline) where the phase has not run."""
     headline: str
     share: str = "0%"
-    """Its seconds beside those of the phase that took longest."""
+    """The phase's seconds as a share of those of the longest phase."""
 
 
 def chips(stepper: Stepper) -> list[Chip]:
@@ -273,7 +273,7 @@ def standing(stepper: Stepper, shown: str | None = None) -> doc.Part:
     past, style = stepper.trace, "font-size:90%;opacity:0.75"
     head = [doc.line(doc.bold(note)) for note in outdated(stepper.pipeline)]
     prices = stepper.prices().items()
-    head += [doc.line(f"the update keeps the weights of {role!r}: {price}") for role, price in prices if price]
+    head += [doc.line(f"weights of {role!r} kept for back(): {price}") for role, price in prices if price]
     notes = [doc.Either(f"  · {note}", doc.line(f"· {note}", style=style)) for note in getattr(stepper, "notes", ())]
     if not len(past):
         return head, f"nothing has run yet; {doc.counted(len(stepper.batch), 'prompt')} are waiting", notes
@@ -322,7 +322,7 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
     for stage in stages:
         rows.append([doc.bold(stage.name), ", ".join(stage.reads), ", ".join(stage.writes), repr(stage)])
     beside = ", rewards beside the rollout" if pipeline.overlap else ""
-    beside += f", {pipeline.left_out} left to the update's own pass in training" if pipeline.left_out else ""
+    beside += f", {pipeline.left_out} computed in the update's pass during training" if pipeline.left_out else ""
     return (
         f"Pipeline of {len(pipeline)} stages{beside}",
         doc.Either(page=doc.line(boxes)),
@@ -333,7 +333,7 @@ def pipeline(pipeline: Pipeline) -> doc.Part:
 # --- columns that a phase wrote -----------------------------------------------------------------
 
 ENOUGH = 1 << 20
-"""Elements of one column that are read; of a larger column evenly spaced rows are, and the view says so."""
+"""Most elements of a column that are read; of a larger column evenly spaced rows are read, and the view says so."""
 _PIECES = 16
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _IDS = ("prompts", "responses", "input_ids", "position_ids")
@@ -451,7 +451,7 @@ def _fields(phase: Phase, before: DataProto | None, names: Sequence[str]) -> doc
             cells = [(above, doc.BREAK, below) for above, below in zip(cells, beneath, strict=True)]
         page.append(cells)
     header = ["wrote", "kind", "spread", "mean ± deviation, [range]"]
-    note = doc.small(f"summed up from a part of {len(phase.batch):,} rows") if partial else ()
+    note = doc.small(f"computed from a part of {len(phase.batch):,} rows") if partial else ()
     return doc.Either(doc.Table([""] * 4, rows) if rows else (), (doc.Table(header, page, most=len(page)), note))
 
 
@@ -529,7 +529,7 @@ def symptoms(symptoms: Symptoms) -> doc.Part:
     if not symptoms:
         return "no symptoms"
     rows: list[list[doc.Part]] = [[doc.bold(one.name), str(one.since), one.found, one.do] for one in symptoms]
-    table = doc.Table(["symptom", "since step", "found", "what people do"], rows)
+    table = doc.Table(["symptom", "since step", "found", "what to try"], rows)
     return doc.Either([f"· {one}" for one in symptoms], table)
 
 
@@ -550,9 +550,9 @@ def tuning(tuning: Tuning) -> doc.Part:
     phases = [[one.phase, *cells(one.seconds, one.host, one.device)] for one in tuning.phases]
     tried = [[one.role, str(one), *cells(one.seconds, one.host, one.device), one.error] for one in tuning.trials]
     return (
-        doc.line(doc.bold("A step, as it is")),
+        doc.line(doc.bold("One step with the present settings")),
         doc.Table(["phase", *header], phases, right=True),
-        doc.line(doc.bold("Its learning phases, with other settings")),
+        doc.line(doc.bold("The learning phases with other settings")),
         doc.Table(["learner", "setting", *header, ""], tried),
         doc.line(doc.bold("To paste into the engine's call")),
         doc.block("\n".join(tuning.lines)),

@@ -33,14 +33,15 @@ log = logging.getLogger("workbench")
 
 CURVES_EVERY = 6.0
 LIVE_EVERY = 2.0
-"""Seconds between refreshes of the curves: of the picture, and of those that the page draws."""
+"""Seconds between refreshes of the curves, drawn as a picture or by the page."""
 STEPS_A_SECOND = 500
-"""The curves of so many steps are sent or drawn in a second, at most: those of a long run are renewed more seldom."""
+"""Steps whose curves are sent or drawn per second, at most: curves of a long run are refreshed less often."""
 BLOCK_EVERY = 1.0
 STATIC_EVERY = 30.0
 """Seconds between refreshes of the panel's static form, each with a picture of the curves."""
 HEARTBEAT = 20.0
-"""Seconds after which a static block is updated even if no step has ended: a silent cell looks dead, and is not saved."""
+"""Seconds after which a static block is updated even if no step has ended, so that a cell shows that it works, and is
+saved."""
 
 
 def in_notebook() -> bool:
@@ -317,7 +318,7 @@ class TrainingPanel(LiveDisplay):
         """Return the static form: progress, symptoms and the curves as a picture."""
         shown = Block(self.status(), self.share, self.notes())
         where = f"wb.load_run({str(self.path)!r})" if self.path is not None else "the run folder"
-        moment = () if self._over else block(f"As of this moment; {where} has the present state.")
+        moment = () if self._over else block(f"State at the time of saving; {where} has the present state.")
         drawn = self.picture()
         picture = Image(lambda: drawn, "curves") if drawn else ()
         form = html((shown.document(), moment, picture))

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from workbench.views.tokens import Tokens
 
 MOST = 24
-"""Widgets that are alive at once: each keeps its object in memory, for example a stepper with its snapshots."""
+"""Most live widgets at once: each widget keeps its object in memory, for example a stepper with its snapshots."""
 KEPT = 32
-"""Replies that a widget keeps for questions that come again."""
+"""Most replies that a widget keeps, for questions that the page repeats."""
 _alive: deque[Layer] = deque()
 
 
@@ -91,12 +91,12 @@ def _follow(_: Any = None) -> None:
     last = {id(face._stepped): face for face in faces}
     for face in faces:
         if face.face["stands"] != face._stands():
-            then = {**face.face, "note": f"the {face.noun} has moved on: so it stood when this cell ended"}
+            then = {**face.face, "note": f"the {face.noun} has moved on: this is its state when the cell ended"}
             face.face = face._face() if face is last[id(face._stepped)] else then
 
 
 _presses: list[Future[None]] = []
-"""What buttons have begun."""
+"""Work that clicked buttons have started."""
 
 
 def _pressed(_: Any) -> None:
@@ -115,10 +115,11 @@ class Layer(anywidget.AnyWidget):
     _esm: Any = ""
     _css: Any = ""
     script = library = ""
-    """Its page's part, and the library that this stands on: names of files. (Traitlets before 5.11 take no class keywords.)"""
+    """File names of the widget's script and of the library that the script needs. (Traitlets before 5.11 take no class
+    keywords.)"""
     scripts: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
-    """All files of its page's part."""
+    """File names of the widget's style sheets."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "script" in vars(cls):
@@ -205,7 +206,7 @@ class Cover(Layer):
     script = "cover"
 
     renewed = traitlets.Int().tag(sync=True)
-    """Counts the times that the static form was displayed anew."""
+    """Counts how often the static form was displayed again."""
 
     def __init__(self, _: Any) -> None:
         super().__init__()
@@ -250,7 +251,7 @@ class SamplesTable(Layer):
     """(name, title) of the samples, and of the rows left out where there are any."""
     picked = traitlets.Int(None, allow_none=True).tag(sync=True)
     high = traitlets.Int().tag(sync=True)
-    """How many rows are in view before the table scrolls."""
+    """Number of rows that are visible before the table scrolls."""
     rendered = traitlets.Bool().tag(sync=True)
 
     def __init__(self, samples: SamplesView) -> None:
@@ -304,7 +305,7 @@ class SamplesTable(Layer):
         if request["kind"] == "tokens":
             of_row = view.index.frame.iloc[row].get(OF_ROW, row)
             if of_row is None:
-                raise ValueError("this row is not in the step any more: its text was kept, its tokens were not")
+                raise ValueError("this row is no longer in the step: its text was kept, its tokens were not")
             return tokens(self._samples.thing, int(of_row))
         if request["kind"] == "beside":
             return same_row(view.index.batch, row, self._samples.against)
@@ -476,10 +477,10 @@ class Face(Layer):
     """
 
     face: Any = traitlets.Dict().tag(sync=True)
-    """The view when the cell ended."""
+    """The view to show: the present one, or the one when the cell ended."""
     noun = ""
     ahead = "next_stage"
-    """The attribute of the stepped object that names what comes next; None at the end."""
+    """Name of the stepped object's attribute that names the next phase or turn, and is None at the end."""
 
     def __init__(self, stepped: Any, **traits: Any) -> None:
         self._stepped = stepped
@@ -491,7 +492,7 @@ class Face(Layer):
         Where a cell or another widget has advanced the object meanwhile, the click only refreshes the view.
         """
         if request["kind"] != "look" and request.get("stands") != self._stands():
-            return self._face(note=f"the {self.noun} is elsewhere by now")
+            return self._face(note=f"the {self.noun} had moved: this is its state now")
         return self._face(self._move(request))
 
     def work(self, request: dict[str, Any]) -> str:
@@ -525,7 +526,7 @@ class StepperFace(Face):
     names: Any = traitlets.List().tag(sync=True)
     noun = "stepper"
     _shown: str | None = None
-    """The phase that the next face shows in place of the last one."""
+    """The phase to show in place of the last one; None: the last one."""
 
     def __init__(self, stepper: Stepper) -> None:
         super().__init__(stepper, names=list(stepper.pipeline.names))
@@ -607,9 +608,9 @@ class EpisodeFace(Face):
 # --- a cluster -------------------------------------------------------------------------------------
 
 EVERY = 2.0
-"""Seconds between two reads."""
+"""Seconds between two reads of the cluster's status."""
 CALM = 20
-"""The pause is at least so many times as long as the read before it: a cluster that answers slowly is asked seldom."""
+"""The pause after a read is at least this many times as long as the read: a slow cluster is read less often."""
 
 
 class ClusterTable(Layer):
@@ -675,9 +676,9 @@ class CurvePlots(Layer):
     library = "uplot/uPlot"
 
     version = traitlets.Int().tag(sync=True)
-    """Counts the times that the curves went on."""
+    """Counts the updates of the curves; the page asks for the columns again when it changes."""
     alone = traitlets.Bool().tag(sync=True)
-    """Whether no static form lies above it, which it would hide."""
+    """Whether the widget is displayed without a static form that it would hide."""
 
     def __init__(self, figure: LiveFigure) -> None:
         self._figure = figure

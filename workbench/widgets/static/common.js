@@ -25,7 +25,7 @@ function talker(model, problem, below) {
   const restarted = "the kernel was restarted: run this cell again";
   const page = Math.random().toString(36).slice(2);
   const waiting = new Map();
-  const stop = make("button", { title: "stop at the next safe place; what has run stays", onclick: () => model.send({ kind: "stop" }) }, "Stop");
+  const stop = make("button", { title: "stop at the next safe point; finished work is kept", onclick: () => model.send({ kind: "stop" }) }, "Stop");
   let number = 0, lost = "", clock = 0;
   function say(text) {
     if (lost || below.say(text, true) || !problem) return;

@@ -308,7 +308,7 @@ function render({ model, el }) {
         strength.textContent = String(look.smooth);
         rebuild();
       } });
-    const log = make("input", { type: "checkbox", title: "logarithmic scale: numbers of 0 and below have no place there",
+    const log = make("input", { type: "checkbox", title: "logarithmic scale: values of 0 and below are not drawn",
       onchange: () => { look.log = log.checked; rebuild(); } });
     const runs = all.runs.length < 2 ? [] : all.runs.map((run, index) => {
       const box = make("input", { type: "checkbox", checked: true, title: "show this run", onchange: () => {

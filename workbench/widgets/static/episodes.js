@@ -8,10 +8,10 @@ function render({ model, el }) {
   const turn = make("select", { ariaLabel: "turn", onchange: fill });
   const text = make("textarea", { rows: 2, ariaLabel: "text of the turn" });
   const chosen = () => (turn.value === "next" ? null : Number(turn.value));
-  const next = press("next", "one turn further", () => ({ kind: "next" }));
-  const back = press("back", "stand before the last turn", () => ({ kind: "back", turn: face.turns.length - 1 }));
-  const run = press("run", "to the end", () => ({ kind: "run" }));
-  const say = press("say", "this turn is the text beside; what came after it is gone",
+  const next = press("next", "run one turn", () => ({ kind: "next" }));
+  const back = press("back", "go back to before the last turn", () => ({ kind: "back", turn: face.turns.length - 1 }));
+  const run = press("run", "run to the end of the episode", () => ({ kind: "run" }));
+  const say = press("say", "replace this turn by the text beside; later turns are removed",
     () => ({ kind: "say", turn: chosen(), text: text.value }));
   const buttons = [back, next, run, say];
   const rendered = renderedSwitch(model, el, () => ask({ kind: "look", rendered: model.get("rendered") }));

@@ -71,7 +71,7 @@ function render({ model, el }) {
   const grouped = make("input", { type: "checkbox", checked: query.by_group, onchange: () => { query.by_group = grouped.checked; load(); } });
   const toPandas = make("button", { title: "copy the line that makes a DataFrame of what is shown now", onclick: copyCode }, "to pandas");
   const line = make("code", { class: "wb-code", role: "status" });
-  const strip = make("select", { ariaLabel: "colour of the strips of tokens", title: "what colours the strips of tokens",
+  const strip = make("select", { ariaLabel: "colour of the token strips", title: "the quantity that colours the token strips",
     onchange: () => { query.strip = strip.value; load(); } },
     model.get("strips").map((name) => make("option", { value: name }, `tokens by ${name}`)));
   const fold = make("button", { class: "wb-fold", ariaExpanded: "false", title: "order, filters, columns",

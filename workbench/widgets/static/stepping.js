@@ -29,7 +29,7 @@ function render({ model, el }) {
       return make("span", { class: `wb-chip ${next ? "wb-next" : "wb-ahead"}`, title: "has not run yet" },
         make("span", { class: "wb-look" }, name, make("small", {}, next ? "next" : "")));
     }
-    const took = one.share !== "0%" && make("i", { class: "wb-took", title: `${one.time}, as long as this beside the longest phase`, style: { width: one.share } });
+    const took = one.share !== "0%" && make("i", { class: "wb-took", title: `${one.time}: this share of the longest phase's time`, style: { width: one.share } });
     const look = make("button", {
       class: "wb-look", title: `show what ${one.name} wrote; the stepper does not move`, ariaPressed: String(one.name === shown),
       onclick: () => { pressed = one.name; ask({ kind: "show", phase: one.name }); },

@@ -25,7 +25,7 @@ function modelOf(place) {
     on: (event, listener) => heard.set(event, [...(heard.get(event) || []), listener]),
     off: (event, listener) => heard.set(event, (heard.get(event) || []).filter((one) => one !== listener)),
     send: (content) => post({ content }).catch((error) => ({
-      kind: "error", asked: content.asked, text: error instanceof TypeError ? "no answer: has workbench view ended?" : error.message,
+      kind: "error", asked: content.asked, text: error instanceof TypeError ? "no answer: is workbench view still running?" : error.message,
     })).then((reply) => emit("msg:custom", reply)),
   };
 }
@@ -63,7 +63,7 @@ async function look() {
     told.dataset.stamp = fresh.stamp;
     told.textContent = fresh.stamp ? "live: this page follows the run" : "the run has ended";
   } catch (error) {
-    told.textContent = `no answer (${error.message}): has workbench view ended?`;
+    told.textContent = `no answer (${error.message}): is workbench view still running?`;
   }
   if (told.dataset.stamp) setTimeout(look, 2500);
 }
