@@ -23,9 +23,9 @@ SIZE_LIMIT = 8 << 30
 """Bytes that a file may decode to: two kilobytes of parquet can decode to twenty gigabytes."""
 _FIRST = 64
 """Rows that are decoded at a time; from the first ones the size of all is estimated."""
-_ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
+ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files beside the data in a folder that Hugging Face's `datasets` saved."""
-_SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
+SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval)(?![a-z])")
 _AS_JSON, _CRC32 = b"workbench.json", b"workbench.crc32"
 """Keys of a parquet file's metadata: names of the columns whose cells `write` wrote as JSON, and a crc32 over all cells."""
 
@@ -63,10 +63,10 @@ def _is_folder(path: Path) -> bool:
 
 def _data_files(folder: Path) -> list[Path]:
     """List the data files of a folder and of those below it, by name."""
-    inside = sorted(one for one in folder.rglob("*") if one.suffix in SUFFIXES and one.name not in _ABOUT)
+    inside = sorted(one for one in folder.rglob("*") if one.suffix in SUFFIXES and one.name not in ABOUT)
     names = [str(one.relative_to(folder)) for one in inside]
     kinds = sorted({one.suffix for one in inside})
-    splits = list(dict.fromkeys(split for name in names for split in _SPLIT.findall(name.lower())))
+    splits = list(dict.fromkeys(split for name in names for split in SPLIT.findall(name.lower())))
     what = f"{str(folder)!r} is a folder"
     if not inside:
         raise DataError(what, expected=f"files of {', '.join(SUFFIXES)} in it", found="none")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from workbench.base.errors import DataError, describe
 from workbench.base.seeds import derive
 from workbench.base.shown import Shown
 from workbench.dataproto.core import DataProto, Origin
+from workbench.datasets import hub
 from workbench.datasets.files import find, read
 from workbench.datasets.pictures import IMAGES, text_of
 from workbench.datasets.records import CHAT, Reading, has_answer, table_records, truth_kinds, truth_of
@@ -558,8 +558,7 @@ def scorable(rows: Sequence[Mapping[str, Any]], reward: Any) -> str:
     return words + first
 
 
-_ANYTHING = "a path, a list of paths or dicts, a DataFrame, a Dataset, or another iterable of dicts"
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_ANYTHING = "a path, a list of paths or dicts, a name on the hub, a DataFrame, a Dataset, or another iterable of dicts"
 
 
 def rows(
@@ -574,12 +573,16 @@ def rows(
     limit: int | None = None,
     without: Sequence[str] = (),
 ) -> Rows:
-    """Read rows from anything: a file, a folder or list of files, a list of dicts, a DataFrame, a Hugging Face
-    `Dataset`, `Rows`.
+    """Read rows from anything: a file, a folder or list of files, a data set's name on the Hugging Face hub, a list of
+    dicts, a DataFrame, a `Dataset`, `Rows`.
 
     Files are `.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, `.arrow` or `.feather`, also as a pattern
     (`train-*.parquet`). `print(rows)` shows how the columns were read: which became the prompt, which the truth, in
     whose schema; `rows.report(tokenizer)` shows the first prompt as the model reads it.
+
+    A name is `owner/name:config/split`, or a shorter form where that is one split (`"openai/gsm8k:main/train"`), also with
+    `@revision`. It is read from the hub's parquet export, else from the repository's data files, through the hub's own cache,
+    login and offline mode; no script of a repository is run. `rows.source`, which a run's settings record, has the commit.
 
     Recognised without further arguments: verl's schema; TRL's `prompt`, also with `completion`; OpenAI's `messages` (an
     assistant's last message is the truth); GSM8K (the truth after `####`); columns of common names (`question` and
@@ -600,8 +603,8 @@ def rows(
         limit: takes the first rows.
         without: columns to leave out, for data with a column that a stage writes (`score`, `uid`, …).
 
-    Metrics are split by `data_source`: by default the file's name without its ending, of rows from memory the reward's
-    name. Raises `DataError` for data that is missing, unreadable or empty, for films and sounds, for a column whose
+    Metrics are split by `data_source`: by default the file's name without its ending, the name on the hub, or of rows from memory the
+    reward's name. Raises `DataError` for data that is missing, unreadable or empty, for films and sounds, for a column whose
     name is reserved, and where no column is known as a prompt: with the columns that there are and the line that names
     them.
 
@@ -635,7 +638,7 @@ def _read(x: Any, how: Reading, limit: int | None) -> tuple[list[dict[str, Any]]
         readings.append(read_as)
         if len(all_rows) == limit:
             break
-    where = ", ".join(filter(None, sources))
+    where = ", ".join(dict.fromkeys(filter(None, sources)))
     if not all_rows:
         raise DataError(f"no rows in {where or 'an empty list'}")
     return all_rows, where, "; ".join(dict.fromkeys(filter(None, readings)))
@@ -645,9 +648,11 @@ def parts(x: Any) -> Iterator[tuple[str, dict[str, Any], Iterable[Any]]]:
     """Yield (name of the source, changes of the `Reading`, records) for each file or table that `x` consists of."""
     files = [x] if isinstance(x, str | Path) else x if isinstance(x, list | tuple) else []
     if files and all(isinstance(one, str | Path) for one in files):
-        for path in find(files):
-            named = {"code": repr(str(path)), "data_source": _SHARD.sub("", path.stem)}
-            yield str(path), named, read(path)
+        for one in files:
+            name = hub.named(one)
+            for source, path in name.files() if name else ((str(path), path) for path in find(one)):
+                data_source = name.name if name else hub.SHARD.sub("", path.stem)
+                yield source, {"code": repr(source), "data_source": data_source}, read(path)
     elif isinstance(x, Mapping):
         split, records = _only_split(x)
         yield f"split {split!r}", {"code": f"x[{split!r}]"}, records

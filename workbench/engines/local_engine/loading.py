@@ -12,7 +12,7 @@ import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from workbench.base.distribution import check_packages
 from workbench.base.errors import EngineError, boundary, first_line
 from workbench.base.files import FORMAT, MANIFEST, check_manifest, memory_file, record_of, write_manifest
+from workbench.base.hub import is_hub_name, why
 from workbench.dataproto.io import DTYPES
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.forward import Routing, hidden_size
@@ -72,19 +73,6 @@ HUB_SECONDS = 5.0
 """How long the hub has to say whether it has a model; transformers itself tries for more than a minute."""
 
 
-def is_hub_name(text: str) -> bool:
-    """Whether a text can be a hub name (`owner/model`): the hub's rules allow it, and its first part is not a local
-    folder."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    owner, slash, _ = text.partition("/")
-    with suppress(HFValidationError):
-        validate_repo_id(text)
-        return bool(slash) and not Path(owner).is_dir()
-    return False
-
-
 def check_hub(name: str) -> None:
     """Raises `EngineError`, saying why, where a model is neither in the local cache nor on the Hugging Face hub.
 
@@ -100,27 +88,9 @@ def check_hub(name: str) -> None:
     except EntryNotFoundError:
         return  # an adapter alone, or weights in another form: transformers says what it can do with them
     except Exception as error:  # there are as many kinds of error as ways to have no network
-        found, do = _why(error)
+        found, do = why(error)
         expected = f"a folder with config.json (paths start in {str(Path.cwd())!r}), or a name on the Hugging Face hub"
         raise EngineError(f"no model {name!r}", expected=expected, found=found, do=do) from error
-
-
-def _why(error: Exception) -> tuple[str, str]:
-    """Explain a failed request to the hub; returns (what was found, what to do) for the error message."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
-
-    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError
-        return "a gated model on the hub", "ask for access there, then log in: `hf auth login`"
-    if isinstance(error, RepositoryNotFoundError):
-        absent = "no such folder, and no such model on the hub (or a private one)"
-        return absent, "check the name; for a private model log in: `hf auth login`"
-    if isinstance(error, OfflineModeIsEnabled):
-        absent = "no such folder, and no such model in the local cache (HF_HUB_OFFLINE is set)"
-        return absent, "check the path, or download the model first: `hf download`"
-    if isinstance(error, HfHubHTTPError):
-        return f"no such folder; the hub answered {first_line(error)}", "check the path, or try again"
-    absent = f"no such folder, and the hub cannot be reached from here ({first_line(error, 120)})"
-    return absent, "check the path, or copy the model's folder to this machine"
 
 
 def chosen_device(device: str) -> str:
