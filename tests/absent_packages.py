@@ -104,6 +104,12 @@ def lora(folder: Path) -> None:
     wb.engines.local("data/tiny-arith", lora_rank=2)
 
 
+def gguf(folder: Path) -> None:
+    from workbench.engines.exporting import write_form
+
+    write_form(Path("data/tiny-arith"), folder, "gguf", "f16", "m", "float32")
+
+
 def cluster(folder: Path) -> None:
     from workbench.cluster.session import require_ray
 
@@ -123,7 +129,7 @@ def events(folder: Path) -> None:
 
 NEEDS: dict[str, Callable[[Path], Any]] = {
     "papermill": notebook, "nbclient": notebook, "nbformat": notebook, "nbconvert": report, "bleach": report, "pydantic": judge, "httpx": remote,
-    "mcp": tools, "peft": lora, "ray": cluster, "psutil": cluster, "tensordict": tensordict, "tensorboard": events, "prometheus_client": health,
+    "mcp": tools, "peft": lora, "gguf": gguf, "ray": cluster, "psutil": cluster, "tensordict": tensordict, "tensorboard": events, "prometheus_client": health,
     "math-verify": lambda folder: wb.rewards.math_verify(),
 }  # fmt: skip
 """Package → work that cannot be done without it."""

@@ -41,6 +41,7 @@ LIBRARIES = {
     "ray": ("cluster/",),
     "vllm": ("engines/vllm_server/",),
     "peft": ("engines/local_engine/lora.py",),
+    "gguf": ("engines/exporting.py",),
     "transformers": ("engines/", "testing/", "datasets/render_worker.py"),
     "papermill": ("jobs/",),
     "nbclient": ("jobs/",),

@@ -83,6 +83,7 @@ LOST = {
     "math-verify": "the scorer math_verify",
     "tensordict": "to_tensordict, from_tensordict",
     "peft": "LoRA",
+    "gguf": "models saved as GGUF",
     "mcp": "tools of MCP servers",
 }
 """What does not work without a package; everything else does."""

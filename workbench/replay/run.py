@@ -29,7 +29,7 @@ from workbench.dataproto.core import DataProto
 from workbench.datasets.rows import Rows
 from workbench.engines.local_engine.learning import park_moments
 from workbench.engines.protocol import Differentiable, Estimates, Learner, LogProbModel, Sampler, WholeDistributions
-from workbench.replay import rebuild, reuse
+from workbench.replay import publishing, rebuild, reuse
 from workbench.replay.audit import Audit, audit_run
 from workbench.replay.diagnosis import AUDITED, TRACES, Diagnosis, diagnosed, gathered
 from workbench.replay.rebuild import (
@@ -749,6 +749,30 @@ class Run(Shown):
             step = best_step(self.path)
         self._files.fetch_steps("checkpoints", *(self.checkpoints[-1:] if step is None else [step]))
         return checkpoint.verified(self.path, step)
+
+    def save(
+        self, folder: str | Path, form: str = "merged", *, dtype: str | None = None, step: int | str | None = None
+    ) -> Path:
+        """Write the trained model to a new folder, complete or not at all; returns the folder, or the GGUF file in it.
+
+        Raises `RunError` for a folder that has files and for a step that cannot be restored, `EngineError` where the form
+        cannot hold the model, `SettingError` for another form or dtype.
+
+        Args:
+            folder: a new or an empty folder.
+            form: `merged`: a plain Hugging Face folder, adapters merged into the base, for transformers, vLLM and all that opens
+                such; `adapter`: a LoRA run's adapter alone, for peft; `gguf`: one file, of Llama's, Qwen2's or Qwen3's
+                architecture, for llama.cpp (needs the package `gguf`).
+            dtype: `float32`, `bfloat16` or `float16`, None: that of the weights, which for merged adapters is float32; of a GGUF
+                file `f32`, `f16` (the default), `bf16` or `q8_0`.
+            step: the step whose weights are saved, `"best"`, or None: the newest checkpoint. A step without a checkpoint is
+                restored (`restorable_steps`).
+
+        Example:
+            >>> run.save("my-model", dtype="bfloat16")  # doctest: +SKIP
+            >>> run.save("my-gguf", "gguf", dtype="q8_0", step=40)  # doctest: +SKIP
+        """
+        return publishing.save(self, folder, form, dtype, step)
 
     @property
     def symptoms(self) -> Symptoms:
