@@ -71,7 +71,7 @@ class Repository:
         self.commit = ""
         """The commit's hash."""
         self.sizes: dict[str, int] = {}
-        """Name of each file → its bytes."""
+        """Name of each file → its bytes; names that lead out of the repository are left out."""
         causes: list[Exception] = []
         wanted = [one or "main" for one in revisions]
         for self._revision in wanted:
@@ -79,7 +79,8 @@ class Repository:
                 ask: Any = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
                 about = ask(name, revision=self._revision, files_metadata=True, timeout=HUB_SECONDS)
                 self.commit = str(about.sha)
-                self.sizes = {one.rfilename: int(one.size or 0) for one in about.siblings or ()}
+                files = {one.rfilename: int(one.size or 0) for one in about.siblings or ()}
+                self.sizes = {name: size for name, size in files.items() if {"", ".."}.isdisjoint(name.split("/"))}
                 break
             except RevisionNotFoundError as cause:
                 causes.append(cause)

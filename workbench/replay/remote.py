@@ -1,4 +1,5 @@
-"""A run's folder at an address that fsspec opens (`s3://…`, `https://…`), copied file by file as it is read; never written."""
+"""A run's folder at an address that fsspec opens (`s3://…`, `https://…`), or on the Hugging Face hub, copied file by file as it is
+read; never written."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from urllib.parse import unquote
 import fsspec
 
 from workbench.base.errors import RunError, first_line
+from workbench.base.hub import Repository
 from workbench.base.shown import shown
 from workbench.runs.folder import held, step_folder
 
@@ -24,6 +27,10 @@ FRESH = 2.0
 LISTED = 15.0
 INDEX = ("trace.json", "kept.json", "update.json", "manifest.json", "state.json")
 """Files of a step that are copied with the list, so that it is known which steps there are."""
+RUN = "run"
+"""The folder of a published model's repository that has the run's record."""
+TEXT_LIMIT = 1 << 30
+"""Bytes that a JSON file of a run on the hub may have."""
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+(::|://)")
 
 
@@ -50,9 +57,69 @@ def reading(address: str) -> Iterator[None]:
 
 def opened(address: str) -> tuple[Any, str]:
     """Return the file system of an address, and the path in it. Raises `RunError` where it cannot be opened."""
+    if address.startswith("hf://"):
+        return OnHub.at(address)
     with reading(address):
         system, root = fsspec.url_to_fs(address)
         return system, str(root).rstrip("/")
+
+
+class OnHub:
+    """The part of fsspec's interface that is used here, over a repository of the hub at one commit and through the hub's cache."""
+
+    _ADDRESS = re.compile(r"hf://(datasets/|models/)?([^/@]+/[^/@]+)(?:@((?:refs/[^/]+/)?[^/]+))?(?:/(.+))?")
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository, self._top = repository, f"{repository.name}/"
+
+    @classmethod
+    def at(cls, address: str) -> tuple[OnHub, str]:
+        """Open `hf://owner/name[@revision][/folder]`; also returns the run's folder there, by default the one with settings.json
+        at the top or in `RUN`. Raises `RunError` for another form, and where there is no such repository."""
+        found = cls._ADDRESS.fullmatch(address.rstrip("/"))
+        if found is None:
+            expected = "hf://owner/name, hf://owner/name@revision or hf://owner/name/folder"
+            raise RunError("address of a run on the hub", expected=expected, found=shown(address))
+        kind, name, revision, folder = found.groups()
+        what = "dataset" if kind == "datasets/" else "model"
+        repository = Repository(what, name, (revision,), RunError, "repository")
+        inside = "settings.json" not in repository.sizes and f"{RUN}/settings.json" in repository.sizes
+        folder = folder or (RUN if inside else "")
+        return cls(repository), f"{name}/{folder}".rstrip("/")
+
+    def address(self, root: str) -> str:
+        """The address of a folder with the commit that is read."""
+        kind, name = "datasets/" * (self._repository.kind == "dataset"), self._repository.name
+        return f"hf://{kind}{name}@{self._repository.commit}{root.removeprefix(name)}"
+
+    def invalidate_cache(self) -> None:
+        """Do nothing: a commit does not change."""
+
+    def find(self, root: str) -> list[str]:
+        """List the files of a folder and of those below it."""
+        return [self._top + one for one in self._repository.sizes if (self._top + one).startswith(f"{root}/")]
+
+    def ls(self, root: str, detail: bool = False) -> list[str]:
+        """List the files of a folder."""
+        return [one for one in self.find(root) if "/" not in one[len(root) + 1 :]]
+
+    def glob(self, pattern: str) -> list[str]:
+        """List the files whose whole path matches a pattern, in which `*` stands for a part of one name."""
+        parts = pattern.count("/")
+        return [
+            one for one in self.find(self._top[:-1]) if one.count("/") == parts and PurePosixPath(one).match(pattern)
+        ]
+
+    def get_file(self, path: str, target: str) -> None:
+        """Put a file of the hub's cache at `target`, without a second copy of its bytes where the file system allows that."""
+        name = path.removeprefix(self._top)
+        if name.endswith((".json", ".jsonl")) and self._repository.sizes.get(name, 0) > TEXT_LIMIT:
+            raise RunError(f"file {name} of {self._repository.name}", expected=f"at most {TEXT_LIMIT >> 20} MiB")
+        cached = os.path.realpath(self._repository.get(name))
+        try:
+            os.link(cached, target)
+        except OSError:  # another file system
+            shutil.copyfile(cached, target)
 
 
 @functools.cache
@@ -94,7 +161,7 @@ class Remote(RunFiles):
         self._system, self._root = opened(address)
         name = PurePosixPath(unquote(self._root)).name or "run"
         super().__init__(Path(tempfile.mkdtemp(dir=_copies().name)) / name)
-        self.address = shown(address)
+        self.address = self._system.address(self._root) if isinstance(self._system, OnHub) else shown(address)
         self.local.mkdir()
         self._looked = self._listed = -1e9
         self.names: list[str] = []

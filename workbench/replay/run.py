@@ -606,7 +606,7 @@ class Traces(Shown, Mapping[int, Trace]):
 class Run(Shown):
     """A run folder: metrics, curves, traces, checkpoints, settings and summary. Every access reads the disk again.
 
-    A run at an address (`s3://…`, `https://…`) is read from a local copy and never written. A step's trace, a
+    A run at an address (`s3://…`, `https://…`, `hf://owner/name`) is read from a local copy and never written. A step's trace, a
     validation's samples and a checkpoint are copied when they are opened; the copy is deleted when this process ends. A
     stepper `at` a phase has no weights unless `run.fetch()` has copied everything. Raises `RunError` where the address
     cannot be read, naming the package that fsspec lacks for it.
@@ -951,8 +951,8 @@ def number(value: float | None) -> str:
 
 
 def load_run(path: str | Path, *, trust: bool = False) -> Run:
-    """Open a run folder, of a finished or a running run; also at an address (`s3://…`), to read it. Raises `RunError`
-    where there is none.
+    """Open a run folder, of a finished or a running run; also at an address (`s3://…`), or in a repository of the Hugging Face
+    hub (`hf://owner/name[@revision]`), to read it. Raises `RunError` where there is none.
 
     Without `trust` the folder is only data: code that it brings or names (Python files of a model, a reward file in it)
     does not run, and nothing is sent to addresses in its settings. A step that needs such code says so, with the hash
