@@ -8,7 +8,7 @@ import workbench as wb
 
 NAMES = {
     "COLUMNS", "BaseInteraction", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings", "Score",
-    "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets", "diverge", "doctor", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "prepare_notebook",
+    "Status", "Stepper", "Trace", "WorkbenchError", "agents", "chat", "cluster", "compare", "compat", "datasets", "diverge", "doctor", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "prepare_notebook",
     "recipes", "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "tune", "views", "what_if",
 }  # fmt: skip
 AGENTS = {

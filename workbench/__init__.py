@@ -33,6 +33,7 @@ from workbench.jobs.runner import run_notebook
 from workbench.jobs.starter import prepare_notebook
 from workbench.jobs.train import RunStopped, train, train_blocking
 from workbench.jobs.verl_job import verl
+from workbench.replay.chat import chat
 from workbench.replay.run import Run, list_runs, load_run
 from workbench.rewards import Score, Status
 from workbench.runs.evaluate import Evaluation, evaluate, evaluate_file
@@ -52,7 +53,7 @@ __version__ = "0.16.0"
 
 __all__ = [
     "COLUMNS", "BaseInteraction", "DataProto", "Evaluation", "Origin", "Outcome", "Pipeline", "Run", "RunStopped", "SamplingSettings",
-    "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "cluster", "compare", "compat", "datasets",
+    "Score", "Status", "Stepper", "Trace", "WorkbenchError", "agents", "chat", "cluster", "compare", "compat", "datasets",
     "diverge", "doctor", "engines", "evaluate", "free_memory", "functional", "list_runs", "load_run", "prepare_notebook", "recipes",
     "reward_from", "rewards", "rows", "run_notebook", "sandbox", "stage", "stages", "train", "train_blocking", "tune", "views", "what_if",
 ]  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from workbench.base.distribution import version
@@ -119,6 +122,18 @@ def _looking(commands: Any) -> None:
     show.add_argument("--row", type=int, help="one sample in full")
     show.add_argument("--tokens", metavar="NUMBER", help="with --row: its tokens and this number (advantage, kl, …)")
     show.set_defaults(command=_show)
+    chat = commands.add_parser("chat", help="talk to a run's model, beside the one that it began with")
+    chat.add_argument("model", metavar="RUN", help="also a model's folder or name")
+    chat.add_argument("--step", type=int, help="the checkpoint (default: the newest)")
+    chat.add_argument("--alone", action="store_true", help="without the model that the run began with")
+    chat.add_argument("--system", help="a system message (default: that of the run's rows)")
+    chat.add_argument("--temperature", type=float)
+    chat.add_argument("--top-p", type=float)
+    chat.add_argument("--max-tokens", type=int, help="longest answer")
+    chat.add_argument(
+        "--keep", default="kept.jsonl", metavar="FILE", help="where /keep appends rows (default: kept.jsonl)"
+    )
+    chat.set_defaults(command=_chat)
     audit = commands.add_parser("audit", help="recompute what a run's traces hold, and print what disagrees")
     audit.add_argument("run")
     audit.set_defaults(command=_audit)
@@ -263,6 +278,66 @@ def _show(options: argparse.Namespace) -> int:
     how = {"step": options.step, "order": options.order, "rows": options.rows, "search": options.search}
     _say(shown(options.source, row=options.row, colour=options.tokens, **how))
     return 0
+
+
+_COMMANDS = "/again  /score [RIGHT ANSWER]  /keep [SIDE]  /clear  /quit; Ctrl+C stops an answer"
+
+
+def _chat(options: argparse.Namespace) -> int:
+    """Talk in the terminal until its input ends; an answer is printed while it is sampled."""
+    from workbench.replay.chat import chat
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - `input` then edits its line
+    how = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens")}
+    how = {name: value for name, value in how.items() if value is not None}
+    talk = chat(options.model, step=options.step, base=False if options.alone else None, system=options.system, **how)
+    _say(f"{talk!r}\n{_COMMANDS}")
+    while True:
+        try:
+            line = input("you: ").strip()
+        except EOFError:
+            return 0
+        if line == "/quit":
+            return 0
+        try:
+            _chatted(talk, line, options.keep)
+        except WorkbenchError as error:
+            _say(f"workbench: {error}")
+        except KeyboardInterrupt:
+            _say(" … stopped")
+
+
+def _chatted(talk: Any, line: str, kept: str) -> None:
+    """Do what a line says: a command, or a message to the models."""
+    command, _, rest = line.partition(" ")
+    written: dict[str, str] = {}
+
+    def write(side: str, text: str) -> None:
+        before = "" if side in written else f"\n{side}: "
+        sys.stdout.write(before + text[len(written.get(side, "")) :])
+        sys.stdout.flush()
+        written[side] = text
+
+    if command == "/clear":
+        talk.clear()
+    elif command == "/score":
+        talk.score(rest or None)
+        _say(_notes(talk))
+    elif command == "/keep":
+        row = talk.keep(rest or None)
+        with open(kept, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        _say(f"kept in {kept}")
+    elif line.startswith("/") and command != "/again":
+        _say(_COMMANDS)
+    elif line:
+        (talk.again if command == "/again" else partial(talk.ask, line))(on_text=write)
+        _say(f"\n{_notes(talk)}")
+
+
+def _notes(talk: Any) -> str:
+    return "\n".join(f"[{side}: {answer.note}]" for side, answer in talk.last.answers.items())
 
 
 def _audit(options: argparse.Namespace) -> int:

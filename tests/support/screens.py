@@ -12,6 +12,7 @@ from typing import Any
 import workbench as wb
 from workbench.cluster.status import ClusterStatus, WorkerLine
 from workbench.jobs.pages import Pages, rendered
+from workbench.widgets.chat import ChatFace
 from workbench.widgets.display import Block
 from workbench.widgets.layer import ClusterTable, CurvePlots, EpisodeFace, SamplesTable, StepperFace, TokenView
 
@@ -208,6 +209,17 @@ def episode(model: str) -> Any:
     return wb.Stepper(pipe, rows.batch(1)).episode(0).next()
 
 
+def chatted() -> Any:
+    """A chat of two models, scored, with a row kept and a note."""
+    engine = wb.engines.local("data/tiny-arith", device="cpu")
+    chat = wb.chat(engine, base=engine, reward=wb.rewards.Reward(shorter, in_process=True), max_tokens=24)
+    chat.notes = ("the run's agent is not here (calculator): wb.chat(run, agent=…)",)
+    chat.ask("Gus has 6 shells and finds 10 more. How many shells does Gus have?").ask("And without these?").score(
+        "6"
+    ).keep()
+    return chat
+
+
 def screens(folder: Path, only: Sequence[str] = ()) -> dict[str, Screen]:
     """All of them, or those whose names begin as in `only`, with the tiny models; runs are written into the folder."""
     found = _screens(folder)
@@ -222,6 +234,7 @@ def _screens(folder: Path) -> dict[str, Screen]:
     t = s.fork().back(to="reward").replace("reward", reward).run(until="advantage")
     samples = wb.views.samples(trace)
     tokens = wb.views.tokens(trace, 0, "log_prob", against_row=9, tokenizer=words)
+    chat = chatted()
     live = {
         "samples": Screen(SamplesTable(samples), "#screen tbody tr"),
         "rendered": Screen(prose(), "#screen tbody tr"),
@@ -231,11 +244,13 @@ def _screens(folder: Path) -> dict[str, Screen]:
         "curves": Screen(curves(folder), ".wb-canvas canvas"),
         "curves of one run": Screen(one_run(folder / "one"), ".wb-canvas canvas"),
         "cluster": Screen(cluster(), ".wb table"),
+        "chat": Screen(ChatFace(chat), ".wb-exchange"),
     }
     training = Block("step 12/40  ·  reward 0.61  ·  KL 0.002", 0.3, ["1  the gradient norm jumped"])
     fixed = {
         "samples": samples, "tokens": tokens, "row": samples.row(0), "trace": trace, "comparison": s.compare(t),
         "divergence": wb.diverge(s, t), "pipeline": s.pipeline, "training": training, "stepper": s,
+        "chat": chat,
     }  # fmt: skip
     pages = Pages(trained(folder / "runs"))
     whole = {"run page": "trained/index.html", "page of runs": "index.html"}

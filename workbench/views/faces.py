@@ -18,6 +18,7 @@ _DOCUMENTS = {
     "workbench.datasets.rows:Report": "traces:data",
     "workbench.datasets.rows:Rows": "traces:data",
     "workbench.replay.audit:Audit": "comparisons:audit",
+    "workbench.replay.chat:Chat": "chats:chat",
     "workbench.replay.diagnosis:Diagnosis": "comparisons:diagnosis",
     "workbench.replay.run:Run": "traces:run",
     "workbench.replay.run:Summary": "traces:summary",
@@ -63,6 +64,7 @@ FACES["workbench.agents.stepping:EpisodeTree"] |= {
     "credit": "workbench.views.tokens:credit",
     "frame": "workbench.views.tokens:frame",
 }
+FACES["workbench.replay.chat:Chat"]["widget"] = "workbench.widgets.chat:ChatFace"
 FACES["workbench.replay.run:Run"] |= {
     "curves": "workbench.views.traces:run_curves",
     "figure": "workbench.views.traces:run_figure",

@@ -59,11 +59,7 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     if not in_notebook():
         display({"text/plain": repr(thing)}, raw=True)
         return
-    html = thing._repr_html_()
-    picture = {"image/png": thing._repr_png_()} if html is None else {}
-    # by this class the scripts find it
-    static = picture or {"text/html": f'<div class="workbench-static">{html}</div>'}
-    static |= {"text/plain": repr(thing)}
+    static = static_form(thing)
     if os.environ.get("WORKBENCH_JOB"):
         display(static, raw=True)
         return
@@ -71,7 +67,8 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     # for Colab it says in its metadata where the page finds the manager of such widgets
     made = layer._repr_mimebundle_()
     bundle, metadata = made if isinstance(made, tuple) else (made, {})
-    display(static, raw=True)  # once there is a widget: where there is none IPython shows the static form
+    # once there is a widget: where there is none IPython shows the static form
+    layer.form = display(static, raw=True, display_id=True)
     if (shell := get_ipython()) is not None:
         shell.events.register("post_run_cell", _follow)
         shell.events.register("pre_run_cell", _pressed)
@@ -81,6 +78,18 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     # no other form beside the view: a front end without widgets, or without this one's state, shows the static form above
     shown = {**bundle, "text/html": "", "text/plain": ""}
     display(shown, raw=True, **({"metadata": metadata} if metadata else {}))
+
+
+def static_form(thing: Any) -> dict[str, Any]:
+    """Return an object's static form by MIME type: its HTML, or its picture, and its text."""
+    html = thing._repr_html_()
+    # by this class the scripts find it
+    seen = (
+        {"text/html": f'<div class="workbench-static">{html}</div>'}
+        if html is not None
+        else {"image/png": thing._repr_png_()}
+    )
+    return {**seen, "text/plain": repr(thing)}
 
 
 def _follow(_: Any = None) -> None:
@@ -120,6 +129,8 @@ class Layer(anywidget.AnyWidget):
     scripts: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
     """File names of the widget's style sheets."""
+    form: Any = None
+    """The display of its static form; None before there is one."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "script" in vars(cls):

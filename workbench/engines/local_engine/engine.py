@@ -715,6 +715,10 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
         return LocalEngine(model, self.tokenizer, self._settings, **told)
 
+    def base(self) -> BasePolicy | None:
+        """Return the model under the LoRA adapters as a sampler, without a copy; None where there are no adapters."""
+        return BasePolicy(self) if self._adapted else None
+
     def critic(self, **changes: Any) -> LocalEngine:
         """Make a critic: a learner with a copy of these weights and a new value head whose outputs are 0. `changes` are
         settings that differ from this engine's."""
@@ -808,6 +812,30 @@ class LocalEngine(ModelEngine, Pushing, Generates):
     def _autocast(self) -> Any:
         device = self._model.device.type
         return torch.autocast(device, dtype=torch.bfloat16, enabled=self._settings.half(device))
+
+
+class BasePolicy(Generates):
+    """Samples from the base model of a local engine with LoRA: its adapters are switched off while a response is sampled."""
+
+    streams = True
+    version = 0
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine, self.tokenizer = engine, engine.tokenizer
+        self.path, self.max_length, self.template_switches = engine.path, engine.max_length, engine.template_switches
+        self._waves = Waves(self._decode, 1, "workbench-base")
+
+    async def sample(self, request: Request) -> Sample:
+        """Sample one response; what the engine itself samples waits meanwhile."""
+        return await self._waves.ask(request)
+
+    @runtime.in_turn
+    def _decode(self, wave: Wave[Request, Sample]) -> None:
+        with lora.switched_off(self._engine._model):
+            self._engine._decode(wave)
+
+    def __repr__(self) -> str:
+        return f"BasePolicy(of {self._engine!r})"
 
 
 @shows_settings(LocalSettings)
