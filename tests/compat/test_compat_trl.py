@@ -51,7 +51,7 @@ def test_an_unknown_argument_and_impossible_values_are_named() -> None:
     for wrong, told in (
         ({"num_generation": 4}, "num_generations"),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
-        ({"report_to": "trackio"}, "report_to"),
+        ({"report_to": "comet_ml"}, "report_to"),
         ({"eval_strategy": "epoch"}, "eval_strategy"),
         ({"max_completion_length": None}, "max_completion_length"),
         ({"num_generations": 3}, "num_generations"),

@@ -280,16 +280,22 @@ class Run:
         calls.append((step, metrics))
     def finish(self):
         calls.append("finish")
+class Info:
+    run_id, experiment_id = "r1", "e1"
+class MlflowClient:
+    def create_run(self, experiment_id, run_name):
+        calls.append(("init", {"name": run_name}))
+        self.info = Info
+        return self
+    def set_terminated(self, run_id):
+        calls.append("finish")
 def set_experiment(name):
     calls.append(("project", name))
-def start_run(run_name):
-    calls.append(("init", {"name": run_name}))
-def log_metrics(metrics, step):
+    return Info
+def log_metrics(metrics, step, run_id):
     calls.append((step, metrics))
-def log_table(data, artifact_file):
+def log_table(data, artifact_file, run_id):
     calls.append((artifact_file, data))
-def end_run():
-    calls.append("finish")
 """
 
 

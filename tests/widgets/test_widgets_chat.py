@@ -42,7 +42,7 @@ def test_a_chat_by_keyboard(lab: str) -> None:
         page.keyboard.type(QUESTION)
         page.keyboard.press("Enter")
         grows_and_stops(page, face)
-        assert text.input_value() == "" and "chat.ask(" in face.inner_text()
+        assert text.input_value() == ""
         page.set_viewport_size({"width": 500, "height": 1000})
         answers(page, face, text)
         shot(page, "driven_chat_narrow")
@@ -80,6 +80,7 @@ def answers(page: Any, face: Any, text: Any) -> None:
     page.keyboard.press("Enter")
     until(page, lambda: face.get_by_role("button", name="keep it").count() == 2)
     assert face.locator(".wb-exchange").count() == 2 and "8 tokens · length" in face.inner_text()
+    assert f"chat.ask({QUESTION!r}, max_tokens=8)" in face.inner_text()
     shown = face.get_by_role("button", name="tokens", exact=True).last
     shown.focus()
     page.keyboard.press("Enter")

@@ -80,7 +80,7 @@ num_generations_eval | done | train(val_samples) | None: num_generations
 save_total_limit | done | train(keep_checkpoints) | at least 2
 load_best_model_at_end | refused unless False | train(save_best) | train(save_best="val/reward") keeps it
 {metric_for_best_model,greater_is_better} | irrelevant | train(save_best) | without load_best_model_at_end
-report_to | done | train(trackers) | tensorboard, wandb, mlflow, none; others are refused
+report_to | done | train(trackers) | tensorboard, wandb, mlflow, trackio, none; others are refused
 {run_name,project} | done | train(experiment), train(project) |
 resume_from_checkpoint | refused unless null False | train(resume) | train(run=…, resume="auto")
 {push_to_hub,save_only_model,auto_find_batch_size} | refused unless False | |
@@ -286,7 +286,7 @@ def _train(v: Mapping[str, Any], size: _Batch) -> dict[str, Any]:
         every[name] = max(1, round(frequency / size.updates)) if when == "steps" else 0
     reports = [v["report_to"]] if isinstance(v["report_to"], str) else list(v["report_to"] or ())
     trackers = [one for one in reports if one != "none"]
-    known = ("tensorboard", "wandb", "mlflow")
+    known = ("tensorboard", "wandb", "mlflow", "trackio")
     require(set(trackers) <= {*known}, "report_to", expected=f"none, or some of {', '.join(known)}", found=reports)
     steps, limit = -(-v["max_steps"] // size.updates), v["save_total_limit"]
     length = {"steps": steps} if steps > 0 else {"epochs": v["num_train_epochs"]}

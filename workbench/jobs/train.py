@@ -172,7 +172,7 @@ def train(pipeline: Pipeline, rows: Rows, settings: TrainSettings) -> Training:
         stop_when, patience, min_delta: end the run after so many validations without such a metric better by more than `min_delta`.
         resume: `"auto"` goes on exactly from the newest good checkpoint; other settings are refused that `allow_changes` does not
             name (`["engines.actor.lr"]`). `"never"` refuses a folder with a run. None: "auto" in a job without `resume`, else "never".
-        trackers, project, experiment: `console`, `tensorboard` (None: where installed), `wandb`, `mlflow`; the names there.
+        trackers, project, experiment: `console`, `tensorboard` (None: where installed), `wandb`, `mlflow`, `trackio`, `weave`; the names there.
 
     Returns an awaitable of the `Run` (a script calls `train_blocking`). An interrupt (SIGTERM, SIGHUP too) or an error leaves a
     checkpoint of the last whole step.

@@ -59,7 +59,7 @@ from workbench.runs.resume import Start, restore_rows
 from workbench.runs.settings import TrainPlan, in_memory
 from workbench.runs.streaming import Stream
 from workbench.runs.symptoms import Watch
-from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples
+from workbench.runs.trackers import TRACKERS, append_line, progress_line, shown_samples, traces_of
 from workbench.stages.log_prob import KL, LAG
 from workbench.stages.measures import data_metrics
 from workbench.stages.pipeline import Pipeline
@@ -567,6 +567,11 @@ class TrainingLoop:
             around = {"before": self._before, "after": self._state["controllers"]}
             keep_trace(self._last.trace, target, Kept(due=due, flagged=tuple(flagged), **around))
             prune_traces(self._folder.traces, self._plan.keep_traces)
+            for name, tracker in self._trackers.items():
+                if tracker.traces is not None:
+                    self._showing(
+                        name, tracker.traces, traces_of(self._last.trace.batch, self._last.step), self._last.step
+                    )
 
     def _save(self) -> int | None:
         """Write a checkpoint of the last step that has a metrics row, unless there is one, and return that step.

@@ -1,7 +1,7 @@
-"""Sends metrics to TensorBoard, Weights & Biases, MLflow or the console, beside the run folder's own files; and the progress
-line.
+"""Sends metrics to TensorBoard, Weights & Biases, MLflow, Trackio or the console, beside the run folder's own files; and the
+progress line.
 
-Weights & Biases and MLflow also get held-out samples. By default the project there is `workbench`, and the experiment is
+Weights & Biases, MLflow and Trackio also get held-out samples; MLflow, Trackio and Weave the samples of recorded steps as traces. By default the project there is `workbench`, and the experiment is
 called as the run folder. A resumed run's earlier metrics are sent again: to an experiment of its own.
 """
 
@@ -13,24 +13,40 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from workbench.base.distribution import check_packages, install
 from workbench.base.errors import SettingError, unknown
+from workbench.dataproto.core import DataProto
 from workbench.runs.folder import STEP
 
 Table = Mapping[str, Sequence[Any]]
 TABLE_ROWS = 64
 """Held-out samples that a tracker gets of a validation; the run's `val/` has all."""
+_ABOUT = ("uid", "data_source", "finish_reason")
+_TRACED = (*_ABOUT, "raw_prompt", "response_text", "turns", "score")
 _SHOWN = ("prompt", "response", "score", "score/status", "score/why", "data_source", "sample", "greedy")
 
 
 @dataclass(frozen=True)
+class Span:
+    """A sample of a step as a trace, or a part of one: a turn of the model, a tool call, a user's turn."""
+
+    name: str
+    kind: str
+    """`agent` (a whole sample), `generation` (the model's turn), `tool`, or `user`."""
+    input: Any = None
+    output: Any = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
 class Tracker:
-    """A metrics logger, such as TensorBoard, as three functions: log metrics, close, log a table of samples."""
+    """A metrics logger, such as TensorBoard, as functions: log metrics, close, log a table of samples, log traces."""
 
     log: Callable[[Mapping[str, float], int], None]
     """Writes the metrics of a step."""
@@ -38,6 +54,8 @@ class Tracker:
     """Writes what is buffered, and ends the logger."""
     table: Callable[[Table, int], None] = lambda samples, step: None
     """Writes the held-out samples of a step, where the logger has tables."""
+    traces: Callable[[Sequence[Span], int], None] | None = None
+    """Writes samples of a recorded step as traces; None: the logger has no traces."""
 
 
 def _console(run: Path, project: str, experiment: str) -> Tracker:
@@ -93,17 +111,85 @@ def _mlflow(run: Path, project: str, experiment: str) -> Tracker:
     """
     import mlflow
 
-    mlflow.set_experiment(project)
-    mlflow.start_run(run_name=experiment)
+    client = (
+        mlflow.MlflowClient()
+    )  # no run of a thread's: a training logs from another thread than the one that opened it
+    opened = client.create_run(mlflow.set_experiment(project).experiment_id, run_name=experiment).info
+    source = {"mlflow.sourceRun": opened.run_id}
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         named = {re.sub(r"[^\w\-. :/]", "_", key.replace("@", "_at_")): value for key, value in metrics.items()}
-        mlflow.log_metrics(named, step=step)
+        mlflow.log_metrics(named, step=step, run_id=opened.run_id)
 
     def table(samples: Table, step: int) -> None:
-        mlflow.log_table({name: list(cells) for name, cells in samples.items()}, f"val/step_{step:06d}.json")
+        cells = {name: list(column) for name, column in samples.items()}
+        mlflow.log_table(cells, f"val/step_{step:06d}.json", run_id=opened.run_id)
 
-    return Tracker(log, mlflow.end_run, table)
+    def send(span: Span, above: Any = None) -> None:
+        words = {key: str(value) for key, value in span.attributes.items()}
+        kind = {"generation": "LLM", "user": "UNKNOWN"}.get(span.kind, span.kind.upper())
+        about = {"metadata": source, "experiment_id": opened.experiment_id} if above is None else {}
+        begun = mlflow.start_span_no_context(span.name, kind, above, span.input, words, **about)
+        for part in span.parts:
+            send(part, begun)
+        begun.end(outputs=span.output)
+
+    return Tracker(log, lambda: client.set_terminated(opened.run_id), table, _each(send))
+
+
+def _each(send: Callable[[Span], None]) -> Callable[[Sequence[Span], int], None]:
+    """Return what sends samples one by one."""
+
+    def traces(samples: Sequence[Span], step: int) -> None:
+        for sample in samples:
+            send(sample)
+
+    return traces
+
+
+def _trackio(run: Path, project: str, experiment: str) -> Tracker:
+    """Open a Trackio run in its local store, or in the Space that its environment variables name; samples become its tables."""
+    import trackio
+
+    opened: Any = trackio.init(project=project, name=experiment, embed=False)
+
+    def spans(span: Span, number: str, above: str | None = None) -> list[dict[str, Any]]:
+        kind = span.kind if span.kind in ("generation", "tool") else "span"
+        mine = {"id": number, "parent_id": above, "name": span.name, "kind": kind, "metadata": dict(span.attributes)}
+        inner = (one for place, part in enumerate(span.parts) for one in spans(part, f"{number}.{place}", number))
+        return [{**mine, "input": span.input, "output": span.output}, *inner]
+
+    def traces(samples: Sequence[Span], step: int) -> None:
+        found = [
+            trackio.Trace(
+                [*one.input, {"role": "assistant", "content": one.output}], dict(one.attributes), spans(one, "0")
+            )
+            for one in samples
+        ]
+        opened.log({"samples": found}, step=step)
+
+    def table(samples: Table, step: int) -> None:
+        import pandas as pd
+
+        opened.log({"val/samples": trackio.Table(dataframe=pd.DataFrame(dict(samples)))}, step=step)
+
+    return Tracker(lambda metrics, step: opened.log(dict(metrics), step=step), opened.finish, table, traces)
+
+
+def _weave(run: Path, project: str, experiment: str) -> Tracker:
+    """Open a Weave project, which gets traces and no metrics: `trackers=["wandb", "weave"]` sends both."""
+    import weave
+
+    client: Any = weave.init(project)
+
+    def send(span: Span, above: Any = None) -> None:
+        about = {**span.attributes, "kind": span.kind, "experiment": experiment}
+        call = client.create_call(span.name, {"input": span.input}, above, about, use_stack=False)
+        for part in span.parts:
+            send(part, call)
+        client.finish_call(call, output=span.output)
+
+    return Tracker(lambda metrics, step: None, weave.finish, traces=_each(send))
 
 
 TRACKERS: Mapping[str, Callable[[Path, str, str], Tracker]] = {
@@ -112,6 +198,8 @@ TRACKERS: Mapping[str, Callable[[Path, str, str], Tracker]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,
+    "trackio": _trackio,
+    "weave": _weave,
 }
 """Name → what opens it for (a run folder, the name of the project, the name of the experiment)."""
 _WITHOUT_PACKAGE = ("console", "jsonl")
@@ -150,6 +238,40 @@ def shown_samples(samples: Table) -> dict[str, list[Any]]:
     """
     kept = {name: list(samples[name][:TABLE_ROWS]) for name in _SHOWN if name in samples}
     return {**kept, "prompt": [str(chat[-1].get("content")) if chat else "" for chat in kept["prompt"]]}
+
+
+def traces_of(batch: DataProto, step: int) -> list[Span]:
+    """Return the first 64 samples of a recorded step as traces: each with its prompt, answer and score, and its turns and calls."""
+    objects = {name: list(batch[name][:TABLE_ROWS]) for name in _TRACED if name in batch}
+    rewards = batch["reward"].tolist() if "reward" in batch else [None] * len(batch)
+    tokens = batch["response_mask"].sum(-1).tolist()
+    spans = []
+    for row in range(min(len(batch), TABLE_ROWS)):
+        about = {"step": step, "row": row, "reward": rewards[row], "tokens": tokens[row]}
+        about |= {name: str(cells[row]) for name, cells in objects.items() if name in _ABOUT}
+        if "score" in objects:
+            score = objects["score"][row]
+            about |= {"status": score.status.value, "why": score.why}
+        chat, text = objects["raw_prompt"][row], str(objects["response_text"][row])
+        asked = [{"role": "user", "content": chat}] if isinstance(chat, str) else [dict(message) for message in chat]
+        turns = objects["turns"][row] if "turns" in objects else [{"role": "assistant", "text": text, "calls": ()}]
+        spans.append(Span("sample", "agent", asked, text, about, tuple(_parts(asked, turns))))
+    return spans
+
+
+def _parts(asked: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
+    """Yield a span for each turn; a tool's answer is the output of its call."""
+    before: Any = asked
+    for turn in turns:
+        text = turn["text"]
+        if turn["role"] == "assistant":
+            yield Span("generation", "generation", before, text)
+            for call in turn["calls"]:
+                about = {"status": call["status"], "reward": call["reward"]}
+                yield Span(call["name"], "tool", call["arguments"], call["result"], about)
+        elif turn["role"] == "user":
+            yield Span("user", "user", output=text)
+        before = text
 
 
 KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")

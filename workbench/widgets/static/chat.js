@@ -49,11 +49,14 @@ function render({ model, el }) {
     if (asks) {
       if (kind === "again") log.lastChild?.remove();
       pending(said);
+      if (kind === "ask") text.value = "";
     }
     const values = Object.fromEntries(Object.entries(fields).map(([name, input]) => [name, input.value]));
     await ask({ kind, text: said, truth: truth.value, system: system.value, ...values, ...more });
     busy = false;
-    if (held === send || held === again || held === score) held.focus();
+    if (asks && face.turns.at(-1)?.text !== said && !text.value) text.value = said;  // it failed
+    if (!held.isConnected) log.focus();
+    else if (held === send || held === again || held === score) held.focus();
   }
   // the message and, as they are sampled, its answers
   function pending(said) {
@@ -107,7 +110,6 @@ function render({ model, el }) {
     const last = view.turns.length - 1;
     log.replaceChildren(...view.turns.map((turn, place) => exchange(turn.text, (side) => answer(place, side, turn.answers[side], place === last), !place)));
     log.scrollTop = log.scrollHeight;
-    if (asked && view.turns.at(-1)?.text === text.value) text.value = "";  // where it failed it is still there
     truth.value = view.turns.at(-1)?.truth || "";
     kept.textContent = view.kept ? `${view.kept} kept: wb.rows(chat.kept)` : "";
     buttons.forEach((one) => { one.disabled = false; });
