@@ -43,6 +43,7 @@ SMALL = {
         "test_freq": 2,
         "num_eval_rows": 8,
     },
+    "110_in_and_out": {"steps": 3, "batch_size": 4, "group_size": 4, "num_eval_rows": 8},
     "111_real_model": {
         "model": "data/tiny-arith",
         "rule": "no_commas",  # which the tiny model keeps now and then

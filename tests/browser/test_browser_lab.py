@@ -41,6 +41,7 @@ SMALL = {
     "104_what_if": {"updates": 2},
     "106_agents": {"steps": 4, "batch_size": 4, "num_eval_rows": 16},
     "109_distillation": {"teacher_steps": 12, "steps": 4, "num_eval_rows": 16},
+    "110_in_and_out": {"steps": 4, "num_eval_rows": 16},
     "111_real_model": {
         "model": "data/tiny-arith",
         "rule": "no_commas",
@@ -81,6 +82,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
         "step 4/4",
         "DPO on the pairs",
     ),
+    "110_in_and_out": ("send", "step 4/4", "reward 1: the answer is right", "assistant"),
     "111_real_model": ("update_actor", "step 4/4", "reward before", "sampled"),
     "201_train_grpo": ("step 4/4", "held-out reward after"),
     "202_train_ppo": ("step 4/4", "critic/vf_explained_var", "held-out reward after"),
@@ -94,6 +96,7 @@ IMAGES = {
     "106_agents": 2,
     "108_harness": 2,
     "109_distillation": 2,
+    "110_in_and_out": 1,
     "111_real_model": 2,
     "201_train_grpo": 2,
     "202_train_ppo": 4,

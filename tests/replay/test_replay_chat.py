@@ -52,6 +52,13 @@ def test_a_runs_sides_are_its_checkpoint_and_the_model_as_published(run: tuple[A
     assert all(score is not None and score.scored for score in scores), "the run's own reward"
 
 
+def test_a_pair_answers_with_the_learners_weights_beside_those_of_its_files(run: tuple[Any, Any], tiny: str) -> None:
+    engine = run[1]
+    chat = wb.chat(wb.engines.paired(engine, wb.engines.local(tiny)), temperature=0, max_tokens=24)
+    assert texts(chat.ask(QUESTION))["trained"] == engine.generate(QUESTION, max_tokens=24)
+    assert chat.last.answers["base"].text == wb.engines.local(tiny).generate(QUESTION, max_tokens=24)
+
+
 def test_what_is_kept_are_rows_of_the_next_run(tiny: str) -> None:
     engine = wb.engines.local(tiny, device="cpu")
     chat = wb.chat(engine, system="Be short.", reward=wb.rewards.Reward(length, in_process=True), max_tokens=8)

@@ -27,6 +27,7 @@ from workbench.rewards import Score
 from workbench.testing.rewards import answered
 from workbench.views.curves import LiveFigure
 from workbench.widgets import layer
+from workbench.widgets.chat import ChatFace
 from workbench.widgets.layer import (
     ClusterTable,
     Cover,
@@ -51,7 +52,9 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a cell that ends in a view leaves in its notebook."""
     found: list[dict[str, Any]] = []
 
-    def show(bundle: dict[str, Any], raw: bool, metadata: dict[str, Any] | None = None) -> None:
+    def show(
+        bundle: dict[str, Any], raw: bool, metadata: dict[str, Any] | None = None, display_id: bool = False
+    ) -> None:
         found.append(v4.new_output("display_data", data=bundle, metadata=metadata or {}))
 
     monkeypatch.setattr(layer, "display", show)
@@ -118,7 +121,7 @@ def test_colab_is_told_of_the_manager_of_widgets(monkeypatch: pytest.MonkeyPatch
 # --- no widget -------------------------------------------------------------------------------------
 
 
-VIEWS = ("samples", "tokens", "stepper", "episode", "cluster", "curves")
+VIEWS = ("samples", "tokens", "stepper", "episode", "cluster", "curves", "chat")
 """Every view that has a widget."""
 PIP = "pip install 'rl-workbench[widgets]'"
 COLAB = "from google.colab import output; output.enable_custom_widget_manager()"
@@ -127,7 +130,7 @@ COLAB = "from google.colab import output; output.enable_custom_widget_manager()"
 def displayed(thing: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The outputs of a cell that ends in an object, as a front end gets them."""
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(layer, "display", lambda bundle, raw, metadata=None: found.append(bundle))
+    monkeypatch.setattr(layer, "display", lambda bundle, raw, **_: found.append(bundle))
     monkeypatch.setattr(layer, "in_notebook", lambda: True)
     bundle, _ = DisplayFormatter().format(thing)
     return [*found, *([bundle] if bundle else [])]
@@ -314,12 +317,13 @@ def views(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         "episode": episode,
         "cluster": ClusterStatus("here", (), (), (), (), (), 0.0, None),
         "curves": figure,
+        "chat": wb.chat(engine).ask("2 + 2?", max_tokens=4),
     }
 
 
 @pytest.fixture(scope="module")
 def widgets(views: dict[str, Any]) -> dict[str, Layer]:
-    kinds = (SamplesTable, TokenView, StepperFace, EpisodeFace, ClusterTable, CurvePlots)
+    kinds = (SamplesTable, TokenView, StepperFace, EpisodeFace, ClusterTable, CurvePlots, ChatFace)
     made = {name: kind(view) for (name, view), kind in zip(views.items(), kinds, strict=True)}
     return {**made, "training cell": Cover(None)}
 

@@ -24,6 +24,7 @@ class ChatFace(Face):
 
     script = "chat"
     noun = "chat"
+    renews = True
 
     def work(self, request: dict[str, Any]) -> str:
         """Say that the models answer, or that their answers are scored; "" for other buttons."""
@@ -67,9 +68,7 @@ class ChatFace(Face):
         return {**view, **about}
 
     def _stands(self) -> str:
-        chat: Chat = self._stepped
-        scored = sum(answer.score is not None for turn in chat.turns for answer in turn.answers.values())
-        return f"{chat.drawn} {len(chat.turns)} {len(chat.kept)} {scored}"
+        return f"{self._stepped.drawn} {hash(repr(self._stepped))}"
 
     def _move(self, request: dict[str, Any]) -> str:
         chat, kind, changed = self._stepped, request["kind"], dict[str, Any]()

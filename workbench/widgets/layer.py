@@ -68,7 +68,7 @@ def show(thing: Any, widget: Callable[[], Any]) -> None:
     made = layer._repr_mimebundle_()
     bundle, metadata = made if isinstance(made, tuple) else (made, {})
     # once there is a widget: where there is none IPython shows the static form
-    layer.form = display(static, raw=True, display_id=True)
+    layer.form = display(static, raw=True, **({"display_id": True} if layer.renews else {}))
     if (shell := get_ipython()) is not None:
         shell.events.register("post_run_cell", _follow)
         shell.events.register("pre_run_cell", _pressed)
@@ -129,8 +129,10 @@ class Layer(anywidget.AnyWidget):
     scripts: tuple[str, ...] = ()
     styles: tuple[str, ...] = ()
     """File names of the widget's style sheets."""
+    renews = False
+    """Whether it renews its static form."""
     form: Any = None
-    """The display of its static form; None before there is one."""
+    """The display of the static form that it renews."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         if "script" in vars(cls):

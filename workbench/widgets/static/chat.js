@@ -19,6 +19,7 @@ function render({ model, el }) {
   const again = button("again", "ask the last message once more, with other draws", "again");
   const fresh = button("new chat", "begin a new conversation; kept rows stay", "clear");
   const score = button("score it", "score the last answers with the chat's reward", "score");
+  const or = make("span", { class: "wb-or" });
   const kept = make("span", { class: "wb-count" });
   const notes = make("div", { class: "wb-hint" });
   const buttons = [send, again, fresh, score];  // and those of the answers, which are drawn anew with each face
@@ -29,7 +30,7 @@ function render({ model, el }) {
   const { ask, drawn } = mover(talk, problem, buttons, draw);
   el.append(make("div", { class: "wb wb-chat" },
     make("div", { class: "wb-bar" }, settings, shows, make("span", { class: "wb-push" }), fresh), system, notes, log, make("div", { class: "wb-say" }, text, send),
-    make("div", { class: "wb-bar" }, again, make("span", { class: "wb-or" }), truth, score, kept, problem, code)));
+    make("div", { class: "wb-bar" }, again, or, truth, score, kept, problem, code)));
 
   function unfold(open) {
     system.hidden = !open;
@@ -114,7 +115,7 @@ function render({ model, el }) {
     kept.textContent = view.kept ? `${view.kept} kept: wb.rows(chat.kept)` : "";
     buttons.forEach((one) => { one.disabled = false; });
     again.disabled = score.disabled = last < 0;
-    score.hidden = truth.hidden = !view.scores;
+    or.hidden = score.hidden = truth.hidden = !view.scores;
   }
   unfold(false);
   const redraw = () => drawn(model.get("face"));
