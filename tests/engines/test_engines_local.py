@@ -29,6 +29,15 @@ class TestLocalEngine(EngineContract):
         return local(self.folder, device="cpu", **settings)
 
 
+class TestLocalEngineInHalf(TestLocalEngine):
+    """The same in float16, with a scaled loss."""
+
+    rounding = 100.0
+
+    def make_engine(self, **settings: Any) -> Any:
+        return local(self.folder, device="cpu", **{"dtype": "float16", **settings})
+
+
 def test_the_tiny_model_loads_by_plain_transformers(tiny: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -62,8 +62,8 @@ adam_epsilon | refused unless 1e-08 | |
 optim | refused unless adamw_torch adamw_torch_fused | | AdamW
 {optim_args,optim_target_modules,neftune_noise_alpha} | refused unless null | |
 label_smoothing_factor | refused unless 0 | |
-bf16 | done | LocalSettings.dtype | None is True
-{fp16,fp16_full_eval,bf16_full_eval,tf32} | refused unless False null | | float32 or bfloat16
+{bf16,fp16} | done | LocalSettings.dtype | bf16: None is True unless fp16 is
+{fp16_full_eval,bf16_full_eval,tf32} | refused unless False null | | as dtype
 gradient_checkpointing | done | LocalSettings.gradient_checkpointing |
 {gradient_checkpointing_kwargs,use_liger_kernel,liger_kernel_config,torch_compile,torch_compile_backend,torch_compile_mode,use_cache,torch_empty_cache_steps} | irrelevant | | how the model is computed
 {model_init_kwargs,router_aux_loss_coef} | refused unless null {} | engines.local | no loss of routers; a model is loaded by engines.local(…)
@@ -105,7 +105,7 @@ DEFAULTS: Mapping[str, Any] = {
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_cap": None,
     "learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9,
-    "adam_beta2": 0.999, "max_grad_norm": 1.0, "bf16": None, "gradient_checkpointing": True, "trust_remote_code": False,
+    "adam_beta2": 0.999, "max_grad_norm": 1.0, "bf16": None, "fp16": False, "gradient_checkpointing": True, "trust_remote_code": False,
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": None,
     "generation_batch_size": None, "num_train_epochs": 3.0, "max_steps": -1, "seed": 42, "data_seed": None,
     "eval_strategy": "no", "eval_steps": None, "num_generations_eval": None, "save_strategy": "steps", "save_steps": 500,
@@ -272,7 +272,7 @@ def _engine(v: Mapping[str, Any], size: _Batch, prompts: int | None) -> dict[str
         "lr": v["learning_rate"], "betas": (v["adam_beta1"], v["adam_beta2"]), "weight_decay": v["weight_decay"],
         "grad_clip": v["max_grad_norm"], "schedule": _SCHEDULES[schedule], "warmup_steps": int(warmup), "total_steps": total,
         "gradient_checkpointing": v["gradient_checkpointing"], "trust_remote_code": v["trust_remote_code"],
-        "dtype": "bfloat16" if v["bf16"] in (None, True) else "float32", **switches,
+        "dtype": "float16" if v["fp16"] else "bfloat16" if v["bf16"] in (None, True) else "float32", **switches,
     }  # fmt: skip
 
 

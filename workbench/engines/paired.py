@@ -378,7 +378,7 @@ def check_tokens(learner: Any, sampler: Any, what: str = "learner and sampler") 
         raise EngineError(what, expected=expected, found=found, do="open both from the same model")
 
 
-CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Largest difference of a log-prob, in nats, between a learner and a sampler of a dtype with the same weights."""
 
 
@@ -402,7 +402,7 @@ def check_push(pair: Paired, prompts: Sequence[Sequence[int]], max_tokens: int =
         columns["responses"] = ids[:, len(prompt) :]
         mine = pair.learner.compute_log_probs(DataProto(columns))["log_probs"][0]
         gap = max(gap, float((mine - torch.tensor(sample.log_probs)).abs().max()))
-    allowed = CHECK_TOLERANCE[torch.bfloat16 if push.dtype == "bfloat16" else torch.float32]
+    allowed = CHECK_TOLERANCE[getattr(torch, push.dtype or "float32")]
     if gap > allowed:
         what = f"log-probs of the sampler after a push by {push.way}"
         raise EngineError(what, expected=f"the learner's, within {allowed:g} nats", found=f"{gap:.3g} nats apart")

@@ -409,9 +409,10 @@ def _on_cpu(settings: Any, gpu: bool) -> Any:
     """Return settings with which this process, on its CPU, computes as a GPU (or a CPU) would: in the same precision
     and micro-batch budget."""
     kind = "cuda" if gpu else "cpu"
-    half = "bfloat16" if settings.half(kind) else "float32"
     budget = settings.budget(kind)
-    return settings.replace(device="cpu", dtype=half, micro_batch_tokens=budget, attn_implementation=None)
+    return settings.replace(
+        device="cpu", dtype=settings.precision(kind), micro_batch_tokens=budget, attn_implementation=None
+    )
 
 
 def config_of(model: str | Path | Mapping[str, Any], settings: Any) -> tuple[Mapping[str, Any], Any]:

@@ -12,6 +12,7 @@ from workbench.base.config import Settings, require
 from workbench.base.errors import SettingError
 
 _MEBI = 1 << 20
+_HALVES = ("bfloat16", "float16")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as `max_lora_rank`."""
 _OURS = {
@@ -61,11 +62,12 @@ class LocalSettings(Settings):
     give the model's own numbers, `yes` to refuse the model where it is not, `no` for padded rows. Float32 rounds otherwise."""
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`float32`, `bfloat16`, or `auto` (autocast to bfloat16 on a GPU, weights stay float32)."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """How frozen matrices are kept, those of a LoRA base and of a reference: `bfloat16` takes half the memory, makes `dtype="auto"`
-    bfloat16 on a CPU, too, and gives the numbers of `dtype="bfloat16"`, whose products round weights so. Embeddings stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What forward passes are cast to; weights stay float32. `auto`: bfloat16 on a GPU, float16 on one without it (below sm_80: T4,
+    V100), float32 on a CPU. With `float16` the loss is scaled while it learns (metric `loss_scale`)."""
+    base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """How frozen matrices are kept, those of a LoRA base and of a reference: `bfloat16` or `float16` takes half the memory, makes
+    `dtype="auto"` the same on a CPU, too, and gives that `dtype`'s numbers, whose products round weights so. Embeddings stay float32."""
     check_memory: bool = True
     """Refuse to learn where that is measured to take more memory than is free; False: try it."""
     attn_implementation: str | None = None
@@ -95,10 +97,19 @@ class LocalSettings(Settings):
         newer = {"routing_replay": False, "mesh": None, "base_dtype": "float32"}
         return {name: one for name, one in self.to_dict().items() if name not in newer or one != newer[name]}
 
+    def precision(self, device: str) -> str:
+        """What forward passes on a kind of device (`cpu`, `cuda`) run in: `float32`, `bfloat16` or `float16`, as `dtype` and
+        `base_dtype` say, and with `auto` on a GPU as its compute capability allows."""
+        asked = next((one for one in (self.dtype, self.base_dtype) if one in _HALVES), "float32")
+        if self.dtype != "auto" or asked != "float32" or device != "cuda":
+            return asked
+        # `is_bf16_supported` is true of cards that emulate it; a card that is only planned for has it
+        old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+        return "float16" if old else "bfloat16"
+
     def half(self, device: str) -> bool:
-        """Whether forward passes on a kind of device (`cpu`, `cuda`) run in bfloat16: as `dtype` and `base_dtype` say, and
-        with `auto` on a GPU only."""
-        return "bfloat16" in (self.dtype, self.base_dtype) or (self.dtype == "auto" and device == "cuda")
+        """Whether forward passes on a kind of device (`cpu`, `cuda`) run in bfloat16 or float16 (see `precision`)."""
+        return self.precision(device) != "float32"
 
     def budget(self, device: str) -> int:
         """Token budget of one forward pass on a kind of device (`cpu`, `cuda`): `micro_batch_tokens`, or the largest
@@ -110,8 +121,9 @@ class LocalSettings(Settings):
         least = self.micro_batch_tokens is None or self.micro_batch_tokens > 0
         require(least, "micro_batch_tokens", expected="≥ 1, or None", found=self.micro_batch_tokens)
         require(self.max_wave > 0, "max_wave", expected="≥ 1", found=self.max_wave)
-        apart = self.base_dtype == "bfloat16" and self.dtype == "float32"
-        require(not apart, f"base_dtype={self.base_dtype!r}", expected="dtype 'auto' or 'bfloat16'", found=self.dtype)
+        apart = self.base_dtype in _HALVES and self.dtype not in ("auto", self.base_dtype)
+        expected = f"dtype 'auto' or {self.base_dtype!r}"
+        require(not apart, f"base_dtype={self.base_dtype!r}", expected=expected, found=self.dtype)
         needs_total = self.schedule != "constant" and not self.total_steps
         what = f"total_steps with schedule={self.schedule!r}"
         require(not needs_total, what, expected="a number ≥ 1", found=self.total_steps)
@@ -155,8 +167,8 @@ class FsdpSettings(LocalSettings):
 class VllmSettings(Settings):
     """Settings of `engines.vllm` and `engines.vllm_classifier`."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`float32`, `bfloat16`, or `auto` (float32 on a CPU, the model's own on a GPU)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`float32`, `bfloat16`, `float16`, or `auto` (float32 on a CPU; on a GPU the model's own, float16 where it has no bfloat16)."""
     max_model_len: int | None = None
     """Longest prompt and response together, in tokens; None: the model's own limit."""
     tensor_parallel_size: int = 1

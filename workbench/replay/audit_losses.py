@@ -259,7 +259,7 @@ LATER = "what the model gives in a later mini-batch, or pass, is not recorded"
 def update(v: AuditView) -> Claims:
     """Recompute loss, clipping and KL of an update stage's last pass over the batch."""
     role = v.stage.removeprefix("update_")
-    for name in ("grad_norm", "lr", "nonfinite"):
+    for name in ("grad_norm", "lr", "nonfinite", "loss_scale", "overflows"):
         yield Left(f"{role}/{name}", "the optimizer's")
     yield Left(f"{role}/empty_mini_batches", "counted over all passes")
     yield from _own_scores(v, role)

@@ -23,7 +23,9 @@ OBSERVATIONS = "observations"
 """As the mask of a term: the tokens of the response that the model did not write, such as tools' answers."""
 _OWN = "own_mask"
 """In the rows that a learner gets: `response_mask` as it was, where a term's mask has further tokens."""
-_TAKEN = ("bypass", "clipped", "empty_mini_batches", "entropy", "grad_norm", "loss", "lr", "nonfinite", "skipped")
+_TAKEN = (
+    "bypass", "clipped", "empty_mini_batches", "entropy", "grad_norm", "loss", "loss_scale", "lr", "nonfinite", "overflows", "skipped",
+)  # fmt: skip
 
 
 def loss_mask(rows: DataProto) -> Tensor:

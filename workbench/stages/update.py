@@ -539,8 +539,8 @@ class Update(BaseStage):
 
 
 def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of several optimizer steps: maxima and minima over all steps, and means in which every step
-    has the same weight.
+    """Combine the metrics of several optimizer steps: maxima, minima and counts over all steps, and means in which every
+    step has the same weight.
 
     A step in which a mean covers no token is left out of that mean.
     """
@@ -548,7 +548,7 @@ def _over_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     for key in dict.fromkeys(key for step in steps for key in step):
         every = [step[key] for step in steps if key in step]
         measured = [metric for metric in every if not isinstance(metric, Mean) or metric.weight] or every
-        extreme = isinstance(every[0], Max | Min)
+        extreme = isinstance(every[0], Max | Min | Count)
         means = Mean(sum(metric.result() for metric in measured), len(measured))
         metrics[key] = join({key: metric} for metric in every)[key] if extreme else means
     return metrics

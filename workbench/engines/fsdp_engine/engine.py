@@ -20,7 +20,7 @@ import torch
 from workbench.base.config import shows_settings
 from workbench.base.errors import CheckpointError, EngineError, NonFinite, WorkerLost
 from workbench.base.memory import estimated
-from workbench.base.metrics import Mean, join
+from workbench.base.metrics import join
 from workbench.base.progress import working
 from workbench.dataproto.columns import EXPERTS, PIXELS
 from workbench.dataproto.core import DataProto
@@ -236,8 +236,7 @@ class FsdpEngine(ModelEngine):
                 if name not in columns:
                     columns[name] = torch.zeros(len(batch), part.shape[1], dtype=part.dtype)
                 columns[name][place] = part
-        both = {name: Mean(reports[0][name]) for name in ("grad_norm", "lr")}
-        return StepResult({**join(report["metrics"] for report in reports), **both}, columns)
+        return StepResult({**join(report["metrics"] for report in reports), **reports[0]["both"]}, columns)
 
     # --- weights ----------------------------------------------------------------------------
 

@@ -434,7 +434,7 @@ def build(path: str, settings: Any, mesh: Mesh, head: bool) -> RootModule:
         use_faster_products(model)
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if settings.offload == "all" else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh.fsdp, "offload_policy": offload}
-    half: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    half: dict[str, Any] = {"param_dtype": getattr(torch, settings.precision(device)), "reduce_dtype": torch.float32}
     mixed = MixedPrecisionPolicy(**(half if settings.half(device) else {}))
     if mesh.sizes.ep > 1:
         kept = {"mp_policy": replace(mixed, cast_forward_inputs=False), "offload_policy": offload}  # routers' weights

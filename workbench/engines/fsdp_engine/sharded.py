@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, EngineError, Interrupted, first_line
+from workbench.base.metrics import Mean
 from workbench.dataproto.core import DataProto
 from workbench.engines.fsdp_engine.folders import (
     WeightReader,
@@ -49,7 +50,7 @@ from workbench.engines.local_engine.scoring import (
     why_padded,
 )
 from workbench.engines.local_engine.selfcheck import WANT, Paths, SelfCheck, check, narrowed, unchecked
-from workbench.engines.local_engine.states import read_optimizer, read_record
+from workbench.engines.local_engine.states import SCALE, read_optimizer, read_record, scaling_of
 from workbench.engines.protocol import Loss, LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.vllm_server.process import Piece, device_name, mapped
@@ -115,6 +116,13 @@ class ShardedOptimizer(Optimizer):
     def _total(self, square: torch.Tensor) -> torch.Tensor:
         distributed.all_reduce(square)
         return square
+
+    @property
+    def _kind(self) -> str:
+        return self._mesh.device_type
+
+    def _anywhere(self, mine: bool) -> bool:
+        return agreed(mine)
 
     def _placed(self, parameter: Any, kind: str, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, DTensor):
@@ -298,6 +306,11 @@ class ShardedModel:
             tensors |= {f"optimizer/{name}|{key}": value for key, value in state.items() if key != "step"}
         return {name: value.detach() for name, value in tensors.items()}, steps
 
+    def scaling(self) -> dict[str, list[float]]:
+        """The loss scale of float16, for a saved state's record (see `Optimizer.scaling`)."""
+        held = self._optimizer.scaling() if self._optimizer is not None else {}
+        return {name: one.tolist() for name, one in held.items()}
+
     @torch.no_grad()
     def load_state(self, folder: str, steps: bool = True) -> None:
         """Load a saved state: a sharded one of any number of ranks, or a local engine's optimizer. Without `steps`,
@@ -305,7 +318,7 @@ class ShardedModel:
         record = read_record(folder)
         tensors = read_optimizer(folder)[0] if record["whole"] else self._read_shards(folder, record)
         self._optimizer = None
-        if steps and record["steps"]:
+        if steps and (record["steps"] or SCALE in tensors):
             self.optimizer.load(tensors, record["steps"])
 
     def reload(self, path: str, source: str | None) -> None:
@@ -336,7 +349,7 @@ class ShardedModel:
             except dcp.api.CheckpointException as cause:  # no Exception: it would end the worker
                 do = "load the checkpoint of another step: files of this one are missing or damaged"
                 raise CheckpointError(f"the sharded state at {folder} could not be read: {cause}", do=do) from cause
-        return {f"{name}|step": torch.tensor(step) for name, step in steps.items()} | moments
+        return {f"{name}|step": torch.tensor(step) for name, step in steps.items()} | moments | scaling_of(record)
 
     # --- passes -----------------------------------------------------------------------------
 
@@ -489,7 +502,7 @@ class ShardedModel:
                         value = account.loss(make, indices, t)
                         if value is None:  # a pass with a gradient of 0, for the other ranks' sake
                             value = torch.stack([one.sum() for one in outputs.values()]).sum() * 0.0
-                        value.backward()
+                        (value * self.optimizer.scale).backward()
         except BaseException:
             self.optimizer.zero()
             raise
@@ -497,39 +510,43 @@ class ShardedModel:
             self.reshard()
         if self._summed:
             sum_gradients([self.named[name] for name in self._summed], self.mesh["tp"])
+        self.optimizer.unscale()
         failed = agreed(account.failed())
         if failed:
             self.optimizer.zero()
         return {**vars(account.read()), "trouble": account.trouble, "failed": failed}
 
     def learn(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
-        """Run `backward`, then take one optimizer step unless it `failed`; adds `grad_norm` (before clipping) and `lr`
-        to the report."""
-        report = self.probe(share, *arguments, keep=True)
+        """Run `backward`, then take one optimizer step unless it `failed`; adds what `step_scaled` returns to the
+        report, as `both`."""
+        report = self.backward(share, *arguments)
         if report["failed"]:
             return report
-        if math.isfinite(report["grad_norm"]):
+        norm = self.optimizer.clip()
+        if math.isfinite(norm) or self.optimizer.scale > 1.0:
             with memory_errors("the optimizer step", share, holds=self.live):
-                self.optimizer.step()
+                report["both"] = self.optimizer.step_scaled(norm)
         else:
-            report |= {"failed": True, "broken": self.optimizer.broken()}
+            report |= {"failed": True, "grad_norm": norm, "broken": self.optimizer.broken()}
         self.optimizer.zero()
         return report
 
-    def probe(self, share: DataProto, *arguments: Any, keep: bool = False) -> dict[str, Any]:
-        """Run `backward` without an optimizer step; adds `grad_norm` and `lr` to the report. With `keep`, the clipped
-        gradients are not dropped."""
-        report = self.backward(share, *arguments)
+    def probe(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
+        """Run `backward` without an optimizer step; adds `grad_norm` and `lr` to the report, as `both`."""
+        report = self._gradients(share, *arguments)
         if not report["failed"]:
-            report |= {"grad_norm": self.optimizer.clip(), "lr": self.optimizer.lr}
-            if not keep:
-                self.optimizer.zero()
+            report["both"] = {"grad_norm": Mean(self.optimizer.clip()), "lr": Mean(self.optimizer.lr)}
+            self.optimizer.zero()
         return report
+
+    def _gradients(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
+        """Run `backward`, in float16 at a loss scale at which the gradients are finite."""
+        return self.optimizer.finite(lambda: self.backward(share, *arguments))
 
     def gradient(self, share: DataProto, *arguments: Any) -> dict[str, Any]:
         """Run `backward`; adds `gradient` to the report: whole tensors on the CPU by name on rank 0, None on other
         ranks."""
-        report = self.backward(share, *arguments)
+        report = self._gradients(share, *arguments)
         found = {name: p.grad.full_tensor().cpu() for name, p in self.named.items() if p.grad is not None}  # type: ignore[attr-defined]
         self.optimizer.zero()
         return {**report, "gradient": found if distributed.get_rank() == 0 else None}
@@ -556,7 +573,7 @@ class ShardedModel:
         sizes, rank = self.mesh.sizes, distributed.get_rank()
         for row in range(len(batch)):
             mine = batch.slice(row, row + (1 if row % sizes.blocks == rank // sizes.block else 0))
-            report = self.backward(mine, *arguments)
+            report = self._gradients(mine, *arguments)
             gradients: list[Any] = [p.grad for p in self.named.values() if p.grad is not None]
             squares = [one.to_local().double().square().sum() for one in gradients if self.mesh.counts(one)]
             square = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)

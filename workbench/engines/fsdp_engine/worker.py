@@ -136,7 +136,13 @@ class Shards:
         return, which is the error text, empty after success; else None."""
         model = self._models[name]
         tensors, adam_steps = model.state(weights)
-        whole = {**record, "steps": model.steps(), "adam_steps": adam_steps, "weights": weights}
+        whole = {
+            **record,
+            "steps": model.steps(),
+            "adam_steps": adam_steps,
+            "weights": weights,
+            "scaling": model.scaling(),
+        }
         self._savings[record["id"]] = Saving(tensors, folder, whole, self._store, seconds, copy=not wait, gpu=self._gpu)
         return self.save_answer(record["id"], seconds + 0.5) if wait else None
 

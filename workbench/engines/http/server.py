@@ -265,7 +265,7 @@ class RemoteSettings(Settings):
     """A folder that this process and the server see under one path, for weights that are pushed. None: this machine's memory
     or temporary folder, which a server of the same user on this machine can read."""
     weights_dtype: str | None = None
-    """`float32` or `bfloat16` for pushed weights; None: as the learner has them."""
+    """`float32`, `bfloat16` or `float16` for pushed weights; None: as the learner has them."""
     max_staleness: int | None = None
     """With `weights=None`, paired with a learner: by how many updates its rows may lag behind. None: it cannot be paired."""
     version: int = 0
@@ -290,8 +290,8 @@ class RemoteSettings(Settings):
     def __post_init__(self) -> None:
         pushed, dtype, stale = self.weights, self.weights_dtype, self.max_staleness
         require(pushed in (None, "vllm", "sglang"), "weights", expected="'vllm', 'sglang' or None", found=pushed)
-        dtypes = "float32, bfloat16 or None"
-        require(dtype in (None, "float32", "bfloat16"), "weights_dtype", expected=dtypes, found=dtype)
+        dtypes = (None, "float32", "bfloat16", "float16")
+        require(dtype in dtypes, "weights_dtype", expected="float32, bfloat16, float16 or None", found=dtype)
         require(stale is None or stale >= 0, "max_staleness", expected="≥ 0", found=stale)
         require(stale is None or pushed is None, "weights beside max_staleness", expected="None", found=pushed)
         for name in ("timeout", "deadline", "ask_seconds", "push_seconds"):

@@ -449,8 +449,8 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         optimizer.zero()  # an interrupt may have left gradients of a step that was not taken
         rng = self._rng()
         learned = self._backward(batch, loss, loss_counts, temperature)
-        norm, lr = optimizer.clip(), optimizer.lr
-        if not math.isfinite(norm):
+        norm = optimizer.clip()
+        if not math.isfinite(norm) and optimizer.scale <= 1.0:
             error = infinite_norm(norm, [optimizer.broken()])
             optimizer.zero()
             raise error
@@ -458,11 +458,11 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         self.state_id = new_id()
         since, self._since = self._since, None  # a step that stops half-way cannot be taken again
         with memory.memory_errors("the optimizer step", batch, holds=self._live):
-            optimizer.step()
+            metrics = optimizer.step_scaled(norm)
         self._since = since
         optimizer.zero()
         self._record(batch, loss, loss_counts, temperature, rng)
-        return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(lr)}, learned.columns)
+        return StepResult({**learned.metrics, **metrics}, learned.columns)
 
     @runtime.in_turn
     def probe(
@@ -470,31 +470,41 @@ class LocalEngine(ModelEngine, Pushing, Generates):
     ) -> StepResult:
         """Compute loss and gradient norm without an optimizer step; `per_row` adds the column `row_grad_norm` [B]."""
         optimizer = self._ready(batch)
-        learned = self._backward(batch, loss, loss_counts, temperature)
+        learned = self._gradients(batch, loss, loss_counts, temperature)
         norm = optimizer.clip()
         columns = dict(learned.columns)
         if per_row:
             norms = []
             for row in range(len(batch)):
-                optimizer.zero()
-                self._backward(batch.slice(row, row + 1), loss, loss_counts, temperature)
+                self._gradients(batch.slice(row, row + 1), loss, loss_counts, temperature)
                 gradients = [p.grad.norm() for p in optimizer.named.values() if p.grad is not None]
                 norms.append(torch.stack(gradients).norm() if gradients else torch.zeros((), device=self._model.device))
             columns["row_grad_norm"] = torch.stack(norms).cpu()
         optimizer.zero()
         return StepResult({**learned.metrics, "grad_norm": Mean(norm), "lr": Mean(optimizer.lr)}, columns)
 
+    def _gradients(self, *given: Any) -> StepResult:
+        """Compute gradients as `_backward`, from none, and in float16 at a loss scale at which they are finite."""
+
+        def compute() -> StepResult:
+            self._ready().zero()
+            return self._backward(*given)
+
+        return self._ready().finite(compute)
+
     def _backward(self, batch: DataProto, loss: Loss, loss_counts: LossCounts, temperature: float) -> StepResult:
         scoring.check_ids(self._model, batch)
-        packed = self._packs(batch)
+        packed, optimizer = self._packs(batch), self._ready()
         try:
             with learning_mode(self._model, packed), self._autocast():
                 compare = getattr(loss, "compare", None)
                 found, device = self._outputs(loss.want, temperature, packed, compare), self._model.device
                 made = lambda rows: loss(found(rows), rows.to(device), loss_counts)  # noqa: E731
-                return backward(self._passes(batch, packed), made, batch, self._live)
+                learned = backward(self._passes(batch, packed), made, batch, self._live, optimizer.scale)
+                optimizer.unscale()
+                return learned
         except BaseException:
-            self._ready().zero()
+            optimizer.zero()
             raise
 
     def _ready(self, batch: DataProto | None = None) -> Optimizer:
@@ -528,8 +538,7 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         """Compute the gradient of the loss and return copies by parameter name; no step is taken and nothing is
         clipped."""
         optimizer = self._ready(batch)
-        optimizer.zero()
-        self._backward(batch, loss, loss_counts, temperature)
+        self._gradients(batch, loss, loss_counts, temperature)
         found = {name: p.grad.detach().clone() for name, p in optimizer.named.items() if p.grad is not None}
         optimizer.zero()
         return found
@@ -632,8 +641,8 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         self._optimizer = None  # its moments go before those of the snapshot come
         for name, tensor in snapshot.part("weights").items():
             mine[name].copy_(tensor)
-        if snapshot.steps:
-            self._ready().load(snapshot.part("optimizer"), snapshot.steps)
+        if state := snapshot.part("optimizer"):
+            self._ready().load(state, snapshot.steps)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return weights and optimizer moments without copies, by the keys of a snapshot: `weights/<name>` and
@@ -765,7 +774,8 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         the engine computes in bfloat16, True; each with its autocast context manager."""
         device = self._model.device.type
         half = self._settings.half(device)
-        return {one: partial(torch.autocast, device, torch.bfloat16, enabled=one) for one in (False, True)[: 1 + half]}
+        kind = getattr(torch, self._settings.precision(device))
+        return {one: partial(torch.autocast, device, kind, enabled=one) for one in (False, True)[: 1 + half]}
 
     def read_pictures(self, processor: loading.Processor | None) -> None:
         """Set the processor that lets rows have pictures. Where the self-check finds that pictures are computed wrongly
@@ -811,7 +821,8 @@ class LocalEngine(ModelEngine, Pushing, Generates):
 
     def _autocast(self) -> Any:
         device = self._model.device.type
-        return torch.autocast(device, dtype=torch.bfloat16, enabled=self._settings.half(device))
+        kind = getattr(torch, self._settings.precision(device))
+        return torch.autocast(device, dtype=kind, enabled=kind != torch.float32)
 
 
 class BasePolicy(Generates):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -13,14 +13,15 @@ import torch
 from workbench.base import runtime
 from workbench.base.errors import CheckpointError, NonFinite
 from workbench.base.memory import is_large, release
-from workbench.base.metrics import Metric, Sum, join
+from workbench.base.metrics import Count, Mean, Metric, Sum, join
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine.forward import switched
 from workbench.engines.local_engine.memory import LiveTensors, memory_errors
 from workbench.engines.local_engine.scoring import Assembled
-from workbench.engines.local_engine.states import Part, StateFiles, hold
+from workbench.engines.local_engine.states import SCALE, Part, StateFiles, hold
 from workbench.engines.protocol import LossOutput, StepResult
 
+T = TypeVar("T")
 INFINITE_LOSS = "the loss is NaN or infinite; no step was taken"
 INFINITE_NORM = "the gradient norm is NaN or infinite; no step was taken"
 
@@ -85,11 +86,34 @@ def learning_mode(model: Any, packed: bool) -> Iterator[None]:
             setattr(part, name, rate)
 
 
+class LossScale:
+    """What a loss is multiplied by, so that float16 holds its small gradients: doubled after 2,000 finite ones in a row, halved
+    after one that overflows, as by `torch.amp.GradScaler`.
+
+    Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
+    """
+
+    FIRST, INTERVAL = 2.0**16, 2000
+
+    def __init__(self, value: float = FIRST, finite: float = 0) -> None:
+        self.value = value
+        self.finite = int(finite)
+        """Finite gradients since it last changed."""
+
+    def update(self, finite: bool) -> None:
+        """Count the gradient of a step."""
+        self.finite = self.finite + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.finite == self.INTERVAL:
+            self.value, self.finite = self.value * 2, 0
+
+
 class Optimizer:
     """AdamW and its learning-rate schedule over named parameters; its state is saved and loaded as plain tensors.
 
     With `offload="optimizer"` the moments are kept in host memory, and each parameter's are moved to its device while
-    it takes its step.
+    it takes its step. Where forward passes are in float16 it has a loss scale.
     """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], settings: Any) -> None:
@@ -99,6 +123,7 @@ class Optimizer:
         self._adam = torch.optim.AdamW(
             self.named.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
         )
+        self._scaling = LossScale()
         self._parked: Part | None = None
         """The moments, in a temporary file, while nothing uses them."""
         _OPTIMIZERS.add(self)
@@ -131,6 +156,45 @@ class Optimizer:
         """The learning rate of the next step."""
         s = self._settings
         return learning_rate(s.lr, self.steps, s.schedule, s.warmup_steps, s.total_steps)
+
+    @property
+    def scale(self) -> float:
+        """What a loss is multiplied by before its backward pass: 1 unless forward passes are in float16."""
+        return self._scaling.value if self._scales else 1.0
+
+    @property
+    def _scales(self) -> bool:
+        """Whether forward passes are in float16."""
+        return bool(self._settings.precision(self._kind) == "float16")
+
+    @property
+    def _kind(self) -> str:
+        """Kind of device that forward passes run on."""
+        return next((one.device.type for one in self.named.values()), "cpu")
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, a power of two, which changes no digit."""
+        for parameter in self.named.values() if self.scale != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.scale)
+
+    def finite(self, compute: Callable[[], T]) -> T:
+        """Return what `compute()`, which makes gradients, returns, at the largest loss scale from the present one down to 1
+        at which they are finite. The present one holds again afterwards."""
+        scaling = self._scaling
+        self._scaling = LossScale(scaling.value)
+        try:
+            while True:
+                made = compute()
+                if self.scale <= 1.0 or not self._anywhere(bool(self.broken())):
+                    return made
+                self._scaling.value /= 2
+        finally:
+            self._scaling = scaling
+
+    def _anywhere(self, mine: bool) -> bool:
+        """Whether something is true on any rank; here there is one."""
+        return mine
 
     def zero(self) -> None:
         """Drop the gradients."""
@@ -167,6 +231,19 @@ class Optimizer:
         """Sum `square`, the squared gradient norm of one rank, over all ranks; here there is one."""
         return square
 
+    def step_scaled(self, norm: float) -> dict[str, Metric]:
+        """Take one step, unless the gradient's `norm` is infinite in float16: that lowers the loss scale and counts as
+        overflow. Returns the metrics `grad_norm`, `lr` and, in float16, `loss_scale` and `overflows`."""
+        finite, scale = math.isfinite(norm), self.scale
+        metrics: dict[str, Metric] = {"lr": Mean(self.lr)}
+        if self._scales:
+            metrics |= {"loss_scale": Mean(scale), "overflows": Count(int(not finite))}
+            self._scaling.update(finite)
+        if finite:
+            metrics["grad_norm"] = Mean(norm)
+            self.step()
+        return metrics
+
     def step(self) -> None:
         """Take one AdamW step at the scheduled learning rate."""
         self._unpark()
@@ -200,12 +277,18 @@ class Optimizer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return AdamW's state without copies, as `<parameter>|exp_avg`, `<parameter>|exp_avg_sq` and
-        `<parameter>|step`."""
+        `<parameter>|step`, and in float16 the loss scale (`SCALE`)."""
         self._unpark()
-        return self.in_memory()
+        return {**self.in_memory(), **self.scaling()}
+
+    def scaling(self) -> dict[str, torch.Tensor]:
+        """Return the loss scale and the number of finite gradients since it last changed, [2] float64, by the name `SCALE`;
+        {} unless forward passes are in float16."""
+        numbers = [self._scaling.value, self._scaling.finite]
+        return {SCALE: torch.tensor(numbers, dtype=torch.float64)} if self._scales else {}
 
     def in_memory(self) -> dict[str, torch.Tensor]:
-        """Return what of `tensors` is in memory: nothing while the moments are parked."""
+        """Return the moments and steps of `tensors` that are in memory: none while they are parked."""
         return {
             f"{name}|{key}": value.detach()
             for name, parameter in self.named.items()
@@ -217,6 +300,7 @@ class Optimizer:
         anything is changed."""
         self.check(tensors)
         self.steps, self._parked = steps, None
+        self._scaling = LossScale(*tensors[SCALE].tolist()) if SCALE in tensors else LossScale()
         self._adam.state.clear()
         self._fill(tensors)
 
@@ -310,18 +394,19 @@ def backward(
     loss_of: Callable[[DataProto], LossOutput],
     batch: DataProto,
     holds: Callable[[], LiveTensors] | None = None,
+    scale: float = 1.0,
 ) -> StepResult:
     """Compute the gradients of a mini-batch, one micro-batch at a time; returns its metrics, and its columns in row
     order.
 
-    `loss_of(rows)` computes a micro-batch's loss. Raises `NonFinite` for the first loss that is NaN or infinite, naming
+    `loss_of(rows)` computes a micro-batch's loss; the gradients are those of `scale` times it. Raises `NonFinite` for the first loss that is NaN or infinite, naming
     its rows. It is raised after all micro-batches, so that none waits for the device to report the loss before it.
     """
     account = Account(len(batch), batch["response_mask"].shape[1])
     for indices, rows, t in cut:
         with memory_errors("learn", rows, holds=holds):
             result = loss_of(rows)
-            result.loss.backward()
+            (result.loss * scale).backward()
         account.add(result, indices, t)
     if wrong := account.infinite():
         raise NonFinite(INFINITE_LOSS, found=wrong[0], do=f"look at rows {wrong[1][:8]} of the mini-batch")

@@ -38,6 +38,8 @@ from workbench.engines.local_engine.loading import DTYPES, folder_of, write_to
 from workbench.engines.protocol import Loss, LossCounts, Snapshot, SnapshotCost, new_id
 
 RECORD, WHOLE = "engine.json", "optimizer.safetensors"
+SCALE = "|loss_scale"
+"""Name of the loss scale of float16, and of the finite gradients since it last changed, among an optimizer's tensors."""
 
 
 # --- on disk --------------------------------------------------------------------------------------
@@ -102,7 +104,12 @@ def read_optimizer(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[st
             raise CheckpointError(f"the optimizer state {Path(folder) / WHOLE}", expected=expected, found=len(tensors))
         return tensors, record
     steps = {f"{name}|step": torch.tensor(step) for name, step in record["adam_steps"].items()}
-    return {**_put_together(folder, record, "optimizer/"), **steps}, record
+    return {**_put_together(folder, record, "optimizer/"), **steps, **scaling_of(record)}, record
+
+
+def scaling_of(record: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the loss scale that the record of a sharded state has, as it is named among an optimizer's tensors."""
+    return {name: torch.tensor(one, dtype=torch.float64) for name, one in record.get("scaling", {}).items()}
 
 
 def read_weights(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
