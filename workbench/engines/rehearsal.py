@@ -31,6 +31,7 @@ from workbench.base.errors import EngineError, boundary
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
+from workbench.engines.local_engine.quantised import parameters
 from workbench.engines.protocol import LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.torch_internals import (
@@ -219,8 +220,7 @@ def _run(config: Mapping[str, Any], opened: Callable[[str], Opened], shape: Shap
         parts = marks.parts()
         seen.series.clear()
         model.score(rows, want, 1.0)
-        count = sum(one.numel() for one in model.module.parameters())
-        return [count, weights, gradients, moments, *parts, max(seen.series)]
+        return [parameters(model.module), weights, gradients, moments, *parts, max(seen.series)]
 
 
 _WANT = ("log_probs", "entropy")

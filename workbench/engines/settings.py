@@ -65,9 +65,10 @@ class LocalSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What forward passes are cast to; weights stay float32. `auto`: bfloat16 on a GPU, float16 on one without it (below sm_80: T4,
     V100), float32 on a CPU. With `float16` the loss is scaled while it learns (metric `loss_scale`)."""
-    base_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    base_dtype: Literal["float32", "bfloat16", "float16", "nf4", "int8"] = "float32"
     """How frozen matrices are kept, those of a LoRA base and of a reference: `bfloat16` or `float16` takes half the memory, makes
-    `dtype="auto"` the same on a CPU, too, and gives that `dtype`'s numbers, whose products round weights so. Embeddings stay float32."""
+    `dtype="auto"` the same on a CPU, too, and gives that `dtype`'s numbers, whose products round weights so. `nf4` (4.5 bits a
+    weight) and `int8` (8 bits) round the weights of a LoRA base (QLoRA). Embeddings stay float32, a separate output head as `dtype`."""
     check_memory: bool = True
     """Refuse to learn where that is measured to take more memory than is free; False: try it."""
     attn_implementation: str | None = None

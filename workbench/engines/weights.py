@@ -28,6 +28,7 @@ from workbench.base.files import memory_file
 from workbench.base.memory import resident
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import check_fit, load_model
+from workbench.engines.local_engine.quantised import Weights
 from workbench.engines.protocol import Learner, SampleMany, WeightSource, new_id
 from workbench.engines.settings import LocalSettings
 from workbench.engines.vllm_server.process import Piece, broadcast, device_name, ipc_handle, joined, mapped, received
@@ -62,7 +63,8 @@ def layout_of(model: Any) -> dict[str, Entry]:
     layout: dict[str, Entry] = {}
     first: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in model.state_dict().items():
+    held = dict(Weights(model, shapes=True))  # all of them at once: `tied` goes by which tensor it is
+    for name, tensor in held.items():
         if "lora_" in name:
             continue
         plain = name.replace(".base_layer.", ".")
@@ -604,7 +606,7 @@ class Pushing(Sending, Receiving):
 
     def send_weights(self, pieces: Sequence[Piece], place: Mapping[str, Any]) -> Any:
         """Write pieces of the model's tensors, with LoRA adapters merged, to `place` (see `Outbox.send`)."""
-        held, layers = lora.by_plain_names(self._model.state_dict()), lora.layers(self._model)
+        held, layers = Weights(self._model), lora.layers(self._model)
 
         def value(piece: Piece) -> torch.Tensor:
             layer = layers.get(piece.name)

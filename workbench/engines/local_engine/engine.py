@@ -25,7 +25,7 @@ from workbench.base.metrics import Mean
 from workbench.base.progress import working
 from workbench.dataproto.core import DataProto
 from workbench.engines.generating import Generates
-from workbench.engines.local_engine import loading, lora, memory, scoring
+from workbench.engines.local_engine import loading, lora, memory, quantised, scoring
 from workbench.engines.local_engine.caches import OWN_CACHE, SHARED, PicturedRows, cache_of, paths_of
 from workbench.engines.local_engine.forward import Head, head_of, replay
 from workbench.engines.local_engine.grammar import Grammar
@@ -176,7 +176,7 @@ class ModelEngine(Rewinding):
         return str(self._model.device)
 
     def __repr__(self) -> str:
-        kind, size = "critic" if self._critic else "policy", sum(one.numel() for one in self._model.parameters())
+        kind, size = "critic" if self._critic else "policy", quantised.parameters(self._model)
         what = f"{kind}, {type(self._model).__name__}, {size:,} parameters, {self._place()}"
         return f"{type(self).__name__}({self.path!r}: {what}, version {self.version}; {self.selfcheck})"
 
@@ -676,7 +676,7 @@ class LocalEngine(ModelEngine, Pushing, Generates):
     def full_weights(self) -> dict[str, torch.Tensor]:
         """Return all weights by Hugging Face names, copied to the CPU: LoRA adapters are merged, and a tied output
         layer appears under both of its names."""
-        held = self._model.state_dict()
+        held: Mapping[str, torch.Tensor] = quantised.Weights(self._model)
         if self._adapted:
             held = lora.merged(self._model, held)
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in held.items()}

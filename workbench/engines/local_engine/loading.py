@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from workbench.base.distribution import check_packages
-from workbench.base.errors import EngineError, boundary, first_line
+from workbench.base.errors import EngineError, SettingError, boundary, first_line
 from workbench.base.files import FORMAT, MANIFEST, check_manifest, memory_file, record_of, write_manifest
 from workbench.base.hub import is_hub_name, why
 from workbench.dataproto.io import DTYPES
-from workbench.engines.local_engine import lora
+from workbench.engines.local_engine import lora, quantised
 from workbench.engines.local_engine.forward import Routing, hidden_size
 from workbench.engines.local_engine.products import use_faster_products
 from workbench.engines.transformers_internals import opens_pictures, opens_text
@@ -99,20 +99,35 @@ def chosen_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool = False, buffers: bool = False) -> Any:
+def load_model(
+    path: str | Path,
+    settings: Any,
+    *,
+    named: str = "",
+    empty: bool = False,
+    buffers: bool = False,
+    adapted: bool = False,
+) -> Any:
     """Load a causal model by folder or hub name, in float32, on its device and in eval mode. Of a peft folder the base
     model and its adapters are loaded.
 
     With the setting `lora_rank` new adapters are added, whose configuration has `named` as the base model. With `empty`
-    the model is on the meta device, without memory for weights; with `buffers` its buffers are real, on the CPU.
+    the model is on the meta device, without memory for weights; with `buffers` its buffers are real, on the CPU. A base
+    in codes (`base_dtype`) is refused, by `SettingError`, unless it is `adapted` or will be.
     """
     from transformers import AutoConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     base, there = lora.base_of(Path(path)), torch.device("meta") if empty else nullcontext()
+    if settings.base_dtype in quantised.KINDS and base is None and not (adapted or settings.lora_rank):
+        what, do = (
+            f"base_dtype={settings.base_dtype!r} of all weights",
+            "set lora_rank=16: adapters learn, codes do not",
+        )
+        raise SettingError(what, expected="lora_rank ≥ 1, or a folder of adapters", found="lora_rank=0", do=do)
     if base is not None:
-        model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty, buffers=buffers)
+        model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty, buffers=buffers, adapted=True)
         with there:
             lora.add(model, json.loads((Path(path) / lora.CONFIG).read_text(encoding="utf-8")))
         if not empty:
@@ -132,8 +147,11 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
         except Exception:
             check_packages("", "loading a model", sys.modules)  # an old version may be why
             raise
+    device = "meta" if empty else chosen_device(settings.device)
+    if settings.base_dtype in quantised.KINDS:
+        quantised.quantise(model, settings.base_dtype, device)
     if not buffers:
-        model = model.to("meta" if empty else chosen_device(settings.device))
+        model = model.to(device)
     if settings.lora_rank:
         with there:
             lora.add(model, lora.config_of(settings, named or str(path)))
@@ -146,11 +164,13 @@ def load_model(path: str | Path, settings: Any, *, named: str = "", empty: bool 
 
 
 def halve_frozen(model: Any, settings: Any) -> None:
-    """Keep the frozen matrices of a model in bfloat16 where `base_dtype` says so. Embeddings, whose rows no product rounds, stay."""
+    """Keep the frozen matrices of a model in the precision of its passes where `base_dtype` says so. Embeddings, whose rows no
+    product rounds, stay."""
     whole = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
-    for parameter in model.parameters() if settings.base_dtype == "bfloat16" else ():
+    kind = getattr(torch, settings.precision(chosen_device(settings.device)))
+    for parameter in model.parameters() if settings.base_dtype != "float32" else ():
         if not parameter.requires_grad and parameter.dim() > 1 and id(parameter) not in whole:
-            parameter.data = parameter.data.to(torch.bfloat16)
+            parameter.data = parameter.data.to(kind)
 
 
 @contextmanager
@@ -409,7 +429,7 @@ def save_model(model: Any, head: torch.nn.Module | None, tokenizer: Any, path: P
     if lora.config_in(model) is None:
         model.save_pretrained(path)
     elif merged:
-        model.save_pretrained(path, state_dict=lora.merged(model, model.state_dict()))
+        model.save_pretrained(path, state_dict=lora.merged(model, quantised.Weights(model)))
     else:
         lora.save(model, path)
     tokenizer.save_pretrained(path)

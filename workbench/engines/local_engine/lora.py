@@ -16,6 +16,7 @@ import torch
 
 from workbench.base.distribution import install, require_package
 from workbench.base.errors import EngineError, boundary
+from workbench.engines.local_engine import quantised
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _OURS = "base_model.model.", ".default."
@@ -150,13 +151,17 @@ def delta(layer: Any, a: torch.Tensor, b: torch.Tensor, rows: slice = slice(None
 def merged(model: Any, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Merge LoRA adapters into the base weights; returns a plain model's weights by name, base + scale·B·A.
 
-    `held` are the weights of the model with adapters; of `model` only the structure is read. Raises `EngineError` where
-    an adapted layer is not linear.
+    `held` are the weights of the model with adapters; of `model` only the structure is read. Of a base in codes they are
+    float16 on the CPU, decoded one at a time. Raises `EngineError` where an adapted layer is not linear.
     """
-    plain = {name.replace(".base_layer.", "."): value for name, value in held.items() if "lora_" not in name}
-    for name, layer in layers(model).items():
-        base, a, b = parts(held, name)
-        plain[name] = base + delta(layer, a, b)
+    plain, adapted = dict[str, torch.Tensor](), layers(model)
+    half = isinstance(held, quantised.Weights) and held.coded
+    for name in (name for name in held if "lora_" not in name):
+        own, value = name.replace(".base_layer.", "."), held[name]
+        if own in adapted:
+            base, a, b = parts(held, own)
+            value = base + delta(adapted[own], a, b)
+        plain[own] = value.to("cpu", torch.float16) if half and value.is_floating_point() else value
     return plain
 
 

@@ -156,8 +156,9 @@ def live(model: Any, optimizer: Any, settings: LocalSettings) -> LiveTensors:
     """Count the bytes of a model's weights, gradients and Adam moments on its device; of a sharded model those of this
     rank."""
     every = list(model.parameters())
+    kept = [*every, *model.buffers()]
     state = optimizer.in_memory().values() if optimizer is not None else ()
-    tensors = {"weights": every, "gradients": [one.grad for one in every if one.grad is not None], "moments": state}
+    tensors = {"weights": kept, "gradients": [one.grad for one in every if one.grad is not None], "moments": state}
     device = every[0].device
     sizes = {
         name: sum(_here(tensor).nbytes for tensor in held if tensor.device.type == device.type)

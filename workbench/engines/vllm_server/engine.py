@@ -442,6 +442,12 @@ class VllmEngine(Served, Pausing):
 
     async def _step(self, step: str, *arguments: Any) -> list[Any]:
         if step == "begin":
+            if kind := self._settings.engine_args.get("quantization"):
+                what, do = (
+                    f"a push of merged weights to vLLM with quantization={kind!r}",
+                    "open vllm with the learner's lora_rank",
+                )
+                raise EngineError(what, expected="adapters alone, over the base in vLLM's folder", do=do)
             self._as_loaded, self._adapter = False, None
         answers: list[Any] = await self._call("collective_rpc", f"workbench_{step}", None, arguments)
         return answers
