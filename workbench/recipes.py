@@ -62,7 +62,13 @@ class PolicyGradientSettings(TypedDict, total=False):
     loss_mode: str
     loss_agg_mode: str
     loss_scale_factor: float | None
+    clip_ratio_c: float
     entropy_coeff: float
+    entropy_target: float | None
+    use_bias_correction_kl: bool
+    off_policy_mask_threshold: float | None
+    top_entropy_quantile: float
+    mask_truncated: bool
     ppo_epochs: int
     ppo_mini_batch_size: int | None
     recompute_old_log_probs: bool
@@ -75,6 +81,7 @@ class PolicyGradientSettings(TypedDict, total=False):
 DEFAULTS: Mapping[str, Any] = {
     **{"group_size": 8, **PolicyLoss().to_dict(), "kl_coef": 0.001, "ppo_epochs": 1, "ppo_mini_batch_size": None},
     "kl_in_reward": False,
+    "mask_truncated": False,
     "recompute_old_log_probs": False,
     "distill_coef": 1.0,
     **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent", "teacher")),
@@ -87,6 +94,9 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
     "kl_in_reward": ("use_kl_in_reward",),
     "clip_ratio_low": ("clip_low",),
     "clip_ratio_high": ("clip_high", "epsilon_high"),
+    "clip_ratio_c": ("delta",),
+    "mask_truncated": ("mask_truncated_completions", "overlong_filtering"),
+    "entropy_target (with entropy_coeff, where it begins)": ("use_adaptive_entropy", "adaptive_entropy_coeff"),
     "clip_ratio_low and clip_ratio_high": ("clip_ratio", "cliprange", "epsilon"),
     "cliprange_value": ("clip_value",),
     "loss_mode (the loss) or loss_agg_mode (its mean)": ("loss_type",),
@@ -135,6 +145,7 @@ def _policy_gradient(
     if given["kl_coef"]:
         model = given["reference"] if given["reference"] is not None else engine.reference()
         stages += [LogProb(model, name="ref_log_prob", column="ref_log_prob", temperature=temperature)]
+    stages += [MaskTruncated()] if given["mask_truncated"] else []
     if critic is None:
         stages += [advantage]
     else:
@@ -219,7 +230,14 @@ def grpo(
         loss_mode: the policy loss: `vanilla`, `gspo`, `cispo`, `gpg`, … (`workbench.functional.POLICY_LOSSES`).
         loss_agg_mode: reduction: `token-mean`, `seq-mean-token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum-norm`.
         loss_scale_factor: what `seq-mean-token-sum-norm` divides by, in tokens.
+        clip_ratio_c: the ratio is at most this where the advantage is negative: dual clip, which is TRL's two-sided `delta`.
         entropy_coeff: weight of the entropy bonus.
+        entropy_target: nats per token; the weight grows by 0.005 after each optimizer step whose entropy is at most this, else
+            falls, and acts while it is (`functional.AdaptiveEntropy`); None: it is constant.
+        use_bias_correction_kl: multiply the KL in the loss by the ratio, so that its gradient is that of the KL.
+        off_policy_mask_threshold: nats per token from the sampler; rows further off with a negative advantage are left out.
+        top_entropy_quantile: share of tokens to learn from, those of the highest entropy (0.2: the 80/20 rule).
+        mask_truncated: leave responses that were cut at `max_tokens` out of the loss; their rewards stay in their groups.
         ppo_epochs: passes over the batch.
         ppo_mini_batch_size: prompts of one optimizer step; None: all of them.
         recompute_old_log_probs: compute the old log-probs in a pass of their own also for a single optimizer step on the whole
@@ -352,6 +370,8 @@ def ppo(
     critic_warmup: int = 0,
     gamma: float = 1.0,
     lam: float = 1.0,
+    lam_alpha: float | None = None,
+    critic_lam: float | None = None,
     kl_target: float | None = None,
     kl_horizon: int = 10_000,
     cliprange_value: float = 0.5,
@@ -367,17 +387,22 @@ def ppo(
         critic_warmup: steps in which only the critic is trained.
         gamma: discount per token.
         lam: GAE's λ.
+        lam_alpha: VAPO's α, 0.05 in its paper: a response of l tokens has λ = 1 − 1/(α·l), at least 0, in place of `lam`
+            (`functional.length_adaptive_gae`, metric `advantage/lam`); None: `lam`.
+        critic_lam: λ of the returns that the critic learns; None: the same, or with `lam_alpha` 1, as in VAPO.
         kl_type: estimator of the KL that is subtracted from the reward, or with `kl_in_reward=False` is in the loss.
         kl_target: adapt the coefficient towards this KL (nats per token) over `kl_horizon` samples; None: it is fixed.
         cliprange_value: how far a new value may leave the old one before its loss is clipped.
     """
     critic = critic if critic is not None else engine.critic(lr=critic_lr)
-    advantage = Advantage(F.gae, gamma=gamma, lam=lam)
+    how: dict[str, Any] = {"gamma": gamma} | ({"lam": lam} if lam_alpha is None else {"alpha": lam_alpha})
+    how |= {} if critic_lam is None else {"critic_lam": critic_lam}
+    estimator: Callable[..., Any] = F.gae if critic_lam is None else F.decoupled_gae
+    estimator = estimator if lam_alpha is None else F.length_adaptive_gae
     if kl_target is not None and (kl_coef := settings.get("kl_coef", DEFAULTS["kl_coef"])):
         require(settings["kl_in_reward"], "kl_target", expected="kl_in_reward=True", found="kl_in_reward=False")
-        controller = F.AdaptiveKL(kl_coef, kl_target, kl_horizon)
-        advantage = Advantage(F.gae, gamma=gamma, lam=lam, kl_controller=controller, kl_type=settings["kl_type"])
-    value_loss = ValueLoss(cliprange_value=cliprange_value)
+        how |= {"kl_controller": F.AdaptiveKL(kl_coef, kl_target, kl_horizon), "kl_type": settings["kl_type"]}
+    advantage, value_loss = Advantage(estimator, **how), ValueLoss(cliprange_value=cliprange_value)
     return _policy_gradient(
         engine, reward, advantage, critic=critic, value_loss=value_loss, critic_warmup=critic_warmup, **settings
     )

@@ -44,7 +44,7 @@ mask_truncated_completions | done | MaskTruncated |
 {sync_ref_model,ref_model_mixup_alpha,ref_model_sync_steps} | refused unless False 0.6 512 | | the reference is frozen
 top_entropy_quantile | done | TrlLoss.top_entropy_quantile |
 entropy_coef | done | TrlLoss.entropy_coeff |
-{use_adaptive_entropy,entropy_coef_min,entropy_coef_max,entropy_coef_delta,entropy_target} | refused unless False 0.0 1.0 0.005 0.2 | | the weight of the entropy is constant
+{use_adaptive_entropy,entropy_target,entropy_coef_delta,entropy_coef_min,entropy_coef_max} | done | TrlLoss.entropy_target | without the first the weight is constant
 off_policy_mask_threshold | done | TrlLoss.off_policy_mask_threshold |
 max_tool_calling_iterations | refused unless null | agents.ToolAgent | tools are an agent's: like_trl(…, agent=…)
 use_vllm | done | RolloutCorrection | the engine that samples is `engine=`: engines.paired(engines.local(…), engines.vllm(…))
@@ -101,7 +101,8 @@ DEFAULTS: Mapping[str, Any] = {
     "epsilon_high": None, "delta": None, "num_iterations": 1, "loss_type": "dapo", "importance_sampling_level": "token",
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0, "reward_weights": None, "scale_rewards": "group", "mask_truncated_completions": False,
-    "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "off_policy_mask_threshold": None, "use_vllm": False,
+    "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_target": 0.2,
+    "entropy_coef_delta": 0.005, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_cap": None,
     "learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9,
@@ -307,6 +308,8 @@ def _loss(v: Mapping[str, Any]) -> dict[str, Any]:
         "vespo_pos": (v["vespo_k_pos"], v["vespo_lambda_pos"]), "vespo_neg": (v["vespo_k_neg"], v["vespo_lambda_neg"]),
         "loss_scale_factor": float(v["max_completion_length"]), "off_policy_sampler": bool(v["use_vllm"]),
         "rollout_is": bool(v["use_vllm"] and v["vllm_importance_sampling_correction"]),
+        "entropy_target": v["entropy_target"] if v["use_adaptive_entropy"] else None, "entropy_delta": v["entropy_coef_delta"],
+        "entropy_coeff_min": v["entropy_coef_min"], "entropy_coeff_max": v["entropy_coef_max"],
     }  # fmt: skip
 
 

@@ -31,13 +31,14 @@ from workbench.functional.losses import (
     value_loss,
 )
 from workbench.functional.masking import masked_mean, masked_sum, masked_var, masked_whiten, response_lengths
-from workbench.functional.returns import discounted_returns, explained_variance, gae, length_adaptive_gae
+from workbench.functional.returns import decoupled_gae, discounted_returns, explained_variance, gae, length_adaptive_gae
 from workbench.functional.trees import arpo, learnt_once, node_numbers, tree_grpo, tree_rl, tree_turn
-from workbench.functional.trl import grpo_batch
+from workbench.functional.trl import AdaptiveEntropy, grpo_batch
 
 __all__ = [
     "AGGREGATIONS",
     "POLICY_LOSSES",
+    "AdaptiveEntropy",
     "AdaptiveKL",
     "FixedKL",
     "Surrogate",
@@ -45,6 +46,7 @@ __all__ = [
     "aggregate",
     "arpo",
     "bradley_terry",
+    "decoupled_gae",
     "discounted_returns",
     "divergence",
     "entropy_from_logits",

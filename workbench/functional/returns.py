@@ -107,6 +107,31 @@ def gae(
 
 
 @precise
+def decoupled_gae(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lam: float = 1.0,
+    *,
+    scored: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gae` whose returns, which the critic learns, have a λ of their own, `critic_lam`: (advantages, returns), both [B, T].
+
+    With `critic_lam` = `lam` it is `gae`; with 1 the returns do not depend on the critic's own values. Yuan et al. 2025
+    (VC-PPO), https://arxiv.org/abs/2503.01491.
+    """
+    rows = (token_level_rewards, values, mask, gamma)
+    return gae(*rows, lam, scored=scored)[0], gae(*rows, critic_lam, whiten=False, scored=scored)[1]
+
+
+def length_adaptive_lam(lengths: Tensor, alpha: float) -> Tensor:
+    """VAPO's λ of rows of these lengths, max(0, 1 − 1/(α·l)): floats of the same shape, 0 for a row without tokens."""
+    return (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(min=0)
+
+
+@precise
 def length_adaptive_gae(
     token_level_rewards: Tensor,
     values: Tensor,

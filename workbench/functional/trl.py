@@ -155,6 +155,43 @@ def top_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
     return ((values >= torch.quantile(values[inside], 1 - quantile)) & inside).to(mask.dtype)
 
 
+class AdaptiveEntropy:
+    """Weight c of the entropy bonus that adapts to a `target` entropy H* (nats per token), starting from `coef`.
+
+    After each optimizer step with the entropy H: c ← min(c + delta, most) where H ≤ H*, else max(c − delta, least). The
+    bonus is only applied while the last H was ≤ H*, so that there is none in the first step. He et al. 2025 (Skywork-OR1),
+    https://arxiv.org/abs/2505.22312, as TRL's `use_adaptive_entropy` computes it.
+    """
+
+    def __init__(
+        self, coef: float, target: float, delta: float = 0.005, bounds: tuple[float, float] = (0.0, 1.0)
+    ) -> None:
+        self.value, self.target, self.delta, self.bounds = coef, target, delta, bounds
+        self.last = float("inf")
+
+    @property
+    def weight(self) -> float:
+        """What the entropy of the next step is multiplied by: c, or 0 while the last entropy is above the target."""
+        return self.value if self.last <= self.target else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt c to the mean entropy per token of an optimizer step."""
+        least, most = self.bounds
+        up = entropy <= self.target
+        self.value = min(self.value + self.delta, most) if up else max(self.value - self.delta, least)
+        self.last = entropy
+
+    def state(self) -> dict[str, float]:
+        """Return the state for a checkpoint: c, and, after a first step, the last entropy."""
+        last = {"last_entropy": self.last} if self.last < float("inf") else {}
+        return {"entropy_coeff": self.value, **last}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restore c and the last entropy from a dict that `state` returned; one without c changes nothing."""
+        if "entropy_coeff" in state:
+            self.value, self.last = state["entropy_coeff"], state.get("last_entropy", float("inf"))
+
+
 def grpo_batch(
     scores: Tensor, groups: Tensor, mask: Tensor, *, scored: Tensor | None = None, eps: float = 1e-4
 ) -> Pair:

@@ -516,7 +516,14 @@ def _preferences(v: AuditView, role: str) -> Claims:
         yield averaged(f"{role}/{name}", values, f"Bradley–Terry: {name}, the mean over pairs", 1 + size(rewards))
 
 
+_OF_TRL = {"use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_target"}
+"""Settings of a policy loss that are recorded where they are used."""
+
+
 def _policy(v: AuditView, role: str) -> Claims:
+    if _OF_TRL & v.settings.keys():
+        yield from _beside_trl(v, role)
+        return
     b, mask, mode, cut = v.after, counted_tokens(v.after), str(v.setting("loss_mode")), minis(v, role)
     for name in ("new_log_probs", *_earlier(v)):
         yield Left(name, MODEL)
@@ -542,11 +549,11 @@ def _policy(v: AuditView, role: str) -> Claims:
 
 
 def _beside_trl(v: AuditView, role: str) -> Claims:
-    """Leave what a `TrlLoss` writes: its formulas are checked by being held beside TRL's."""
+    """Leave what a `TrlLoss` or TRL's settings of a `PolicyLoss` write: a test holds their formulas beside TRL's."""
     for name in ("new_log_probs", *_earlier(v)):
         yield Left(name, MODEL)
         yield from bounded(v.after, name)
-    named = ("loss", "pg_", "ppo_", "kl_", "entropy_", "off_policy_", "top_entropy_")
+    named = ("loss", "pg_", "ppo_", "kl_", "entropy_", "off_policy_", "top_entropy_", "policy_entropy")
     for name in ("clipped", *(one for one in v.metrics if one.removeprefix(f"{role}/").startswith(named))):
         yield Left(name, "TRL's loss, which a test holds beside TRL")
 

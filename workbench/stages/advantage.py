@@ -16,6 +16,7 @@ from workbench.dataproto.columns import REWARD_PREFIX
 from workbench.dataproto.core import SESSION, DataProto, last_rows
 from workbench.functional.losses import kl_penalty
 from workbench.functional.masking import masked_mean
+from workbench.functional.returns import length_adaptive_gae, length_adaptive_lam
 from workbench.stages.measures import advantage_metrics, mean, row_scores, score_metrics
 from workbench.stages.stage import BaseStage, Outcome
 
@@ -227,9 +228,14 @@ class Advantage(BaseStage):
     def _metrics(self, batch: DataProto, mask: torch.Tensor, groups: torch.Tensor) -> dict[str, Metric]:
         sizes = torch.bincount(groups[last_rows(batch, self.sessions).unique()])
         zero = ~((batch["advantages"] != 0) & mask.bool()).any(-1)
+        adaptive = {}
+        if self.estimator is length_adaptive_gae:
+            alpha = self.estimator_settings.get("alpha", 0.05)
+            adaptive = mean("advantage/lam", length_adaptive_lam(mask.sum(-1).float(), alpha))
         return {
             **score_metrics(batch),
             **advantage_metrics(batch),
+            **adaptive,
             "advantage/singleton_groups": Count(int((sizes == 1).sum())),
             "advantage/zero_rows": Count(int(zero.sum())),
             **mean("advantage/zero_share", zero),

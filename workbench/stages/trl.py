@@ -41,33 +41,17 @@ class TrlLoss(PolicyLoss):
     vespo_neg: tuple[float, float] = (3.0, 2.0)
     """vespo: k and λ for negative advantages."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL by the ratio: its gradient is then that of KL(policy‖reference)."""
-    off_policy_mask_threshold: float | None = None
-    """Nats per token; rows of a negative advantage that are further off policy leave the policy term. None: none do."""
+    """Multiply the KL by the ratio, which is TRL's default."""
     off_policy_sampler: bool = False
-    """Measure that distance from the sampler's log-probs (`rollout_log_probs`), and not from `old_log_probs`."""
-    top_entropy_quantile: float = 1.0
-    """Share of tokens, those of the highest entropy, that the policy term learns from."""
+    """Measure the distance of `off_policy_mask_threshold` from the sampler's log-probs, as TRL does with vLLM."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.bypass is None, "bypass of a TrlLoss", expected="None", found=self.bypass)
         for name, known in (("loss_type", trl.LOSS_TYPES), ("importance_sampling_level", trl.LEVELS)):
             require(getattr(self, name) in known, name, expected=", ".join(known), found=getattr(self, name))
-        share, least = self.top_entropy_quantile, self.delta
-        require(0 <= share <= 1, "top_entropy_quantile", expected="0 to 1", found=share)
-        require(least is None or least > 0, "delta", expected="a number > 0, or None", found=least)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Names of the columns that the loss needs, besides the inputs of a forward pass."""
-        far = self.off_policy_mask_threshold is not None and self.off_policy_sampler
-        return super().reads + ("rollout_log_probs",) * far
-
-    @property
-    def want(self) -> tuple[str, ...]:
-        """Names of the model outputs that the loss needs."""
-        return ("log_probs",) + ("entropy",) * bool(self.entropy_coeff or self.top_entropy_quantile < 1)
+        fits = self.delta is None or self.delta > 0
+        require(fits, "delta", expected="a number > 0, or None", found=self.delta)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """Compute the loss of one micro-batch, its metrics, and the columns named in `writes`."""
@@ -75,10 +59,10 @@ class TrlLoss(PolicyLoss):
         taken = {name: getattr(self, name) for name in _OF_LOSS}
         weights = rows["rollout_is_weights"] if self.rollout_is else None
         held = trl.trl_loss(old, new, rows["advantages"], mask, **taken, weights=weights)
-        near, chosen, metrics = self._acting(outputs, rows, mask)
+        metrics: dict[str, Metric] = {f"actor/{name}": _mean(one, mask) for name, one in held.metrics.items()}
+        near, chosen = self._acting(outputs, rows, old, mask, metrics)
         loss = pg_loss = self._divided(held.loss * near * chosen, mask, loss_counts)
-        metrics |= {f"actor/{name}": _mean(values, mask) for name, values in held.metrics.items()}
-        metrics["actor/pg_loss"] = _sum(pg_loss)
+        metrics |= {"actor/pg_loss": _sum(pg_loss), **self._measured(outputs, chosen)}
         if self.kl_coef:
             logs = trl.log_ratios(old, new, mask, self.importance_sampling_level)
             ratio = logs if self.use_bias_correction_kl else None
@@ -92,23 +76,6 @@ class TrlLoss(PolicyLoss):
             metrics["actor/entropy_loss"] = _sum(entropy)
         columns = {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": held.clipped}
         return LossOutput(loss, metrics, columns)
-
-    def _acting(
-        self, outputs: Mapping[str, Tensor], rows: DataProto, mask: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        """Return what the policy term of each token is multiplied by: 1 in rows near enough to the policy, and 1 for
-        tokens of high entropy; and the metrics of both."""
-        near = chosen = mask
-        metrics: dict[str, Metric] = {}
-        if self.off_policy_mask_threshold is not None:
-            sampled = rows["rollout_log_probs" if self.off_policy_sampler else "old_log_probs"]
-            limit, gain = self.off_policy_mask_threshold, rows["advantages"]
-            near = trl.on_policy_rows(sampled, outputs["log_probs"], gain, mask, limit)
-            metrics["actor/off_policy_masked"] = _mean(1 - near, mask)
-        if self.top_entropy_quantile < 1:
-            chosen = trl.top_entropy(outputs["entropy"], mask, self.top_entropy_quantile)
-            metrics["actor/top_entropy_share"] = _mean(chosen, mask)
-        return near, chosen, metrics
 
     def _divided(self, values: Tensor, mask: Tensor, counts: LossCounts) -> Tensor:
         rows = counts.sequences if counts.rows is None else counts.rows

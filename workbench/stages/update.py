@@ -21,6 +21,7 @@ from workbench.dataproto.core import SESSION, DataProto, episodes
 from workbench.dataproto.value import Origin
 from workbench.datasets.rows import shuffled
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, LossOutput, StepResult
+from workbench.functional import trl
 from workbench.functional.losses import AGGREGATIONS, POLICY_LOSSES, Surrogate, aggregate, kl_penalty, value_loss
 from workbench.functional.masking import masked_mean
 from workbench.stages.correction import CorrectionSettings
@@ -28,6 +29,8 @@ from workbench.stages.log_prob import SCORED_COLUMNS, LogProb
 from workbench.stages.stage import BaseStage, Outcome, Stage, used
 from workbench.stages.terms import Term, check_terms, counts_of, loss_mask, streams
 
+POLICY_ENTROPY = "actor/policy_entropy"
+"""The mean entropy of a mini-batch's tokens in the pass that learns from them."""
 PASS = "new_log_probs/"
 """Of several passes (`ppo_epochs`) each before the last has a column of its log-probs: `new_log_probs/1` is the first's."""
 
@@ -98,6 +101,26 @@ class PolicyLoss(Settings):
     """kl_cov: share of tokens that get the KL penalty."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of the KL penalty."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL of each token by its ratio ρ: the gradient is then that of KL(policy‖reference), also after several
+    steps. DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7."""
+    off_policy_mask_threshold: float | None = None
+    """Nats per token; rows of a negative advantage that are further off policy leave the policy term
+    (`functional.trl.on_policy_rows`). None: none do."""
+    off_policy_sampler: bool = True
+    """Measure that distance from the sampler's log-probs (`rollout_log_probs`), and not from the old ones."""
+    top_entropy_quantile: float = 1.0
+    """Share of tokens, those of the highest entropy in a micro-batch, that the policy term learns from
+    (`functional.trl.top_entropy`)."""
+    entropy_target: float | None = None
+    """Nats per token: `entropy_coeff` grows by `entropy_delta` after an optimizer step at or below it, else falls
+    (`functional.trl.AdaptiveEntropy`). None: it is constant."""
+    entropy_delta: float = 0.005
+    """How much `entropy_coeff` changes after each optimizer step."""
+    entropy_coeff_min: float = 0.0
+    """The least that it falls to."""
+    entropy_coeff_max: float = 1.0
+    """The most that it grows to."""
 
     def __post_init__(self) -> None:
         for name, known in (("loss_mode", POLICY_LOSSES), ("loss_agg_mode", AGGREGATIONS)):
@@ -106,6 +129,14 @@ class PolicyLoss(Settings):
         for name in ("clip_ratio_low", "clip_ratio_high"):
             require(getattr(self, name) >= 0, name, expected="≥ 0", found=getattr(self, name))
         require(self.clip_ratio_c > 1, "clip_ratio_c", expected="> 1", found=self.clip_ratio_c)
+        share, several = self.top_entropy_quantile, self.loss_mode != "geo_mean"
+        require(0 <= share <= 1, "top_entropy_quantile", expected="0 to 1", found=share)
+        whole = "1 with geo_mean, whose loss is one number for a row"
+        require(several or share == 1, "top_entropy_quantile", expected=whole, found=share)
+        ends = (self.entropy_coeff_min, self.entropy_coeff_max)
+        require(
+            0 <= ends[0] <= ends[1], "entropy_coeff_min and entropy_coeff_max", expected="0 ≤ min ≤ max", found=ends
+        )
         fits = isinstance(self.bypass, CorrectionSettings | None)
         require(fits, "bypass", expected="a CorrectionSettings or None", found=self.bypass)
         if self.bypass is not None and self.rollout_is:
@@ -124,13 +155,16 @@ class PolicyLoss(Settings):
     def reads(self) -> tuple[str, ...]:
         """Names of the columns that the loss needs, besides the inputs of a forward pass (`input_ids`, …)."""
         reads = ("old_log_probs", "advantages") + ("ref_log_prob",) * bool(self.kl_coef)
+        far = self.off_policy_sampler and self.off_policy_mask_threshold is not None
+        reads += ("rollout_log_probs",) * (far and self.bypass is None)
         return reads + (("rollout_log_probs",) if self.bypass else ("rollout_is_weights",) * self.rollout_is)
 
     @property
     def want(self) -> tuple[str, ...]:
-        """Names of the model outputs that the loss needs; `entropy`, which costs a pass over the vocabulary, only if
-        `entropy_coeff` is not 0."""
-        return ("log_probs", "entropy") if self.entropy_coeff else ("log_probs",)
+        """Names of the model outputs that the loss needs; `entropy`, which costs a pass over the vocabulary, only for a
+        bonus or a choice of tokens."""
+        adaptive = self.entropy_target is not None
+        return ("log_probs",) + ("entropy",) * bool(self.entropy_coeff or adaptive or self.top_entropy_quantile < 1)
 
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """Compute the loss of one micro-batch, its metrics, and the columns named in `writes`."""
@@ -142,20 +176,50 @@ class PolicyLoss(Settings):
         surrogate: Surrogate = function(old, new, rows["advantages"], kept, **settings)
         held: Mapping[str, Tensor] | DataProto = rows if self.bypass is None else columns
         weighted = surrogate.weighted(held["rollout_is_weights"], kept) if self.rollout_is else surrogate.loss
-        loss = pg_loss = self._aggregate(weighted, kept, loss_counts, surrogate.aggregation)
+        near, chosen = self._acting(outputs, rows, old, kept, metrics)
+        loss = pg_loss = self._aggregate(weighted * near * chosen, kept, loss_counts, surrogate.aggregation)
         metrics |= {"actor/pg_loss": _sum(pg_loss)}
         metrics |= {f"actor/{name}": _mean(values, kept) for name, values in surrogate.metrics.items()}
         if self.entropy_coeff:
             entropy = self._aggregate(outputs["entropy"], mask, loss_counts)
             loss = loss - self.entropy_coeff * entropy
             metrics["actor/entropy_loss"] = _sum(entropy)
+        metrics |= self._measured(outputs, mask)
         if self.kl_coef:
-            kl = self._aggregate(kl_penalty(new, rows["ref_log_prob"], self.kl_type), mask, loss_counts)
+            each = kl_penalty(new, rows["ref_log_prob"], self.kl_type)
+            if self.use_bias_correction_kl:
+                metrics["actor/kl_unweighted"] = _mean(each, mask)
+                each = each * trl.log_ratios(old, new, mask).exp()
+            kl = self._aggregate(each, mask, loss_counts)
             loss = loss + self.kl_coef * kl
             metrics |= {"actor/kl_loss": _sum(kl), "actor/kl_coef": Mean(self.kl_coef)}
         clipped = surrogate.clipped | surrogate.clipped_lower
         columns |= {"new_log_probs": (new * rows["response_mask"]).detach(), "clipped": clipped & kept.bool()}
         return LossOutput(loss, metrics, columns)
+
+    def _acting(
+        self, outputs: Mapping[str, Tensor], rows: DataProto, old: Tensor, mask: Tensor, metrics: dict[str, Metric]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the policy term of each token is multiplied by: 1 in rows near enough to the policy, and 1 for
+        tokens of high entropy. The metrics of both are added to `metrics`."""
+        near = chosen = mask
+        if (limit := self.off_policy_mask_threshold) is not None:
+            sampled = rows["rollout_log_probs"] if self.off_policy_sampler else old
+            near = trl.on_policy_rows(sampled, outputs["log_probs"], rows["advantages"], mask, limit)
+            metrics["actor/off_policy_masked"] = _mean(1 - near, mask)
+        if self.top_entropy_quantile < 1:
+            chosen = trl.top_entropy(outputs["entropy"], mask, self.top_entropy_quantile)
+            metrics["actor/top_entropy_share"] = _mean(chosen, mask)
+        return near, chosen
+
+    def _measured(self, outputs: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+        """Return the metrics of an adaptive entropy bonus: the entropy by which Update changes the weight, and the weight."""
+        if self.entropy_target is None:
+            return {}
+        return {
+            POLICY_ENTROPY: _mean(outputs["entropy"], mask),
+            "actor/entropy_coeff": Mean(self.entropy_coeff),
+        }
 
     def _corrected(
         self, new: Tensor, rows: DataProto, mask: Tensor
@@ -172,6 +236,10 @@ class PolicyLoss(Settings):
         width = self.loss_scale_factor or counts.width
         mode = mode or self.loss_agg_mode
         return aggregate(values, mask, mode, tokens=counts.tokens, sequences=counts.sequences, scale=width)
+
+
+_LATER = PolicyLoss.field_names()[PolicyLoss.field_names().index("use_bias_correction_kl") :]
+"""Settings that losses of version 0.16 and before did not have."""
 
 
 @dataclass(frozen=True)
@@ -313,6 +381,10 @@ class Update(BaseStage):
         self.allow_stale = allow_stale
         self.skip_nonfinite = skip_nonfinite
         self._in_a_row = 0
+        self._entropy: trl.AdaptiveEntropy | None = None
+        if isinstance(loss, PolicyLoss) and loss.entropy_target is not None:
+            ends = (loss.entropy_coeff_min, loss.entropy_coeff_max)
+            self._entropy = trl.AdaptiveEntropy(loss.entropy_coeff, loss.entropy_target, loss.entropy_delta, ends)
         self.recompute_old_log_probs = recompute_old_log_probs
         self._on_policy: OnPolicyLoss | None = None
         # a subclass, and weights against the sampler, may do anything with the old log-probs
@@ -333,10 +405,12 @@ class Update(BaseStage):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the stage and of its loss by name, in one flat dict; those of a loss's `bypass` are
-        called `bypass.<name>`."""
+        called `bypass.<name>`. Settings that older records do not have are left out at their defaults: their runs may be
+        resumed."""
         settings = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
-        if not self.recompute_old_log_probs:  # as in the records of before, whose runs may be resumed
-            del settings["recompute_old_log_probs"]
+        later = dict.fromkeys(("recompute_old_log_probs",), False)
+        later |= {name: getattr(PolicyLoss, name) for name in _LATER if type(self._loss) is PolicyLoss}
+        settings = {name: one for name, one in settings.items() if name not in later or one != later[name]}
         nested = {key: one.to_dict() for key, one in settings.items() if isinstance(one, Settings)}
         inner = {f"{key}.{name}": value for key, one in nested.items() for name, value in one.items()}
         inner |= {f"{name}.{key}": one for name, term in self._terms.items() for key, one in term.settings().items()}
@@ -350,7 +424,10 @@ class Update(BaseStage):
             term, _, setting = name.partition(".")
             terms[term] = terms[term].changed(setting, changes.pop(name))
         changed = super().with_settings(**changes, **({"terms": terms} if terms != self._terms else {}))
-        return cast(Update, changed)
+        updated = cast(Update, changed)
+        if getattr(updated._loss, "entropy_coeff", None) == getattr(self._loss, "entropy_coeff", None):
+            updated.load_state(self.state())
+        return updated
 
     @property
     def role(self) -> str:
@@ -397,11 +474,13 @@ class Update(BaseStage):
                     continue
                 with torch.random.fork_rng(devices):  # dropout is a function of the step: an update repeats bit for bit
                     torch.manual_seed(derive(batch.meta_info.get("seed", 0), self.name, step, epoch, number))
-                    learned = self._learn_or_skip(mini_batch, loss)
+                    learned = self._learn_or_skip(mini_batch, self._weighed(loss))
                 if learned is None:
                     skipped += 1
                     continue
                 steps.append(join([learned.metrics]))
+                if self._entropy is not None:
+                    self._entropy.update(steps[-1][POLICY_ENTROPY].result())
                 if (earlier := f"{PASS}{epoch + 1}") in self.writes:
                     columns.setdefault(earlier, torch.zeros_like(batch["response_mask"], dtype=torch.float32))
                     columns[earlier][indices] = learned.columns["new_log_probs"].to(columns[earlier])
@@ -413,6 +492,14 @@ class Update(BaseStage):
         if empty:
             counted[f"{self.role}/empty_mini_batches"] = Count(empty)
         return steps, counted
+
+    def _weighed(self, loss: _Loss) -> _Loss:
+        """Return the loss with the entropy bonus's weight of this optimizer step, where that adapts."""
+        if self._entropy is None:
+            return loss
+        own: PolicyLoss = loss.loss if isinstance(loss, OnPolicyLoss) else cast(PolicyLoss, loss)
+        own = replace(own, entropy_coeff=self._entropy.weight)
+        return OnPolicyLoss(own) if isinstance(loss, OnPolicyLoss) else own
 
     @torch.no_grad()
     def measure(self, batch: DataProto) -> dict[str, Metric]:
@@ -507,12 +594,16 @@ class Update(BaseStage):
         error.add_note(f"mini-batch rows whose own gradient is not finite: {bad[:8] or 'none'}{uids if bad else ''}")
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint: how many mini-batches in a row were skipped; {} without `skip_nonfinite`."""
-        return {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
+        """Return the state for a checkpoint: how many mini-batches in a row were skipped, where `skip_nonfinite` allows
+        it, and that of an adaptive entropy bonus."""
+        skipped = {"nonfinite_in_a_row": float(self._in_a_row)} if self.skip_nonfinite else {}
+        return skipped | ({} if self._entropy is None else self._entropy.state())
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Restore the state from a dict that `state` returned."""
         self._in_a_row = int(state.get("nonfinite_in_a_row", 0))
+        if self._entropy is not None:
+            self._entropy.load_state(state)
 
     def _mini_batches(self, batch: DataProto, epoch: int) -> list[Tensor]:
         """Return the row numbers of each optimizer step of one epoch. All rows of an episode are in one step, and count
@@ -532,7 +623,7 @@ class Update(BaseStage):
         if "clipped" not in self.writes:
             return {}
         mask = batch["response_mask"]
-        old = batch["rollout_log_probs" if "rollout_log_probs" in self.reads else "old_log_probs"]
+        old = batch["rollout_log_probs" if getattr(self._loss, "bypass", None) else "old_log_probs"]
         found = {"new_log_probs": old.clone(), "clipped": torch.zeros_like(mask, dtype=torch.bool)}
         found |= {"rollout_is_weights": mask.to(old.dtype), "loss_mask": mask.clone()}
         return {name: found.get(name.partition("/")[0], torch.zeros_like(old)).clone() for name in self.writes}

@@ -179,6 +179,7 @@ class _Bench:
         self.restore()
         always = {"allow_stale": True, "recompute_old_log_probs": True}  # one set of old log-probs for all updates
         stage = Update(**{**update.made_with, **always})
+        stage.load_state(update.state())
         metrics = []
         for _ in range(updates):
             metrics.append(perform(stage, batch).metrics)
