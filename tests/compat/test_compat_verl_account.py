@@ -53,7 +53,7 @@ NUMBERS = frozenset(
 )
 """Words in the last part of the name of a setting that changes numbers."""
 NEUTRAL = re.compile(
-    r"micro_batch|max_num_batched|val_batch|batch_wait|ulysses|save_|megabytes|persist_layer_norm|validation_shuffle|fusion$|per_dp_cp_rank|qat|mtp|distillation|profil"
+    r"in_pipeline_split$|micro_batch|max_num_batched|val_batch|batch_wait|ulysses|save_|megabytes|persist_layer_norm|validation_shuffle|fusion$|per_dp_cp_rank|qat|mtp|distillation|profil"
 )
 """Names with such words that change none: memory, files, servers."""
 
@@ -223,6 +223,15 @@ def test_a_long_command_on_one_line_is_no_path() -> None:
         ("critic.model.lora.use_dora", True, "refused"),
         (f"{ROLLOUT}.engine_kwargs.vllm.quantization", "fp8", "refused"),
         (f"{ROLLOUT}.engine_kwargs.sglang.context_length", 4096, "refused"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.max_model_len", 4096, "near"),
+        ("actor@actor_rollout_ref.actor", "mlite_actor", "near"),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_load_balancing_type",
+            "none",
+            "exact",
+        ),
+        ("actor_rollout_ref.actor.optim.min_lr", 1e-6, "exact"),
+        ("reward.custom_reward_function.path", "$(pwd -P)/f.py", "refused"),
         (f"{ROLLOUT}.engine_kwargs.vllm.swap_space", 4, "near"),
         (f"{ROLLOUT}.do_sample", False, "refused"),
         ("actor_rollout_ref.actor.megatron.override_mcore_model_config.a", 1, "refused"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from workbench.base.errors import SettingError
 from workbench.compat.verl_command import flat, parsed, read_command
+from workbench.jobs.verl_job import verl
 
 MAIN = "python3 -m verl.trainer.main_ppo"
 
@@ -106,13 +107,60 @@ def test_what_is_no_setting_is_said() -> None:
 
 def test_several_commands_and_none_are_refused() -> None:
     two = f"{MAIN} algorithm.gamma=1\n{MAIN} algorithm.gamma=0.5\n"
-    with pytest.raises(SettingError, match="2 commands in text; choose one: command=0 … 1"):
+    with pytest.raises(SettingError, match="2 commands in text; .*command=0 … 1"):
         read_command(two)
     assert read_command(two, command=1).settings == {"algorithm.gamma": 0.5}
     with pytest.raises(SettingError, match="no verl command"):
         read_command("pip install verl\nls")
     with pytest.raises(SettingError, match="cannot be read"):
         read_command("nowhere/run.sh")
+
+
+BRANCHES = f"""
+BACKEND=${{BACKEND:-fsdp}}
+SIZE=4
+EXTRA=()
+if [ "${{UV:-1}}" != 0 ] && {{ [ "$BACKEND" = vllm ] || [ "$SIZE" -gt 2 ]; }}; then LR=1e-5; else LR=1e-6; fi
+case "${{DEVICE:-gpu}}" in
+    npu | cpu) KL=0.5 ;;
+    gpu) KL=0.1
+        EXTRA+=(data.seed=7) ;;
+    *) echo "none of this name"; exit 1 ;;
+esac
+[ "$SIZE" -gt 8 ] && GAMMA=0.5 || GAMMA=1.0
+python - <<'EOF'
+if True:
+    print("an if of another language")
+EOF
+if [ "$BACKEND" = "fsdp" ]; then
+    {MAIN} algorithm.gamma=$GAMMA actor.lr=$LR kl=$KL ${{EXTRA[@]}} ${{SET:+a.b=1}}
+elif [ "$BACKEND" = "megatron" ]; then
+    LR=3
+    {MAIN} actor.lr=$LR trainer.experiment_name=other
+else
+    {MAIN} actor.lr=$LR
+fi
+"""
+
+
+def test_a_script_is_read_as_its_own_values_lead(tmp_path: Path) -> None:
+    """What no branch of them reaches is listed, and chosen by number or by the branch's name; it changes nothing else."""
+    read = read_command(BRANCHES)
+    assert read.settings == {"algorithm.gamma": 1.0, "actor.lr": 1e-5, "kl": 0.1, "data.seed": 7}
+    assert read.others == ("command=1 where BACKEND=megatron", "command=2 where not BACKEND=megatron")
+    assert read_command(BRANCHES, command="BACKEND=megatron").settings["actor.lr"] == 3
+    assert read_command(BRANCHES, command=2).settings == {"actor.lr": 1e-5}
+    undecided = BRANCHES.replace("BACKEND=${BACKEND:-fsdp}", "BACKEND=$1")
+    with pytest.raises(SettingError, match="command=0 where BACKEND=fsdp; command=1 where BACKEND=megatron"):
+        read_command(undecided)
+    assert read_command(undecided, command="BACKEND=fsdp").settings["actor.lr"] == 1e-5
+    with pytest.raises(SettingError, match="command='nowhere'"):
+        read_command(BRANCHES, command="nowhere")
+    unmatched = f"if it is so\nA=1\n{MAIN} a.b=$A"
+    assert read_command(unmatched).settings == {"a.b": 1}
+    script = tmp_path / "run.sh"
+    script.write_text(BRANCHES)
+    assert "command=1 where BACKEND=megatron" in repr(verl(script))
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ actor_rollout_ref.actor.optim.lr_warmup_steps | near unless null -1 0 | LocalSet
 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | near unless null 0 | LocalSettings.warmup_steps | of all optimizer steps, where verl counts training steps; the first step has 1/n of the rate, where verl's has 0
 actor_rollout_ref.actor.optim.total_training_steps | near | — | the schedule is as long as the run
 actor_rollout_ref.actor.optim.{optimizer,name} | refused unless AdamW adamw adam | — | AdamW
-actor_rollout_ref.actor.optim.{min_lr_ratio,min_lr,min_lr_factor,lr_warmup_init} | refused unless null 0 | — | cosine goes down to 0
+actor_rollout_ref.actor.optim.{min_lr_ratio,min_lr,min_lr_factor} | refused unless null 0 if decay | — | cosine goes down to 0
+actor_rollout_ref.actor.optim.lr_warmup_init | refused unless null 0 | — | a warm-up begins at 1/n of the rate
 actor_rollout_ref.actor.optim.num_cycles | refused unless null 0.5 | — | cosine is half a period
 actor_rollout_ref.actor.optim.optimizer_impl | refused unless torch.optim | — | torch's AdamW
 {actor_rollout_ref.actor,critic}.optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction,overlap_cpu_optimizer_d2h_h2d} | hardware | — | where the optimizer's state is
@@ -84,8 +85,8 @@ actor_rollout_ref.actor.megatron.qat.* | hardware if actor_rollout_ref.actor.meg
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{moe_aux_loss_coeff,moe_z_loss_coeff,moe_router_bias_update_rate,moe_expert_capacity_factor,dsa_indexer_loss_coeff,attention_dropout,hidden_dropout} | refused unless null 0 | — | no loss or dropout of its own inside the model
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{moe_router_load_balancing_type,moe_router_enable_expert_bias,fp8,fp8_recipe,dsa_indexer_use_sparse_loss} | refused unless null none False | — | the model as transformers has it
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{moe_router_dtype,attention_backend,context_parallel_algo} | near | — | rounds otherwise
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{normalization,swiglu,multi_latent_attention,use_arbitrary_attention_mask,pipeline_model_parallel_layout} | near | — | the model is as its own configuration says
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{recompute_*,account_for_*,num_layers_in_*,*fusion,*fused*,use_*,moe_grouped_gemm,moe_enable_deepep,moe_token_dispatcher_type,moe_shared_expert_overlap,deallocate_pipeline_outputs,persist_layer_norm,context_parallel_size,tensor_model_parallel_size,sequence_parallel,sequence_packing_scheduler,cp_partition_mode,max_seqlen_per_dp_cp_rank} | hardware | — | how Megatron lays the model out
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{normalization,swiglu,multi_latent_attention,use_arbitrary_attention_mask} | near | — | the model is as its own configuration says
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.{recompute_*,account_for_*,pipeline_model_parallel_layout,num_layers_in_*,*fusion,*fused*,use_*,moe_grouped_gemm,moe_enable_deepep,moe_token_dispatcher_type,moe_shared_expert_overlap,deallocate_pipeline_outputs,persist_layer_norm,context_parallel_size,tensor_model_parallel_size,sequence_parallel,sequence_packing_scheduler,cp_partition_mode,max_seqlen_per_dp_cp_rank} | hardware | — | how Megatron lays the model out
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config | refused unless null {} | — | the model as transformers has it
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_transformer_config.* | refused | — | may be another model than transformers' own
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron.override_ddp_config* | near unless null {} | — | gradients are float32: rounds otherwise
@@ -101,12 +102,14 @@ actor_rollout_ref.actor.megatron.expert_model_parallel_size | hardware | FsdpSet
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan}.full_determinism | near | — | always on a CPU; on a GPU as its kernels are
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{megatron,veomni,torchtitan}.seed | near | — | everything follows the run's seed
 {actor_rollout_ref.ref,critic}.megatron.qat.* | near | — | of quantised training, which is refused
-{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.{*parallel_size,fsdp_plan.fsdp_implementation,fsdp_plan.num_to_*} | hardware | — | how ranks share the work
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.distributed.fsdp_plan.{param_dtype,reduce_dtype,output_dtype} | near | — | rounds otherwise
+{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.fsdp_config.turbo_config.{distributed,memory,module_patches}* | hardware | — | how ranks share the work
 actor_rollout_ref.actor.checkpoint.{save_contents,async_save,strict,mbridge_config} | hardware | — | weights, optimizer, schedule and controllers are always saved
 {actor_rollout_ref.actor,critic}.checkpoint.* | near | train(resume) | everything is saved and loaded, or nothing
 {ray_init,ray_kwargs}.timeline_json_file | hardware | — | not written by itself: `cluster.timeline.save(path)` | none, as in verl
-{actor_rollout_ref.actor.profiler,actor_rollout_ref.ref.profiler,actor_rollout_ref.rollout.profiler,critic.profiler,reward_model.profiler,global_profiler,ray_kwargs,ray_init,hydra,transfer_queue}.* | hardware | — | see wb.cluster
+{actor_rollout_ref.actor.profiler,actor_rollout_ref.ref.profiler,actor_rollout_ref.rollout.profiler,critic.profiler,reward_model.profiler,global_profiler,ray_kwargs,ray_init,transfer_queue}.* | hardware | — | see wb.cluster
+hydra.* | hardware | — | where verl's configuration files and logs are
+*@* | near | — | chooses one of verl's own configuration files, which is not read: give the settings of it that matter
 actor_rollout_ref.{nccl_timeout,hybrid_engine} | hardware | — | who runs where
 actor_rollout_ref.model.path | exact | engines.local(path) | open(model=…) takes another
 actor_rollout_ref.model.enable_gradient_checkpointing | hardware | LocalSettings.gradient_checkpointing | results are the same | off, where verl has it on
@@ -147,13 +150,14 @@ actor_rollout_ref.rollout.response_length | exact | SamplingSettings.max_tokens 
 actor_rollout_ref.rollout.prompt_length | exact | wb.rows(max_prompt_length) |  | no limit, where verl has 512
 actor_rollout_ref.rollout.do_sample | refused unless null True | SamplingSettings.temperature | verl's agent loop does not read it in training; temperature=0 is greedy
 actor_rollout_ref.rollout.seed | near | train(seed) | a row's seed is of run, step, prompt and sample
-actor_rollout_ref.rollout.{dtype,logprobs_mode} | near | — | log-probs are at the temperature, before top-p and top-k; rounds otherwise
+actor_rollout_ref.rollout.dtype | near | — | rounds otherwise
+actor_rollout_ref.rollout.logprobs_mode | near | — | log-probs are at the temperature, before top-p and top-k
 actor_rollout_ref.rollout.{quantization*,qat*} | refused unless null | — | samples with the weights that are trained
 actor_rollout_ref.rollout.over_sample_rate | refused unless null 0 | — | no response is thrown away for being late
 actor_rollout_ref.rollout.tensor_model_parallel_size | hardware | VllmSettings.tensor_parallel_size |  | 1, where verl has 2
 actor_rollout_ref.rollout.{mode,router_config_path,gpu_memory_utilization,data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size,enforce_eager,free_cache_engine,multi_stage_wake_up,layered_summon,load_format,max_num_batched_tokens,max_num_seqs,max_model_len,enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,disable_log_stats,scheduling_policy,skip_tokenizer_init,full_determinism,limit_images,enable_sleep_mode,nnodes,n_gpus_per_node,micro_batch_size,log_prob_micro_batch_size,log_prob_micro_batch_size_per_gpu,log_prob_use_dynamic_bsz,log_prob_max_token_len_per_gpu,checkpoint_engine.*,prometheus.*,trace.*,disaggregation.*,layer_name_map.*,moe_load_balance_metrics_interval} | hardware | — | how the sampler's server works
 actor_rollout_ref.rollout.engine_kwargs.*.{kv_cache_dtype,kv_cache_config.dtype,attention_backend} | near | — | rounds otherwise
-actor_rollout_ref.rollout.engine_kwargs.*.{quantization*,hf_overrides*,*rope_scaling*,json_model_override_args*,max_model_len,context_length,*generation_config*} | refused unless null {} | — | samples with the model that is trained; its lengths and sampling are settings of their own
+actor_rollout_ref.rollout.engine_kwargs.*.{quantization*,hf_overrides*,*rope_scaling*,json_model_override_args*,context_length,*generation_config*} | refused unless null {} | — | samples with the model that is trained; its lengths and sampling are settings of their own
 actor_rollout_ref.rollout.engine_kwargs* | near | — | the sampler's server's own; not passed on
 {actor_rollout_ref.rollout.skip_rollout,skip.rollout.enable} | refused unless False | — | every step samples
 actor_rollout_ref.rollout.enable_rollout_routing_replay | exact | LocalSettings.routing_replay | the policy scores and learns with the sampler's experts, as with router_replay.mode=R3 | =
@@ -206,7 +210,9 @@ critic.model.{trust_remote_code,enable_gradient_checkpointing,enable_activation_
 critic.model.tiled_mlp.* | hardware | — | memory
 critic.{model.fsdp_config,fsdp_config,fsdp}.* | hardware | FsdpSettings.offload | how ranks share the work
 {actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.load_weight | refused unless True | — | weights are always loaded
-critic.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,strategy,rollout_n,nccl_timeout,checkpoint.save_contents,checkpoint.async_save} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
+critic.{ppo_micro_batch_size,ppo_micro_batch_size_per_gpu,forward_micro_batch_size,forward_micro_batch_size_per_gpu,use_dynamic_bsz,ppo_max_token_len_per_gpu,forward_max_token_len_per_gpu} | hardware | — | a micro-batch is a budget of tokens, and changes memory alone
+critic.{strategy,rollout_n,nccl_timeout,checkpoint.save_contents,checkpoint.async_save} | hardware | — | how the work is done
+critic.ulysses_sequence_parallel_size | hardware | FsdpSettings.mesh | the mesh's `cp`
 data.train_files | exact | wb.rows(path) | files of rows
 data.val_files | exact | train(eval_rows) | held-out rows
 data.train_batch_size | exact | train(batch_size) | prompts, as in verl | 16, where verl has 1024
@@ -228,7 +234,7 @@ data.{image_key,video_key,audio_key,mm_processor_kwargs*} | refused unless null 
 data.{image_patch_size,return_multi_modal_inputs} | near | wb.rows | pictures are in the column images
 data.{accuracy_lower_bound,accuracy_upper_bound,filter_accuracy,oversample_factor,min_response_length} | refused unless null False | — | a recipe's own
 data.{function_tool_path,tokenizer} | refused unless null | — | tools are objects; the tokenizer is the model's
-data.batch_size | refused | train(batch_size) | of generation, not of training
+data.{batch_size,output_path} | refused | wb.evaluate | of generation, not of training
 data.{val_batch_size,filter_overlong_prompts_workers,dataloader_num_workers,return_raw_chat,return_raw_input_ids,return_full_prompt,validation_shuffle,trust_remote_code,use_shm} | hardware | — | how rows are read
 algorithm.adv_estimator | exact | recipes | the recipe of that name; `gae` is `ppo`
 algorithm.gamma | exact if gamma | ppo(gamma) |  | =
@@ -441,6 +447,10 @@ _SWITCHES: Mapping[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
     "gae": (lambda values: estimator(values) == "gae", "the estimator has none"),
     "gamma": (lambda values: estimator(values) in ("gae", "reinforce_plus_plus"), "the estimator has none"),
     "async": (lambda values: values.get("trainer.v1.trainer_mode", "sync") != "sync", "rollouts are in turn"),
+    "decay": (
+        lambda values: values.get(f"{_ACTOR}.optim.lr_scheduler_type", "constant") != "constant",
+        "the rate is constant",
+    ),
     "grpo": (lambda values: estimator(values) in ("grpo", "grpo_vectorized", "grpo_passk"), "the estimator has none"),
     "gdpo": (lambda values: estimator(values) == "gdpo", "the estimator is not gdpo"),
 }
@@ -505,7 +515,8 @@ def _row_for(key: str, value: Any, values: Mapping[str, Any]) -> SettingRow:
 def _cannot_be(key: str, name: str, value: Any, entry: TableEntry) -> str:
     """Return why a known key cannot have this value; "" where it can."""
     if entry.kind in ("exact", "near") and isinstance(value, str) and "$" in value:
-        return "a variable that the text does not set: give the value"
+        unset = "what a shell command prints" if "$(" in value else "a variable that the text does not set"
+        return f"{unset}: give the value"
     if name in _CHOICES and value is not None and value not in list(_CHOICES[name]):
         return f"there is none of this name{_did_you_mean(str(value), _CHOICES[name])}"
     return _unread(key, value) if entry.place == "reward_from" else ""
@@ -539,7 +550,7 @@ def _is_on(switch: str, values: Mapping[str, Any]) -> bool:
 
 
 def _is_one_of(value: Any, words: tuple[str, ...]) -> bool:
-    if "+" in words and _are_numbers(value) and value > 0:
+    if ("+" in words and _are_numbers(value) and value > 0) or (isinstance(value, str) and value in words):
         return True
     return any(word == value and isinstance(word, bool) == isinstance(value, bool) for word in map(parsed, words))
 
@@ -634,7 +645,8 @@ def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[SettingRow]:
             f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why
         )
     prompt, response = longest(values, "prompt"), longest(values, "response")
-    room = values.get(f"{_ROLLOUT}.max_model_len")
+    rooms = (f"{_ROLLOUT}.max_model_len", f"{_ROLLOUT}.engine_kwargs.vllm.max_model_len")
+    room = next((values[key] for key in rooms if values.get(key) is not None), None)
     if _are_numbers(prompt, response, room) and prompt + response > room:
         both, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
         yield SettingRow(both, f"{room}, {prompt} + {response}", "—", "refused", why)

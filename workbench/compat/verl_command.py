@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import copy
+import fnmatch
 import itertools
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.base.errors import SettingError, describe, first_line
 
-_BEGINS = re.compile(r"(^|[./])main_\w+(\.py)?$")
+_BEGINS = re.compile(r"(^|[./])(main_\w+|fully_async_main)(\.py)?$")
 _WORD = re.compile(r"^[+~]{0,2}[A-Za-z_][\w.@/-]*=")
 _OPERATORS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
@@ -37,13 +40,16 @@ class Command(NamedTuple):
     """The file, or the kind of text."""
     suffix: str = ""
     """`-0`, `-1`, …: the command's number, where another one of the text names its run alike, or neither has a name."""
+    others: tuple[str, ...] = ()
+    """The text's other commands: number, and the branch of an `if` or `case` that each stands in."""
 
 
-def read_command(source: Any, *, command: int | None = None) -> Command:
+def read_command(source: Any, *, command: int | str | None = None) -> Command:
     """Read the settings of a verl command: `source` is a list of words, the path of a `.sh` or YAML file, their text,
     or a mapping.
 
-    Of a shell text with several commands `command` selects one, from 0. Nothing is run and no environment is read:
+    Of a shell text with several commands `command` selects one, by its number from 0, or by the branch that it stands in
+    (`"backend=fsdp"`); None: the one that the text's own values lead to. Nothing is run and no environment is read:
     variables are those that the text assigns, `$HOME` is `~`, `"$@"` is left out. Raises `SettingError` for a text
     without a command, for several of which none is selected, and for a file that cannot be read.
     """
@@ -55,11 +61,13 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     text, name = (_text_of(path), str(path)) if path else (str(source), "text")
     if path and path.suffix in (".yaml", ".yml"):
         return Command(_resolved(_of_yaml(path)), {}, name)
-    commands = [words for statement in _statements(text) if (words := _overrides(statement)) is not None]
+    commands = [one for one in _statements(text) if one.overrides is not None]
     if commands:
-        chosen = _one_command(commands, command, name)
-        read = _of_words(chosen, path.parent if path else Path(), name)
-        return read._replace(suffix=_suffix(commands, chosen, command))
+        number = _chosen(commands, command, name)
+        words = [one.overrides or [] for one in commands]
+        read = _of_words(words[number], path.parent if path else Path(), name)
+        others = tuple(_named(at, one) for at, one in enumerate(commands) if at != number)
+        return read._replace(suffix=_suffix(words, number), others=others)
     block, left = _block(text)
     if not block:
         what = f"no verl command in {name}"
@@ -67,17 +75,25 @@ def read_command(source: Any, *, command: int | None = None) -> Command:
     return Command(_resolved(flat(block)), left, name)
 
 
-def _one_command(commands: list[list[str]], command: int | None, name: str) -> list[str]:
-    if len(commands) > 1 and command is None:
-        raise SettingError(f"{len(commands)} commands in {name}", do=f"choose one: command=0 … {len(commands) - 1}")
-    if not 0 <= (command or 0) < len(commands):
-        raise SettingError(f"command= for {name}", expected=f"0 to {len(commands) - 1}", found=command)
-    return commands[command or 0]
+def _chosen(commands: Sequence[_Statement], command: int | str | None, name: str) -> int:
+    """Return the number of the command that is asked for, by number or branch; None: of the only one that the text runs."""
+    numbers = [at for at, one in enumerate(commands) if command in (at, one.branch) or (command is None and one.taken)]
+    if len(numbers) != 1:
+        listed = "; ".join(_named(at, one) for at, one in enumerate(commands))
+        do = f"choose one by number or branch: command=0 … {len(commands) - 1}"
+        if command is None:
+            raise SettingError(f"{len(commands)} commands in {name}", found=listed, do=do)
+        raise SettingError(f"command={command!r} of {name}", expected=f"one of {listed}", found=len(numbers), do=do)
+    return numbers[0]
 
 
-def _suffix(several: Sequence[Sequence[str]], chosen: Sequence[str], command: int | None) -> str:
+def _named(number: int, command: _Statement) -> str:
+    return f"command={number}" + (f" where {command.branch}" if command.branch else "")
+
+
+def _suffix(several: Sequence[Sequence[str]], number: int) -> str:
     """Return the selected command's number as a suffix, if another command gives its run the same name; else ""."""
-    return f"-{command}" if [_run_name(words) for words in several].count(_run_name(chosen)) > 1 else ""
+    return f"-{number}" if [_run_name(words) for words in several].count(_run_name(several[number])) > 1 else ""
 
 
 def _run_name(words: Sequence[str]) -> str | None:
@@ -290,19 +306,42 @@ _UNSET = object()
 # --- a shell's text -------------------------------------------------------------------------------
 
 
-def _statements(text: str) -> Iterator[list[str]]:
-    """Yield the words of each statement of a shell text, with variables and arrays as the text assigns them before it."""
-    shell = _Shell()
-    for raw in _raw_statements(text):
-        if (words := shell.read(raw)) is not None:
-            yield words
+class _Statement(NamedTuple):
+    """A statement of a shell text: its words, expanded, and the branch of `if` and `case` that it stands in."""
+
+    words: list[str]
+    branch: str
+    """The conditions around it, `backend=fsdp`; "" where there are none."""
+    taken: bool
+    """False where the text's own values lead to another branch."""
+
+    @property
+    def overrides(self) -> list[str] | None:
+        """The words after verl's entry point, or those of a bare list of overrides; None for another command."""
+        return _overrides(self.words)
 
 
-def _raw_statements(text: str) -> Iterator[list[str]]:
-    """Yield statements as raw words, with their quotes.
+def _statements(text: str) -> Iterator[_Statement]:
+    """Yield the statements of a shell text, with variables and arrays as the text assigns them before each.
 
-    A backslash before a comment continues the line, as people write it.
+    Of an `if`, `case`, `&&` or `||` that the text's own values decide, what they do not lead to changes no variable
+    behind it. Where they do not decide, all is read in order, as all is of a text whose `if` and `fi` do not match.
     """
+    raw = [*_raw_statements(text)]
+    words = [word for statement, _ in raw for word in statement]
+    opened, closed = (sum(map(words.count, names)) for names in (("if", "case"), ("fi", "esac")))
+    flow = _Flow(opened == closed)
+    for statement, ends in raw:
+        if (read := flow.read(statement, ends)) is not None:
+            yield read
+
+
+def _raw_statements(text: str) -> Iterator[tuple[list[str], str]]:
+    """Yield statements as raw words, with their quotes, and what ends each: a line's end, `;`, `;;`, `&`, `&&`, `|`, `||`.
+
+    A backslash before a comment continues the line, as people write it. Bodies of here-documents are left out.
+    """
+    text = re.sub(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:.*?\n)??[ \t]*\2(?=\n|$)", r"<< \2\3", text, flags=re.DOTALL)
     text = re.sub(r"\\[ \t]+#[^\n]*(?=\n|$)", r"\\", text.replace("\r\n", "\n"))
     text = re.sub(r"\\[ \t]*\n(?:[ \t]*#[^\n]*\n)*", " ", text)
     words: list[str] = []
@@ -323,9 +362,11 @@ def _raw_statements(text: str) -> Iterator[list[str]]:
         else:
             words, word = [*words, *filter(None, [word])], ""
             if char not in " \t" and not array:
-                yield words
+                double = char != "\n" and text.startswith(char, place)
+                place += double
+                yield words, char * (1 + double)
                 words = []
-    yield [*words, *filter(None, [word])]
+    yield [*words, *filter(None, [word])], ""
 
 
 def _unit_end(text: str, place: int) -> int:
@@ -369,6 +410,150 @@ def _closed(text: str, start: int) -> int:
 _EXPANSION = re.compile(r"\$\(\(|\$\(|\$\{|\$[A-Za-z_]\w*|\$[@*#?!$0-9]")
 
 
+@dataclass
+class _Frame:
+    """An `if` or `case` that is open, and which of its branches is being read. Truth is 1, 0, or ½ where the text does
+    not say: *and* is the minimum, *or* the maximum."""
+
+    subject: str | None
+    """Of a `case` the word after it; None: an `if`."""
+    asked: list[tuple[list[str], str]] = field(default_factory=list)
+    """The statements of the condition, or the patterns, that are being read."""
+    reading: bool = True
+    """Whether they are."""
+    now: float = 1
+    """Whether the branch is taken."""
+    left: float = 1
+    """Whether no earlier branch was."""
+    label: str = ""
+    shell: _Shell | None = None
+    """The variables of a branch that is not taken."""
+
+    def ended(self) -> None:
+        """End a branch; a condition, or patterns, of another one follow."""
+        self.left = min(self.left, 1 - self.now)
+        self.asked, self.reading, self.shell = [], True, None
+
+
+class _Flow:
+    """Reads the statements of a shell text in order; `branching`: follow its `if`s and `case`s."""
+
+    def __init__(self, branching: bool) -> None:
+        self._branching = branching
+        self._frames: list[_Frame] = []
+        self._text = _Shell()
+        self._true, self._joined = 1.0, ""
+
+    @property
+    def _shell(self) -> _Shell:
+        return next((frame.shell for frame in reversed(self._frames) if frame.shell), self._text)
+
+    def read(self, words: list[str], ends: str) -> _Statement | None:
+        """Return a statement, expanded; None for an assignment, a condition, and what `&&` or `||` leaves out."""
+        while words and self._branching and (rest := self._past(words, ends)) is not None:
+            words = rest
+        skipped = self._true == {"&&": 0, "||": 1}.get(self._joined)
+        self._joined = ends if words else ""
+        read = None
+        if words and not skipped:
+            read = self._shell.read(words)
+            self._true = 1 if read is None else self._tested(words)
+        if ends == ";;" and self._frames:
+            self._frames[-1].ended()
+        branch = " and ".join(frame.label for frame in self._frames if frame.label)
+        return None if read is None else _Statement(read, branch, all(frame.now for frame in self._frames))
+
+    def _past(self, words: list[str], ends: str) -> list[str] | None:
+        """Follow the keyword that a statement begins with, and return the words after it; None where it has none."""
+        frame, word = self._frames[-1] if self._frames else _Frame(None, reading=False), words[0]
+        if word in ("fi", "esac") and self._frames:
+            self._frames.pop()
+        elif frame.reading and frame.subject is not None:
+            return self._pattern(frame, words, ends)
+        elif frame.reading and word == "then":
+            plain = " ".join(" ".join(one) for one, _ in frame.asked)
+            label = re.sub(r"[\[\]\"'${}]|:-[^}]*(?=})", "", plain)
+            self._enter(frame, self._condition(), re.sub(r"\s*(==?|!=)\s*", r"\1", label).strip())
+        elif frame.reading:
+            frame.asked.append((words, ends))
+            return []
+        elif word == "if":
+            self._frames.append(_Frame(None))
+        elif word == "case" and "in" in words:
+            self._frames.append(_Frame(words[1]))
+            return words[words.index("in") + 1 :]
+        elif word in ("elif", "else") and self._frames:
+            frame.ended()
+            if word == "else":
+                self._enter(frame, 1, f"not {frame.label}")
+        else:
+            return None
+        return words[1:]
+
+    def _pattern(self, frame: _Frame, words: list[str], ends: str) -> list[str]:
+        """Read patterns of a `case`, up to the one that ends with a bracket."""
+        end = next((at for at, word in enumerate(words, 1) if word.endswith(")")), None)
+        frame.asked.append((words[:end], ends))
+        if end is None:
+            return []
+        patterns = [word.strip("()\"'") for one, _ in frame.asked for word in one]
+        name, value = re.sub(r"[\"'${}]|:-.*", "", str(frame.subject)), self._shell.value_of(str(frame.subject))
+        fits = 0.5 if "$" in value else any(fnmatch.fnmatchcase(value, one) for one in patterns)
+        self._enter(frame, fits, f"{name}={'|'.join(patterns)}")
+        return words[end:]
+
+    def _enter(self, frame: _Frame, fits: float, label: str) -> None:
+        frame.now, frame.label, frame.reading = min(frame.left, fits), label, False
+        frame.shell = None if frame.now else copy.deepcopy(self._shell)
+
+    def _condition(self) -> float:
+        """Decide the condition of the innermost `if`."""
+        items: list[Any] = []
+        for words, ends in self._frames[-1].asked:
+            inner = [word for word in words if word not in ("{", "}", "!")]
+            first = words.index(inner[0]) if inner else len(words)
+            items += [*words[:first], *([self._tested(inner)] if inner else []), *words[first + len(inner) :], ends]
+        return _value(items)
+
+    def _tested(self, words: Sequence[str]) -> float:
+        """Decide a test such as `[ "$A" = b ]`; ½ for another command, and where the text's own values do not say."""
+        if words[0] not in ("[", "[[", "test"):
+            return {"true": 1.0, "false": 0.0}.get(words[0], 0.5)
+        parts = [self._shell.value_of(word) for word in words[1:] if word not in ("]", "]]")]
+        if parts[:1] == ["!"]:
+            return 1 - self._tested([words[0], *words[2:]])
+        if any("$" in part for part in parts):
+            return 0.5
+        if len(parts) == 2:
+            return {"-z": not parts[1], "-n": bool(parts[1])}.get(parts[0], 0.5)
+        left, sign, right = parts if len(parts) == 3 else ("", "", "")
+        if sign in ("=", "==", "!="):
+            return fnmatch.fnmatchcase(left, right) == (sign != "!=")
+        whole = all(re.fullmatch(r"-?\d+", one) for one in (left, right))
+        return _COMPARED[sign](int(left), int(right)) if whole and sign in _COMPARED else 0.5
+
+
+_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt, "-ge": operator.ge, "-le": operator.le,
+}  # fmt: skip
+
+
+def _value(items: list[Any]) -> float:
+    """Decide tests joined by `&&` and `||`, from left to right, up to the end of the group."""
+    total, joined, opposite = 1.0, "&&", False
+    while items and (item := items.pop(0)) != "}":
+        if isinstance(item, str) and item != "{":
+            joined, opposite = (item if item in ("&&", "||") else joined), item == "!"
+            continue
+        value = _value(items) if item == "{" else item
+        value = 1 - value if opposite else value
+        total, opposite = (min if joined == "&&" else max)(total, value), False
+    return total
+
+
+_SKIPPED = ("export", "local", "readonly", "set", "-x", "then", "do", "else", "if", "{", "}")
+
+
 class _Shell:
     """The variables and arrays that a shell text has assigned so far."""
 
@@ -378,11 +563,7 @@ class _Shell:
 
     def read(self, raw: Sequence[str]) -> list[str] | None:
         """Return a statement's words, expanded; None for an assignment, whose value is kept."""
-        raw = [
-            word
-            for word in raw
-            if word not in ("export", "local", "readonly", "set", "-x", "then", "do", "else", "if", "{", "}")
-        ]
+        raw = [word for word in raw if word not in _SKIPPED]
         if not raw:
             return None
         if (array := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=\(", raw[0])) is not None:
@@ -390,9 +571,13 @@ class _Shell:
             self._arrays[array[1]] = [*(self._arrays.get(array[1], []) if array[2] else []), *inner]
             return None
         while raw and (assignment := re.match(r"([A-Za-z_]\w*)=(.*)", raw[0], re.DOTALL)) is not None:
-            self._names[assignment[1]] = " ".join(self._word(assignment[2]))
+            self._names[assignment[1]] = self.value_of(assignment[2])
             raw = raw[1:]
         return [piece for word in raw for piece in self._word(word)] if raw else None
+
+    def value_of(self, raw: str) -> str:
+        """Expand a raw word to one text."""
+        return " ".join(self._word(raw))
 
     def _word(self, raw: str) -> list[str]:
         """Expand a raw word: its quotes are removed, and it is split where an unquoted variable has spaces."""
@@ -439,9 +624,11 @@ class _Shell:
         if text.startswith("$("):
             return "." if text[2:-1].strip() == "pwd" else re.sub(r"\s+", "_", text)
         body = text[2:-1] if text.startswith("${") else text[1:]
-        expansion = re.fullmatch(r"(\w+)(:?[-=?])?(.*)", body, re.DOTALL)
+        expansion = re.fullmatch(r"(\w+)(:?[-=?+])?(.*)", body, re.DOTALL)
         if expansion is None:
             return text  # OmegaConf's own, `${data.x}`, or a form that is not read
+        if expansion[2] in ("+", ":+"):
+            return self.value_of(expansion[3]) if self._names.get(expansion[1]) else ""
         if expansion[1] in self._names:
             return self._names[expansion[1]] or (" ".join(self._word(expansion[3])) if expansion[2] else "")
         return " ".join(self._word(expansion[3])) if expansion[2] in (":-", "-", ":=", "=") else text

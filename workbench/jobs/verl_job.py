@@ -60,6 +60,8 @@ class VerlJob:
     left_out: Mapping[str, str]
     suffix: str = ""
     """Of the run folder: keeps it apart from that of the script's other commands."""
+    others: tuple[str, ...] = ()
+    """The script's other commands: number, and the branch that each stands in."""
 
     @property
     def refused(self) -> tuple[SettingRow, ...]:
@@ -81,6 +83,7 @@ class VerlJob:
             doc.line(doc.bold(f"verl command of {self.source}: {counts}")),
             table,
             f"verl's defaults that hold: {held}",
+            *((f"not these commands of it: {'; '.join(self.others)}",) if self.others else ()),
         )
 
     def __repr__(self) -> str:
@@ -107,7 +110,7 @@ class VerlJob:
             kept.pop(spelled.get(_MINI, _MINI), None)
             changes[_MINI] = max(1, round(min(mini, before) * batch / before))
         suffix = "" if _SHORT["run"] in changes else self.suffix
-        return _job(Command({**kept, **changes}, dict(self.left_out), self.source, suffix))
+        return _job(Command({**kept, **changes}, dict(self.left_out), self.source, suffix, self.others))
 
     def _key(self, name: str) -> str:
         if "." in name:
@@ -194,7 +197,7 @@ class VerlJob:
                 raise SettingError(unknown("key of this command", name, [row.key for row in self.refused]))
         left = {key: value for key, value in self.left_out.items() if key not in without}
         kept = {key: value for key, value in self.settings.items() if key not in without}
-        job = _job(Command(kept, left, self.source, self.suffix)).with_settings(**changes)
+        job = _job(Command(kept, left, self.source, self.suffix, self.others)).with_settings(**changes)
         lines = [f"\n- {row.key}={row.value}: {row.why}" for row in job.refused if row.key not in without]
         if lines:
             do = "\nchange these, or leave them out by name: open(without=[…])"
@@ -231,12 +234,12 @@ def _replaced(model: Any, train_files: Any, val_files: Any) -> dict[str, Any]:
     return changes
 
 
-def verl(source: Any, *, command: int | None = None) -> VerlJob:
+def verl(source: Any, *, command: int | str | None = None) -> VerlJob:
     """Read a verl command and say what becomes of each setting; nothing of it is run.
 
     `source` is a list of words, the path of a `.sh` or YAML file, their text, or a mapping of settings. The commands of
-    every version of verl are read. Where a script has several commands, `command` chooses one, from 0. Raises
-    `SettingError` where there is none.
+    every version of verl are read. Where a script has several commands, `command` chooses one: its number from 0, or
+    the branch of an `if` or `case` that it stands in, `"backend=fsdp"`. Raises `SettingError` where there is none.
 
     Example:
         >>> job = wb.compat.verl("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo …")  # doctest: +SKIP
@@ -247,7 +250,7 @@ def verl(source: Any, *, command: int | None = None) -> VerlJob:
 
 def _job(command: Command) -> VerlJob:
     rows = (_of_agents(row, command.settings) for row in account(command))
-    return VerlJob(command.settings, command.source, tuple(rows), command.left_out, command.suffix)
+    return VerlJob(command.settings, command.source, tuple(rows), command.left_out, command.suffix, command.others)
 
 
 def _of_agents(row: SettingRow, settings: Mapping[str, Any]) -> SettingRow:
