@@ -30,7 +30,7 @@ def alone(page: Any, widget: Any, traits: tuple[str, ...], late: int = 0) -> Non
           const model = {
             get: (name) => model.own[name] ?? JSON.parse(state)[name],
             own: {}, set: (name, value) => { model.own[name] = value; }, save_changes: () => {},
-            on: (name, listener) => { if (name === "msg:custom") listeners.push(listener); }, off: () => {},
+            on: (name, listener) => { if (name === "msg:custom") listeners.push(listener); else window[name] = listener; }, off: () => {},
             send: async (message) => {
               const said = await window.reply(message);
               await new Promise((done) => setTimeout(done, late));
@@ -76,6 +76,7 @@ def test_E6_scripts_make_text_nodes_and_markup_comes_in_at_one_place() -> None:
     assert found == [("common.js", "node.innerHTML = html;")]
     callers = [path.name for path in folder.glob("*.js") if "fromViews(" in path.read_text()]
     assert sorted(callers) == [
+        "chat.js",
         "cluster.js",
         "common.js",
         "curves.js",

@@ -15,7 +15,9 @@ from support.lab import in_chromium, watched_page
 
 import workbench as wb
 from workbench.base.errors import RunError, SettingError
-from workbench.views.curves import memory, smooth
+from workbench.views.curves import LiveFigure, memory, smooth
+from workbench.views.plots import Plots
+from workbench.widgets.display import Progress
 from workbench.widgets.layer import CurvePlots
 
 
@@ -163,6 +165,22 @@ def test_a_pointer_shows_values_and_a_click_opens_samples(trained: wb.Run) -> No
         page.get_by_text("step 3 · reward").wait_for()
         assert "mean" not in said.inner_text()
     assert [url for url in asked if not url.startswith(("about:", "data:", "blob:"))] == []
+
+
+@in_chromium
+def test_the_axis_follows_a_run_that_begins_with_one_step(tmp_path: Path) -> None:
+    """Drawn at its first step and again at its ninth."""
+    figure = LiveFigure()
+    with watched_page() as (page, _, _):
+        figure.plots = Plots({"this run": Progress(rows(1), {})})
+        drawn(page, CurvePlots(figure))
+        page.get_by_text("step 1 · reward").wait_for()
+        figure.plots = Plots({"this run": Progress(rows(9), {})})
+        page.evaluate("() => window['change:version']()")
+        page.get_by_text("step 9 · reward").wait_for()
+        box = page.locator(".u-over").first.bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+        page.get_by_text("step 5 · reward").wait_for()  # the middle of steps 1 to 9
 
 
 @in_chromium

@@ -160,7 +160,8 @@ function plotted(plot, all, look, on) {
       hooks: {
         // also called for plots that only follow: the pointer is in one
         setCursor: [(u) => { if (look.pointed === self && Number.isInteger(u.cursor.idx)) on.cursor(self, u.cursor.idx); }],
-        setScale: [(u, key) => { if (key === "x") on.zoom(u.scales.x.min, u.scales.x.max); }],
+        // a canvas that has been replaced may still tell its scale
+        setScale: [(u, key) => { if (key === "x" && u === drawn) on.zoom(u.scales.x.min, u.scales.x.max); }],
         drawAxes: [bands],
         draw: [below],
       },
@@ -223,6 +224,7 @@ function plotted(plot, all, look, on) {
       self.show(there, true);
     },
     take: (found) => { plot = found; },
+    end: () => { drawn.destroy(); drawn = null; },
     title: plot.title,
   };
   return self;
@@ -251,7 +253,9 @@ function render({ model, el }) {
       plots.forEach((one) => one.show(at, one === plot));
       read(plot);
     },
-    zoom(min, max) {
+    zoom(from, to) {
+      // an axis of one step is wider than it: what is beyond the steps is no zoom, or the curves would not follow new steps
+      const min = Math.max(from, all.steps[0]), max = Math.min(to, all.steps[all.steps.length - 1]);
       if (span[0] === min && span[1] === max) return;
       span = [min, max];
       plots.forEach((one) => one.zoom(min, max));
@@ -363,6 +367,7 @@ function render({ model, el }) {
     all.plots = all.plots.filter((plot) => !still.includes(plot));
     const now = JSON.stringify(all.plots.map((plot) => [plot.title, plot.lines.map((line) => [line.words, line.run])]));
     if (now !== kind) {
+      plots.forEach((one) => one.end());
       plots = all.plots.map((plot) => plotted(plot, all, look, on));
       plots.forEach((one) => one.host.addEventListener("keydown", (event) => pressed(event, one)));
       grid.replaceChildren(...plots.map((one) => one.node));
