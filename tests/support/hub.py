@@ -163,13 +163,11 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.body)
         name = f"{asked['organization']}/{asked['name']}"
         if self._allowed(name):
-            if (asked["type"], name) in self.hub.repos:
+            if (kind := asked.get("type", "model"), name) in self.hub.repos:
                 return self._answer(
                     409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}
                 )
-            repo = self.hub.repos[asked["type"], name] = Repo(
-                asked.get("visibility") == "private" or bool(asked.get("private"))
-            )
+            repo = self.hub.repos[kind, name] = Repo(asked.get("visibility") == "private" or bool(asked.get("private")))
             repo.commit({".gitattributes": b"*.safetensors filter=lfs"})
             self._answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
 

@@ -16,15 +16,7 @@ import torch
 
 from workbench.base.distribution import optional
 from workbench.base.errors import EngineError, SettingError, unknown
-from workbench.engines.local_engine import lora
-from workbench.engines.local_engine.loading import (
-    HEAD,
-    load_model,
-    load_tokenizer,
-    model_files,
-    save_model,
-    seal_model,
-)
+from workbench.engines.local_engine import loading, lora
 from workbench.engines.settings import LocalSettings
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,6 +26,11 @@ FORMS: Mapping[str, tuple[str, ...]] = {"merged": DTYPES, "adapter": DTYPES, "gg
 """Form → the dtypes that it is written in."""
 ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """transformers' `model_type` → the architecture's name in `gguf`."""
+_SIZES = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "vocab_size": "vocab_size",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads", "layer_norm_rms_eps": "rms_norm_eps",
+}  # fmt: skip
+"""A model's size in GGUF → in transformers' configuration."""
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -68,10 +65,10 @@ def write_form(source: Path, target: Path, form: str, dtype: str | None, name: s
         raise EngineError(f"form 'adapter' of {source}", expected="a LoRA adapter", found="all weights", do=do)
     if form == "merged" and adapted:
         settings = LocalSettings.from_parameters({"device": "cpu", "base_dtype": base_dtype})
-        model = load_model(source, settings)
-        save_model(model, None, load_tokenizer(source, model, settings), target, merged=True)
+        model = loading.load_model(source, settings)
+        loading.save_model(model, None, loading.load_tokenizer(source, model, settings), target, merged=True)
     elif form != "gguf":
-        for path in (one for one in model_files(source) if one.name != HEAD):
+        for path in (one for one in loading.model_files(source) if one.name != loading.HEAD):
             shutil.copy2(path, target / path.name)
     else:
         whole = target / "merged" if adapted else source
@@ -83,7 +80,7 @@ def write_form(source: Path, target: Path, form: str, dtype: str | None, name: s
         return
     if dtype is not None:
         _recast(target, dtype)
-    seal_model(target)
+    loading.seal_model(target)
 
 
 def _recast(folder: Path, dtype: str) -> None:
@@ -127,7 +124,7 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     writer.add_name(file.stem)
     writer.add_file_type(gguf.LlamaFileType[GGUF_KINDS[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for name, tensor in (*_describe(writer, gguf, config), *_tensors(folder, config)):
+    for name, tensor in (*_describe(writer, config), *_tensors(folder, config)):
         _add(writer, gguf, gguf.get_tensor_name_map(arch, config.num_hidden_layers), name, tensor, kind)
     _add_tokenizer(writer, gguf, folder, config.vocab_size)
     writer.write_header_to_file()
@@ -136,36 +133,23 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     writer.close()
 
 
-def _describe(writer: Any, gguf: Any, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _describe(writer: Any, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Write a model's sizes; yields the tensor that describes Llama 3's position encoding, where it has it."""
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_rope_dimension_count(size)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("key_length", "value_length", "rope_dimension_count"):
+        getattr(writer, f"add_{name}")(size)
+    for name, known in _SIZES.items():
+        getattr(writer, f"add_{name}")(getattr(config, known))
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     kind = rope.get("rope_type", "default")
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType[kind.upper()])
-        writer.add_rope_scaling_factor(rope["factor"])
-        if kind == "yarn":
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    elif kind == "llama3":
+    if kind == "llama3":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         plain = rope["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)
         yield "rope_freqs.weight", plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
     elif kind != "default":
-        raise EngineError("a GGUF file", expected="rope of type default, linear, yarn or llama3", found=kind)
+        raise EngineError("a GGUF file", expected="rope of type default or llama3", found=kind)
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,7 +157,7 @@ def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
-        if path.name == HEAD:
+        if path.name == loading.HEAD:
             continue
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping

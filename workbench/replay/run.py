@@ -774,6 +774,41 @@ class Run(Shown):
         """
         return publishing.save(self, folder, form, dtype, step)
 
+    def publish(
+        self,
+        name: str,
+        *,
+        private: bool = True,
+        form: str = "merged",
+        dtype: str | None = None,
+        step: int | str | None = None,
+        base: str = "",
+        record: bool = False,
+        update: bool = False,
+        dry_run: bool | None = None,
+    ) -> publishing.Publication:
+        """Upload the trained model to a repository `owner/name` of the Hugging Face hub, with a card; writes what and where first.
+
+        All files arrive as one commit, and a new repository is private until then. After an interruption the same call goes on:
+        what has arrived is not sent again. The token is that of the hub's own login (`hf auth login`), and is written nowhere.
+        Raises `RunError` where the login, the permission or the upload fails, and for a repository that has files.
+
+        Args:
+            name: the repository.
+            private: whether only its owner sees it.
+            form: what is uploaded; with `dtype` and `step` as in `save`.
+            base: the base model's hub name, where the run began with a folder.
+            record: also upload the run's own record as the folder `run`: settings, metrics, recorded steps and held-out samples, with
+                prompts and responses; `wb.load_run("hf://owner/name")` opens it.
+            update: add a commit to a repository that has files.
+            dry_run: only show what would be uploaded; None: in a job (`workbench train`, papermill).
+
+        Example:
+            >>> run.publish("me/model", dtype="bfloat16", dry_run=True)  # doctest: +SKIP
+        """
+        how = {"form": form, "dtype": dtype, "step": step}
+        return publishing.publish(self, name, private, how, base, record, update, dry_run)
+
     @property
     def symptoms(self) -> Symptoms:
         """The problems that show in the metrics, with advice; empty where there is none."""

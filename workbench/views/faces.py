@@ -20,6 +20,7 @@ _DOCUMENTS = {
     "workbench.replay.audit:Audit": "comparisons:audit",
     "workbench.replay.chat:Chat": "chats:chat",
     "workbench.replay.diagnosis:Diagnosis": "comparisons:diagnosis",
+    "workbench.replay.publishing:Publication": "traces:data",
     "workbench.replay.run:Run": "traces:run",
     "workbench.replay.run:Summary": "traces:summary",
     "workbench.replay.run:Traces": "traces:traces",
