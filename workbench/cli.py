@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -127,9 +126,8 @@ def _looking(commands: Any) -> None:
     chat.add_argument("--step", type=int, help="the checkpoint (default: the newest)")
     chat.add_argument("--alone", action="store_true", help="without the model that the run began with")
     chat.add_argument("--system", help="a system message (default: that of the run's rows)")
-    chat.add_argument("--temperature", type=float)
-    chat.add_argument("--top-p", type=float)
-    chat.add_argument("--max-tokens", type=int, help="longest answer")
+    for name, kind in (("--temperature", float), ("--top-p", float), ("--max-tokens", int)):
+        chat.add_argument(name, type=kind, default=argparse.SUPPRESS)
     chat.add_argument(
         "--keep", default="kept.jsonl", metavar="FILE", help="where /keep appends rows (default: kept.jsonl)"
     )
@@ -287,10 +285,7 @@ def _chat(options: argparse.Namespace) -> int:
     """Talk in the terminal until its input ends; an answer is printed while it is sampled."""
     from workbench.replay.chat import chat
 
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - `input` then edits its line
-    how = {name: getattr(options, name) for name in ("temperature", "top_p", "max_tokens")}
-    how = {name: value for name, value in how.items() if value is not None}
+    how = {name: value for name, value in vars(options).items() if name in ("temperature", "top_p", "max_tokens")}
     talk = chat(options.model, step=options.step, base=False if options.alone else None, system=options.system, **how)
     _say(f"{talk!r}\n{_COMMANDS}")
     while True:

@@ -135,6 +135,8 @@ def test_the_widgets_buttons_do_what_their_line_says(tiny: str) -> None:
     assert press("keep", side="model")["kept"] == 1
     shown = press("tokens", turn=0, side="model")["html"]
     assert "log_prob" in shown and "nats" in shown
+    hostile = press("ask", text="a\x1b\u202e<b>", **settings)
+    assert hostile["turns"][1]["text"] == "a\\x1b\\x202e<b>" and "&lt;b&gt;" in chat._repr_html_()
     assert press("clear")["turns"] == [] and chat.kept
     assert "elsewhere" in face.answer({"kind": "clear", "stands": "another place"})["note"]
     assert face.work({"kind": "ask", "stands": face._stands()}) == "answering"

@@ -24,6 +24,7 @@ from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.engine import LocalEngine, local
 from workbench.engines.protocol import FromFiles, Request, Sample, Sampler, SamplingSettings
 from workbench.replay.rebuild import MissingStage, frozen_of, learner_of, rebuilt, trust_of
+from workbench.replay.remote import is_address
 from workbench.replay.run import Run, Weights, late_learners, load_run
 from workbench.rewards.score import Score
 from workbench.runs.folder import is_run
@@ -126,13 +127,12 @@ class Chat(Shown):
         sampling: SamplingSettings | None = None,
         seed: int = 0,
         data_source: str = "chat",
-        labels: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.sides = dict(sides)
         """Name → the engine that answers."""
-        self.labels = {name: str(getattr(side, "path", "")) for name, side in self.sides.items()} | dict(labels or {})
-        """Name → which model it is, in words."""
+        self.labels = {name: str(getattr(side, "path", "")) for name, side in self.sides.items()}
+        """Name → the folder or name of its model."""
         self.agent, self.system, self.seed = agent, system, seed
         self.reward = reward if reward is None or isinstance(reward, Reward) else Reward(reward)
         self.sampling = sampling or SamplingSettings()
@@ -193,9 +193,8 @@ class Chat(Shown):
 
     def _answer(self, turn: Exchange, side: str, messages: list[dict[str, Any]], on_text: OnText) -> None:
         heard = Heard(self.sides[side], lambda text: on_text(side, text))
-        rollout = EpisodeRollout(
-            heard, agent=self.agent or "single_turn", group_size=1, sampling=self.sampling, purpose="chat"
-        )
+        agent = self.agent or "single_turn"
+        rollout = EpisodeRollout(heard, agent=agent, group_size=1, sampling=self.sampling, purpose="chat")
         seed = derive(self.seed, "chat", self.drawn)
         start = rows_of([{"prompt": messages, "data_source": self.data_source}]).batch(1, seed=seed)
         try:
@@ -204,10 +203,9 @@ class Chat(Shown):
             if text := heard.text:
                 turn.answers[side] = Answer(messages, text, messages=[{"role": "assistant", "content": text}])
             raise
-        roles = {"tool": getattr(self.agent, "tool_role", "tool")}
-        answer = [
-            {"role": roles.get(each["role"], each["role"]), "content": each["text"]} for each in batch["turns"][-1]
-        ]
+        names = {"tool": getattr(self.agent, "tool_role", "tool")}
+        turns = [(names.get(each["role"], each["role"]), each["text"]) for each in batch["turns"][-1]]
+        answer = [{"role": role, "content": text} for role, text in turns]
         turn.answers[side] = Answer(messages, str(batch["response_text"][-1]), batch, answer)
         on_text(side, turn.answers[side].text)
 
@@ -284,22 +282,20 @@ def chat(
     Returns a `Chat`; `chat.ask("…")` asks from a cell. Raises `RunError` for a run without checkpoint.
     """
     if isinstance(model, str | Path):
-        model = load_run(model) if is_run(Path(model)) else local(model)
+        model = load_run(model) if is_address(model) or is_run(Path(model)) else local(model)
     terms: dict[str, Any] = {"agent": agent, "reward": reward, "system": system, "data_source": data_source}
     terms = {name: value for name, value in terms.items() if value is not None}
     if isinstance(model, Run):
         engine, other = _sides_of(model, step, base is None)
-        chosen = "newest checkpoint" if step is None else f"step {step}"
-        label, terms = f"{model.address}, {chosen}", {**_terms_of(model, terms), **terms}
+        terms = {**_terms_of(model, terms), **terms}
     elif isinstance(model, Sampler):
         engine, other = model, _base_of(model) if base is None else None
-        label = str(getattr(model, "path", ""))
     else:
         raise SettingError("the model to talk to", expected="an engine, a folder or a Run", found=describe(model))
     other = local(base) if isinstance(base, str | Path) else base or other
     settings = terms.pop("sampling", SamplingSettings(max_tokens=256)).replace(**sampling)
     sides = {ALONE: engine} if other is None else {TRAINED: engine, BASE: other}
-    return Chat(sides, sampling=settings, seed=seed, labels={next(iter(sides)): label}, **terms)
+    return Chat(sides, sampling=settings, seed=seed, **terms)
 
 
 def _base_of(engine: Any) -> Sampler | None:
@@ -313,14 +309,17 @@ def _base_of(engine: Any) -> Sampler | None:
 
 def _sides_of(run: Run, step: int | str | None, both: bool) -> tuple[Sampler, Sampler | None]:
     """Open a run's checkpoint, and with `both` the model that it began with."""
-    record = run.settings["engines"]["actor"]
+    record = run.settings["engines"].get("actor")
+    require(record is not None, f"the model of {run.address}", expected="a policy", found=[*run.settings["engines"]])
     trust = trust_of(run.path, run.settings, run.trust)
-    trained = learner_of("actor", run.checkpoint(step) / "actor", record, trust)
-    if not both:
-        return trained, None
-    off = trained.base() if isinstance(trained, LocalEngine) else None
-    plain = {name: value for name, value in record.items() if not name.startswith("lora_")}
-    return trained, off or learner_of("actor", Path(record["path"]), plain, trust)
+    place = run.checkpoint(step) / "actor"
+    trained = learner_of("actor", place, record, trust)
+    other = trained.base() if both and isinstance(trained, LocalEngine) else None
+    if both and other is None:
+        plain = {name: value for name, value in record.items() if not name.startswith("lora_")}
+        other = learner_of("actor", Path(record["path"]), plain, trust)
+    trained.path = str(place)
+    return trained, other
 
 
 def _terms_of(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,25 +329,19 @@ def _terms_of(run: Run, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings, trust = run.settings, trust_of(run.path, run.settings, run.trust)
     late = late_learners(Weights(run.path, 1, settings["engines"], None, (), run.trust), settings)
-    stages: dict[str, Any] = {
-        stage.name: stage for stage in rebuilt(settings["pipeline"], late, frozen_of(settings, run.path, trust), trust)
-    }
+    pipeline = rebuilt(settings["pipeline"], late, frozen_of(settings, run.path, trust), trust)
+    stages: dict[str, Any] = {stage.name: stage for stage in pipeline}
     rollout, reward, terms = stages.get("rollout"), stages.get("reward"), dict[str, Any]()
-    if isinstance(reward, Reward):
-        terms["reward"] = reward
-    if isinstance(rollout, EpisodeRollout):
-        terms["agent"] = rollout.loops.named(None)
+    terms |= {"reward": reward} if isinstance(reward, Reward) else {}
     terms |= {"sampling": rollout.sampling} if isinstance(rollout, Rollout) else {}
-    lacking = {"reward": reward, "agent": rollout}
-    notes = [
-        f"the run's {name} is not here ({stage.what}): wb.chat(run, {name}=…)"
-        for name, stage in lacking.items()
-        if isinstance(stage, MissingStage) and name not in given
+    terms |= {"agent": rollout.loops.named(None)} if isinstance(rollout, EpisodeRollout) else {}
+    gone = [name for name, stage in {"reward": reward, "agent": rollout}.items() if isinstance(stage, MissingStage)]
+    terms["notes"] = [
+        f"the run's {name} is not in its folder: wb.chat(run, {name}=…)" for name in gone if name not in given
     ]
-    start = run.traces[max(run.traces)].start if len(run.traces) else None
-    if start is not None and len(start) and "raw_prompt" in start:
-        first = start["raw_prompt"][0]
-        opening = first[0] if isinstance(first, Sequence) and not isinstance(first, str) and len(first) else {}
-        terms["system"] = str(opening["content"]) if opening.get("role") == "system" else ""
+    start = run.traces[max(run.traces)].start if len(run.traces) else DataProto()
+    if len(start) and "raw_prompt" in start:
+        messages = [each for each in start["raw_prompt"][0] if isinstance(each, Mapping)]  # none of a bare text
+        terms["system"] = next((str(each["content"]) for each in messages if each["role"] == "system"), "")
         terms["data_source"] = str(start["data_source"][0]) if "data_source" in start else "chat"
-    return {**terms, "notes": notes}
+    return terms

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,26 +125,32 @@ def _mlflow(run: Path, project: str, experiment: str) -> Tracker:
         cells = {name: list(column) for name, column in samples.items()}
         mlflow.log_table(cells, f"val/step_{step:06d}.json", run_id=opened.run_id)
 
-    def send(span: Span, above: Any = None) -> None:
+    def begin(span: Span, above: Any) -> Any:
         words = {key: str(value) for key, value in span.attributes.items()}
         kind = {"generation": "LLM", "user": "UNKNOWN"}.get(span.kind, span.kind.upper())
         about = {"metadata": source, "experiment_id": opened.experiment_id} if above is None else {}
-        begun = mlflow.start_span_no_context(span.name, kind, above, span.input, words, **about)
-        for part in span.parts:
-            send(part, begun)
-        begun.end(outputs=span.output)
+        return mlflow.start_span_no_context(span.name, kind, above, span.input, words, **about)
 
-    return Tracker(log, lambda: client.set_terminated(opened.run_id), table, _each(send))
+    return Tracker(
+        log,
+        lambda: client.set_terminated(opened.run_id),
+        table,
+        _traces(begin, lambda call, output: call.end(outputs=output)),
+    )
 
 
-def _each(send: Callable[[Span], None]) -> Callable[[Sequence[Span], int], None]:
-    """Return what sends samples one by one."""
+def _traces(
+    begin: Callable[[Span, Any], Any], end: Callable[[Any, Any], object]
+) -> Callable[[Sequence[Span], int], None]:
+    """Return what sends samples span by span: `begin(span, what began the one around it)`, its parts, and `end(it, output)`."""
 
-    def traces(samples: Sequence[Span], step: int) -> None:
-        for sample in samples:
-            send(sample)
+    def send(spans: Sequence[Span], step: int, above: Any = None) -> None:
+        for span in spans:
+            begun = begin(span, above)
+            send(span.parts, step, begun)
+            end(begun, span.output)
 
-    return traces
+    return send
 
 
 def _trackio(run: Path, project: str, experiment: str) -> Tracker:
@@ -182,14 +188,11 @@ def _weave(run: Path, project: str, experiment: str) -> Tracker:
 
     client: Any = weave.init(project)
 
-    def send(span: Span, above: Any = None) -> None:
+    def begin(span: Span, above: Any) -> Any:
         about = {**span.attributes, "kind": span.kind, "experiment": experiment}
-        call = client.create_call(span.name, {"input": span.input}, above, about, use_stack=False)
-        for part in span.parts:
-            send(part, call)
-        client.finish_call(call, output=span.output)
+        return client.create_call(span.name, {"input": span.input}, above, about, use_stack=False)
 
-    return Tracker(lambda metrics, step: None, weave.finish, traces=_each(send))
+    return Tracker(lambda metrics, step: None, weave.finish, traces=_traces(begin, client.finish_call))
 
 
 TRACKERS: Mapping[str, Callable[[Path, str, str], Tracker]] = {
@@ -254,24 +257,19 @@ def traces_of(batch: DataProto, step: int) -> list[Span]:
             about |= {"status": score.status.value, "why": score.why}
         chat, text = objects["raw_prompt"][row], str(objects["response_text"][row])
         asked = [{"role": "user", "content": chat}] if isinstance(chat, str) else [dict(message) for message in chat]
-        turns = objects["turns"][row] if "turns" in objects else [{"role": "assistant", "text": text, "calls": ()}]
-        spans.append(Span("sample", "agent", asked, text, about, tuple(_parts(asked, turns))))
-    return spans
-
-
-def _parts(asked: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
-    """Yield a span for each turn; a tool's answer is the output of its call."""
-    before: Any = asked
-    for turn in turns:
-        text = turn["text"]
-        if turn["role"] == "assistant":
-            yield Span("generation", "generation", before, text)
+        turns: Any = objects["turns"][row] if "turns" in objects else [{"role": "assistant", "text": text, "calls": ()}]
+        parts: list[Span] = []
+        before: Any = asked
+        for turn in turns:
+            if turn["role"] != "tool":  # whose text is the output of its call
+                kind = "generation" if turn["role"] == "assistant" else "user"
+                parts.append(Span(kind, kind, before, turn["text"]))
             for call in turn["calls"]:
-                about = {"status": call["status"], "reward": call["reward"]}
-                yield Span(call["name"], "tool", call["arguments"], call["result"], about)
-        elif turn["role"] == "user":
-            yield Span("user", "user", output=text)
-        before = text
+                outcome = {"status": call["status"], "reward": call["reward"]}
+                parts.append(Span(call["name"], "tool", call["arguments"], call["result"], outcome))
+            before = turn["text"]
+        spans.append(Span("sample", "agent", asked, text, about, tuple(parts)))
+    return spans
 
 
 KL = ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl")

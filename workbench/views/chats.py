@@ -22,7 +22,10 @@ def chat(thing: Chat) -> doc.Part:
     for turn in thing.turns:
         lines.append(f"  you: {turn.text}")
         lines += [f"  {side}: {answer.text}  [{answer.note}]" for side, answer in turn.answers.items()]
-    rows = [[doc.wrapped(turn.text), *(_cell(turn.answers.get(side)) for side in thing.sides)] for turn in thing.turns]
+    rows = [
+        [doc.Span(turn.text, "white-space:pre-wrap"), *(_cell(turn.answers.get(side)) for side in thing.sides)]
+        for turn in thing.turns
+    ]
     kept = doc.counted(len(thing.kept), "row") + " kept: wb.rows(chat.kept)"
     return [
         doc.line(doc.bold("Chat"), f" with {' and '.join(who)} · {how}"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from workbench.base.errors import Interrupted
+from workbench.base.shown import plain
 from workbench.views import document as doc
 from workbench.views.chats import answer_tokens
 from workbench.widgets.layer import Face, name_of, static_form
 
 if TYPE_CHECKING:
-    from workbench.replay.chat import Answer, Chat
+    from workbench.replay.chat import Chat
 
 _NUMBERS = {"temperature": float, "top_p": float, "max_tokens": int}
 _WORK = {"ask": "answering", "again": "answering", "score": "scoring"}
@@ -48,13 +49,11 @@ class ChatFace(Face):
     def _face(self, code: str = "", note: str = "") -> dict[str, Any]:
         chat: Chat = self._stepped
         turns = [
-            {
-                "text": turn.text,
-                "truth": turn.truth,
-                "answers": {side: _shown(one) for side, one in turn.answers.items()},
-            }
-            for turn in chat.turns
-        ]
+            {"text": plain(turn.text), "truth": turn.truth, "answers": {
+                side: {"text": plain(answer.text), "note": plain(answer.note), "whole": answer.batch is not None}
+                for side, answer in turn.answers.items()
+            }} for turn in chat.turns
+        ]  # fmt: skip
         settings = {name: getattr(chat.sampling, name) for name in _NUMBERS} | {"system": chat.system}
         view = {
             "kind": "face",
@@ -86,8 +85,4 @@ class ChatFace(Face):
         return f"{name_of(chat, 'chat')}.{kind}({', '.join(words)})"
 
     def _on_text(self, side: str, text: str) -> None:
-        self.send({"kind": "text", "side": side, "text": text})
-
-
-def _shown(answer: Answer) -> dict[str, Any]:
-    return {"text": answer.text, "note": answer.note, "whole": answer.batch is not None}
+        self.send({"kind": "text", "side": side, "text": plain(text)})
