@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.base.errors import EngineError, SettingError
-from workbench.engines import FsdpSettings, local
-from workbench.engines.local_engine import lora, quantised
+from workbench.base.errors import CheckpointError, EngineError, SettingError
+from workbench.engines import FsdpSettings, LocalSettings, local
+from workbench.engines.local_engine import learning, lora, quantised
+from workbench.engines.local_engine.learning import Optimizer
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
 pytest.importorskip("peft", reason="peft is not installed (the extra `peft`)")
@@ -123,6 +124,73 @@ def test_what_an_engine_does_with_it(kind: str, folder: Path, tmp_path: Path) ->
     )
     needed = [sum(one.memory_needed(4096, measured=True)[1].values()) for one in (engine, plain)]
     assert 0.8 < needed[0] / needed[1] < 1.25
+
+
+@pytest.mark.slow
+def test_adam_in_8_bits_is_bitsandbytes_and_goes_on_from_its_state_bit_for_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    torch.manual_seed(0)
+    named = {"large": torch.nn.Parameter(torch.randn(80, 64)), "small": torch.nn.Parameter(torch.randn(9))}
+    theirs = [torch.nn.Parameter(one.detach().clone()) for one in named.values()]
+    offloaded = {name: torch.nn.Parameter(one.detach().clone()) for name, one in named.items()}
+    chosen: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "optimizer": "adamw8bit"}
+    adam = bitsandbytes.optim.AdamW8bit(theirs, lr=1e-2, weight_decay=0.1)
+    mine = Optimizer(named, LocalSettings(**chosen))
+    away = Optimizer(offloaded, LocalSettings(**chosen, offload="optimizer"))
+    monkeypatch.setattr(learning, "is_large", lambda size: True)
+    for number in range(6):
+        for one, *others in zip(named.values(), theirs, offloaded.values(), strict=True):
+            one.grad = torch.sin(torch.arange(one.numel()).reshape(one.shape) * (number + 1.0))
+            for other in others:
+                other.grad = one.grad.clone()
+        for optimizer in (adam, mine, away):
+            optimizer.step()
+        if number == 2:
+            state, again = mine.tensors(), Optimizer(named, LocalSettings(**chosen))
+            again.load({name: one.clone() for name, one in state.items()}, 3)
+            mine = again
+        if number == 3:
+            mine.park()
+            assert not mine.in_memory()
+    for one, *others in zip(named.values(), theirs, offloaded.values(), strict=True):
+        assert all(torch.equal(one, other) for other in others)
+    assert {name for name, one in state.items() if one.dtype == torch.uint8} == {"large|state1", "large|state2"}
+    with pytest.raises(CheckpointError, match="absmax2"):
+        mine.check({name: one for name, one in state.items() if name != "large|absmax2"})
+    with pytest.raises(CheckpointError, match=r"exp_avg of shape"):
+        Optimizer(named, LocalSettings()).check(state)
+
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "lora_rank": 16,
+        "base_dtype": "nf4",
+        "lr": 1e-2,
+        "optimizer": "adamw8bit",
+    }
+    settings["lora_targets"] = ("q_proj", "up_proj", "down_proj")
+    engine = local(folder, **settings)
+    batch = CONTRACT.batch(engine)
+    counts = CONTRACT.counts(batch)
+    start = engine.snapshot("replay")
+    engine.learn(batch, LikelihoodLoss(), counts)
+    engine.save(tmp_path / "m")
+    engine.save_state(tmp_path / "s")
+    middle = engine.snapshot("disk", tmp_path)
+    then = [engine.learn(batch, LikelihoodLoss(), counts).metrics for _ in range(2)]
+    end, other = lora.tensors(engine._model), local(folder, **settings)
+    kept = {name: one.clone() for name, one in end.items()}
+    other.load_state(tmp_path / "m", tmp_path / "s")
+    assert [other.learn(batch, LikelihoodLoss(), counts).metrics for _ in range(2)] == then
+    engine.restore(start)
+    engine.learn(batch, LikelihoodLoss(), counts)
+    engine.restore(middle)
+    assert [engine.learn(batch, LikelihoodLoss(), counts).metrics for _ in range(2)] == then
+    for model in (engine._model, other._model):
+        assert all(torch.equal(one, kept[name]) for name, one in lora.tensors(model).items())
+    with pytest.raises(SettingError, match="optimizer of an FSDP engine"):
+        FsdpSettings(optimizer="adamw8bit")
 
 
 def test_it_is_refused_without_adapters_and_over_ranks(folder: Path) -> None:

@@ -59,7 +59,7 @@ weight_decay | done | LocalSettings.weight_decay | of all weights, where transfo
 {adam_beta1,adam_beta2} | done | LocalSettings.betas |
 max_grad_norm | done | LocalSettings.grad_clip |
 adam_epsilon | refused unless 1e-08 | |
-optim | refused unless adamw_torch adamw_torch_fused | | AdamW
+optim | done | LocalSettings.optimizer | adamw_torch, adamw_torch_fused, adamw_8bit, adamw_bnb_8bit; others are refused
 {optim_args,optim_target_modules,neftune_noise_alpha} | refused unless null | |
 label_smoothing_factor | refused unless 0 | |
 {bf16,fp16} | done | LocalSettings.dtype | bf16: None is True unless fp16 is
@@ -106,7 +106,7 @@ DEFAULTS: Mapping[str, Any] = {
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_cap": None,
     "learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "adam_beta1": 0.9,
-    "adam_beta2": 0.999, "max_grad_norm": 1.0, "bf16": None, "fp16": False, "gradient_checkpointing": True, "trust_remote_code": False,
+    "adam_beta2": 0.999, "optim": "adamw_torch_fused", "max_grad_norm": 1.0, "bf16": None, "fp16": False, "gradient_checkpointing": True, "trust_remote_code": False,
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": None,
     "generation_batch_size": None, "num_train_epochs": 3.0, "max_steps": -1, "seed": 42, "data_seed": None,
     "eval_strategy": "no", "eval_steps": None, "num_generations_eval": None, "save_strategy": "steps", "save_steps": 500,
@@ -114,6 +114,9 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """TRL's defaults of the arguments that are done, which a test compares with TRL's own."""
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+_OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw") | dict.fromkeys(
+    ("adamw_8bit", "adamw_bnb_8bit"), "adamw8bit"
+)
 _UNBOUNDED = 1e9
 """Above e^20, the largest ratio: no bound. As a lower one its reciprocal."""
 
@@ -252,6 +255,8 @@ def _batch(v: Mapping[str, Any], devices: int) -> _Batch:
 def _engine(v: Mapping[str, Any], size: _Batch, prompts: int | None) -> dict[str, Any]:
     schedule = getattr(v["lr_scheduler_type"], "value", v["lr_scheduler_type"])
     require(schedule in _SCHEDULES, "lr_scheduler_type", expected=", ".join(_SCHEDULES), found=schedule)
+    optimizer = getattr(v["optim"], "value", v["optim"])
+    require(optimizer in _OPTIMIZERS, "optim", expected=", ".join(_OPTIMIZERS), found=optimizer)
     total = v["max_steps"] if v["max_steps"] > 0 else None
     if total is None and prompts is not None:
         total = max(1, round(v["num_train_epochs"] * (prompts // size.prompts))) * size.updates
@@ -271,6 +276,7 @@ def _engine(v: Mapping[str, Any], size: _Batch, prompts: int | None) -> dict[str
     switches = {"template_switches": dict(v["chat_template_kwargs"])} if v["chat_template_kwargs"] else {}
     return {
         "lr": v["learning_rate"], "betas": (v["adam_beta1"], v["adam_beta2"]), "weight_decay": v["weight_decay"],
+        "optimizer": _OPTIMIZERS[optimizer],
         "grad_clip": v["max_grad_norm"], "schedule": _SCHEDULES[schedule], "warmup_steps": int(warmup), "total_steps": total,
         "gradient_checkpointing": v["gradient_checkpointing"], "trust_remote_code": v["trust_remote_code"],
         "dtype": "float16" if v["fp16"] else "bfloat16" if v["bf16"] in (None, True) else "float32", **switches,

@@ -31,6 +31,7 @@ from workbench.base.errors import EngineError, boundary
 from workbench.dataproto.core import DataProto
 from workbench.engines.local_engine import lora
 from workbench.engines.local_engine.loading import resolve
+from workbench.engines.local_engine.memory import moments_of
 from workbench.engines.local_engine.quantised import parameters
 from workbench.engines.protocol import LossCounts, LossOutput
 from workbench.engines.settings import FsdpSettings
@@ -139,9 +140,13 @@ def whole(
     `opened(folder, settings)` opens it; `config` is transformers' configuration. Raises `EngineError` where it cannot
     be measured.
     """
-    chosen = _on_cpu(settings, gpu).replace(offload="none", check_memory=False, self_check=False)
-    plain = json.loads(config.to_json_string(use_diff=False))
-    found = measured(plain, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
+    plain: dict[str, Any] = {"offload": "none", "optimizer": "adamw", "check_memory": False, "self_check": False}
+    chosen = _on_cpu(settings, gpu).replace(**plain)
+    described = json.loads(config.to_json_string(use_diff=False))
+    found = measured(described, lambda folder: opened(folder, chosen), shape, gpu=gpu, head=head)
+    saved = found.optimizer - moments_of(found.optimizer // 2, settings)  # bitsandbytes' kernels need numbers
+    sizes = {name: getattr(found, name) - saved for name in ("optimizer", "learning", "scoring")}
+    found = replace(found, **sizes)
     return _away(found, settings.offload) if gpu else found
 
 

@@ -36,6 +36,8 @@ class LocalSettings(Settings):
     """AdamW betas."""
     weight_decay: float = 0.01
     """AdamW weight decay."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit` keeps the moments in 8 bits, a quarter of the memory: bitsandbytes' (the extra `bits`). It rounds otherwise."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0 does not clip."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -95,7 +97,7 @@ class LocalSettings(Settings):
     def recorded(self) -> dict[str, Any]:
         """Return the settings by name for a run's record. Newer settings are left out unless they are in use, so that
         records compare with those of earlier releases."""
-        newer = {"routing_replay": False, "mesh": None, "base_dtype": "float32"}
+        newer = {"routing_replay": False, "mesh": None, "base_dtype": "float32", "optimizer": "adamw"}
         return {name: one for name, one in self.to_dict().items() if name not in newer or one != newer[name]}
 
     def precision(self, device: str) -> str:
@@ -158,6 +160,7 @@ class FsdpSettings(LocalSettings):
         require(
             self.base_dtype == "float32", "base_dtype of an FSDP engine", expected="'float32'", found=self.base_dtype
         )
+        require(self.optimizer == "adamw", "optimizer of an FSDP engine", expected="'adamw'", found=self.optimizer)
         limit = self.deadline
         require(limit is None or limit > 0, "deadline", expected="seconds > 0, or None", found=limit)
         require(self.group_deadline > 0, "group_deadline", expected="seconds > 0", found=self.group_deadline)

@@ -84,6 +84,7 @@ LOST = {
     "tensordict": "to_tensordict, from_tensordict",
     "peft": "LoRA",
     "gguf": "models saved as GGUF",
+    "bitsandbytes": "optimizer='adamw8bit'",
     "mcp": "tools of MCP servers",
 }
 """What does not work without a package; everything else does."""

@@ -166,7 +166,8 @@ class ModelEngine(Rewinding):
         """Bytes of one checkpoint, of all ranks together: weights (with LoRA the adapters alone) and Adam's two moments."""
         sizes = [(one.numel() * one.element_size(), one.requires_grad) for one in self._model.parameters()]
         trained = sum(size for size, changes in sizes if changes)
-        return (trained if self._adapted else sum(size for size, _ in sizes)) + 2 * trained
+        moments = memory.moments_of(trained, self._settings)
+        return (trained if self._adapted else sum(size for size, _ in sizes)) + moments
 
     def describe(self) -> dict[str, Any]:
         """Return the model's path and the settings by name, for a run's record."""

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 
 from workbench.base import runtime
+from workbench.base.distribution import optional
 from workbench.base.errors import CheckpointError, NonFinite
 from workbench.base.memory import is_large, release
 from workbench.base.metrics import Count, Mean, Metric, Sum, join
@@ -22,6 +23,10 @@ from workbench.engines.local_engine.states import SCALE, Part, StateFiles, hold
 from workbench.engines.protocol import LossOutput, StepResult
 
 T = TypeVar("T")
+_MAPS = {"qmap1": "dynamic", "qmap2": "udynamic"}
+"""Tables of codes in the state of 8-bit Adam, the same for all parameters, and their names there."""
+_BLOCK = 256
+"""Numbers of a moment in 8 bits that share a largest value."""
 INFINITE_LOSS = "the loss is NaN or infinite; no step was taken"
 INFINITE_NORM = "the gradient norm is NaN or infinite; no step was taken"
 
@@ -120,9 +125,13 @@ class Optimizer:
         self.named = dict(named)
         self._settings = s = settings
         self.steps = 0
-        self._adam = torch.optim.AdamW(
-            self.named.values(), lr=s.lr, betas=s.betas, weight_decay=s.weight_decay, fused=True
-        )
+        chosen = {"lr": s.lr, "betas": s.betas, "weight_decay": s.weight_decay}
+        if s.optimizer == "adamw":
+            self._adam: Any = torch.optim.AdamW(self.named.values(), **chosen, fused=True)
+        else:
+            with optional("bits", f"optimizer={s.optimizer!r}"):
+                from bitsandbytes.optim import AdamW8bit
+            self._adam = AdamW8bit(list(self.named.values()), **chosen)
         self._scaling = LossScale()
         self._parked: Part | None = None
         """The moments, in a temporary file, while nothing uses them."""
@@ -290,9 +299,10 @@ class Optimizer:
     def in_memory(self) -> dict[str, torch.Tensor]:
         """Return the moments and steps of `tensors` that are in memory: none while they are parked."""
         return {
-            f"{name}|{key}": value.detach()
+            f"{name}|{key}": torch.as_tensor(value).detach()
             for name, parameter in self.named.items()
             for key, value in self._adam.state.get(parameter, {}).items()
+            if key not in _MAPS
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
@@ -309,15 +319,26 @@ class Optimizer:
             name, kind = key.split("|")
             if name in self.named:
                 self._adam.state[self.named[name]][kind] = self._placed(self.named[name], kind, value)
+        if self._settings.optimizer == "adamw8bit":
+            self._adam.fill_qmap()
+            for parameter, state in self._adam.state.items():
+                state["step"] = int(state["step"])
+                for kind, known in _MAPS.items() if "absmax1" in state else ():
+                    state[kind] = self._adam.name2qmap[known].to(parameter.device)
         self._move(self.named.values(), "cpu")
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `CheckpointError` unless each parameter in `tensors` has both moments, of the parameter's shape, and
-        its number of steps."""
+        """Raise `CheckpointError` unless each parameter in `tensors` has both moments, of the parameter's shape and of this
+        optimizer's kind, and its number of steps."""
+        moments = ("exp_avg", "exp_avg_sq") if self._settings.optimizer == "adamw" else ("state1", "state2")
         names = dict.fromkeys(key.partition("|")[0] for key in tensors)
         for name in [name for name in names if name in self.named]:
             size = tuple(self.named[name].shape)
-            for kind, shape in {"exp_avg": size, "exp_avg_sq": size, "step": ()}.items():
+            wanted: dict[str, tuple[int, ...]] = {**dict.fromkeys(moments, size), "step": ()}
+            first = tensors.get(f"{name}|{moments[0]}")
+            if first is not None and first.dtype == torch.uint8:
+                wanted |= dict.fromkeys(("absmax1", "absmax2"), (-(-first.numel() // _BLOCK),))
+            for kind, shape in wanted.items():
                 found = tensors.get(f"{name}|{kind}")
                 if found is None or tuple(found.shape) != shape:
                     there = "no such tensor" if found is None else f"shape {tuple(found.shape)}"

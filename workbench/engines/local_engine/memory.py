@@ -53,13 +53,19 @@ def learning_estimate(model: Any, settings: LocalSettings, tokens: int) -> dict[
     """
     sizes = [one.numel() * one.element_size() for one in model.parameters() if one.requires_grad]
     trained, away = sum(sizes), settings.offload == "optimizer" and model.device.type == "cuda"
-    moments = 2 * (max(sizes, default=0) if away else trained)
+    moments = moments_of(max(sizes, default=0) if away else trained, settings)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
     layers = estimated("what a layer keeps", lambda: _by_config(model.config), None) or _by_shapes(model)
     size = 2 if settings.half(model.device.type) else 4
     kept = len(layers) * hidden + max(layers) if settings.gradient_checkpointing else sum(layers)
     logits = min(4 * vocabulary * tokens, CHUNK_BYTES)
     return {"gradients": trained, "optimizer": moments, "activations": kept * size * tokens, "logits": 3 * logits}
+
+
+def moments_of(trained: int, settings: LocalSettings) -> int:
+    """Bytes of Adam's moments of `trained` bytes of float32 weights: twice as many, or in 8 bits a byte each and the largest
+    values of blocks."""
+    return 2 * trained if settings.optimizer == "adamw" else trained * 65 // 128
 
 
 def pass_tokens(model: Any, settings: LocalSettings, kind: str, free: int, shards: int = 1) -> int:
