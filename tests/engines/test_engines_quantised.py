@@ -11,7 +11,7 @@ import torch
 import workbench as wb
 from workbench.base.errors import CheckpointError, EngineError, SettingError
 from workbench.engines import FsdpSettings, LocalSettings, local
-from workbench.engines.local_engine import learning, lora, quantised
+from workbench.engines.local_engine import learning, loading, lora, quantised
 from workbench.engines.local_engine.learning import Optimizer
 from workbench.testing.engines import EngineContract, LikelihoodLoss
 
@@ -95,12 +95,16 @@ def test_gradients_are_those_of_a_base_of_decoded_weights(kind: str, folder: Pat
 
 @pytest.mark.slow
 @KINDS
-def test_what_an_engine_does_with_it(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_what_an_engine_does_with_it(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"device": "cpu", "lora_rank": 4, "base_dtype": kind, "lr": 1e-2}
     engine, plain = local(folder, **settings), local(folder, device="cpu", lora_rank=4)
     assert sum(one.nbytes for one in engine._model.buffers()) * (6 if kind == "nf4" else 3) < sum(
         one.nbytes for one in plain._model.parameters()
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_coded", lambda *given: None)  # the whole model first
+        state = local(folder, **settings)._model.state_dict()
+    assert all(torch.equal(one, state[name]) for name, one in engine._model.state_dict().items())
     assert str(quantised.parameters(plain._model)) in repr(engine).replace(",", "")
     assert engine.describe()["base_dtype"] == kind and engine.weight_layout() == plain.weight_layout()
     batch = CONTRACT.batch(engine)

@@ -120,12 +120,7 @@ def load_model(
 
     disable_progress_bar()
     base, there = lora.base_of(Path(path)), torch.device("meta") if empty else nullcontext()
-    if settings.base_dtype in quantised.KINDS and base is None and not (adapted or settings.lora_rank):
-        what, do = (
-            f"base_dtype={settings.base_dtype!r} of all weights",
-            "set lora_rank=16: adapters learn, codes do not",
-        )
-        raise SettingError(what, expected="lora_rank ≥ 1, or a folder of adapters", found="lora_rank=0", do=do)
+    coded = _is_coded(settings, adapted=bool(base or adapted or settings.lora_rank))
     if base is not None:
         model = load_model(resolve(base), settings.replace(lora_rank=0), empty=empty, buffers=buffers, adapted=True)
         with there:
@@ -143,12 +138,13 @@ def load_model(
                 with parameters_on_meta() if buffers else there, torch.random.fork_rng(devices=[]):
                     model = _kind(config).from_config(config, dtype=torch.float32, **options)
             else:
-                model = pretrained(_kind(config), path, **options)
+                read = _coded(config, path, settings, options) if coded else None
+                model = read or pretrained(_kind(config), path, **options)
         except Exception:
             check_packages("", "loading a model", sys.modules)  # an old version may be why
             raise
     device = "meta" if empty else chosen_device(settings.device)
-    if settings.base_dtype in quantised.KINDS:
+    if coded:
         quantised.quantise(model, settings.base_dtype, device)
     if not buffers:
         model = model.to(device)
@@ -161,6 +157,36 @@ def load_model(
     if model.device.type == "cpu":
         use_faster_products(model)
     return model.eval()
+
+
+def _is_coded(settings: Any, adapted: bool) -> bool:
+    """Whether linear layers are to be kept in codes. Raises `SettingError` where they would have no adapters."""
+    coded = settings.base_dtype in quantised.KINDS
+    if coded and not adapted:
+        what, do = (
+            f"base_dtype={settings.base_dtype!r} of all weights",
+            "set lora_rank=16: adapters learn, codes do not",
+        )
+        raise SettingError(what, expected="lora_rank ≥ 1, or a folder of adapters", found="lora_rank=0", do=do)
+    return coded
+
+
+def _coded(config: Any, path: str | Path, settings: Any, options: Mapping[str, Any]) -> Any:
+    """Load a model whose linear layers are kept in codes without ever having it whole; None where its files have other names
+    than the model."""
+    from huggingface_hub import snapshot_download
+    from transformers import GenerationConfig
+
+    kept = ["*.safetensors", "*.json"]
+    folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=kept))
+    with parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model = _kind(config).from_config(config, dtype=torch.float32, **options)
+    device = chosen_device(settings.device)
+    if not quantised.fill(model, sorted(folder.glob("*.safetensors")), settings.base_dtype, device):
+        return None
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def halve_frozen(model: Any, settings: Any) -> None:

@@ -9,8 +9,9 @@ Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -96,12 +97,43 @@ def quantise(model: Any, kind: str, device: torch.device | str) -> None:
     """Keep the weights of a model's linear layers in `kind` on `device`, all but the output head's, whose rows logits are."""
     head = model.get_output_embeddings()
     for layer in list(model.modules()):
-        if isinstance(layer, nn.Linear) and layer is not head:
-            weight = layer._parameters.pop("weight")
-            codes, scales = (_nf4 if kind == "nf4" else _int8)(cast(Tensor, weight).to(device).float())
-            layer.__class__, layer.kind = Coded, kind  # type: ignore[assignment]
-            layer.register_buffer("codes", codes)
-            layer.register_buffer("scales", scales)
+        if isinstance(layer, nn.Linear) and not isinstance(layer, Coded) and layer is not head:
+            _keep(layer, layer.weight, kind, device)
+
+
+def _keep(layer: Any, weight: Tensor, kind: str, device: torch.device | str) -> None:
+    """Make a linear layer one that keeps codes of `weight`."""
+    codes, scales = (_nf4 if kind == "nf4" else _int8)(weight.to(device).float())
+    del layer._parameters["weight"]
+    layer.__class__, layer.kind = Coded, kind
+    layer.register_buffer("codes", codes)
+    layer.register_buffer("scales", scales)
+
+
+@torch.no_grad()
+def fill(model: Any, files: Sequence[Path], kind: str, device: torch.device | str) -> bool:
+    """Fill a model, whose parameters are on the meta device, from safetensors files, one tensor at a time, and keep linear
+    layers in `kind` as `quantise` does. Returns False, with the model of no use, where names or shapes are not the model's."""
+    from safetensors import safe_open
+
+    head, wanted = model.get_output_embeddings(), dict(model.named_parameters())
+    ties = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted.keys()
+    for path in files:
+        with safe_open(str(path), "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a file of tensors, no dict
+                owner, _, leaf = name.rpartition(".")
+                if name not in ties and wanted.pop(name, torch.empty(0)).shape != tuple(
+                    file.get_slice(name).get_shape()
+                ):
+                    return False
+                layer = model.get_submodule(owner)
+                if leaf == "weight" and isinstance(layer, nn.Linear) and layer is not head:
+                    _keep(layer, file.get_tensor(name), kind, device)
+                elif name not in ties:
+                    whole = file.get_tensor(name).to(device, torch.float32)
+                    layer._parameters[leaf] = nn.Parameter(whole, requires_grad=True)
+    model.tie_weights()
+    return not wanted
 
 
 def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
