@@ -1,6 +1,7 @@
 """Sampled tokens until a student reaches its teacher's held-out reward, by GRPO and by distillation.
 
     python tests/benchmarks/distillation.py [--seeds 0 1 2] [--steps 40]
+    python tests/benchmarks/distillation.py --memory [--rows 64]     # peak memory of an update over 152,064 words
 
 The teacher is tiny-arith with twice its layers, after supervised steps on the training rows' solutions, as in notebook 109. All
 ways have the same prompts and as many samples and optimizer steps a step. `tests/benchmarks/README.md` has the last table.
@@ -9,7 +10,11 @@ ways have the same prompts and as many samples and optimizer steps a step. `test
 from __future__ import annotations
 
 import argparse
+import resource
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import workbench as wb
+from workbench.engines.local_engine.engine import LocalEngine
+from workbench.engines.protocol import LossCounts
+from workbench.engines.settings import LocalSettings
+from workbench.stages import Divergence, PolicyLoss
+from workbench.stages.update import OnPolicyLoss
 
 MODEL = "data/tiny-arith"
 WITHIN = 0.02
@@ -74,6 +84,35 @@ def measure(way: str, teacher: Any, wanted: float, seed: int, options: argparse.
     return f"| {seed} | {wanted:.3f} | {way} | {step} | {count} | {numbers} |"
 
 
+WAYS = {"grpo": None, "reverse": 1.0, "forward": 0.0, "JSD 0.5": 0.5}
+
+
+def learn(way: str, rows: int) -> None:
+    """Take an update by GRPO or by a divergence over the whole vocabulary, and print peak memory and time of this process."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=152_064, num_key_value_heads=2, tie_word_embeddings=True, **shape)
+    tokenizer = argparse.Namespace(eos_token_id=0, pad_token_id=0)
+    settings = LocalSettings(lr=1e-4, device="cpu", self_check=False, check_memory=False)
+    engines = [LocalEngine(Qwen2ForCausalLM(config), tokenizer, settings, path="x") for _ in range(1 + (way != "grpo"))]
+    loss: Any = (
+        OnPolicyLoss(PolicyLoss()) if way == "grpo" else Divergence(teacher=engines[1].reference(), beta=WAYS[way])
+    )
+    teacher = sum(4 * one.numel() for engine in engines[1:] for one in engine._model.parameters())
+    tokens = 512
+    ids = torch.randint(1, config.vocab_size, (rows, tokens + 8))
+    ones, mask = torch.ones_like(ids), torch.ones(rows, tokens, dtype=torch.long)
+    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1, "response_mask": mask}
+    columns |= {"advantages": torch.randn(rows, tokens), "scored": torch.ones(rows, dtype=torch.bool)}
+    start = time.process_time()
+    engines[0].learn(wb.DataProto(columns), loss, LossCounts(float(rows * tokens), float(rows), float(tokens)))
+    seconds, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"| {way} | {peak:.0f} | {peak - teacher / 2**20:.0f} | {seconds:.1f} |", flush=True)
+
+
 def main() -> None:
     """All students, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -83,7 +122,17 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="steps between held-out rewards")
     parser.add_argument("--teacher-steps", type=int, default=60)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", action="store_true", help="peak memory in place of tokens")
+    parser.add_argument("--rows", type=int, default=64, help="of an update with --memory")
+    parser.add_argument("--way", choices=WAYS, help="with --memory: this way alone, in this process")
     options = parser.parse_args()
+    if options.way:
+        return learn(options.way, options.rows)
+    if options.memory:
+        print("| update | peak, MiB | without the teacher's weights | CPU s |\n|---|---|---|---|", flush=True)
+        for way in WAYS:
+            subprocess.run([sys.executable, __file__, "--way", way, "--rows", str(options.rows)], check=True)
+        return None
     torch.set_num_threads(options.threads)
     rows, held_out = (wb.rows(f"data/arith/{part}.parquet", max_prompt_length=256) for part in ("train", "test"))
     print(f"| seed | teacher | student by | steps | sampled tokens | held-out reward every {options.every} steps |")

@@ -444,7 +444,7 @@ class WholeTeacher(Protocol):
 
     def distributions(self, rows: DataProto, temperature: float = 1.0) -> Callable[[slice], torch.Tensor]:
         """Run the model over a micro-batch, and return a function: of a slice of its N response tokens, in the rows' order,
-        the log-probs of every next token, [n, V] float32."""
+        the log-probs of every next token, [n, V] float32, which the caller overwrites."""
 
 
 @runtime_checkable

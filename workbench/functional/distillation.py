@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,67 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         log_q, log_p = log_q.masked_fill(never, 0.0), log_p.masked_fill(never, 0.0)
         return (log_p.exp().masked_fill(never, 0.0) * (log_p - log_q)).sum(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+class LogitsDivergence:
+    """The `divergence` of softmax(logits) [n, V] from a teacher's distributions, with an analytic gradient.
+
+    Each call uses the memory of the one before, so that its gradient must be computed before the next call: fresh pages of a
+    large vocabulary cost more than what is written to them, and leave holes in a process's memory. The teacher's log-probs are
+    overwritten. Second derivatives are not supported.
+    """
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+        self._space: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, teacher: Tensor) -> Tensor:
+        """Logits and the teacher's log-probs, each [n, V] float32 → [n], in nats."""
+        if not self._space or len(self._space[0]) < len(logits):
+            count = 1 if self.beta == 1 else 2 if self.beta == 0 else 3
+            self._space = [torch.empty_like(logits) for _ in range(count)]
+        values: Tensor = _OfLogits.apply(logits, teacher, self.beta, [one[: len(logits)] for one in self._space])
+        return values
+
+
+class _OfLogits(torch.autograd.Function):
+    """Autograd function of `LogitsDivergence`, which computes the gradient with the values, in place.
+
+    With q the student, p the teacher and t = p for the reverse KL, else their mixture, ∂KL(q‖t)/∂zᵢ = qᵢ·(log qᵢ − log tᵢ −
+    KL(q‖t)), and that of the mixture's two terms is (1 − β) times this; ∂KL(p‖q)/∂zᵢ = qᵢ − pᵢ.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, log_p: Tensor, beta: float, space: list[Tensor]) -> Tensor:
+        log_q = torch.log_softmax(logits, -1, out=space[0])
+        if beta == 0:
+            p = torch.exp(log_p, out=space[1])
+            values = _weighted(p, log_p.sub_(log_q))
+            ctx.slope = log_q.exp_().sub_(p)
+            return values
+        values, target = log_q.new_zeros(len(log_q)), log_p
+        if beta < 1:
+            target, p = torch.add(log_q, math.log1p(-beta), out=space[1]), torch.exp(log_p, out=space[2])
+            torch.logaddexp(target, log_p.add_(math.log(beta)), out=target)
+            values = beta * _weighted(p, log_p.sub_(target).sub_(math.log(beta)))
+        gap = torch.sub(log_q, target, out=log_p)
+        q, share = log_q.exp_(), 1.0 if beta == 1 else 1 - beta
+        kl = _weighted(q, gap)
+        ctx.slope = gap.sub_(kl[:, None]).mul_(q).mul_(share)
+        return values + share * kl
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.slope.mul_(gradient[:, None]), None, None, None
+
+
+def _weighted(probs: Tensor, gaps: Tensor) -> Tensor:
+    """Σ p·gap, [n, V] → [n]; a gap of a token of probability 0 counts 0, and is overwritten where it is not finite."""
+    total = torch.einsum("nv,nv->n", probs, gaps)
+    if total.isfinite().all():
+        return total
+    return torch.einsum("nv,nv->n", probs, gaps.masked_fill_(probs == 0, 0.0))
 
 
 LEAST_TAIL = 1e-7

@@ -75,15 +75,43 @@ def linear_log_probs(
     backward pass; what autocast says about matrix products holds. `product` multiplies left [n, K] and right [m, K] to
     left·rightᵀ, in place of torch. Second derivatives are not supported.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    shape = _Shape(factor, softcap, temperature, dtype, distribution, product)
+    shape = _Shape(factor, softcap, temperature, _dtype(hidden, weight), distribution, product)
     return _LinearLogProbs.apply(hidden, weight, bias, labels, shape)
+
+
+def linear_function(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    function: Callable[[Tensor, slice], Tensor],
+    *,
+    factor: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    product: Product | None = None,
+) -> Tensor:
+    """Compute a function of the logits of `linear_log_probs` for N positions: [N, …], chunk by chunk in both directions.
+
+    `function` is called with the logits [n, V] of a slice of the positions, which the next call overwrites, and returns [n, …];
+    it is called again in the backward pass, with gradients on, under the autocast of the first call.
+    """
+    shape = _Shape(factor, softcap, temperature, _dtype(hidden, weight), False, product)
+    values: Tensor = _LinearFunction.apply(hidden, weight, bias, function, shape)
+    return values
+
+
+def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type of a layer's products."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
 CHUNK_BYTES = 1 << 26
 """Bytes of the logits that exist at one time."""
+_HALF = 1 << 25
+"""Bytes that the logits of a function exceed, which has several tensors of that size. Blocks of up to 32 MiB come from the C
+library's heap, where freed ones of a chunk leave holes that the next chunk's do not fit into: the heap would grow by each chunk."""
 _ROWS = 4_096
 """Words whose gradient is added at one time: a product of that size stays in the cache until it is added."""
 
@@ -203,6 +231,46 @@ class _LinearLogProbs(torch.autograd.Function):
                     slope.scatter_add_(1, labels[chunk, None], wanted[0][:, None])
                 shape.back(slope, logits)
                 total.add(chunk, slope, states, cast[0], shape.product)
+        return (*total.found(), None, None)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Autograd function of `linear_function`; between its passes it keeps nothing of a chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, function: Any, shape: _Shape) -> Tensor:
+        kind = hidden.device.type
+        ctx.half = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        cast = shape.prepared(weight, bias)[1]
+        size = _HALF // (weight.shape[0] * 4) + 1
+        (space,) = _space(hidden, weight, size, 1)
+        ctx.places = [slice(at, at + size) for at in range(0, len(hidden), size)] or [slice(0, 0)]
+        ctx.function, ctx.shape = function, shape
+        ctx.save_for_backward(hidden, weight, bias, *cast)
+        pieces = []
+        for at in ctx.places:
+            with torch.autocast(kind, enabled=False):
+                logits = shape.logits(hidden[at], *cast, out=space[: len(hidden[at])])
+            pieces.append(function(logits, at))
+        return torch.cat(pieces)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *cast = ctx.saved_tensors
+        (space,) = _space(hidden, weight, ctx.places[0].stop, 1)
+        total = _Gradients((hidden, weight, bias), ctx.needs_input_grad, space.dtype)
+        for at in ctx.places:
+            states = hidden[at].to(ctx.shape.dtype)
+            with torch.autocast(ctx.half[0], enabled=False):
+                logits = ctx.shape.logits(states, *cast, out=space[: len(states)])
+            with torch.enable_grad(), torch.autocast(*ctx.half):
+                read = logits.detach().requires_grad_()
+                out = ctx.function(read, at)
+            slope = torch.autograd.grad(out, read, gradient[at])[0].contiguous()
+            with torch.autocast(ctx.half[0], enabled=False):
+                ctx.shape.back(slope, logits)
+                total.add(at, slope, states, cast[0], ctx.shape.product)
         return (*total.found(), None, None)
 
 

@@ -16,7 +16,7 @@ from workbench.dataproto.core import DataProto
 from workbench.datasets.pictures import text_of
 from workbench.datasets.rendering import encode_rows
 from workbench.engines.protocol import GivesTops, LossCounts, LossOutput, WholeTeacher, switches_of
-from workbench.functional.distillation import divergence, with_tail
+from workbench.functional.distillation import LogitsDivergence, divergence, with_tail
 from workbench.functional.losses import AGGREGATIONS, aggregate, kl_penalty
 from workbench.functional.masking import masked_mean
 from workbench.stages.log_prob import LogProb, scored_columns, version_lag
@@ -241,7 +241,7 @@ class Divergence(Settings):
                 return divergence(mine, theirs, self.beta)
 
             return against_tops
-        of_teacher = self.teacher.distributions(rows, temperature)
+        of_teacher, measured = self.teacher.distributions(rows, temperature), LogitsDivergence(self.beta)
 
         def against_all(logits: Tensor, at: slice) -> Tensor:
             theirs = of_teacher(at).to(logits.device)
@@ -249,7 +249,7 @@ class Divergence(Settings):
                 found = f"{theirs.shape[-1]} tokens, and {logits.shape[-1]} of the student"
                 do = "take a teacher of the student's family, or estimator='sampled'"
                 raise EngineError("teacher with another vocabulary", found=found, do=do)
-            return divergence(torch.log_softmax(logits.float(), -1), theirs, self.beta)
+            return measured(logits.float(), theirs)
 
         return against_all
 

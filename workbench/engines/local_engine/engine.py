@@ -242,10 +242,16 @@ class FrozenModel:
         with self.model() as model, torch.no_grad():
             way: Any = scoring.layout(model, rows, scoring.packs(model, self._engine._settings, rows))
             states = way.spread.each(way.states(model, head_of(model)))
+        space = states.new_empty(0, dtype=torch.float32)
 
         def log_probs(at: slice) -> torch.Tensor:
+            nonlocal space
             with self.model() as model, torch.no_grad():
-                return torch.log_softmax(head_of(model).logits(states[at]).float() / temperature, -1)
+                logits = head_of(model).logits(states[at])
+                logits = logits if temperature == 1 else logits / temperature
+                if len(space) < len(logits):
+                    space = torch.empty_like(logits)
+                return torch.log_softmax(logits, -1, out=space[: len(logits)])
 
         return log_probs
 

@@ -402,7 +402,7 @@ class Head:
 
     def shaped(self, outputs: Tensor) -> Tensor:
         """Turn the linear layer's outputs [N, V] into float32 logits."""
-        logits: Tensor = outputs.float() * self.factor
+        logits: Tensor = outputs.float() if self.factor == 1 else outputs.float() * self.factor
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def states(self, model: Any, **inputs: Tensor) -> Tensor:

@@ -37,7 +37,13 @@ from workbench.engines.local_engine.forward import (
 from workbench.engines.local_engine.loading import check_length
 from workbench.engines.local_engine.products import FASTER, is_plain, product
 from workbench.engines.transformers_internals import asks_attention_interface, attention_of
-from workbench.functional.logprobs import CHUNK_BYTES, entropy_from_logits, linear_log_probs, log_probs_from_logits
+from workbench.functional.logprobs import (
+    CHUNK_BYTES,
+    entropy_from_logits,
+    linear_function,
+    linear_log_probs,
+    log_probs_from_logits,
+)
 from workbench.functional.losses import full_kl
 
 LEAST = 16
@@ -578,59 +584,38 @@ Compare = Callable[[DataProto, float], Callable[[Tensor, slice], Tensor]]
 def _compared(head: Head, states: Tensor, function: Callable[[Tensor, slice], Tensor], temperature: float) -> Tensor:
     """Compute a function of the logits at N positions, [N, …], chunk by chunk."""
     linear = head.linear
+    if is_plain(linear):
+        return linear_function(states, linear.weight, linear.bias, function, **_shape(head, states, temperature))
 
     def chunk(part: Tensor, at: slice) -> Tensor:
-        return function((head.shaped(part) if is_plain(linear) else head.logits(part)) / temperature, at)
+        return function(head.logits(part) / temperature, at)
 
     size = max(_chunk_rows(head, states) // 4, 1)  # of a divergence several tensors as large as the logits exist
     places = [slice(start, start + size) for start in range(0, len(states), size)] or [slice(0, 0)]
-    if is_plain(linear):
-        exact: Tensor = _InChunks.apply(states, chunk, places, True, linear.weight, linear.bias)
-        return exact
     layer = () if linear is None else (one for one in linear.parameters() if one.requires_grad)
-    found: Tensor = _InChunks.apply(states, chunk, places, False, *layer)
+    found: Tensor = _InChunks.apply(states, chunk, places, *layer)
     return found
 
 
 class _InChunks(torch.autograd.Function):
-    """Autograd function of `_compared`: both passes compute one chunk after the other and keep nothing of it.
+    """Autograd function of `_compared` for any head: both passes compute one chunk after the other and keep nothing of it.
 
-    `checkpoint` keeps what it computes again until the whole backward pass has ended. For a `plain` linear layer `chunk` takes
-    its outputs, and the gradient of its weight is summed in place.
+    `checkpoint` keeps what it computes again until the whole backward pass has ended.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, chunk: Any, places: Sequence[slice], plain: bool, *layer: Any) -> Tensor:
-        ctx.chunk, ctx.places, ctx.layer, ctx.plain = chunk, places, layer, plain
+    def forward(ctx: Any, states: Tensor, chunk: Any, places: Sequence[slice], *layer: Any) -> Tensor:
+        ctx.chunk, ctx.places, ctx.layer = chunk, places, layer
         ctx.half = torch.is_autocast_enabled(states.device.type), torch.get_autocast_dtype(states.device.type)
         ctx.save_for_backward(states)
-        parts = ((product(states[at], *layer) if plain else states[at], at) for at in places)
-        return torch.cat([chunk(*one) for one in parts])
+        return torch.cat([chunk(states[at], at) for at in places])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (states,) = ctx.saved_tensors
-        total = torch.zeros_like(states)
-        needed = ctx.needs_input_grad[4:]
-        sums: list[Any] = [
-            torch.zeros_like(one) if wanted else None for one, wanted in zip(ctx.layer, needed, strict=True)
-        ]
+        total, sums = torch.zeros_like(states), [torch.zeros_like(one) for one in ctx.layer]
         enabled, dtype = ctx.half
-        if ctx.plain:
-            weight, bias = ctx.layer
-            for at in ctx.places:
-                with torch.autocast(states.device.type, dtype, enabled):
-                    outputs = product(states[at], weight, bias)
-                    with torch.enable_grad():
-                        out = ctx.chunk(outputs.requires_grad_(), at)
-                slope = torch.autograd.grad(out, outputs, gradient[at])[0].to(weight.dtype)
-                total[at] = slope @ weight
-                if sums[0] is not None:
-                    sums[0].addmm_(slope.T, states[at].to(weight.dtype))
-                if sums[1] is not None:
-                    sums[1].add_(slope.sum(0))
-            return total, None, None, None, *sums
         for at in ctx.places:
             with torch.enable_grad(), torch.autocast(states.device.type, dtype, enabled):
                 part = states[at].detach().requires_grad_()
@@ -638,7 +623,7 @@ class _InChunks(torch.autograd.Function):
             total[at], *further = torch.autograd.grad(out, (part, *ctx.layer), gradient[at])
             for one, more in zip(sums, further, strict=True):
                 one.add_(more)
-        return total, None, None, None, *sums
+        return total, None, None, *sums
 
 
 _DISTRIBUTION = ("log_probs", "entropy", "sum_pi_squared")
@@ -653,11 +638,15 @@ def _from_logits(
     linear = head.linear
     if not is_plain(linear):  # an adapter, a shard, none
         return logits_in_chunks(head, states, labels, wanted, temperature)
-    shape: dict[str, Any] = {"factor": head.factor, "softcap": head.softcap, "temperature": temperature}
-    shape["product"] = product if FASTER and states.is_cpu else None
-    more = wanted != ["log_probs"]
+    more, shape = wanted != ["log_probs"], _shape(head, states, temperature)
     found = linear_log_probs(states, linear.weight, linear.bias, labels, **shape, distribution=more)
     return {name: one for name, one in zip(_DISTRIBUTION, found, strict=True) if name in wanted}
+
+
+def _shape(head: Head, states: Tensor, temperature: float) -> dict[str, Any]:
+    """Return how logits follow from a plain head's layer, as arguments of `linear_log_probs` and `linear_function`."""
+    faster = product if FASTER and states.is_cpu else None
+    return {"factor": head.factor, "softcap": head.softcap, "temperature": temperature, "product": faster}
 
 
 def logits_in_chunks(
