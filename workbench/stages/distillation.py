@@ -175,7 +175,8 @@ class Divergence(Settings):
     top_k: int | None = None
     """Number of the teacher's likeliest tokens; None: the whole vocabulary."""
     tail: bool = True
-    """With `top_k`: count all other tokens as one more; False: leave them out, as verl's `forward_kl_topk`."""
+    """With `top_k`: count all other tokens as one more; False: leave them out, and count a sum below 0 as 0, as verl's
+    `forward_kl_topk`."""
     loss_max_clamp: float | None = None
     """The most that a token counts, in nats, on both sides; None: no limit."""
     against: str = "teacher_log_probs"
@@ -238,7 +239,8 @@ class Divergence(Settings):
                 logits = logits.float()
                 mine = logits.gather(-1, places) - logits.logsumexp(-1, keepdim=True)
                 mine, theirs = (with_tail(one) if self.tail else one for one in (mine, theirs))
-                return divergence(mine, theirs, self.beta)
+                values = divergence(mine, theirs, self.beta)
+                return values if self.tail else values.clamp(min=0)  # of some tokens alone the sum may be negative
 
             return against_tops
         of_teacher, measured = self.teacher.distributions(rows, temperature), LogitsDivergence(self.beta)
