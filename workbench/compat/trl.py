@@ -230,12 +230,10 @@ class _Batch(NamedTuple):
 
 def _batch(v: Mapping[str, Any], devices: int) -> _Batch:
     """Return what TRL's sizes in rows are in prompts. Raises `SettingError` where an optimizer step has no whole groups."""
-    rows, summed, group = (
-        v["per_device_train_batch_size"] * devices,
-        v["gradient_accumulation_steps"],
-        v["num_generations"],
+    summed, group, sampled = (
+        v[name] for name in ("gradient_accumulation_steps", "num_generations", "steps_per_generation")
     )
-    sampled = v["steps_per_generation"]
+    rows = v["per_device_train_batch_size"] * devices
     if v["generation_batch_size"] is not None:
         require(sampled is None, "steps_per_generation", expected="None beside generation_batch_size", found=sampled)
         sampled = v["generation_batch_size"] // rows
@@ -262,13 +260,8 @@ def _engine(v: Mapping[str, Any], size: _Batch, prompts: int | None) -> dict[str
         total = max(1, round(v["num_train_epochs"] * (prompts // size.prompts))) * size.updates
     ends = _SCHEDULES[schedule] != "constant"
     do = "give max_steps, or the number of rows: prompts=len(rows)"
-    require(
-        total is not None or not ends,
-        f"optimizer steps of schedule {schedule!r}",
-        expected="a number",
-        found=None,
-        do=do,
-    )
+    what, known = f"optimizer steps of schedule {schedule!r}", total is not None or not ends
+    require(known, what, expected="a number", found=None, do=do)
     warmup = v["warmup_steps"]
     if 0 < warmup < 1:
         require(total is not None, f"warmup_steps={warmup}, a share", expected="max_steps or prompts=", found=None)

@@ -589,72 +589,55 @@ def reward_block(values: Mapping[str, Any]) -> dict[str, Any]:
 def _contradictions(values: Mapping[str, Any]) -> Iterator[SettingRow]:
     """Yield rows for settings that contradict each other, or that have another effect together than alone."""
     method, critic = estimator(values), values.get("critic.enable")
-    in_reward = values.get("algorithm.use_kl_in_reward")
-    both = "algorithm.adv_estimator + critic.enable"
-    if method == "gae" and critic is False:
-        why = "gae needs a critic: leave critic.enable out, or take another estimator"
-        yield SettingRow(both, f"{method}, {critic}", "—", "refused", why)
-    if method != "gae" and critic is True:
-        why = f"{method} reads no values: the critic would be trained for nothing"
-        yield SettingRow(both, f"{method}, {critic}", "—", "refused", why)
-    if values.get(f"{_ACTOR}.use_kl_loss") and in_reward:
-        why = "the KL counts twice, in the loss and in the reward; verl warns"
-        yield SettingRow(f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward", "True, True", "both", "near", why)
-    if in_reward and values.get("algorithm.kl_penalty") == "full":
-        why = "there is no such estimator, in verl neither"
-        yield SettingRow("algorithm.kl_penalty + algorithm.use_kl_in_reward", "full, True", "—", "refused", why)
-    if method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1:
-        why = 'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'
-        yield SettingRow(f"algorithm.adv_estimator + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near", why)
-    yield from _unfitting_names(values, method)
-    yield from _unfitting_numbers(values)
-
-
-def _unfitting_names(values: Mapping[str, Any], method: str) -> Iterator[SettingRow]:
-    """Yield rows for names that do not fit each other: of an estimator, of a loop, or one number under two names."""
     loop = str(values.get(f"{_ROLLOUT}.agent.default_agent_loop", ""))
-    if loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False:
-        why = "the loop's name counts, as in verl from 0.7 on: the tools run"
-        yield SettingRow(
-            f"{_TURNS}.enable + {_ROLLOUT}.agent.default_agent_loop", f"False, {loop}", "ToolAgent", "near", why
-        )
-    if values.get("algorithm.filter_groups.enable") and method in ("gae", "remax"):
-        why = f"dynamic sampling compares a prompt's samples, {method} does not"
-        yield SettingRow(
-            "algorithm.filter_groups.enable + algorithm.adv_estimator", f"True, {method}", "—", "refused", why
-        )
-    if method == "grpo_vectorized" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
-        why = "not divided by the deviation, as it says; verl's grpo_vectorized divides all the same"
-        yield SettingRow(
-            "algorithm.adv_estimator + algorithm.norm_adv_by_std_in_grpo", f"{method}, False", "Advantage", "near", why
-        )
-    for place in (_ACTOR, "critic"):
-        first, second = (values.get(f"{place}.{name}") for name in ("grad_clip", "optim.clip_grad"))
-        if first is not None and second is not None and first != second:
-            why = "one number under two names: leave one out"
-            yield SettingRow(f"{place}.grad_clip + {place}.optim.clip_grad", f"{first}, {second}", "—", "refused", why)
+    named, in_reward = "algorithm.adv_estimator", values.get("algorithm.use_kl_in_reward")
+    both, kls = f"{named} + critic.enable", f"{_ACTOR}.use_kl_loss + algorithm.use_kl_in_reward"
+    cases: list[tuple[Any, ...]] = [
+        (method == "gae" and critic is False, both, f"{method}, {critic}", "—", "refused",
+         "gae needs a critic: leave critic.enable out, or take another estimator"),
+        (method != "gae" and critic is True, both, f"{method}, {critic}", "—", "refused",
+         f"{method} reads no values: the critic would be trained for nothing"),
+        (values.get(f"{_ACTOR}.use_kl_loss") and in_reward, kls, "True, True", "both", "near",
+         "the KL counts twice, in the loss and in the reward; verl warns"),
+        (in_reward and values.get("algorithm.kl_penalty") == "full",
+         "algorithm.kl_penalty + algorithm.use_kl_in_reward", "full, True", "—", "refused",
+         "there is no such estimator, in verl neither"),
+        (method in GROUPED and values.get(f"{_ROLLOUT}.n", 1) == 1,
+         f"{named} + {_ROLLOUT}.n", f"{method}, 1", "Advantage(singleton)", "near",
+         'every group is one row: its advantage is its bare score, as in verl (`singleton="verl"`)'),
+        (loop.startswith("tool_agent") and values.get(f"{_TURNS}.enable") is False,
+         f"{_TURNS}.enable + {_ROLLOUT}.agent.default_agent_loop", f"False, {loop}", "ToolAgent", "near",
+         "the loop's name counts, as in verl from 0.7 on: the tools run"),
+        (values.get("algorithm.filter_groups.enable") and method in ("gae", "remax"),
+         f"algorithm.filter_groups.enable + {named}", f"True, {method}", "—", "refused",
+         f"dynamic sampling compares a prompt's samples, {method} does not"),
+        (method == "grpo_vectorized" and values.get("algorithm.norm_adv_by_std_in_grpo") is False,
+         f"{named} + algorithm.norm_adv_by_std_in_grpo", f"{method}, False", "Advantage", "near",
+         "not divided by the deviation, as it says; verl's grpo_vectorized divides all the same"),
+        *_numbers(values),
+    ]  # fmt: skip
+    yield from (SettingRow(*row) for holds, *row in cases if holds)
 
 
-def _unfitting_numbers(values: Mapping[str, Any]) -> Iterator[SettingRow]:
-    """Yield table rows on numbers that do not fit each other, such as a mini-batch larger than the batch."""
-    batch, mini = (values.get(key) for key in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"))
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield (whether it is so, *row) for numbers that do not fit each other, such as a mini-batch larger than the batch."""
+    mini, batch = values.get(f"{_ACTOR}.ppo_mini_batch_size"), values.get("data.train_batch_size")
     batch = DEFAULTS["data.train_batch_size"] if batch is None else batch
-    if _are_numbers(mini, batch) and mini > batch:
-        why = "a mini-batch is a part of the batch; both count prompts"
-        yield SettingRow(
-            f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size", f"{mini}, {batch}", "—", "refused", why
-        )
     prompt, response = longest(values, "prompt"), longest(values, "response")
-    rooms = (f"{_ROLLOUT}.max_model_len", f"{_ROLLOUT}.engine_kwargs.vllm.max_model_len")
-    room = next((values[key] for key in rooms if values.get(key) is not None), None)
-    if _are_numbers(prompt, response, room) and prompt + response > room:
-        both, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
-        yield SettingRow(both, f"{room}, {prompt} + {response}", "—", "refused", why)
+    rooms = (values.get(f"{_ROLLOUT}.{name}") for name in ("max_model_len", "engine_kwargs.vllm.max_model_len"))
+    room = next((one for one in rooms if one is not None), None)
+    key = f"{_ACTOR}.ppo_mini_batch_size + data.train_batch_size"
+    why = "a mini-batch is a part of the batch; both count prompts"
+    yield _are_numbers(mini, batch) and mini > batch, key, f"{mini}, {batch}", "—", "refused", why
+    key, why = f"{_ROLLOUT}.max_model_len + data.max_*_length", "verl's sampler cuts responses there"
+    cut = _are_numbers(prompt, response, room) and prompt + response > room
+    yield cut, key, f"{room}, {prompt} + {response}", "—", "refused", why
     for place in (_ACTOR, "critic"):
-        if all(values.get(f"{place}.{name}") for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")):
-            yield SettingRow(
-                f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both"
-            )
+        two = [values.get(f"{place}.{name}") for name in ("grad_clip", "optim.clip_grad")]
+        key, why = f"{place}.grad_clip + {place}.optim.clip_grad", "one number under two names: leave one out"
+        yield None not in two and two[0] != two[1], key, f"{two[0]}, {two[1]}", "—", "refused", why
+        both = all(values.get(f"{place}.ppo_micro_batch_size{end}") for end in ("", "_per_gpu"))
+        yield both, f"{place}.ppo_micro_batch_size*", "both", "—", "refused", "one of the two: verl refuses both"
 
 
 def _are_numbers(*found: Any) -> bool:

@@ -190,11 +190,8 @@ _VERLS: Mapping[str, Any] = {
 
 def _beyond_defaults(block: Mapping[str, Any], *names: str) -> list[str]:
     """List the settings below these names that differ from verl's defaults."""
-    return [
-        key
-        for key, value in block.items()
-        if any(f"{key}.".startswith(f"{name}.") for name in names) and value != _VERLS.get(key, {})
-    ]
+    below = tuple(f"{name}." for name in names)
+    return [key for key, value in block.items() if f"{key}.".startswith(below) and value != _VERLS.get(key, {})]
 
 
 _RULES: Sequence[tuple[str, str, str, str]] = (
@@ -244,18 +241,12 @@ def cannot(block: Mapping[str, Any]) -> list[str]:
     if source not in ("register", "importlib"):
         lines.append(f"reward_manager.source={source!r}: expected register or importlib")
     if source == "importlib" and not ("reward_manager.module.path" in block and _class(block)):
-        lines.append(
-            "reward_manager.source=importlib: needs module.path, and the class as reward_manager.name or module.name"
-        )
-    names = {block.get(f"reward_manager.{key}") for key in ("name", "module.name")} - {
-        None,
-        "naive",
-        "custom_reward_manager",
-    }
-    if source == "importlib" and len(names) > 1:
-        lines.append(
-            "reward_manager.name and reward_manager.module.name: two classes, " + " and ".join(sorted(map(str, names)))
-        )
+        needed = "module.path, and the class as reward_manager.name or module.name"
+        lines.append(f"reward_manager.source=importlib: needs {needed}")
+    names = {block.get(f"reward_manager.{key}") for key in ("name", "module.name")}
+    two = " and ".join(sorted(map(str, names - {None, "naive", "custom_reward_manager"})))
+    if source == "importlib" and " and " in two:
+        lines.append(f"reward_manager.name and reward_manager.module.name: two classes, {two}")
     if not block.get("reward_model.enable") or "reward_model.url" in block:
         return lines  # the engine's settings are the server's
     return lines + _cannot_model({key.removeprefix("reward_model."): value for key, value in block.items()})
@@ -457,11 +448,8 @@ class VerlReward(ManagerReward):
         super().__init__(manager.manager if file else manager, name=name, on_failure="mask")
         self.given = dict(given)
         """The settings as they were read: dotted name → value."""
-        changing = (
-            "custom_reward_function.",
-            "reward_model.",
-            "reward_manager.module.",
-        )  # in files, which may have changed
+        # in files, which may have changed
+        changing = ("custom_reward_function.", "reward_model.", "reward_manager.module.")
         self.block = None if any(key.startswith(changing) for key in given) else without_secrets(_plain_value(given))
         self._tokenizer, self._file = tokenizer, file
         self._inner: BaseReward | None = manager.reward if isinstance(manager, NaiveRewardManager) else file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ class TrlLoss(PolicyLoss):
     def __call__(self, outputs: Mapping[str, Tensor], rows: DataProto, loss_counts: LossCounts) -> LossOutput:
         """Compute the loss of one micro-batch, its metrics, and the columns named in `writes`."""
         mask, new, old = loss_mask(rows), outputs["log_probs"], rows["old_log_probs"]
-        taken = {name: getattr(self, name) for name in _OF_LOSS}
+        names = inspect.signature(trl.trl_loss).parameters
+        taken = {name: value for name, value in self.to_dict().items() if name in names}
         weights = rows["rollout_is_weights"] if self.rollout_is else None
         held = trl.trl_loss(old, new, rows["advantages"], mask, **taken, weights=weights)
         metrics: dict[str, Metric] = {f"actor/{name}": _mean(one, mask) for name, one in held.metrics.items()}
@@ -82,13 +84,6 @@ class TrlLoss(PolicyLoss):
         longest = self.loss_scale_factor or counts.width or float(mask.shape[-1])
         by = trl.LOSS_TYPES[self.loss_type]
         return trl.divided(values, mask, by, tokens=counts.tokens, rows=rows, longest=longest)
-
-
-_OF_LOSS = (
-    "loss_type", "importance_sampling_level", "clip_ratio_low", "clip_ratio_high", "delta", "tau_pos", "tau_neg",
-    "vespo_pos", "vespo_neg",
-)  # fmt: skip
-"""Settings of a `TrlLoss` that its policy term takes."""
 
 
 class MaskTruncated(BaseStage):

@@ -216,10 +216,7 @@ class PolicyLoss(Settings):
         """Return the metrics of an adaptive entropy bonus: the entropy by which Update changes the weight, and the weight."""
         if self.entropy_target is None:
             return {}
-        return {
-            POLICY_ENTROPY: _mean(outputs["entropy"], mask),
-            "actor/entropy_coeff": Mean(self.entropy_coeff),
-        }
+        return {POLICY_ENTROPY: _mean(outputs["entropy"], mask), "actor/entropy_coeff": Mean(self.entropy_coeff)}
 
     def _corrected(
         self, new: Tensor, rows: DataProto, mask: Tensor
@@ -497,9 +494,9 @@ class Update(BaseStage):
         """Return the loss with the entropy bonus's weight of this optimizer step, where that adapts."""
         if self._entropy is None:
             return loss
-        own: PolicyLoss = loss.loss if isinstance(loss, OnPolicyLoss) else cast(PolicyLoss, loss)
-        own = replace(own, entropy_coeff=self._entropy.weight)
-        return OnPolicyLoss(own) if isinstance(loss, OnPolicyLoss) else own
+        if isinstance(loss, OnPolicyLoss):
+            return OnPolicyLoss(replace(loss.loss, entropy_coeff=self._entropy.weight))
+        return replace(cast(PolicyLoss, loss), entropy_coeff=self._entropy.weight)
 
     @torch.no_grad()
     def measure(self, batch: DataProto) -> dict[str, Metric]:
