@@ -26,7 +26,7 @@ from workbench.stages.correction import CorrectionSettings, RolloutCorrection
 from workbench.stages.distillation import Divergence, TeacherAdvantage, TeacherLogProb
 from workbench.stages.episodes import EpisodeRollout, LearntOnce, TreeRollout
 from workbench.stages.filtering import FilterGroups, Overlong
-from workbench.stages.log_prob import LogProb, Values
+from workbench.stages.log_prob import LogProb, SyncReference, Values
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
 from workbench.stages.preferences import AnswerPairs, BestAndWorst, KeepBest, MismatchedKL, Preference
@@ -73,6 +73,8 @@ class PolicyGradientSettings(TypedDict, total=False):
     ppo_mini_batch_size: int | None
     recompute_old_log_probs: bool
     reference: LogProbModel | None
+    ref_sync_steps: int | None
+    ref_mixup_alpha: float
     agent: Any
     teacher: Any
     distill_coef: float
@@ -84,7 +86,10 @@ DEFAULTS: Mapping[str, Any] = {
     "mask_truncated": False,
     "recompute_old_log_probs": False,
     "distill_coef": 1.0,
-    **dict.fromkeys(("sampling", "temperature", "top_p", "max_tokens", "reference", "agent", "teacher")),
+    "ref_mixup_alpha": 0.6,
+    **dict.fromkeys(
+        ("sampling", "temperature", "top_p", "max_tokens", "reference", "ref_sync_steps", "agent", "teacher")
+    ),
 }
 """The defaults of `PolicyGradientSettings`; a recipe may have others."""
 _OTHERS: Mapping[str, tuple[str, ...]] = {
@@ -105,6 +110,8 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
     "norm_adv_by_std": ("norm_adv_by_std_in_grpo", "scale_rewards"),
     "ppo_epochs": ("num_iterations",),
     "reference": ("ref_model",),
+    "ref_sync_steps": ("ref_model_sync_steps", "sync_ref_model"),
+    "ref_mixup_alpha": ("ref_model_mixup_alpha",),
     "reward": ("reward_fn", "reward_funcs"),
     "critic": ("value_model",),
 }
@@ -134,14 +141,21 @@ def _policy_gradient(
     sampling = _sampling(given["sampling"], **{name: given[name] for name in ("temperature", "top_p", "max_tokens")})
     rollout = {"group_size": given["group_size"], "sampling": sampling, "greedy_baseline": greedy_baseline}
     minis = {name: given[name] for name in ("ppo_epochs", "ppo_mini_batch_size")}
-    own = set(PolicyLoss.field_names()) - ({"kl_coef", "kl_type"} if given["kl_in_reward"] else set())
+    of_loss = set(PolicyLoss.field_names()) - ({"kl_coef", "kl_type"} if given["kl_in_reward"] else set())
     if given["kl_in_reward"] and given["kl_coef"] and "kl_controller" not in getattr(advantage, "made_with", {}):
         how = {"kl_controller": F.FixedKL(given["kl_coef"]), "kl_type": settings.get("kl_type", "k1")}
         advantage = advantage.with_settings(**how)
-    loss = PolicyLoss(**{name: value for name, value in given.items() if name in own})
+    loss = PolicyLoss(**{name: value for name, value in given.items() if name in of_loss})
     agent, temperature = given["agent"], sampling.temperature or 1.0
     stages: list[Stage] = [_rollout(engine, agent, branching, rollout), Reward(reward)]
     stages += [*after_reward([*stages]), LogProb(engine, entropy=True, temperature=temperature)]
+    follows: list[Stage] = []
+    if (every := given["ref_sync_steps"]) is not None:
+        own = bool(given["kl_coef"]) and given["reference"] is None and hasattr(engine, "twin")
+        expected = "kl_coef above 0, no reference of your own, and an engine of engines.local(…)"
+        require(own, "what ref_sync_steps needs", expected=expected, found=given["reference"] or engine)
+        given["reference"] = cast(Any, engine).twin()
+        follows = [SyncReference(engine, given["reference"], steps=every, alpha=given["ref_mixup_alpha"])]
     if given["kl_coef"]:
         model = given["reference"] if given["reference"] is not None else engine.reference()
         stages += [LogProb(model, name="ref_log_prob", column="ref_log_prob", temperature=temperature)]
@@ -155,7 +169,9 @@ def _policy_gradient(
         teacher = _frozen(engine, given["teacher"])
         stages += [TeacherLogProb(teacher, temperature=temperature)]
         minis["terms"] = {"distill": Term(loss=Divergence(teacher=teacher), weight=given["distill_coef"])}
-    return Pipeline([*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)])
+    return Pipeline(
+        [*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis), *follows]
+    )
 
 
 def _frozen(engine: Any, teacher: Any) -> Any:
@@ -243,6 +259,9 @@ def grpo(
         recompute_old_log_probs: compute the old log-probs in a pass of their own also for a single optimizer step on the whole
             batch, which has them from its own pass (see `stages.Update`).
         reference: any `LogProbModel`; None: the engine's weights as they are now, frozen.
+        ref_sync_steps: training steps after which the reference moves towards the policy (TR-DPO, `stages.SyncReference`); None:
+            never.
+        ref_mixup_alpha: the policy's share of the weights that it then has.
         agent: an agent loop or the name of one: each sample is then an episode of that loop.
         teacher: an engine: the loss gets a further term `distill`, the reverse KL to it over the vocabulary (see `distill`).
         distill_coef: weight of that term.
@@ -781,14 +800,15 @@ def like_trl(
     estimator = F.grpo_batch if how.scale_rewards == "batch" else F.grpo
     loss, sampling = TrlLoss(**how.loss), SamplingSettings(**how.sampling)
     shared: dict[str, Any] = {"group_size": how.group_size, "sampling": sampling, "kl_coef": loss.kl_coef}
-    shared |= {"agent": agent, "reference": reference}
+    shared |= {"agent": agent, "reference": reference, **how.ref_sync}
+    update = Update(model, loss, temperature=sampling.temperature or 1.0, **how.update)
     stages: list[Stage] = []
     for stage in _policy_gradient(model, reward, Advantage(estimator, **scaled), **shared):
         if stage.name == "advantage":
             stages += [RolloutCorrection(**how.correction)] if how.correction else []
             stages += [MaskTruncated()] if how.mask_truncated else []
-        stages.append(stage)
-    return Pipeline([*stages[:-1], Update(model, loss, temperature=sampling.temperature or 1.0, **how.update)])
+        stages.append(update if stage.name == update.name else stage)
+    return Pipeline(stages)
 
 
 def _trl_engine(engine: Any, how: TrlSettings) -> Engine:

@@ -79,6 +79,17 @@ def test_rows_of_trl_become_prompts() -> None:
     assert epochs.train["epochs"] == 2 and epochs.engine["total_steps"] == 20
 
 
+def test_what_adapts_is_a_setting_of_loss_and_recipe() -> None:
+    kit = {"use_adaptive_entropy": True, "entropy_target": 0.7, "entropy_coef_delta": 0.01, "max_steps": 8}
+    loss = trl_settings(kit).loss
+    assert (loss["entropy_target"], loss["entropy_delta"], loss["entropy_coeff_max"]) == (0.7, 0.01, 1.0)
+    assert trl_settings({**kit, "use_adaptive_entropy": False}).loss["entropy_target"] is None
+    synced = {"max_steps": 8, "sync_ref_model": True, "ref_model_sync_steps": 6, "num_iterations": 3, "beta": 0.1}
+    assert trl_settings(synced).ref_sync == {"ref_sync_steps": 2, "ref_mixup_alpha": 0.6}
+    with pytest.raises(SettingError, match="ref_model_sync_steps"):
+        trl_settings({**synced, "ref_model_sync_steps": 4})
+
+
 def test_a_linear_schedule_is_transformers_own() -> None:
     assert [learning_rate(1.0, step, "linear", 2, 6) for step in range(2, 7)] == [1.0, 0.75, 0.5, 0.25, 0.0]
 

@@ -146,3 +146,44 @@ def test_grpo_with_the_kit_trains_resumes_and_is_audited(tiny: str, tmp_path: Pa
     assert again.state() == whole.state() and resumed.rows[-1]["actor/loss"] == run.rows[-1]["actor/loss"]
     step = wb.load_run(tmp_path / "a").stepper(3).run()
     assert step.trace.metrics["actor/entropy_coeff"] == run.rows[2]["actor/entropy_coeff"]
+
+
+@pytest.mark.slow
+def test_a_reference_follows_the_policy_and_is_resumed_and_replayed(tiny: str, tmp_path: Path) -> None:
+    """α = 0 leaves each number of a frozen reference; with α = ½ after step 2 its weights are half of each."""
+    rows = wb.rows("data/arith/train.parquet", max_prompt_length=256, limit=16)
+    how: dict[str, Any] = {"batch_size": 2, "display": None, "save_freq": 1, "trace_freq": 1}
+
+    def pipe(**kit: Any) -> Any:
+        engine = wb.engines.local(tiny, device="cpu", lr=1e-3, self_check=False)
+        return wb.recipes.grpo(engine, Reward(varied, in_process=True), group_size=4, max_tokens=12, kl_coef=0.1, **kit)
+
+    def weights(pipeline: Any, role: str) -> dict[str, torch.Tensor]:
+        return {name: one.clone() for name, one in pipeline.learners()[role].snapshot()["weights"].items()}
+
+    frozen = wb.train_blocking(pipe(), rows, steps=3, run=tmp_path / "frozen", **how)
+    still = wb.train_blocking(pipe(ref_sync_steps=2, ref_mixup_alpha=0.0), rows, steps=3, run=tmp_path / "still", **how)
+    assert [row["actor/loss"] for row in still.rows] == [row["actor/loss"] for row in frozen.rows]
+
+    moving = pipe(ref_sync_steps=2, ref_mixup_alpha=0.5)
+    began = weights(moving, "reference")
+    wb.train_blocking(moving, rows, steps=2, run=tmp_path / "moved", **how)
+    policy, reference = weights(moving, "actor"), weights(moving, "reference")
+    for name, mixed in reference.items():
+        assert torch.allclose(mixed, 0.5 * (began[name] + policy[name]), atol=1e-7)
+    assert any(not torch.equal(one, began[name]) for name, one in reference.items())
+
+    again = pipe(ref_sync_steps=2, ref_mixup_alpha=0.5)
+    run = wb.train_blocking(
+        again, rows, steps=3, run=tmp_path / "moved", resume="auto", allow_changes=["train.steps"], **how
+    )
+    assert [row["reference/synced"] for row in run.rows] == [0, 1, 0]
+    whole = wb.train_blocking(pipe(ref_sync_steps=2, ref_mixup_alpha=0.5), rows, steps=3, run=tmp_path / "whole", **how)
+    assert [row["actor/kl_loss"] for row in whole.rows] == [row["actor/kl_loss"] for row in run.rows]
+    assert whole.rows[-1]["actor/kl_loss"] != frozen.rows[-1]["actor/kl_loss"]
+    assert whole.audit().agrees, whole.audit()
+    step = wb.load_run(tmp_path / "whole").stepper(3).run()
+    assert step.trace.metrics["actor/kl_loss"] == whole.rows[-1]["actor/kl_loss"]
+    assert "training/policy_lag/max" not in step.trace["ref_log_prob"].metrics
+    with pytest.raises(SettingError, match="ref_sync_steps"):
+        pipe(ref_sync_steps=2, reference=moving.learners()["reference"])

@@ -41,7 +41,7 @@ reward_weights | done | Rubric(weights) | one for each function of reward=[…]
 multi_objective_aggregation | refused unless sum_then_normalize | Advantage(functional.gdpo) | gdpo whitens over tokens, TRL over rows
 scale_rewards | done | Advantage(grpo, eps=1e-4) | `batch`: functional.grpo_batch
 mask_truncated_completions | done | MaskTruncated |
-{sync_ref_model,ref_model_mixup_alpha,ref_model_sync_steps} | refused unless False 0.6 512 | | the reference is frozen
+{sync_ref_model,ref_model_mixup_alpha,ref_model_sync_steps} | done | SyncReference | at the end of a sampled batch, whose optimizer steps the last has to be a multiple of
 top_entropy_quantile | done | TrlLoss.top_entropy_quantile |
 entropy_coef | done | TrlLoss.entropy_coeff |
 {use_adaptive_entropy,entropy_target,entropy_coef_delta,entropy_coef_min,entropy_coef_max} | done | TrlLoss.entropy_target | without the first the weight is constant
@@ -98,7 +98,8 @@ train_sampling_strategy | refused unless random | |
 DEFAULTS: Mapping[str, Any] = {
     "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
     "repetition_penalty": 1.0, "chat_template_kwargs": None, "beta": 0.0, "use_bias_correction_kl": True, "epsilon": 0.2,
-    "epsilon_high": None, "delta": None, "num_iterations": 1, "loss_type": "dapo", "importance_sampling_level": "token",
+    "epsilon_high": None, "delta": None, "num_iterations": 1, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
+    "loss_type": "dapo", "importance_sampling_level": "token",
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0, "reward_weights": None, "scale_rewards": "group", "mask_truncated_completions": False,
     "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False, "entropy_target": 0.2,
@@ -165,6 +166,8 @@ class TrlSettings:
     """Whether truncated responses leave the loss."""
     reward_weights: tuple[float, ...] | None
     """A weight for each reward function."""
+    ref_sync: Mapping[str, Any]
+    """How the reference follows the policy, as settings of a recipe; {}: it is frozen."""
 
 
 def trl_settings(config: Any, prompts: int | None = None) -> TrlSettings:
@@ -194,7 +197,15 @@ def trl_settings(config: Any, prompts: int | None = None) -> TrlSettings:
         scale_rewards={True: "group", False: "none"}.get(v["scale_rewards"], v["scale_rewards"]),
         mask_truncated=bool(v["mask_truncated_completions"]),
         reward_weights=None if v["reward_weights"] is None else tuple(map(float, v["reward_weights"])),
+        ref_sync=_ref_sync(v, size) if v["sync_ref_model"] else {},
     )
+
+
+def _ref_sync(v: Mapping[str, Any], size: _Batch) -> dict[str, Any]:
+    every, left = divmod(v["ref_model_sync_steps"], size.updates)
+    expected = f"a multiple of the {size.updates} optimizer steps of a sampled batch"
+    require(every > 0 and not left, "ref_model_sync_steps", expected=expected, found=v["ref_model_sync_steps"])
+    return {"ref_sync_steps": every, "ref_mixup_alpha": v["ref_model_mixup_alpha"]}
 
 
 def _values(config: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from workbench.stages.correction import CorrectionSettings, RolloutCorrection
 from workbench.stages.distillation import Divergence, TeacherAdvantage, TeacherLogProb
 from workbench.stages.episodes import EpisodeRollout, LearntOnce, TreeRollout, validation_rollout
 from workbench.stages.filtering import FilterGroups, Overlong, Resample
-from workbench.stages.log_prob import LogProb, OffPolicy, Values
+from workbench.stages.log_prob import LogProb, OffPolicy, SyncReference, Values
 from workbench.stages.measures import ExactKL, Influence
 from workbench.stages.pipeline import Pipeline
 from workbench.stages.policies import OfPolicy
@@ -22,7 +22,7 @@ __all__ = [
     "Advantage", "AnswerPairs", "BaseStage", "Baseline", "BestAndWorst", "BradleyTerry", "CorrectionSettings",
     "CrossEntropy", "Divergence", "EpisodeRollout", "ExactKL", "FilterGroups", "Influence", "KeepBest",
     "LearntOnce", "LogProb", "MaskTruncated", "MismatchedKL", "OfPolicy", "OffPolicy", "Outcome", "Overlong", "Pairs",
-    "Pipeline", "PolicyLoss", "Preference", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "Targets",
-    "TeacherAdvantage", "TeacherLogProb", "Term", "TreeRollout", "TrlLoss", "TurnScores", "Update", "ValueLoss",
-    "Values", "place_turn_scores", "validation_rollout",
+    "Pipeline", "PolicyLoss", "Preference", "Resample", "Reward", "Rollout", "RolloutCorrection", "Stage", "SyncReference",
+    "Targets", "TeacherAdvantage", "TeacherLogProb", "Term", "TreeRollout", "TrlLoss", "TurnScores", "Update",
+    "ValueLoss", "Values", "place_turn_scores", "validation_rollout",
 ]  # fmt: skip

@@ -82,7 +82,8 @@ class LogProb(BaseStage):
                 metrics |= sampler_logprob_diff(scores["log_probs"], batch["rollout_log_probs"], mask)
                 gaps = (scores["log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(mask == 0, 0.0)
                 columns["sampler_logprob_diff"] = gaps.amax(-1)
-        for learner in self.learners() if "policy_version" in batch else ():
+        policy = "policy_version" in batch and self.column == "old_log_probs"  # a reference has versions of its own
+        for learner in self.learners() if policy else ():
             metrics |= version_lag(learner.version, batch["policy_version"])
         return columns, metrics
 
@@ -156,6 +157,42 @@ def sampler_logprob_diff(mine: Tensor, sampled: Tensor, mask: Tensor) -> dict[st
         correlation = float(torch.corrcoef(torch.stack([p, q]))[0, 1])
         metrics["training/rollout_actor_probs_pearson_corr"] = Mean.of(correlation, count)
     return metrics
+
+
+class SyncReference(BaseStage):
+    """Move the reference towards the policy after every `steps` training steps: π_ref ← α·π + (1 − α)·π_ref, of weights.
+
+    TR-DPO, Gorbatovski et al. 2024, https://arxiv.org/abs/2404.09656; TRL's `sync_ref_model`. With α = 1 it is a copy of
+    the policy, with 0 it stays. It is kept in checkpoints under the role `reference`. The metric `reference/synced` is 1
+    in a step that moved it.
+
+    Args:
+        policy: the engine that is trained.
+        reference: its `twin()`, which a `LogProb` stage scores with.
+        steps: training steps between two moves.
+        alpha: α, the policy's share.
+        name: the name of the stage.
+    """
+
+    reads = ()
+    writes = ()
+    updates = True
+
+    def __init__(
+        self, policy: Any, reference: Any, *, steps: int = 512, alpha: float = 0.6, name: str = "update_reference"
+    ) -> None:
+        require(steps >= 1, "ref_sync_steps", expected="≥ 1 training steps", found=steps)
+        require(0 <= alpha <= 1, "ref_mixup_alpha", expected="0 to 1", found=alpha)
+        self._policy, self._reference, self._learners = policy, reference, (reference,)
+        self.steps, self.alpha, self.name = steps, alpha, name
+
+    def __call__(self, batch: DataProto) -> Outcome:
+        """Return the same B rows."""
+        step = batch.meta_info.get("step", 0)
+        due = step > 0 and step % self.steps == 0
+        if due:
+            self._reference.mix(self._policy, self.alpha)
+        return Outcome(batch, {"reference/synced": Mean(float(due))})
 
 
 def version_lag(version: int, rows: Tensor) -> dict[str, Metric]:

@@ -743,9 +743,30 @@ class LocalEngine(ModelEngine, Pushing, Generates):
         if not settings.routing_replay:  # the policy's experts are not the critic's
             model.workbench_routing = None
         critic = LocalEngine(model, self.tokenizer, settings, path=self.path, checked=self.selfcheck, head=head)
-        critic._stamps, critic._source = self._stamps, self._source if self._untouched() else None
-        critic._files = self._files
-        return critic
+        return self._with_files(critic)
+
+    def twin(self) -> LocalEngine:
+        """Make a second engine with a copy of these weights, such as a reference that follows the policy (`mix`). Raises
+        `EngineError` with LoRA, whose reference is the base model."""
+        if self._adapted:
+            raise EngineError("twin of an engine", expected="a model without LoRA", found="LoRA adapters")
+        told: dict[str, Any] = {"path": self.path, "checked": self.selfcheck, **self.template_switches}
+        return self._with_files(LocalEngine(loading.duplicate(self._model), self.tokenizer, self._settings, **told))
+
+    def _with_files(self, copied: LocalEngine) -> LocalEngine:
+        """Return an engine with a copy of these weights, told which files they are of."""
+        copied._stamps, copied._source = self._stamps, self._source if self._untouched() else None
+        copied._files = self._files
+        return copied
+
+    @torch.no_grad()
+    def mix(self, other: LocalEngine, alpha: float) -> None:
+        """Move all weights towards those of another engine, w ← (1 − α)·w + α·w_other; the version rises by one."""
+        for mine, theirs in zip(self._model.parameters(), other._model.parameters(), strict=True):
+            mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
+        self._last = self._since = self._source = None
+        self.state_id = new_id()
+        self.commit()
 
     def examine(self, every: bool = False) -> SelfCheck:
         """Compare ways of scoring and sampling with the model's own forward on a few tokens, and return those that give
