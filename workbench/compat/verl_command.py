@@ -471,9 +471,9 @@ class _Flow:
         elif frame.reading and frame.subject is not None:
             return self._pattern(frame, words, ends)
         elif frame.reading and word == "then":
-            plain = " ".join(" ".join(one) for one, _ in frame.asked)
-            label = re.sub(r"[\[\]\"'${}]|:-[^}]*(?=})", "", plain)
-            self._enter(frame, self._condition(), re.sub(r"\s*(==?|!=)\s*", r"\1", label).strip())
+            plain = " ".join(part for one, joined in frame.asked for part in (*one, joined))
+            label = re.sub(r"\s*(!?=)=?\s*", r"\1", re.sub(r"[\[\]\"'${};]|:-[^}]*(?=})", "", plain))
+            self._enter(frame, self._condition(), " ".join(label.split()))
         elif frame.reading:
             frame.asked.append((words, ends))
             return []
@@ -529,13 +529,8 @@ class _Flow:
         left, sign, right = parts if len(parts) == 3 else ("", "", "")
         if sign in ("=", "==", "!="):
             return fnmatch.fnmatchcase(left, right) == (sign != "!=")
-        whole = all(re.fullmatch(r"-?\d+", one) for one in (left, right))
-        return _COMPARED[sign](int(left), int(right)) if whole and sign in _COMPARED else 0.5
-
-
-_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-lt": operator.lt, "-ge": operator.ge, "-le": operator.le,
-}  # fmt: skip
+        whole = re.fullmatch(r"-?\d+ -(eq|ne|gt|lt|ge|le) -?\d+", " ".join(parts))
+        return getattr(operator, whole[1])(int(left), int(right)) if whole else 0.5
 
 
 def _value(items: list[Any]) -> float:

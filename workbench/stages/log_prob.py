@@ -191,7 +191,7 @@ class SyncReference(BaseStage):
         step = batch.meta_info.get("step", 0)
         due = step > 0 and step % self.steps == 0
         if due:
-            self._reference.mix(self._policy, self.alpha)
+            self._reference.mix(getattr(self._policy, "learner", self._policy), self.alpha)  # of a pair
         return Outcome(batch, {"reference/synced": Mean(float(due))})
 
 

@@ -202,7 +202,7 @@ class PolicyLoss(Settings):
     ) -> tuple[Tensor, Tensor]:
         """Return what the policy term of each token is multiplied by: 1 in rows near enough to the policy, and 1 for
         tokens of high entropy. The metrics of both are added to `metrics`."""
-        near = chosen = mask
+        near = chosen = (mask > 0).to(mask.dtype)
         if (limit := self.off_policy_mask_threshold) is not None:
             sampled = rows["rollout_log_probs"] if self.off_policy_sampler else old
             near = trl.on_policy_rows(sampled, outputs["log_probs"], rows["advantages"], mask, limit)
@@ -406,7 +406,8 @@ class Update(BaseStage):
         resumed."""
         settings = {**super().settings(), "loss": type(self._loss).__name__, **self._loss.to_dict()}
         later = dict.fromkeys(("recompute_old_log_probs",), False)
-        later |= {name: getattr(PolicyLoss, name) for name in _LATER if type(self._loss) is PolicyLoss}
+        alone = type(self._loss) is PolicyLoss  # a `TrlLoss` has had those of TRL
+        later |= {name: getattr(PolicyLoss, name) for name in _LATER if alone or name.startswith("entropy_")}
         settings = {name: one for name, one in settings.items() if name not in later or one != later[name]}
         nested = {key: one.to_dict() for key, one in settings.items() if isinstance(one, Settings)}
         inner = {f"{key}.{name}": value for key, one in nested.items() for name, value in one.items()}
