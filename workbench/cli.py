@@ -147,7 +147,8 @@ def _files(commands: Any) -> None:
     translate.add_argument("-o", "--output", metavar="NOTEBOOK", help="write the notebook that the command stands for")
     translate.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="another value")
     translate.add_argument("--without", action="append", default=[], metavar="KEY", help="leave a refused setting out")
-    translate.add_argument("--command", dest="number", type=int, help="which of several commands of a script, from 0")
+    which = "which of several commands of a script: its number from 0, or its branch, backend=fsdp"
+    translate.add_argument("--command", dest="which", metavar="WHICH", help=which)
     translate.set_defaults(command=_translate, file=None)
     doctor = commands.add_parser("doctor", help="check this machine, and whether workbench works on it")
     doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="these checks alone")
@@ -366,7 +367,7 @@ def _translate(options: argparse.Namespace) -> int:
     from workbench.compat.verl_command import parsed
     from workbench.jobs.verl_job import verl
 
-    job = verl(options.source, command=options.number)
+    job = verl(options.source, command=None if options.which is None else parsed(options.which))
     _say(repr(job))
     if options.output:
         changes = {name: parsed(value) for name, value in _parameters_of(options).items()}
