@@ -382,11 +382,9 @@ def _critic(read: _Read) -> dict[str, Any] | None:
     settings |= {"schedule": "constant", "warmup_steps": _warmup(read, "critic.optim").get("warmup_steps", 0)}
     settings["betas"] = tuple(settings["betas"])
     path, model = read("critic.model.path"), read(f"{_MODEL}.path")
-    changes = {name: value for name, value in settings.items() if value != mine.get(name, getattr(usual, name))}
-    if path is not None and path != model:
-        changes = {name: value for name, value in settings.items() if value != getattr(usual, name)} | {
-            "path": _path(path)
-        }
+    other = {"path": _path(path)} if path is not None and path != model else {}
+    base = {} if other else mine  # another model's critic does not begin as the policy's engine
+    changes = {name: value for name, value in settings.items() if value != base.get(name, getattr(usual, name))} | other
     return {"lr": read("critic.optim.lr", 1e-5), **changes} if changes else None
 
 
@@ -429,14 +427,11 @@ def _settings(read: _Read) -> dict[str, Any]:
         **_clip(read),
         **_sampling(read),
         "loss_mode": read(f"{_ACTOR}.policy_loss.loss_mode", "vanilla"),
-    }
-    settings |= {
         "group_size": read(f"{_ROLLOUT}.n"),
         "ppo_mini_batch_size": _mini(read),
         "ppo_epochs": read(f"{_ACTOR}.ppo_epochs", 1),
-    }
-    settings |= {"loss_agg_mode": read(f"{_ACTOR}.loss_agg_mode", "token-mean"), "kl_coef": in_loss or in_reward}
-    settings |= {
+        "loss_agg_mode": read(f"{_ACTOR}.loss_agg_mode", "token-mean"),
+        "kl_coef": in_loss or in_reward,
         "kl_type": read(f"{_ACTOR}.kl_loss_type"),
         "norm_adv_by_std": read("algorithm.norm_adv_by_std_in_grpo", True),
     }
@@ -467,12 +462,10 @@ def _kind(read: _Read) -> str:
 
 def _changes(read: _Read) -> dict[str, dict[str, Any]]:
     """Return stage → settings that the recipe does not take, to be changed in the finished pipeline."""
-    squares = {"sum_pi_squared": True} if "token_baseline" in estimator(read.values) else {}
-    critic = _critic_changes(read) if _recipe(read) == "ppo" else {}
     changes = {
-        "old_log_prob": squares,
+        "old_log_prob": {"sum_pi_squared": True} if "token_baseline" in estimator(read.values) else {},
         "advantage": _advantage_changes(read),
-        "update_critic": critic,
+        "update_critic": _critic_changes(read) if _recipe(read) == "ppo" else {},
         "update_actor": _actor_changes(read),
     }
     return {stage: settings for stage, settings in changes.items() if settings}
@@ -533,17 +526,9 @@ def _advantage(read: _Read) -> Call | None:
     wanted = method.removesuffix("_vectorized")
     if wanted == mine:
         return None
-    settings: dict[str, Any] = {}
-    if wanted == "gdpo":
-        settings = {
-            "parts": tuple(read("algorithm.gdpo_reward_keys") or ()),
-            "weights": read("algorithm.gdpo_reward_weights"),
-        }
-    return Call(
-        "stages.Advantage",
-        (Call(f"functional.{wanted}"),),
-        {key: one for key, one in settings.items() if one is not None},
-    )
+    parts, weights = tuple(read("algorithm.gdpo_reward_keys") or ()), read("algorithm.gdpo_reward_weights")
+    settings = {"parts": parts, **({} if weights is None else {"weights": weights})} if wanted == "gdpo" else {}
+    return Call("stages.Advantage", (Call(f"functional.{wanted}"),), settings)
 
 
 # --- agent, training ------------------------------------------------------------------------------
