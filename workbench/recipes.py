@@ -151,9 +151,9 @@ def _policy_gradient(
     stages += [*after_reward([*stages]), LogProb(engine, entropy=True, temperature=temperature)]
     follows: list[Stage] = []
     if (every := given["ref_sync_steps"]) is not None:
-        own = bool(given["kl_coef"]) and given["reference"] is None and hasattr(engine, "twin")
+        fits = bool(given["kl_coef"]) and given["reference"] is None and hasattr(engine, "twin")
         expected = "kl_coef above 0, no reference of your own, and an engine of engines.local(…)"
-        require(own, "what ref_sync_steps needs", expected=expected, found=given["reference"] or engine)
+        require(fits, "what ref_sync_steps needs", expected=expected, found=given["reference"] or engine)
         given["reference"] = cast(Any, engine).twin()
         follows = [SyncReference(engine, given["reference"], steps=every, alpha=given["ref_mixup_alpha"])]
     if given["kl_coef"]:
@@ -169,9 +169,8 @@ def _policy_gradient(
         teacher = _frozen(engine, given["teacher"])
         stages += [TeacherLogProb(teacher, temperature=temperature)]
         minis["terms"] = {"distill": Term(loss=Divergence(teacher=teacher), weight=given["distill_coef"])}
-    return Pipeline(
-        [*stages, Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis), *follows]
-    )
+    update = Update(engine, loss, from_step=critic_warmup, temperature=temperature, **minis)
+    return Pipeline([*stages, update, *follows])
 
 
 def _frozen(engine: Any, teacher: Any) -> Any:

@@ -417,7 +417,7 @@ class _Frame:
 
     subject: str | None
     """Of a `case` the word after it; None: an `if`."""
-    asked: list[tuple[list[str], str]] = field(default_factory=list)
+    condition: list[tuple[list[str], str]] = field(default_factory=list)
     """The statements of the condition, or the patterns, that are being read."""
     reading: bool = True
     """Whether they are."""
@@ -432,7 +432,7 @@ class _Frame:
     def ended(self) -> None:
         """End a branch; a condition, or patterns, of another one follow."""
         self.left = min(self.left, 1 - self.now)
-        self.asked, self.reading, self.shell = [], True, None
+        self.condition, self.reading, self.shell = [], True, None
 
 
 class _Flow:
@@ -471,11 +471,11 @@ class _Flow:
         elif frame.reading and frame.subject is not None:
             return self._pattern(frame, words, ends)
         elif frame.reading and word == "then":
-            plain = " ".join(part for one, joined in frame.asked for part in (*one, joined))
+            plain = " ".join(part for one, joined in frame.condition for part in (*one, joined))
             label = re.sub(r"\s*(!?=)=?\s*", r"\1", re.sub(r"[\[\]\"'${};]|:-[^}]*(?=})", "", plain))
             self._enter(frame, self._condition(), " ".join(label.split()))
         elif frame.reading:
-            frame.asked.append((words, ends))
+            frame.condition.append((words, ends))
             return []
         elif word == "if":
             self._frames.append(_Frame(None))
@@ -493,10 +493,10 @@ class _Flow:
     def _pattern(self, frame: _Frame, words: list[str], ends: str) -> list[str]:
         """Read patterns of a `case`, up to the one that ends with a bracket."""
         end = next((at for at, word in enumerate(words, 1) if word.endswith(")")), None)
-        frame.asked.append((words[:end], ends))
+        frame.condition.append((words[:end], ends))
         if end is None:
             return []
-        patterns = [word.strip("()\"'") for one, _ in frame.asked for word in one]
+        patterns = [word.strip("()\"'") for one, _ in frame.condition for word in one]
         name, value = re.sub(r"[\"'${}]|:-.*", "", str(frame.subject)), self._shell.value_of(str(frame.subject))
         fits = 0.5 if "$" in value else any(fnmatch.fnmatchcase(value, one) for one in patterns)
         self._enter(frame, fits, f"{name}={'|'.join(patterns)}")
@@ -509,7 +509,7 @@ class _Flow:
     def _condition(self) -> float:
         """Decide the condition of the innermost `if`."""
         items: list[Any] = []
-        for words, ends in self._frames[-1].asked:
+        for words, ends in self._frames[-1].condition:
             inner = [word for word in words if word not in ("{", "}", "!")]
             first = words.index(inner[0]) if inner else len(words)
             items += [*words[:first], *([self._tested(inner)] if inner else []), *words[first + len(inner) :], ends]

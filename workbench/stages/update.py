@@ -133,10 +133,8 @@ class PolicyLoss(Settings):
         require(0 <= share <= 1, "top_entropy_quantile", expected="0 to 1", found=share)
         whole = "1 with geo_mean, whose loss is one number for a row"
         require(several or share == 1, "top_entropy_quantile", expected=whole, found=share)
-        ends = (self.entropy_coeff_min, self.entropy_coeff_max)
-        require(
-            0 <= ends[0] <= ends[1], "entropy_coeff_min and entropy_coeff_max", expected="0 ≤ min ≤ max", found=ends
-        )
+        least, most = self.entropy_coeff_min, self.entropy_coeff_max
+        require(0 <= least <= most, "entropy_coeff_min", expected="0 to entropy_coeff_max", found=least)
         fits = isinstance(self.bypass, CorrectionSettings | None)
         require(fits, "bypass", expected="a CorrectionSettings or None", found=self.bypass)
         if self.bypass is not None and self.rollout_is:
