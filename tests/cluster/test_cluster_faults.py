@@ -81,7 +81,7 @@ def test_groups_work_side_by_side_and_results_are_futures(local: Cluster, pair: 
         assert pair.out == ["meet"] and "meet" in repr(local.status())
         assert other.call("meet", str(tmp_path), 3) == [3] and first.result() == [3, 3]
     assert gone(other) and other.closed == "it was closed"
-    with pytest.raises(EngineError, match="group 'third' is gone; found it was closed; start it again"):
+    with pytest.raises(EngineError, match="group 'third' ended; found it was closed; start it again"):
         other.call("who")
 
 
@@ -152,7 +152,7 @@ def test_B1_a_killed_worker_is_named_in_seconds_and_the_group_is_made_anew(local
     assert f"rank 1 (pid {pids(pair)[1]} on " in told and "of group 'pair' died in die_on" in told
     assert error.value.rank == 1 and error.value.log.endswith("my last words") and "my last words" in told
     assert gone(pair), "the rank that waited is ended, too"
-    with pytest.raises(EngineError, match="group 'pair' is gone; found rank 1 was lost in die_on"):
+    with pytest.raises(EngineError, match="group 'pair' ended; found rank 1 was lost in die_on"):
         pair.call("who")
     again = local.ranks(things.thing, 2, name="again")
     assert again.call("who") == [(0, 2, "word"), (1, 2, "word")]

@@ -354,7 +354,7 @@ def test_programs_end_with_a_parent_that_was_killed(box: LocalSandbox) -> None:
 def test_where_nothing_isolates_model_code_does_not_run_unless_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "failures", lambda sandbox, tier: ["it reads a file of the host"])
     with pytest.raises(
-        SandboxError, match=r"/.* in bubblewrap: it reads a file.*; give python= .*sandbox\.remote"
+        SandboxError, match=r"/.* in bubblewrap: it reads a file.*, pass python= .*sandbox\.remote"
     ) as error:
         LocalSandbox()
     assert "allow_unsafe" not in str(error.value)

@@ -74,7 +74,9 @@ def test_every_kind_has_its_sentence() -> None:
     fewer = title(diverge(batch, batch.select_idxs([0])))
     assert "row 1 (uid u2): different rows, u2 against nothing (2 rows against 1, 1 of them in both)" in fewer
     turned = Trace(whole.start, whole.phases[::-1])
-    assert "the order of the phases differs, rollout old_log_prob against old_log_prob rollout" in title(diverge(whole, turned))
+    assert "the order of the phases differs, rollout old_log_prob against old_log_prob rollout" in title(
+        diverge(whole, turned)
+    )
     metric = [Trace(whole.start, (Phase(**{**vars(whole.phases[0]), "metrics": {"x/y": n}}),)) for n in (1.0, 2.0)]
     assert "phase rollout, metric x/y: 1 against 2" in title(diverge(*metric))
 

@@ -1,5 +1,5 @@
-"""The Ray actor that runs in a worker: one object, whose methods are called by name. It is pickled by value, so that nothing
-of ours (torch least of all) is imported before the environment is set.
+"""The Ray actor that runs in a worker: one object, whose methods are called by name. It is pickled by value, so that
+neither workbench nor torch is imported before the environment is set.
 
 Calls come one after the other on one thread; `stop`, `stacks` and `now` have threads of their own and are answered while a
 call runs, unless C code holds the interpreter's lock: no answer says just that.

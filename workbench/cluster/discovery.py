@@ -1,4 +1,4 @@
-"""What runs on this machine: clusters that could be attached to, and what a killed kernel of ours left behind."""
+"""Ray on this machine: running clusters to attach to, and processes that a killed workbench kernel left behind."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _last_line(logs: Path, name: str) -> str:
         with suppress(OSError):
             lines += filter(None, map(str.strip, path.read_text(encoding="utf-8", errors="replace").splitlines()))
     grave = [line for line in lines if re.search(r" [ECF] \d+ \d+\]", line)]
-    return (grave or lines or ["it wrote nothing"])[-1][:300]
+    return (grave or lines or ["no log lines"])[-1][:300]
 
 
 def half_started() -> list[Process]:

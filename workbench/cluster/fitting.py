@@ -43,13 +43,13 @@ class Placement:
     learner: FsdpSettings
     ranks: int
     gpus: bool
-    """Whether its processes have a GPU each."""
+    """Whether each process has a GPU."""
     sampler: str | None = "vllm"
     tensor_parallel_size: int = 1
     apart: bool = False
-    """Whether the samplers have a pool of their own."""
+    """Whether the samplers have a separate pool."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the sampler that were asked for."""
+    """Settings of the sampler that the caller passed."""
 
     def __post_init__(self) -> None:
         tp, expected = self.tensor_parallel_size, "sampler='vllm'"
@@ -98,13 +98,13 @@ def spread(there: Sequence[Node], size: int | None, gpus: int) -> list[int]:
 # --- whether it fits --------------------------------------------------------------------------------
 
 SHARE = 0.9
-"""Of a process's memory that may be planned for: the rest is for a GPU's context, for buffers and fragments."""
+"""Share of a process's memory that a plan may use; the rest is for the GPU's context, buffers and fragments."""
 PROCESS = 420 << 20
 """Bytes that Python, torch and transformers take in a process on the CPU, measured."""
 GRAPHS = 2 << 30
-"""Bytes that vLLM keeps of its share for activations and compiled graphs: about."""
+"""Approximate bytes of vLLM's share that hold activations and compiled graphs."""
 CPU_CACHE = 256 << 20
-"""Bytes of vLLM's cache on a CPU, where its settings do not say."""
+"""Bytes of vLLM's KV cache on a CPU, where the settings do not give them."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class Choice:
     name: str
     arguments: Mapping[str, Any]
     cost: str
-    """What it costs, in words."""
+    """What the choice costs, as text (`about +30 % time of learning`)."""
     saved: int
-    """Bytes that the fullest phase needs less."""
+    """Bytes that the choice saves in the fullest phase."""
     fits: bool
 
 
@@ -152,16 +152,16 @@ class Fit(Shown):
 
     model: str | Path | Mapping[str, Any]
     asked: Mapping[str, Any]
-    """Arguments of `fits`, but for the model."""
+    """The arguments of `fits`, without the model."""
     placement: Placement
     parameters: int
     phases: tuple[MemoryPhase, ...]
     available: int
-    """Bytes that one process has."""
+    """Bytes of memory that one process has."""
     source: str
-    """Where `available` comes from, in words."""
+    """Where the number in `available` comes from, as text."""
     cached: int | None
-    """Tokens for which a sampler has cache; None where that is not known before."""
+    """Tokens that fit into a sampler's KV cache; None where that is not known before the start."""
 
     @property
     def name(self) -> str:
@@ -244,9 +244,9 @@ def _further(fit: Fit) -> list[tuple[str, dict[str, Any], str]]:
         savings.append(("gradient checkpointing", {"gradient_checkpointing": True}, "about +30 % time of learning"))
     length = fit.asked["tokens"]
     if settings.budget("cuda" if gpus else "cpu") > length:
-        savings.append(("micro-batches of one sequence", {"micro_batch_tokens": length}, "more, smaller passes"))
+        savings.append(("micro-batches of one sequence", {"micro_batch_tokens": length}, "more passes, each smaller"))
     if gpus and settings.offload == "none":
-        savings.append(("moments in host memory", {"offload": "optimizer"}, "two copies of them over the bus a step"))
+        savings.append(("moments in host memory", {"offload": "optimizer"}, "moments cross the bus twice a step"))
     if gpus and settings.offload != "all":
         savings.append(("all weights in host memory", {"offload": "all"}, "the step on the CPU: slow"))
     if not settings.lora_rank:
@@ -381,8 +381,8 @@ def _memory(nodes: Sequence[Node], gpus: bool) -> tuple[int, str]:
         card = torch.cuda.get_device_properties(0)
         return int(card.total_memory), f"of this machine's {card.name}"
     if gpus:
-        found = "None; Ray does not know the memory of a GPU"
-        raise SettingError("argument memory", expected="bytes of one GPU", found=found, do="add memory=80 << 30, say")
+        found = "None: Ray does not report a GPU's memory"
+        raise SettingError("argument memory", expected="bytes of one GPU", found=found, do="pass memory=80 << 30")
     if not nodes:
         raise SettingError("argument memory", expected="bytes of one process", found="None, and no node that is alive")
     least = min(nodes, key=lambda node: node.memory / max(node.cpus, 1))

@@ -1,4 +1,4 @@
-"""What a session has made on a cluster: pools that it holds, and groups of workers on them or wherever there is room."""
+"""What a session holds on a cluster: reserved pools, and groups of workers in these pools or on any free resources."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Session(Shown):
 
     def __init__(self, title: str, environment: Environment, notes: list[str]) -> None:
         self.title = title
-        """Where the cluster is, in a line."""
+        """One line that says where the cluster is (`the local cluster at …`)."""
         self.environment = environment
         self.notes = notes
-        """What was found or done while connecting, in sentences."""
+        """Sentences on what was found or done while connecting."""
         self.closed = False
         self.pools: dict[str, Pool] = {}
         self.groups: list[RayRanks] = []

@@ -35,7 +35,7 @@ from workbench.rewards.reward import as_reward
 from workbench.rewards.score import Score, failed
 
 START_SECONDS = 900.0
-"""Longest start of one worker's engine: vLLM compiles large models for minutes."""
+"""Time limit in seconds for the start of a worker's engine: vLLM compiles large models for minutes."""
 JUDGE_SECONDS = 1800.0
 
 
@@ -275,7 +275,7 @@ def _group(
 
 
 Where = Callable[[], Mapping[str, Any]]
-"""Says where a worker sits, each time that it is started: arguments of `Cluster.ranks`."""
+"""Function that returns the arguments of `Cluster.ranks` that place a worker, called at each start of the worker."""
 
 
 def _where(pool: Pool, blocks: Sequence[Sequence[int]], learners: Sequence[RayRanks] | None) -> list[Where]:

@@ -84,11 +84,11 @@ class Plan(Shown):
     seats: tuple[Seat, ...]
     nodes: tuple[Node, ...]
     cpus: float
-    """Per process."""
+    """CPUs per process."""
     gpus: float
-    """Per process."""
+    """GPUs per process."""
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Pool → what is meant to run there, for the picture."""
+    """Pool → names of what will run in it; the picture shows them."""
 
     def of(self, pool: str) -> tuple[Seat, ...]:
         """Return the seats (process and node) of a pool, in order of rank."""
@@ -170,7 +170,7 @@ class Pool:
         self.group = group
         """Ray's placement group; None once given back."""
         self.placed: tuple[Any, Any] | None = None
-        """(what `Cluster.place` was asked for, the engine that it made) where it holds the pool, else None."""
+        """(arguments of `Cluster.place`, the engine that it started) where `place` uses the pool, else None."""
 
     @property
     def size(self) -> int:
@@ -219,7 +219,7 @@ def hold(plan: Plan, colocated: int) -> dict[str, Pool]:
             ends.callback(pools[name].give_back)
             if quietly(group.ready(), READY_SECONDS, None) is None:
                 what = f"pool {name!r} could not be reserved in {READY_SECONDS:g} s"
-                found = "resources taken by other work, or a lost node"
+                found = "resources that other work uses, or a lost node"
                 raise EngineError(what, found=found, do="see cluster.status(), and try again")
         ends.pop_all()
     return pools

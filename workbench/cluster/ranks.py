@@ -130,7 +130,7 @@ def nsight_options(nsight: str | Mapping[str, str]) -> dict[str, Any]:
 KEPT_EVENTS = 20_000
 JOINED_SECONDS = 0.1
 LOG_LINES = 20
-"""Of a dead worker's log in its error."""
+"""Last lines of a dead worker's log that its error message quotes."""
 GONE_SECONDS = 6.0
 HEAR_SECONDS = 1.0
 
@@ -152,11 +152,11 @@ class RayRanks(Shown, Closing):
         self.actors = actors
         self.pool = pool
         self.seats = seats
-        """Which of the pool's processes its ranks share."""
+        """Numbers of the pool's processes on which the group's ranks run."""
         self.closed: str | None = None
-        """Why the group is gone; None while it lives."""
+        """Why the group was ended; None while it runs."""
         self.facts: list[dict[str, Any]] = []
-        """By rank, facts of its worker: pid, host, node, gpus, logs (file names), process."""
+        """Facts of each rank's worker, by rank: pid, host, node, gpus, logs (file names), process."""
         self.redact = environment.redact
         self._environment = environment
         self._ended = ended
@@ -164,7 +164,7 @@ class RayRanks(Shown, Closing):
         self._number = 0
         self._open: list[Pending] = []
         self.deadlines = Deadlines()
-        """What a call may take that is given no timeout."""
+        """Time limits of calls without `timeout=`."""
 
     def begin(self, factory: Callable[..., Any], settings: Mapping[str, Any], seconds: float) -> None:
         """Make `factory(rank, size, **settings)` in all workers; if one fails, end the group. Raises as `Cluster.ranks`
@@ -252,7 +252,7 @@ class RayRanks(Shown, Closing):
     def check(self) -> None:
         """Raise `EngineError` where the group was ended."""
         if self.closed is not None:
-            raise EngineError(f"group {self.name!r} is gone", found=self.closed, do="start it again: cluster.ranks(…)")
+            raise EngineError(f"group {self.name!r} ended", found=self.closed, do="start it again: cluster.ranks(…)")
 
     # --- supervision -------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Pending:
         self.method = method
         self.timeout = timeout
         self.stage = STAGE.get()
-        """The stage that made the call; empty outside of one."""
+        """The stage that made the call; empty outside of a stage."""
         self._group = group
         self._number = number
         self._refs = refs

@@ -40,12 +40,13 @@ from workbench.engines.vllm_server.engine import vllm
 # --- starting, attaching, leaving -------------------------------------------------------------------
 
 HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
-"""A lost node is seen within ten seconds; Ray's own settings take over a minute."""
+"""Ray's settings for health checks: a lost node is noticed within ten seconds; with Ray's defaults, after over a
+minute."""
 NOTES = 100
-"""The newest so many are kept."""
+"""Number of notes that are kept, the newest ones."""
 NAMESPACE = "workbench"
 HEAD = "RAY_AUTH_MODE=token ray start --head"
-"""Without a token this refuses to start; `ray get-auth-token --generate` makes one."""
+"""The command that starts a head node; it needs a token, which `ray get-auth-token --generate` makes."""
 TOKEN_HOW = "put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token"
 
 
@@ -59,7 +60,7 @@ class Connection:
     session: str
     notes: list[str]
     record: discovery.ClusterRecord | None = None
-    """The local cluster that this process started, and stops; None where it attached to a running one."""
+    """The local cluster that this process started and will stop; None where it attached to a running cluster."""
 
 
 def require_ray() -> None:
@@ -97,7 +98,7 @@ def start(
     context = _begin(environment, notes, seconds, address="local", **options)
     session = Path(context.address_info["session_dir"]).name
     if not tokens:
-        notes.append("RAY_AUTH_MODE is not token: whoever has an account on this machine can run code in this cluster")
+        notes.append("RAY_AUTH_MODE is not token: anyone with an account on this machine can run code in this cluster")
     if dashboard:
         notes.append(f"the dashboard is at http://{context.dashboard_url}")
     record = discovery.remember(session, discovery.of_session(session))
@@ -147,7 +148,7 @@ def attach(address: str, environment: Environment, seconds: float) -> Connection
     context = _init(f"attaching to {target}", environment, notes, address=target)
     info: Mapping[str, Any] = getattr(context, "address_info", None) or {}
     if not info:
-        notes.append("over ray:// batches travel at a tenth of a gigabyte a second: run the notebook on the cluster")
+        notes.append("batches are sent at about 0.1 GB/s over ray://: run the notebook on the cluster for full speed")
     return Connection(target, Path(str(info.get("session_dir", ""))).name, notes)
 
 
@@ -382,7 +383,7 @@ class Cluster(Session, Closing):
         self.link = link
         self.request = request
         self._looking = threading.Lock()
-        """Held while a status is made: one at a time, and Ray does not shut down meanwhile."""
+        """Lock that is held while a status is read: one reader at a time, and Ray is not shut down meanwhile."""
         self._unanswered: dict[Any, Any] = {}
         atexit.register(self.close)
 

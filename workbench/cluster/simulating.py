@@ -26,9 +26,9 @@ from workbench.base.errors import RunError, unknown
 from workbench.base.shown import Shown
 
 SHARE = 0.4
-"""Of a card's peak that updates reach where nobody says: what large dense models are reported to reach."""
+"""Share of a card's peak FLOP/s that updates are assumed to reach, as reported for large dense models."""
 READS = 0.7
-"""Of a card's memory bandwidth that decoding reaches where nobody says."""
+"""Share of a card's memory bandwidth that decoding is assumed to reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +38,27 @@ class Rates:
     """
 
     lengths: Sequence[int]
-    """Response lengths, in tokens: one of them is drawn for each row."""
+    """Response lengths in tokens; each simulated row draws one of these lengths."""
     prompt: float = 0.0
-    """Tokens of a prompt, the mean."""
+    """Mean number of tokens of a prompt."""
     token: float = 0.02
     """Seconds between two tokens of a request that decodes alone."""
     per_request: float = 0.0
     """Seconds that each further request of the same replica adds."""
     first: float = 0.0
-    """Seconds in a slot before the first token."""
+    """Seconds that a request spends in a slot before its first token."""
     rewards: Sequence[float] = (0.0,)
-    """Seconds of a reward: one of them is drawn for each row."""
+    """Seconds that a reward takes; each simulated row draws one of these times."""
     train_token: float = 0.0
     """Seconds of one learner rank per token of prompt and response: log-probs and update together."""
     update: float = 0.0
     """Seconds of each mini-batch beyond its tokens."""
     step: float = 0.0
-    """Seconds of each step beyond all that: other stages, records."""
+    """Further seconds of each step: other stages, and writing records."""
     push: float = 0.0
     """Seconds that new weights take to the samplers."""
     notes: tuple[str, ...] = ()
-    """Where the figures are from, in words."""
+    """Where the figures come from, as sentences."""
 
     def __post_init__(self) -> None:
         for name, values in (("lengths", self.lengths), ("rewards", self.rewards)):
@@ -202,21 +202,21 @@ class Layout:
 
     name: str = ""
     batch_size: int = 16
-    """Prompts a step."""
+    """Prompts per step."""
     group_size: int = 8
     replicas: int = 1
-    """Samplers."""
+    """Number of samplers."""
     slots: int = 64
-    """Requests that a sampler decodes at a time."""
+    """Requests that a sampler decodes at the same time."""
     judges: int | None = None
-    """Rewards that are computed at a time; None: as many as there are."""
+    """Rewards that are computed at the same time; None: no limit."""
     ranks: int = 1
     """Devices of the learner: they share its tokens evenly."""
     mini_batches: int = 1
-    """Updates a step."""
+    """Updates per step."""
     ahead: int = 0
     max_lag: int = 0
-    """As of `wb.train`; both 0: one stage after the other."""
+    """As in `wb.train`; with `ahead` and `max_lag` 0 the stages run one after the other."""
     streaming_rewards: bool = False
     """Whether a row's reward begins when the row is finished, instead of when all are."""
 
@@ -551,7 +551,7 @@ class Simulated:
 
     layout: Layout
     seconds: float
-    """Per step: the mean after the first."""
+    """Mean seconds per step, without the first step."""
     median_seconds: float
     whole: float
     """Seconds of all steps."""
@@ -560,10 +560,10 @@ class Simulated:
     sampler: float
     """Share of the time in which a sampler has a request, the mean over replicas."""
     slots: float
-    """Share of the slots that are taken, over all the time."""
+    """Share of the slots in use, averaged over the whole time."""
     learner: float
     judges: float | None
-    """Share of the time of the reward workers; None without a limit to their number."""
+    """Share of the time in which the reward workers are busy; None without a limit to their number."""
     lags: Mapping[int, float]
     """Policy versions behind → share of the groups."""
     spans: Mapping[str, Sequence[tuple[str, float, float]]]

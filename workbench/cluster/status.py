@@ -20,7 +20,7 @@ from workbench.cluster.transport import out, quietly
 from workbench.engines.paired import Paired
 
 ANSWER_SECONDS = 1.0
-"""How long a look waits for the workers, all together."""
+"""Seconds that a status waits for the answers of all workers together."""
 MUTE = "does not answer"
 
 
@@ -34,9 +34,9 @@ class WorkerLine:
     host: str
     pool: str
     gpus: str
-    """Device numbers."""
+    """Numbers of the worker's GPUs."""
     resident: int | None
-    """Bytes in memory; None where it does not answer."""
+    """Resident bytes of the worker's process; None where the worker does not answer."""
     state: str
     """`idle`, the method that runs, or `does not answer`."""
     waiting: int
@@ -44,7 +44,7 @@ class WorkerLine:
     gpu: tuple[int, int] | None = None
     """(used, total) bytes of its GPUs, whichever process uses them; None without a GPU."""
     seconds: float | None = None
-    """Seconds in this state, by the worker's own clock; None where it does not answer."""
+    """Seconds in this state, by the worker's clock; None where the worker does not answer."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class CallLine:
     group: str
     method: str
     stage: str
-    """The stage that made it."""
+    """The stage that made the call."""
     seconds: float
-    """Seconds since it was sent."""
+    """Seconds since the call was sent."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,7 +175,7 @@ class Profile(Shown):
     def on_start(self, start: int, steps: int) -> None:
         """Observer hook before a job: record its first step, `start`, if chosen. Raises `SettingError` without `steps`."""
         if not self.steps:
-            raise SettingError("a profile as an observer of a job", expected="steps=(…), those to record", found="none")
+            raise SettingError("a profile as an observer of a job", expected="steps=(…) to record", found="none")
         self._before(start)
 
     def on_step(self, report: Any) -> None:

@@ -20,7 +20,7 @@ class Event:
     rank: int
     host: str
     name: str
-    """The method."""
+    """Name of the method that was called."""
     began: float
     """Seconds since the epoch, on the clock of the worker's host."""
     ended: float

@@ -28,9 +28,9 @@ from workbench.functional.balancing import balanced, workload
 LOOK_SECONDS = 0.1
 _USED = re.compile(r"was ([\d.]+) ?GB used / ([\d.]+) ?GB")
 USERS = 5
-"""Processes that are named where Ray killed for memory."""
+"""Number of processes that the message names after Ray killed a worker for lack of memory."""
 COMMAND = 60
-"""Characters of each one's command."""
+"""Characters of each process's command in that message."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Sandboxes that run model code: in isolated processes of this machine, in containers, or at a SandboxFusion service, by one contract."""
+"""Sandboxes that run model code: in isolated processes of this machine, in containers, or at a SandboxFusion service,
+all with the same interface.
+"""
 
 from workbench.sandbox.containers import Containers
 from workbench.sandbox.local import LocalSandbox, LocalWorkspace

@@ -1,4 +1,4 @@
-"""Folders that sandboxed programs write to, and how we read and write there: whatever lies in them, no link is followed."""
+"""Folders that sandboxed programs write to, and functions that read and write there without following any link."""
 
 from __future__ import annotations
 

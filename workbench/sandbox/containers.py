@@ -23,9 +23,9 @@ from workbench.sandbox.process import ProcessLimits, contained
 from workbench.sandbox.protocol import ProcessOutcome, Result, status_of
 
 ENGINES = ("podman", "docker")
-"""Container engines, the better first: Podman needs no daemon that is root."""
+"""Container engines in order of preference: Podman needs no daemon that runs as root."""
 _SECONDS = 120.0
-"""Time limit of what the engine does beside commands: starting, copying, saving."""
+"""Time limit in seconds of the engine's operations other than commands: starting, copying, saving."""
 _KILL_SECONDS = 10.0
 _PROCESSES = 256
 
@@ -244,7 +244,7 @@ def answering(engine: str | None = None) -> str:
             reasons.append(f"{name}: {first_line(error)}")
         else:
             return name
-    do = "install one and start it, or use sandbox.local(), which needs none"
+    do = "install and start Podman or Docker, or use sandbox.local(), which needs neither"
     raise SandboxError("no container engine can be used here", expected="one", found="; ".join(reasons), do=do)
 
 

@@ -34,8 +34,8 @@ _OPEN_UP = "chmod -R u+rwX ."
 _OPEN_UP_SECONDS = 20.0
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
 _DO = (
-    "give python= an interpreter that lies in no home folder where it is the interpreter that fails; install bubblewrap where it "
-    "is missing; let users make namespaces (Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0); or "
+    "if the interpreter fails, pass python= an interpreter outside of home folders; if bubblewrap is missing, install it; if users "
+    "cannot make namespaces, allow it (Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0); or "
 )
 _ELSEWHERE = "run programs elsewhere: sandbox.remote(url), or sandbox.container() with Docker"
 

@@ -26,7 +26,7 @@ FILE_MB = 16
 """Size in MiB of the largest file that a program may make."""
 _GRACE = 1.0
 _OVER = 64
-"""Output beyond the limit is read and dropped up to this many times the limit; then the program is ended."""
+"""Output beyond the limit is read and dropped, up to this many times the limit; beyond that the program is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class ProcessLimits:
     seconds: float
     """Seconds of wall time; the limit of processor time is two seconds more."""
     output_bytes: int
-    """Bytes kept of stdout, and of stderr."""
+    """Bytes that are kept of each of stdout and stderr."""
     memory_mb: int
-    """Address space of each process, and all memory of all of them together."""
+    """Limit in MiB of each process's address space, and of the memory of all processes together."""
     disk_mb: int
 
 

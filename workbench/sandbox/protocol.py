@@ -107,17 +107,17 @@ class ProcessOutcome:
 
     status: PhaseStatus
     return_code: int | None = None
-    """None where the sandbox ended the process at its time limit."""
+    """Exit code; None where the sandbox ended the process at the time limit."""
     stdout: str = ""
     stderr: str = ""
     seconds: float = 0.0
-    """Seconds of wall time that it took."""
+    """Wall time of the process, in seconds."""
     limit: Limit | None = None
-    """The limit that it met, or None."""
+    """The limit that ended the process, or None."""
     truncated: bool = False
     """Whether output beyond the limit was dropped."""
     left_behind: bool = False
-    """Whether a process that it started lives on (possible only without isolation)."""
+    """Whether a child process is still running (possible only without isolation)."""
 
     def to_reply(self) -> dict[str, Any]:
         """Return the phase as it stands in a `/run_code` reply."""
@@ -134,9 +134,9 @@ class Result:
     compile: ProcessOutcome | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     message: str = ""
-    """Why, where it is a `SandboxError`."""
+    """Reason of a `SandboxError`; else empty."""
     where: str = ""
-    """The tier of isolation, or the service."""
+    """The tier of isolation that ran the program, or the address of the service."""
 
     @property
     def stdout(self) -> str:

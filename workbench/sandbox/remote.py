@@ -37,10 +37,12 @@ INTERPRETERS: Mapping[str, tuple[str, ...]] = {
     "kotlin_script": ("kotlin", "kotlinc"), "verilog": ("vvp",), "lean": ("lean", "lake"), "swift": ("swift",),
     "racket": ("racket",), "sql": ("sqlite3",), "D_ut": ("rdmd", "dub"),
 }  # fmt: skip
-"""Language → what may run its programs. Python is not there: a program could print that itself."""
+"""Language → interpreters and compilers whose absence is recognised in the shell's output. Python is left out: a
+program could print such a message."""
 _NOT_FOUND = re.compile(r"(?:/bin/)?(?:ba|da)?sh: (?:(?:line )?\d+: )?(?:exec: )?([\w+./-]+): (?:command )?not found")
 CUT = 219_000
-"""The service cuts longer output silently, at 219,264 characters; so much of it is taken as cut."""
+"""Output of at least this many characters counts as cut: the service cuts at 219,264 characters and does not report it.
+"""
 
 
 class RemoteSandbox(SyncSandbox):

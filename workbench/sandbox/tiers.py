@@ -1,4 +1,4 @@
-"""How a process is isolated: by bubblewrap, or by the kernel's namespaces with util-linux's tools; and what it sees.
+"""How a process is isolated, by bubblewrap or by kernel namespaces with util-linux's tools, and which files it sees.
 
 A tier of isolation is used only after a program that tries to escape (`ESCAPES`) has failed to.
 
@@ -32,7 +32,7 @@ from workbench.sandbox.process import FILE_MB, MAX_ENTRIES, ProcessLimits
 from workbench.sandbox.protocol import Program, Result
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-"""Folders of the system that programs see, read-only."""
+"""System folders that programs see read-only."""
 _TOOLS = "/etc/alternatives"
 """Links by which some systems choose among programs of one name (awk, vi, c++)."""
 _STANDARD = "/usr/bin/python3"
@@ -71,9 +71,9 @@ class World:
     python: str
     environment: Mapping[str, str]
     shown: tuple[str, ...]
-    """Files and folders, read-only; none lies in another."""
+    """Files and folders that programs see read-only; none of them is inside another."""
     hidden: tuple[str, ...]
-    """Folders inside those that programs see empty."""
+    """Folders inside `shown` that programs see as empty."""
 
     @property
     def closed(self) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 LOOK_SECONDS = 60.0
-"""Time in which an interpreter has to say where its parts lie."""
+"""Time limit, in seconds, for an interpreter to print where its parts are."""
 
 
 @cache
@@ -197,9 +197,9 @@ def _no_python(found: str) -> SandboxError:
 
 
 UID = 61_999
-"""The user that sandboxed programs run as when we are root: one that nobody on the machine uses."""
+"""User id of sandboxed programs when this process is root: an id that no account of the machine uses."""
 TIERS = ("bubblewrap", "namespaces")
-"""Tiers with isolation, the better first. `unsafe` is none."""
+"""Tiers with isolation, in order of preference; `unsafe` has no isolation."""
 MOUNTS = Path(__file__).with_name("mounts.sh")
 REACH = Path(__file__).with_name("reach.sh")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -312,7 +312,7 @@ def _namespaces(box: Path, root: Path, limits: ProcessLimits, world: World) -> l
 # --- the probe ------------------------------------------------------------------------------------
 
 _SECONDS = 120.0
-"""The probe takes half a second; on a machine with much else to do far longer, and a tier is not refused for that."""
+"""Time limit, in seconds, of a probe, which takes half a second: on a busy machine it may take much longer."""
 
 ESCAPES = r"""
 import json, os, resource, socket, sys
@@ -376,7 +376,7 @@ print(json.dumps(found), flush=True)
 """
 
 HOLDING_MB, LIMIT_MB = 128, 64
-"""What each of `WAYS_TO_HOLD` takes, and the limit that it does so under."""
+"""MiB that each of `WAYS_TO_HOLD` takes, and the memory limit in MiB under which it runs."""
 
 _HOLD = r"""
 import ctypes, fcntl, os, socket, sys, time
@@ -495,7 +495,7 @@ def _attempt(sandbox: Any, tier: str) -> list[str]:
     try:
         escapes = json.loads(result.stdout)
     except ValueError:
-        return ["its probe printed nothing that can be read"]
+        return ["its probe printed no readable result"]
     leaks = [name for name, escaped in escapes.items() if escaped]
     if result.run and result.run.left_behind:
         leaks.append("a daemon outlives its program")
