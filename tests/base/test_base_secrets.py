@@ -82,7 +82,7 @@ def test_a_key_of_verls_reward_settings_is_in_no_file_of_a_run(
     assert "•••" in json.dumps(wb.load_run("run").settings, ensure_ascii=False)
     if of == "manager":
         notes = "\n".join(wb.load_run("run").stepper(1, at="reward").notes)
-        assert "api_key: a secret, which is in no file and must be given again" in notes
+        assert "api_key: a secret, which no file of the run has: pass it again" in notes
 
 
 def test_a_parameter_of_a_job_is_no_secret(tmp_path: Path) -> None:

@@ -98,14 +98,14 @@ GALLERY: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped sign": (lambda folder: made(folder, change=other_sign), "the sign of the advantage is flipped"),
     "leaked answer": (
         lambda folder: made(folder, rows=own(lambda row: {"question": f"{row['question']} (answer: {row['answer']})"})),
-        "the answer stands in the prompt",
+        "the prompt contains the answer",
     ),
     "length hack": (lambda folder: made(folder, long), "the reward pays for long responses"),
     "format only": (lambda folder: made(folder, formatted), "the reward does not look at the answer"),
     "constant reward": (lambda folder: made(folder, constant), "the reward is a constant"),
     "no learning rate": (lambda folder: made(folder, lr=0.0), "the learning rate is 0"),
     "high learning rate": (lambda folder: made(folder, lr=3e-2), "the learning rate is too high"),
-    "huge KL": (lambda folder: made(folder, kl_coef=300.0), "the KL term holds the policy where it was"),
+    "huge KL": (lambda folder: made(folder, kl_coef=300.0), "the KL term keeps the policy at the reference"),
     "truths of the wrong type": (
         lambda folder: made(folder, last_word, own(lambda row: {"answer": int(row["answer"])})),
         "truths are of the wrong type: int",
@@ -191,7 +191,7 @@ def test_a_truth_that_any_prompt_holds_is_no_leak() -> None:
     choices = [sample(f"q{number}, A or B", "A", 1.0, truth="AB"[number % 2]) for number in range(6)]
     assert named(samples=choices) == []
     told = [sample(f"q{number}, {70 + number}", "", 1.0, truth=70 + number) for number in range(6)]
-    assert named(samples=told) == ["sure: the answer stands in the prompt"]
+    assert named(samples=told) == ["sure: the prompt contains the answer"]
 
 
 def test_an_audit_that_disagrees() -> None:
@@ -199,8 +199,8 @@ def test_an_audit_that_disagrees() -> None:
     metric = Disagreement(3, "rollout", "response_length/mean", None, None, 1.0, 2.0, "mean of tokens")
     lacking = Disagreement(3, "rollout", "response_length/new", None, None, "nothing", 2.0, "mean of tokens")
     for found, said in (
-        ([metric, column], ["sure: recorded columns are not what their formulas give"]),
-        ([metric], ["hint: recorded metrics are not what their formulas give"]),
+        ([metric, column], ["sure: recorded columns differ from what their formulas give"]),
+        ([metric], ["hint: recorded metrics differ from what their formulas give"]),
         ([lacking], []),  # a metric that the version that wrote it did not have
     ):
         assert named(audit=Audit((3,), disagreements=tuple(found))) == said

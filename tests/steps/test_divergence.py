@@ -175,7 +175,7 @@ def test_rows_in_another_order_are_aligned_by_uid_and_number() -> None:
         columns = {name: phase.batch.select_idxs(order)[name] for name in phase.wrote}
         moved = moved.add(replace(phase, batch=moved.batch.with_columns(columns)))
     found = diverge(trace, moved)
-    assert found.identical and found.notes == ("the rows stand in another order: aligned by uid",)
+    assert found.identical and found.notes == ("the rows have another order: aligned by uid",)
     batch = moved.batch.with_columns({"reward": torch.tensor([1.0, 1.0, 0.0, 8.0])})
     found = diverge(trace.batch, batch)
     assert (found.column, found.row, found.other_row, found.uid, found.second) == ("reward", 1, 3, "a", 8.0)
@@ -208,7 +208,7 @@ def test_other_rows_are_a_difference_and_the_shared_ones_are_followed() -> None:
 
 def test_names_of_another_library_are_compared_as_they_stand() -> None:
     found = diverge(start("aabb"), start("ccdd").with_columns({"raw_prompt": start("aabb")["raw_prompt"]}))
-    assert found.identical and found.notes == ("no uid is shared: rows are compared as they stand",)
+    assert found.identical and found.notes == ("the batches share no uid: rows are compared in their order",)
     grouped = diverge(start("aabb"), start("cddd"), columns=["uid"])
     assert grouped.why == "rows" and grouped.row == 0
     bare = [start(uids).without("uid") for uids in ("aabb", "aab")]
@@ -305,7 +305,7 @@ def test_notes_say_what_may_explain_it() -> None:
         "reward.cap: not there → 3",
     )
     same_name = [Trace(one.start, tuple(replace(p, source={"function": text}) for p in one)) for text in ("a", "b")]
-    assert "reward.function: another source under the same name, gsm8k" in diverge(*same_name).notes
+    assert "reward.function: the same name with another source text, gsm8k" in diverge(*same_name).notes
     moved = one.batch.with_columns({"reward": torch.ones(4)}, origin=wb.Origin(stage="reward", policy_version=4))
     found = diverge(one.batch, moved)
     assert found.phase == "reward" and found.notes == ("reward was written under policy version 3 → 4",)

@@ -100,7 +100,7 @@ def test_weights_that_moved_on_elsewhere_are_refused(tiny: str) -> None:
         wb.stages.PolicyLoss(),
         wb.engines.LossCounts(float(s.batch["response_mask"].sum()), float(len(s.batch))),
     )
-    with pytest.raises(VersionMismatch, match="'actor' have moved on"):
+    with pytest.raises(VersionMismatch, match="'actor' have changed"):
         s.next()
 
 

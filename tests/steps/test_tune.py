@@ -184,7 +184,7 @@ def test_lines_can_be_pasted() -> None:
     ]
     text = "\n    ".join(lines)
     assert eval(f"dict(\n    {text}\n)") == {"micro_batch_tokens": 512}  # noqa: S307 - it is what a user pastes
-    assert _lines("actor", learner, {}, trials[:1])[0].endswith("nothing that was tried takes less")
+    assert _lines("actor", learner, {}, trials[:1])[0].endswith("no setting that was tried takes less")
 
 
 def test_the_share_of_a_cache_leaves_the_learner_its_part() -> None:

@@ -1,1 +1,1 @@
-"""Reads run folders: the run, any of its steps again, its weights after any step."""
+"""Reads run folders: opens a run, runs any of its steps again, and restores the weights after any step."""

@@ -1,4 +1,4 @@
-"""Reads a recorded step twice: whatever its trace holds is computed again by the slow formulas beside, and compared.
+"""Checks a recorded step: slow formulas compute its trace's columns and metrics again, and the results are compared.
 
 Agreement means: |recorded − recomputed| ≤ 2e-6 of the value (1.5e-7 where it was computed in float64) and 1e-6 of the terms
 whose rounding it carries. What needs the model, the clock or foreign code is not recomputed and is listed with the reason; a
@@ -80,7 +80,7 @@ class Disagreement:
     recomputed: Any
     formula: str
     count: int = 1
-    """In how many places the column differs; the first is shown."""
+    """Number of places where the column differs; the first one is shown."""
 
     @property
     def place(self) -> str:
@@ -113,7 +113,7 @@ class Audit(Shown):
     """Metrics that were recomputed and agree."""
     disagreements: tuple[Disagreement, ...] = ()
     left: Mapping[str, str] = field(default_factory=dict)
-    """Column or metric that cannot be recomputed → why."""
+    """Column or metric that cannot be recomputed → the reason."""
     unaudited: frozenset[str] = frozenset()
     """Recorded columns and metrics that no formula knows."""
 

@@ -1,4 +1,4 @@
-"""The second reading of a step's numbers: slow, row by row, in plain Python floats, from the definitions alone.
+"""Independent formulas of a step's numbers: slow, row by row, in plain Python floats, from the definitions only.
 
 One generator per kind of phase yields `Claim`s: what a recorded column or metric must be, given the other recorded columns.
 Nothing of `functional` and `stages` is imported, so that a fault there is not repeated here. Formulas are those of the
@@ -17,9 +17,9 @@ from typing import Any
 
 Ragged = list[list[float]]
 FLOAT32 = 2e-6
-"""Relative tolerance of what is computed in float32: some thirty roundings of 6e-8."""
+"""Relative tolerance of numbers computed in float32: about thirty roundings of 6e-8."""
 EXACT = 1.5e-7
-"""Relative tolerance of what is computed in float64 and written as float32."""
+"""Relative tolerance of numbers computed in float64 and stored as float32."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Claim:
     """A number (metrics); a list with a value per row, or a list of values per row (columns)."""
     formula: str
     noise: Any = 0.0
-    """Size of the terms whose rounding the value carries beyond its own: a number, or one per row."""
+    """Size of the terms whose rounding errors the value contains: a number, or one per row."""
     near: float = FLOAT32
     """Relative tolerance."""
     partial: bool = False
-    """Whether only bounds or places are claimed: an agreement does not count as recomputed."""
+    """Whether the claim is only about bounds or positions: an agreement then does not count as recomputed."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,20 @@ class AuditView:
     version: int | None = None
     """Version of the learner's weights that computed the phase's columns."""
     state: Mapping[str, float] | None = None
-    """The stage's controller before the step; None where it was not kept."""
+    """State of the stage's controller before the step; None where it was not recorded."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the rollout."""
     scoring: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the stage that computed `old_log_probs`."""
     exact: bool = False
-    """Whether the learner is known to compute in float32 and without dropout: of the same weights the same log-probs."""
+    """Whether the learner is known to compute in float32 without dropout, so that equal weights give equal log-probs.
+    """
     tokenizer: Any = None
-    """That of the sampler's model; None where its folder is not here."""
+    """Tokenizer of the sampler's model; None where the model's folder is not on this machine."""
     ends: frozenset[int] = frozenset()
     """Ids of tokens that end a response; empty where the model's folder is not here."""
     shuffled: Callable[..., list[int]] = field(default=lambda number, *name: list(range(number)), repr=False)
-    """The random order of so many things whose seed has this name."""
+    """Function that returns the random order of a number of items, from the seed with a given name."""
 
     def setting(self, name: str, default: Any = None) -> Any:
         """Return a setting's value. Tuples, lists and dicts, which are recorded as their repr, are parsed."""

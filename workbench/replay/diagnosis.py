@@ -1,4 +1,4 @@
-"""Names what is probably wrong with a run: causes, each with its numbers, what to look at and what to turn.
+"""Names what is probably wrong with a run: causes, each with its numbers, what to look at and what to change.
 
 `runs.symptoms` says what a run's curves look like; causes are told apart by samples, audit and settings, too: one small function
 for each reads the evidence and yields what it finds. A symptom that no cause explains is a hint.
@@ -22,11 +22,11 @@ from workbench.rewards.score import Score, as_text
 from workbench.runs.symptoms import WINDOW, Rows, Symptom, series, step_of
 
 TRACES, SAMPLES = 3, 1024
-"""The last recorded steps that are read, and how many rows of each."""
+"""Number of recorded steps that are read (the last ones), and most rows that are read of each."""
 AUDITED = 2048
-"""The most rows of a step that is audited: the slow formulas take their time."""
+"""Most rows of a step that is audited, as the audit's formulas are slow."""
 ENOUGH = 8
-"""Samples below which they show nothing."""
+"""Fewest samples from which a conclusion is drawn."""
 
 
 class Row(NamedTuple):
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     status: str
     why: str
     same_calls: int = 0
-    """How often its episode made one and the same tool call."""
+    """How often the row's episode made its most frequent tool call with the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Evidence:
     rows: Rows
     """The metrics of the training steps."""
     held: Rows = ()
-    """The rows that have a validation, that before training included."""
+    """The metrics rows that have a validation, including the one before training."""
     samples: Sequence[Row] = ()
     symptoms: Sequence[Symptom] = ()
     audit: Audit | None = None
@@ -165,13 +165,13 @@ class Finding:
     sure: str
     """One of `LEVELS`."""
     numbers: str
-    """What it was seen by."""
+    """The numbers that show the cause."""
     look: str
-    """A line of code that shows it; `run` is the run."""
+    """A line of code that shows the problem; `run` is the run."""
     turn: str
     """What to change: settings and values."""
     explains: tuple[str, ...] = ()
-    """Names of symptoms that it is behind of: they are not reported again."""
+    """Names of the symptoms that the cause explains; they are not reported again."""
 
     def __str__(self) -> str:
         return f"{self.sure}: {self.cause}: {self.numbers}; look: {self.look}; turn: {self.turn}"
@@ -188,7 +188,7 @@ def disagreeing_audit(seen: Evidence) -> Iterator[Finding]:
         first = (columns or wrong)[0]
         what = "columns" if columns else "metrics"
         yield Finding(
-            f"recorded {what} are not what their formulas give", "sure" if columns else "hint",
+            f"recorded {what} differ from what their formulas give", "sure" if columns else "hint",
             f"{len(columns or wrong)} disagree; {first}", f"run.audit({first.step})",
             f"the stage {first.stage!r}: its formula, or what changes the batch after it",
         )  # fmt: skip
@@ -302,7 +302,7 @@ def much_kl(seen: Evidence) -> Iterator[Finding]:
     if pull > 0.5:
         numbers = f"coefficient {weight:.3g} × deviation {sqrt(2 * kl):.2g} = {pull:.2g}, beside advantages of about 1"
         yield Finding(
-            "the KL term holds the policy where it was", "sure" if pull > 2 else "likely", numbers,
+            "the KL term keeps the policy at the reference", "sure" if pull > 2 else "likely", numbers,
             'run.figure("reward", "KL")', "kl_coef=0.001 (0 to 0.01 is usual)",
         )  # fmt: skip
 
@@ -335,7 +335,7 @@ def leaked_answer(seen: Evidence) -> Iterator[Finding]:
     if share > 0.8 and chance < 0.4:
         numbers = f"{share:.0%} of {len(rows)} prompts hold their own truth, {chance:.0%} hold another prompt's"
         turn = "the data: take the answer out of the prompt (a column, a few-shot example, a template's field)"
-        yield Finding("the answer stands in the prompt", "sure", numbers, seen.look("index"), turn, (TEACH,))
+        yield Finding("the prompt contains the answer", "sure", numbers, seen.look("index"), turn, (TEACH,))
 
 
 def repeated_prompts(seen: Evidence) -> Iterator[Finding]:
@@ -621,9 +621,9 @@ class Diagnosis(Shown):
     """Result of `Run.diagnose`: the probable causes, and which evidence was examined."""
 
     findings: tuple[Finding, ...]
-    """The surest first, of those as sure the most harmful."""
+    """The findings, the surest first; of equally sure ones the most harmful first."""
     looked: tuple[tuple[str, str], ...]
-    """(evidence, how much of it there was), also where nothing was found."""
+    """Pairs (kind of evidence, how much of it was examined), also where nothing was found."""
 
 
 def diagnosed(seen: Evidence) -> Diagnosis:

@@ -61,7 +61,8 @@ _GRANTING = (
 )
 """Settings of a verl block that name code, or where rows are sent."""
 FUNCTIONS = ("workbench.functional.", "workbench.rewards.scorers.", "workbench.stages.")
-"""Modules of this package whose functions a record may name: they compute, and neither read files nor start programs."""
+"""Modules of this package whose functions a record may name: these functions only compute, and neither read files nor
+start programs."""
 
 
 class Untrusted(RunError):
@@ -98,7 +99,7 @@ class Trust:
         code = [f"{file.relative_to(path)} ({_hash(file)})" for file in sorted(path.rglob("*.py"))]
         asks = f"trust_remote_code={remote!r}" if remote else f"attn_implementation={attention!r}, code of the hub"
         found = f"{asks}; in {path}: {', '.join(code[:8]) or 'no Python file'}{' …' * (len(code) > 8)}"
-        raise Untrusted(f"{self.folder} asks that a model's own code runs here", found=found, do=self.advice)
+        raise Untrusted(f"{self.folder} asks to run code that comes with a model", found=found, do=self.advice)
 
     def against(self, name: str | None, arguments: Mapping[str, Any]) -> str | None:
         """Return why a stage with these recorded arguments is not made, as text; None where it may be.
@@ -107,7 +108,7 @@ class Trust:
         source text.
         """
         if secrets := ", ".join(dict.fromkeys(hidden_in(arguments))):
-            return f"{secrets}: a secret, which is in no file and must be given again"
+            return f"{secrets}: a secret, which no file of the run has: pass it again"
         named = arguments.get("function")
         file = Path(named.partition(":")[0].removeprefix("file://")).resolve() if isinstance(named, str) else None
         if file is None or not file.is_file():
@@ -118,7 +119,7 @@ class Trust:
             return f"{named} ({_hash(file)}), which had sha256 {was} in the run"
         if self.given or not (recorded is None or self._may_be_foreign(file)):
             return None
-        return f"{named} ({_hash(file)}), which nobody here named; {self.advice}"
+        return f"{named} ({_hash(file)}), which you have not named; {self.advice}"
 
     def against_block(self, settings: Mapping[str, Any]) -> str | None:
         """Return why settings of verl's reward (dotted names) are not followed, as text; None where they may be.
@@ -143,7 +144,7 @@ class Trust:
 
 
 STRANGER = Trust(Path(), False)
-"""For a record of which nobody says where it is from."""
+"""The trust of a record without a known source: none of its code runs."""
 
 
 def _hash(file: Path) -> str:
@@ -710,7 +711,7 @@ class Counterfactual(Shown):
     """Result of `Run.counterfactual`: a run's updates, repeated with some rows left out of one of them."""
 
     step: int
-    """The step that rows were left out of."""
+    """The step from which rows were left out."""
     until: int
     left_out: tuple[int, ...]
     """Rows of that step's batch."""

@@ -23,10 +23,10 @@ from workbench.base.shown import shown
 from workbench.runs.folder import held, step_folder
 
 FRESH = 2.0
-"""Seconds for which a run's own small files count as present; `LISTED` for which the list of its files does."""
+"""Seconds for which a copied small file of a run counts as up to date; `LISTED`: the same for the list of its files."""
 LISTED = 15.0
 INDEX = ("trace.json", "kept.json", "update.json", "manifest.json", "state.json")
-"""Files of a step that are copied with the list, so that it is known which steps there are."""
+"""Files of a step that are copied together with the list of files, so that the recorded steps are known."""
 RUN = "run"
 """The folder of a published model's repository that has the run's record."""
 TEXT_LIMIT = 1 << 30
@@ -133,7 +133,7 @@ class RunFiles:
 
     def __init__(self, folder: str | Path) -> None:
         self.address = str(folder)
-        """Where the folder is, as shown to people."""
+        """The folder's address, as messages show it."""
         self.local = Path(folder)
         """Where its files are read."""
 

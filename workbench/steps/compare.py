@@ -1,4 +1,4 @@
-"""Compares two records of a step: how far they are apart (`compare`), and the first place where they part (`diverge`).
+"""Compares two records of a step: how much they differ (`compare`), and the first place where they differ (`diverge`).
 
 A local run and one on a cluster, a resumed run and an uninterrupted one, a step made by hand and the recorded one, our
 batch and another library's dump: the last columns of such a pair all differ, and only the first difference says why.
@@ -42,7 +42,7 @@ class Compared(NamedTuple):
     """Counts of what `diverge` found equal: before the first difference, or in all where nothing differs."""
 
     phases: int = 0
-    """Number of phases, without the batch before the first one."""
+    """Number of phases; the batch before the first phase does not count."""
     columns: int = 0
     """Number of columns, counted once for each phase that wrote them."""
     metrics: int = 0
@@ -56,18 +56,19 @@ class Mismatch(NamedTuple):
     column: str | None
     """Column or metric; None where a whole phase differs."""
     rows: int
-    """Rows in which it differs; all of them where the shape does, 0 for a metric."""
+    """Number of rows in which the column differs: all rows where the shapes differ, 0 for a metric."""
     largest: float | None
-    """Largest absolute difference of floats; infinite where one side has NaN or nothing; None for everything else."""
+    """Largest absolute difference of floats: infinite where one side has NaN or no value, None for other types."""
 
 
 class Beside(NamedTuple):
     """One token near the first difference, with its id and its value on both sides."""
 
     token: int
-    """Position of the token in the first side's row; in the second's where only that has the token."""
+    """Position of the token in the first side's row, or in the second side's row where only the second has the token.
+    """
     ids: tuple[int | None, int | None]
-    """Token ids; None where a batch has no ids or no such place."""
+    """Token ids on both sides; None where a batch has no ids or no token at this position."""
     first: Any
     second: Any
     differs: bool
@@ -87,13 +88,14 @@ class RunDivergence(Shown):
     column: str | None = None
     """The column that differs; for `metric` the metric's key."""
     row: int | None = None
-    """Row number on the first side."""
+    """Number of the row on the first side."""
     other_row: int | None = None
     """Number of the same row on the second side."""
     uid: Any = None
     """`uid` of that row (its prompt), where it is known."""
     token: int | None = None
-    """Position on the second dim of the first side; of the second side where only that has the token."""
+    """Index of the token in the second dim of the first side, or of the second side where only the second has the
+    token."""
     token_ids: tuple[int | None, int | None] | None = None
     """Ids of that token on both sides; None where no batch has ids."""
     inside: str = ""
@@ -101,19 +103,20 @@ class RunDivergence(Shown):
     character: int | None = None
     """The first character in which two texts differ, from 0."""
     first: Any = None
-    """The value on the first side; None where it has none."""
+    """The value on the first side; None where the side has none."""
     second: Any = None
-    """The value on the second side; None where it has none."""
+    """The value on the second side; None where the side has none."""
     beside: tuple[Beside, ...] = ()
     """The token that differs, and a few before and after it."""
     rows: int = 0
-    """Rows in which the column differs."""
+    """Number of rows in which the column differs."""
     largest: float | None = None
-    """Largest absolute difference of floats in it; infinite where one side has NaN or nothing."""
+    """Largest absolute difference of floats in the column; infinite where one side has NaN or no value."""
     notes: tuple[str, ...] = ()
-    """What may explain it: settings that differ up to there, rows in another order, other dtypes, other weights."""
+    """Sentences that may explain the difference: settings that differ in earlier phases, rows in another order, other
+    dtypes or weights."""
     compared: Compared = field(default_factory=Compared)
-    """How much was the same before this difference."""
+    """Counts of what was equal before this difference."""
     further: Iterable[RunDivergence] = field(default=(), compare=False)
     """Iterator over the comparisons after this one, which `later` consumes."""
 
@@ -147,7 +150,7 @@ def opened(side: Any, what: str, expected: str) -> Trace | DataProto:
         raise BatchError(f"nothing to compare at {folder}", expected="a folder with trace.json or meta.json")
     record = side if isinstance(side, DataProto) else getattr(side, "trace", side)
     if not isinstance(record, Trace | DataProto):
-        advice = "take one of its recorded steps: run.traces[step]" if hasattr(side, "traces") else None
+        advice = "pass one of the run's recorded steps: run.traces[step]" if hasattr(side, "traces") else None
         raise BatchError(f"an argument of {what}()", expected=expected, found=type(side).__name__, do=advice)
     return record
 
@@ -200,9 +203,9 @@ def aligned(a: DataProto, b: DataProto) -> Pair:
     places = {key: row for row, key in enumerate(others)}
     rows = tuple((row, places[key]) for row, key in enumerate(keys) if key in places)
     if len(rows) == len(keys) == len(others):
-        return Pair((a, b), rows, note="the rows stand in another order: aligned by uid")
+        return Pair((a, b), rows, note="the rows have another order: aligned by uid")
     if not rows and len(keys) == len(others) and _groups(keys) == _groups(others):
-        return Pair((a, b), note="no uid is shared: rows are compared as they stand")
+        return Pair((a, b), note="the batches share no uid: rows are compared in their order")
     return Pair((a, b), rows, _other_rows(keys, others, len(rows)))
 
 
@@ -523,7 +526,7 @@ class ColumnChange:
 
     name: str
     rows: int
-    """Rows in which it differs."""
+    """Number of rows in which the column differs."""
     largest: float | None
     """Largest absolute difference; None for objects, NaN where shapes differ."""
 
@@ -535,9 +538,9 @@ class RowChange:
     row: int
     uid: Any
     reward: tuple[float, float] | None
-    """Before and after; None where a side has none."""
+    """The row's reward on the first and on the second side; None where a side has none."""
     advantage: tuple[float, float] | None
-    """Mean over the row's response tokens, before and after."""
+    """Mean advantage over the row's response tokens, on the first and on the second side."""
 
     @property
     def flipped(self) -> bool:
@@ -888,7 +891,7 @@ def _reuse_note(ours: Phase, theirs: Phase) -> list[str]:
     key = f"{_TAKEN_OVER}{ours.stage}"
     if (key in ours.metrics) == (key in theirs.metrics):
         return []
-    return [f"{ours.stage}: not run again, its recorded outputs were used; replace({ours.stage!r}, …) runs it"]
+    return [f"{ours.stage}: not run again: the recorded outputs were used; replace({ours.stage!r}, …) runs it"]
 
 
 def _settings(ours: Phase, theirs: Phase) -> Iterator[str]:
@@ -897,7 +900,7 @@ def _settings(ours: Phase, theirs: Phase) -> Iterator[str]:
         if a != b:
             yield f"{ours.stage}.{key}: {a} → {b}"
         elif ours.source.get(key, "") != theirs.source.get(key, "") and key in ours.source and key in theirs.source:
-            yield f"{ours.stage}.{key}: another source under the same name, {a}"
+            yield f"{ours.stage}.{key}: the same name with another source text, {a}"
 
 
 def _facts(ours: Phase, theirs: Phase) -> Iterator[str]:

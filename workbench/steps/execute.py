@@ -46,7 +46,7 @@ log = logging.getLogger("workbench")
 T = TypeVar("T")
 
 MOST = 1
-"""Steps that rows may be sampled ahead, and policy versions that they may be behind."""
+"""Most steps that rows may be sampled ahead, and most policy versions that they may be behind."""
 DRAWN = "drawn_ahead"
 """The setting that marks a trace's phase as done during the update of the step before."""
 
@@ -219,7 +219,7 @@ def sampler_of(pipeline: Pipeline, setting: str = "ahead=1") -> PinnedWeights:
         found = "an engine with share_device=True, whose sampler sleeps while the learner works"
     elif engine is not None:
         found = f"{type(engine).__name__}, which samples with the weights that it learns"
-    expected = "a pipeline that begins with a rollout by a sampler with weights and a device of its own"
+    expected = "a pipeline that begins with a rollout by a sampler with separate weights on a separate device"
     do = f"pass an engines.paired(learner, sampler), each with its own model, or leave out {setting}"
     raise SettingError(f"{setting} is not possible with this pipeline", expected=expected, found=found, do=do)
 
@@ -353,7 +353,7 @@ class Ahead:
             return 0
         lag = self._engine.version - int(versions.min())
         if not 0 <= lag <= MOST or int(versions.max()) > self._engine.version:
-            what = f"rows of step {step} were sampled by other weights than they should have been"
+            what = f"rows of step {step} were sampled by other weights than expected"
             expected = f"version {self._engine.version}, the learner's, or at most {MOST} older"
             found = f"versions {int(versions.min())} to {int(versions.max())}"
             do = "change no weights between two steps; resume from the last checkpoint with resume='auto'"

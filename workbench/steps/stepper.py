@@ -49,7 +49,8 @@ log = logging.getLogger("workbench")
 
 _STATE = "the size of a kept state"
 _SMALL = 1 << 30
-"""Bytes of a state that is copied to the disk without being asked for; the updates that lead to a larger one are done again."""
+"""Largest state in bytes that `snapshots="auto"` copies to the disk for FSDP ranks; for a larger one the updates are
+repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class SnapshotSettings(Settings):
     `memory` where `keep_snapshots` whole states fit into a quarter of the free memory, else `disk` where they fit into a quarter
     of what is free there, else `replay` (of FSDP ranks: up to 1 GiB each on the disk, else `replay`)."""
     keep_snapshots: int = 4
-    """Most states kept of each learner; beyond it the oldest is dropped."""
+    """Most states that are kept of each learner; beyond that the oldest is dropped."""
     snapshot_memory: float | None = None
     """GiB that all kept states may take in memory; None: what is free beyond what learning will need."""
     snapshot_disk: float | None = None
@@ -193,7 +194,7 @@ class Snapshots:
                 f"make a Stepper of a new batch (it keeps the last {last} states of its own updates, none of training; "
                 "keep_snapshots and snapshot_memory set how many), or open a recorded step of a run: run.stepper(step)"
             )
-            what = f"the weights of {role!r} have moved on since this stepper used them"
+            what = f"the weights of {role!r} have changed since this stepper used them"
             raise VersionMismatch(what, expected=f"state {state_id}", found=found, do=do)
         wanted = held[state_id]  # `take` may drop it
         if not lost and learner.state_id in self._wanted():

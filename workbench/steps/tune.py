@@ -29,13 +29,14 @@ from workbench.stages.pipeline import Pipeline
 from workbench.steps.stepper import Stepper
 
 FASTER, SLOWER, LESS = 0.9, 1.05, 0.9
-"""A setting is proposed for a tenth less time, or a tenth less memory at no more than 5 % more time: below that is noise."""
+"""A setting is proposed for at least 10 % less time, or at least 10 % less memory at no more than 5 % more time;
+smaller changes are noise."""
 FAST = 1.5
-"""Times as fast that a CPU multiplies bfloat16 matrices where that is worth a trial."""
+"""bfloat16 is tried where the CPU multiplies bfloat16 matrices at least this many times as fast as float32 ones."""
 REPEATS, SHORT = 3, 2.0
-"""Times that a setting is tried, the fastest counts, unless they take more than so many seconds."""
+"""Number of times that a setting is measured (the fastest counts), for phases that take fewer than so many seconds."""
 RESERVE = 0.1
-"""Share of a GPU that stays free of weights and KV cache: for the runtime, graphs and fragments."""
+"""Share of a GPU's memory that is left for the runtime, graphs and fragments."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class Trial:
 
     role: str
     changes: Mapping[str, Any]
-    """Setting → value; none: as it is."""
+    """Setting → value; empty: the present settings."""
     seconds: float
     host: int
     device: int
     error: str = ""
-    """Why it did not run to the end: memory ran out."""
+    """The error that ended the trial (out of memory); else empty."""
     cost: str = ""
-    """What it changes in the numbers, beyond float32's rounding."""
+    """How far the trial changes the numbers, beyond float32's rounding; else empty."""
 
     @property
     def peak(self) -> int:
@@ -82,9 +83,9 @@ class Tuning(Shown):
     phases: tuple[Measured, ...]
     trials: tuple[Trial, ...]
     lines: tuple[str, ...]
-    """Python: keyword arguments with a comment each, and comments."""
+    """Lines of Python: keyword arguments, each with a comment, and comment lines."""
     proposed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Role → settings that take less; {} where none does."""
+    """Role → settings that take less time or memory; {} where none does."""
 
 
 def tune(pipeline: Pipeline, rows: Rows, *, batch_size: int = 8, seconds: float = 120.0) -> Tuning:
@@ -320,7 +321,7 @@ def _lines(role: str, learner: Any, proposed: Mapping[str, Any], trials: list[Tr
             lines.append(f"{trial},  # {outcome}")
         elif not trial.error and base.peak and trial.peak <= LESS * base.peak:
             lines.append(f"# {trial} would take less memory: {outcome}")
-    return lines if len(lines) > 1 else [f"{what}; nothing that was tried takes less"]
+    return lines if len(lines) > 1 else [f"{what}; no setting that was tried takes less"]
 
 
 def _cache_share(actor: Any, phases: list[Measured]) -> list[str]:

@@ -1,4 +1,5 @@
-"""What would another update do with this batch: the same rows, another loss, estimator or mask, on scratch weights.
+"""What another update would do with this batch: the same rows with another loss, estimator or mask, on a copy of the
+weights.
 
 On a batch that the present policy sampled every clipped loss has the same first gradient (the ratio is 1), so the
 comparison takes a few updates. The real weights, optimizer and version are restored in any case.
@@ -39,9 +40,9 @@ class Side:
     new_log_probs: torch.Tensor = field(repr=False)
     """[B, T] under the weights after the last update, 0 outside the mask."""
     moved_norm: float = field(repr=False)
-    """Norm of the change of all weights."""
+    """L2 norm of the change of all weights."""
     probe: dict[str, float] = field(default_factory=dict)
-    """Measured on held-out rows: `log_prob` (mean per token) or `reward`."""
+    """Value on held-out rows after the updates: `log_prob` (mean per token) or `reward`."""
 
 
 @dataclass(frozen=True, repr=False)
