@@ -557,3 +557,22 @@ def test_a_group_listens_on_loopback_alone(two: Group) -> None:
     for worker in two.workers:
         for one in psutil.Process(worker["pid"]).net_connections("inet"):
             assert one.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), one
+
+
+def test_ranks_that_do_not_meet_name_their_links_in_minutes() -> None:
+    """NCCL would wait for half an hour in the first forward pass."""
+    asked: list[tuple[str, float | None]] = []
+
+    class Dead:
+        def call(self, method: str, *shared: Any, timeout: float | None = None) -> list[Any]:
+            asked.append((method, timeout))
+            if method == "meet":
+                raise TimeoutError("rank 1 is late")
+            return [("127.0.0.1", 1)]
+
+        def close(self) -> None:
+            asked.append(("close", None))
+
+    with pytest.raises(EngineError, match=r"do not reach each other.*rank 1 is late; NCCL_DEBUG=INFO"):
+        Group(Dead).start()  # type: ignore[arg-type]
+    assert asked == [("reserve", None), ("join", None), ("meet", 180.0), ("close", None)]

@@ -15,10 +15,24 @@ from typing import Any
 
 import torch
 
+from workbench.base.errors import EngineError
 from workbench.engines.local_engine.states import read_record, read_weights
 from workbench.engines.settings import FsdpSettings
 from workbench.engines.workers.processes import FIRST_DEADLINE, Deadlines, Ranks, processes
 from workbench.functional.balancing import balanced, workload
+
+MEETING = 180.0
+"""Seconds that ranks which have joined may take for their first sum: with a dead link NCCL alone waits for half an hour."""
+
+
+def _meet(ranks: Ranks) -> None:
+    """Have ranks that have joined add up one number. Raises `EngineError`, with what to try, where that does not end."""
+    try:
+        ranks.call("meet", timeout=MEETING)
+    except TimeoutError as late:
+        do = "NCCL_DEBUG=INFO says where it waits; NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 leave out links that may be broken"
+        what = "the ranks do not reach each other: their first sum did not end"
+        raise EngineError(what, expected=f"a sum in {MEETING:g} s", found=late, do=do) from late
 
 
 class Group:
@@ -57,6 +71,7 @@ class Group:
                 ranks = self._make()
                 try:
                     self.workers = ranks.call("join", *ranks.call("reserve")[0])
+                    _meet(ranks)
                 except BaseException:
                     ranks.close()
                     raise

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from workbench.base.errors import CheckpointError, first_line, message
+from workbench.base.errors import CheckpointError, EngineError, first_line, message
 from workbench.base.files import fsync
 from workbench.base.memory import separate_blocks
 from workbench.engines.fsdp_engine.meshes import Mesh, Sizes, everyone, sizes_of
@@ -89,6 +89,18 @@ class Shards:
         where = {"host": socket.gethostname(), "device": self.device}
         card = "" if self._gpu is None else torch.cuda.get_device_name(self._gpu)
         return {"rank": self.rank, "pid": os.getpid(), **where, "card": card}
+
+    def meet(self) -> None:
+        """Let all ranks add up one number on their devices: NCCL makes its communicator here, on this rank's GPU.
+
+        `init_process_group(device_id=…)` does so too, and has meshes split from that communicator, which groups with gloo beside
+        NCCL cannot do in every torch. Raises `EngineError` where the sum is wrong.
+        """
+        everyone(None)  # over gloo: all are there
+        one = torch.ones(1, device=self.device if self._gpu is None else f"cuda:{self._gpu}")
+        distributed.all_reduce(one)
+        if float(one) != self.size:
+            raise EngineError("the first sum over all ranks", expected=f"{self.size}", found=f"{float(one):g}")
 
     # --- models -----------------------------------------------------------------------------
 
