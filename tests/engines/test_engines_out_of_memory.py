@@ -74,10 +74,18 @@ def test_code_that_is_no_engines_is_named_by_its_phase(tiny: str, monkeypatch: p
         s.next()
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, *, allocated: int, reserved: int, free: int) -> None:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, *, allocated: int, reserved: int, free: int, others: int = 0) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: reserved)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free + reserved + others))
+
+
+def test_what_others_hold_of_a_gpu_is_named_with_share_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch, allocated=10 * GIB, reserved=12 * GIB, free=GIB, others=40 * GIB)
+    held = memory.LiveTensors(torch.device("cuda", 0), {"weights": 8 * GIB}, wb.engines.LocalSettings())
+    said = r"CUDA itself 40\.00 GiB.*lower micro_batch_tokens, or free.*share_device=True"
+    with pytest.raises(OutOfMemory, match=said), memory.memory_errors("learn", "4 rows", holds=lambda: held):
+        raise CUDA
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from workbench.base.errors import EngineError
 from workbench.engines import Learner, LocalEngine, LogProbModel, Request, Sample, Sampler, local, protocol
 from workbench.engines.local_engine.loading import in_memory, write_to
 from workbench.engines.paired import Paired, paired
+from workbench.engines.settings import VllmSettings, arguments_of
 from workbench.engines.vllm_server.process import mapped
 from workbench.engines.weights import weights_of
 from workbench.replay.run import late_learner
@@ -179,6 +180,33 @@ def test_on_a_shared_device_memory_is_freed_before_it_is_taken(folder: Path) -> 
     assert sampler.told[13:] == ["sleep 1", "empty_cache", "wake weights kv_cache"]
     with pytest.raises(EngineError, match=r"a sampler with sleep\(\)"):
         paired(local(folder), local(folder), share_device=True)
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "devices", "share"),
+    [(True, ["GPU-a"], True), (True, ["GPU-b"], False), (False, ["GPU-a"], False), (True, [], False)],
+)
+def test_two_engines_on_one_card_share_it_by_default(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool, devices: list[str], share: bool
+) -> None:
+    """Nobody says so: the sampler can sleep, and works on the learner's GPU."""
+    learner, sampler = local(folder), local(folder)
+    there, here = sampler.receives(), learner.sends()
+    monkeypatch.setattr(sampler, "receives", lambda: {**there, "sleeps": sleeps, "devices": devices})
+    monkeypatch.setattr(learner, "sends", lambda: {**here, "devices": ["GPU-a"]})
+    assert paired(learner, sampler).share_device is share
+    assert not paired(learner, sampler, share_device=False).share_device
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "sleeps"), [(1, None, True), (2, None, False), (0, None, False), (2, True, True)]
+)
+def test_vllm_can_sleep_where_one_gpu_is_seen(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, asked: bool | None, sleeps: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    settings = VllmSettings(sleep_mode=asked)
+    assert settings.sleeps is sleeps and arguments_of("model", settings)["enable_sleep_mode"] is sleeps
 
 
 def test_a_learner_on_a_gpu_gives_its_cache_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from workbench.dataproto.core import DataProto
 from workbench.engines import protocol as can
 from workbench.engines.generating import Generates
 from workbench.engines.protocol import Learner, LogProbModel, Loss, LossCounts, Request, Sample, StepResult, WeightSink
-from workbench.engines.weights import BUCKET_BYTES, UNVERIFIED, Push, WeightSync, prove, sync_of
+from workbench.engines.weights import BUCKET_BYTES, UNVERIFIED, Push, WeightSync, prove, share_a_card, sync_of
 
 _PASSED_ON = (
     can.Bounded, can.Differentiable, can.Estimates, can.FromFiles, can.Learner, can.Located, can.Templated, can.Tunable,
@@ -186,7 +186,7 @@ class Paired(can.SampleMany, can.Closing, Generates):
         if self.share_device:
             what = "weights cannot be held in the sampler while the learner works"
             found = "share_device=True: the sampler sleeps while the learner works"
-            do = "use paired(learner, sampler) on two devices, or sample and learn in turn (ahead=0)"
+            do = "put them on two devices (share_device=False where both fit on one), or sample and learn in turn (ahead=0)"
             raise EngineError(what, expected="a sampler on a device of its own", found=found, do=do)
         return runtime.run(self._hold())
 
@@ -345,7 +345,7 @@ def paired(
     learner: Policy,
     sampler: WeightSink,
     *,
-    share_device: bool = False,
+    share_device: bool | None = None,
     weight_sync: str = "auto",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Paired:
@@ -353,9 +353,10 @@ def paired(
     vllm(path)))`.
 
     `sampler` takes weights by `load_weights(weights, version)`: vLLM, a remote server, or a local engine. With
-    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`). `weight_sync` is the way of the
-    weights (`weights.WAYS`; `auto` chooses by where both engines are), `bucket_bytes` the most that is sent at once.
-    Raises `EngineError` where the tokenizers differ, or the sampler cannot take weights.
+    `share_device=True` the sampler sleeps while the learner works (`sleep`, `wake`); None: where both are on one GPU and
+    the sampler can. `weight_sync` is the way of the weights (`weights.WAYS`; `auto` chooses by where both engines are),
+    `bucket_bytes` the most that is sent at once. Raises `EngineError` where the tokenizers differ, or the sampler cannot
+    take weights.
     """
     if learner is sampler:
         raise EngineError("arguments of paired()", expected="two engines", found="one twice", do="use it alone")
@@ -364,7 +365,8 @@ def paired(
     if share_device and not isinstance(sampler, can.Sleeper):
         raise EngineError("paired(share_device=True)", expected="a sampler with sleep() and wake()", found=sampler)
     check_tokens(learner, sampler)
-    given = {"share_device": share_device, "weight_sync": weight_sync, "bucket_bytes": bucket_bytes}
+    share = share_a_card(learner, sampler) if share_device is None else share_device
+    given = {"share_device": share, "weight_sync": weight_sync, "bucket_bytes": bucket_bytes}
     return Paired(learner, sampler, **given)  # type: ignore[arg-type]
 
 

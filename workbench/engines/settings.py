@@ -187,8 +187,8 @@ class VllmSettings(Settings):
     """Rows that are sampled together at most."""
     multiprocess: bool | None = None
     """True: scheduler and model run in a process beside the one that answers. None: True on a GPU only."""
-    sleep_mode: bool = False
-    """Whether `sleep()` can give the GPU's memory back."""
+    sleep_mode: bool | None = None
+    """Whether `sleep()` can give the GPU's memory back. None: True where this process sees one GPU alone, which a pair then shares."""
     lora_rank: int = 0
     """Largest rank of LoRA adapters that are pushed alone, over the base in the model's folder; 0: merged weights are pushed."""
     seeds: Literal["rows", "engine"] = "rows"
@@ -206,6 +206,11 @@ class VllmSettings(Settings):
     """Longest time to start: compiling a large model takes minutes."""
     stall_seconds: float = 300.0
     """A process that should work and reports nothing for so long counts as dead."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM is started so that it can sleep: `sleep_mode`, and by default where this process sees one GPU."""
+        return torch.cuda.device_count() == 1 if self.sleep_mode is None else self.sleep_mode
 
     def __post_init__(self) -> None:
         require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", expected="≥ 2", found=self.max_model_len)  # fmt: skip
@@ -234,7 +239,7 @@ def arguments_of(folder: str | Path, s: VllmSettings) -> dict[str, Any]:
         "kv_cache_memory_bytes": None if s.kv_cache_memory_mb is None else s.kv_cache_memory_mb * _MEBI,
         "enforce_eager": bool(s.enforce_eager),
         "max_num_seqs": s.max_num_seqs,
-        "enable_sleep_mode": s.sleep_mode,
+        "enable_sleep_mode": s.sleeps,
         "trust_remote_code": s.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # each request says which ids end a response

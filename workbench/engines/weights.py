@@ -206,7 +206,8 @@ class WeightReceiver(Protocol):
 
         The keys are `machines`, `pids`, `devices` of its processes; `processes`, how many can join a broadcast
         (`join_group`); `dtype` (None: the sender's); `split`, whether a tensor may come in parts; `adapter_rank`, the
-        largest rank of a LoRA adapter that it takes alone (`load_adapter`), over the base model in `folder`.
+        largest rank of a LoRA adapter that it takes alone (`load_adapter`), over the base model in `folder`; `sleeps`
+        (optional), whether it can free its GPU's memory.
         """
 
     def begin_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -496,6 +497,14 @@ def possible(learner: Any, sampler: Any) -> list[str]:
     ways += ["shared memory", "object store"] if one_machine else ["object store"]
     # by gloo: no faster, but the same code as between GPUs
     return [*ways, "broadcast"] if there["processes"] and not here["devices"] and not there["devices"] else ways
+
+
+def share_a_card(learner: Any, sampler: Any) -> bool:
+    """Whether a learner and a sampler work on the same GPU, whose memory the sampler can free while the learner works."""
+    if not isinstance(learner, WeightSender) or not isinstance(sampler, WeightReceiver):
+        return False
+    there = sampler.receives() or {}
+    return bool(there.get("sleeps")) and not set(there["devices"]).isdisjoint(learner.sends()["devices"])
 
 
 def _proofs_path() -> Path:

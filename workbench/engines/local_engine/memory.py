@@ -20,6 +20,8 @@ ADVICE = (
     "lower micro_batch_tokens, switch on gradient_checkpointing, or take a smaller model; where it would fit after all, open "
     "the engine with check_memory=False"
 )
+SHARED = "of a sampler beside this learner, paired(…, share_device=True) has it sleep while the learner works"
+OTHERS = "other processes and CUDA itself"
 PASS = 3 << 28
 """Bytes of activations beyond which a pass on a CPU is no faster (measured)."""
 LEAST = 256
@@ -215,8 +217,10 @@ def _in_words(phase: str, held: LiveTensors) -> tuple[str, str]:
     if gpu:
         allocated = torch.cuda.memory_allocated(held.device)
         parts[passing] = max(allocated - known, 0)
-        parts["cached blocks"] = torch.cuda.memory_reserved(held.device) - allocated
-        free = int(torch.cuda.mem_get_info(held.device)[0])
+        reserved = torch.cuda.memory_reserved(held.device)
+        parts["cached blocks"] = reserved - allocated
+        free, total = map(int, torch.cuda.mem_get_info(held.device))
+        parts[OTHERS] = max(total - free - reserved, 0)
     else:
         free = available(held.device)
         parts[f"{passing} and the rest of the process"] = max(memory.resident() - known, 0)
@@ -227,6 +231,8 @@ def _in_words(phase: str, held: LiveTensors) -> tuple[str, str]:
 def _helps(phase: str, settings: LocalSettings, parts: dict[str, int], gpu: bool) -> str:
     """Name the settings that shrink the largest part in memory, as text, the one that costs least time first."""
     largest = max(parts, key=lambda name: parts[name])
+    if largest == OTHERS:
+        return f"lower micro_batch_tokens, or free what others hold: {SHARED}; `nvidia-smi` names other processes"
     if largest == "cached blocks":
         return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: what is cached is in pieces that are too small"
     if largest.startswith("KV cache"):

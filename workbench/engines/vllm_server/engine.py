@@ -438,6 +438,7 @@ class VllmEngine(Served, Pausing):
         where = {"machines": [machine()], "pids": [self.pid], "devices": [one for one in devices if one]}
         rank = self._settings.lora_rank if self._as_loaded else 0
         takes = {"dtype": self._about["dtype"], "split": False, "adapter_rank": rank}
+        takes["sleeps"] = self._about["platform"] != "cpu" and self._settings.sleeps
         return {**where, "processes": len(devices), **takes, "folder": str(self._folder)}
 
     async def _step(self, step: str, *arguments: Any) -> list[Any]:
@@ -498,7 +499,7 @@ class VllmEngine(Served, Pausing):
         """
         if self._about["platform"] == "cpu":
             raise EngineError("sleep() of vLLM", expected="a GPU", found="a CPU, where vLLM has no sleep mode")
-        if not self._settings.sleep_mode:
+        if not self._settings.sleeps:
             raise EngineError("sleep() of vLLM", expected="sleep_mode=True when the engine is opened", found="False")
         runtime.run(self._fall_asleep(level))
 
@@ -515,7 +516,7 @@ class VllmEngine(Served, Pausing):
         `tags` are `weights` or `kv_cache`, to wake one of the two: weights can be pushed while there is no room for the
         cache yet. vLLM samples once both are awake.
         """
-        if self._about["platform"] != "cpu" and self._settings.sleep_mode:
+        if self._about["platform"] != "cpu" and self._settings.sleeps:
             runtime.run(self._call("wake_up", None if tags is None else list(tags)))
 
     def describe(self) -> dict[str, Any]:
@@ -523,6 +524,7 @@ class VllmEngine(Served, Pausing):
         secret."""
         chosen = {name: value for name, value in self._settings.to_dict().items() if name not in ("env", "python")}
         about = {name: self._about.get(name) for name in ("vllm", "platform", "dtype")}
+        chosen["sleep_mode"] = self._settings.sleeps
         chosen["engine_args"] = {name: value for name, value in chosen["engine_args"].items() if name != "hf_token"}
         return {"path": self.path, **chosen, **about}
 
